@@ -1,0 +1,41 @@
+# Two commands need nothing but Python 3.11 and make: `make demo` and `make test`.
+VENV ?= .venv
+PY = $(VENV)/bin/python
+PYTEST = $(PY) -m pytest
+WORKERS ?= 2
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: help demo test check format lint bench install dev clean
+
+help:            ## what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
+
+demo: install    ## the whole method on a tiny world, in minutes
+	$(VENV)/bin/lweave demo
+
+test: dev        ## every test that needs no extra environment
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not real and not vllm and not peers and not faults" tests
+
+check: dev lint  ## format, lint, types and the fast tests
+	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m "not slow and not real and not vllm and not peers and not faults" tests
+
+lint: dev
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: dev      ## rewrite the sources in the project's format
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+bench: dev       ## speed, as ratios measured side by side
+	for script in benchmarks/*.py; do $(PY) $$script || exit 1; done
+
+install:
+	@scripts/bootstrap "$(VENV)"
+
+dev:
+	@scripts/bootstrap "$(VENV)" dev
+
+clean:           ## remove the environment and caches (runs/ stays)
+	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,112 @@
+"""The data that flows between stages. Rows are ragged: flat arrays with offsets, never padding.
+
+Shape letters: R rows (trajectories) of a shard, P positions of a shard (all response tokens, flat), C candidates.
+Position t of a row is the *decision* about response token t: its state is the prompt and the response before t.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length"]
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")  # stored as their index
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of unequal length in one flat array.
+
+    >>> rows = Ragged.of([np.array([1, 2]), np.array([], dtype=int), np.array([3])])
+    >>> len(rows), rows[0].tolist(), rows[1].tolist(), rows[2].tolist()
+    (3, [1, 2], [], [3])
+    """
+
+    flat: NDArray
+    offsets: NDArray[np.int64]  # (R + 1,)
+
+    @classmethod
+    def of(cls, rows: Sequence[NDArray]) -> "Ragged":
+        lengths = [len(row) for row in rows]
+        return cls(np.concatenate(rows), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> NDArray:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        return self.flat[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[NDArray]:
+        return (self[row] for row in range(len(self)))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of prompts.jsonl: what was asked, and exactly what the student is given."""
+
+    id: str
+    messages: list[dict[str, str]]  # before any chat template, so that an anchor can render its own
+    text: str  # as the student sees it
+    token_ids: list[int]  # `text` in student tokens
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """Ask a sampler for one response. Random numbers belong to (seed, prompt, response), never to the batch."""
+
+    prompt_ids: list[int]
+    prompt: int
+    response: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """What was sampled, ids exactly as drawn, end of sequence included."""
+
+    ids: list[int]
+    finish: FinishReason
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How a sampler draws. Only these: nothing is taken from a checkpoint's generation_config but its stop ids."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """One shard of trajectories."""
+
+    prompt_R: NDArray[np.int32]  # line of prompts.jsonl
+    response_R: NDArray[np.int32]  # which of the prompt's responses
+    finish_R: NDArray[np.uint8]  # index into FINISH_REASONS
+    prompt_ids: Ragged  # int32
+    response_ids: Ragged  # int32
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The student's own view of one shard: its top candidates and where the rest of its mass is."""
+
+    ids: Ragged  # (P, C) int32
+    logp: Ragged  # (P, C) float32, normalised over the whole vocabulary
+    other_logp: Ragged  # (P,) float32, log-mass of everything that is not a candidate
+    sampled_logp: Ragged  # (P,) float32, log-prob of the token that was sampled
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One model's view of the candidates of one shard."""
+
+    logp: Ragged  # (P, C) float32; 0 where not mapped
+    mapped: Ragged  # (P, C) bool: the candidate is one token of this model, at a boundary it can see
+    mass: Ragged  # (P,) float32, this model's own probability mass on the mapped candidates
