@@ -1,0 +1,1 @@
+"""Load, sample and score models behind small protocols."""

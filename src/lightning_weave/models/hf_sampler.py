@@ -1,0 +1,173 @@
+"""Sample with a Hugging Face model: batched, with its cache, and with random numbers that belong to the row.
+
+Nothing is ever padded, so that recurrent layers see only real tokens. A batch holds prompts of similar length: all rows
+start together with as many tokens as the shortest prompt has, and a longer prompt goes on feeding its own tokens, one
+per step, where the others already sample.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.models.load import context_limit
+from lightning_weave.types import Request, Response, SamplingSettings
+
+
+class HFSampler:
+    """Sample from a causal language model on its own device."""
+
+    def __init__(
+        self,
+        model: Any,
+        stop: frozenset[int],
+        vocabulary: int,
+        batch_size: int = 64,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.vocabulary = vocabulary
+        self.batch_size = batch_size
+        self.on_tokens = on_tokens
+        self.limit = context_limit(model)
+        self.is_stop_V = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
+        self.is_stop_V[[token for token in sorted(stop) if token < vocabulary]] = True
+
+    def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]:
+        """Draw one response per request; which rows share a batch changes nothing but rounding."""
+        responses: dict[int, Response] = {}
+        for rows in _batches(requests, self.batch_size, spread=settings.max_tokens // 4):
+            drawn = self._sample_batch([requests[row] for row in rows], settings)
+            responses.update(zip(rows, drawn, strict=True))
+        return [responses[row] for row in range(len(requests))]
+
+    @torch.inference_mode()
+    def _sample_batch(self, batch: list[Request], settings: SamplingSettings) -> list[Response]:
+        device = self.model.device
+        room = [self._room(request, settings) for request in batch]
+        start_B = torch.tensor([len(request.prompt_ids) for request in batch], device=device)
+        end_B = start_B + torch.tensor(room, device=device)  # moves forward where a row stops
+        uniform_BS = torch.from_numpy(_uniforms(batch, settings.seed, max(room))).to(device)
+        tokens_BT = _prompt_tokens(batch, int(end_B.max())).to(device)
+        first = int(start_B.min())
+        cache, logits_NV = self._prefill(tokens_BT[:, :first])
+        rows_N = torch.arange(len(batch), device=device)  # those still in the batch
+        for position in count(first):
+            step_N = position - start_B[rows_N]  # negative while the prompt is not over
+            uniform_N = uniform_BS[rows_N, step_N.clamp(0, max(room) - 1)]
+            sampled_N = self._draw(logits_NV, uniform_N, settings, batch, rows_N)
+            token_N = torch.where(step_N < 0, tokens_BT[rows_N, position], sampled_N)
+            tokens_BT[rows_N, position] = token_N
+            stopped_N = self.is_stop_V[token_N] & (step_N >= 0)
+            last_N = torch.where(stopped_N, position + 1, end_B[rows_N])
+            self._report((step_N >= 0) & (end_B[rows_N] > position))
+            end_B[rows_N] = torch.minimum(end_B[rows_N], last_N)
+            going_N = end_B[rows_N] > position + 1
+            going = int(going_N.sum())
+            if going == 0:
+                break
+            if 8 * (len(rows_N) - going) >= len(rows_N):  # dropping copies the cache: worth it for an eighth of it
+                kept = going_N.nonzero()[:, 0]
+                rows_N, token_N = rows_N[kept], token_N[kept]
+                cache.reorder_cache(kept)
+            logits_NV = self._forward(token_N[:, None], cache)
+        return self._responses(tokens_BT.tolist(), start_B.tolist(), end_B.tolist())
+
+    def _room(self, request: Request, settings: SamplingSettings) -> int:
+        """Count the tokens that a response may have."""
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise InputError(f"prompt {request.prompt} is empty. A model needs at least one token to go on from")
+        if self.limit is not None and length >= self.limit:
+            raise InputError(
+                f"prompt {request.prompt} has {length} tokens, which leaves no room in the model's {self.limit}. "
+                "Lower the length filter of the prompts"
+            )
+        return settings.max_tokens if self.limit is None else min(settings.max_tokens, self.limit - length)
+
+    def _prefill(self, prompts_BT: Tensor) -> tuple[DynamicCache, Tensor]:
+        """Run each distinct prompt once and give every row its copy of the state."""
+        distinct, row_to_distinct_B = torch.unique(prompts_BT, dim=0, return_inverse=True)
+        cache = DynamicCache(config=self.model.config)
+        logits_NV = self._forward(distinct, cache)
+        cache.reorder_cache(row_to_distinct_B)  # index_select, in every kind of layer: it repeats as well as drops
+        return cache, logits_NV[row_to_distinct_B]
+
+    def _forward(self, ids_NT: Tensor, cache: DynamicCache) -> Tensor:
+        output = self.model(input_ids=ids_NT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return output.logits[:, -1, : self.vocabulary]
+
+    def _draw(
+        self, logits_NV: Tensor, uniform_N: Tensor, settings: SamplingSettings, batch: list[Request], rows_N: Tensor
+    ) -> Tensor:
+        highest_N = logits_NV.max(dim=-1).values
+        if not bool(highest_N.isfinite().all()):
+            row = int(rows_N[(~highest_N.isfinite()).nonzero()[0, 0]])
+            raise WeaveError(
+                f"prompt {batch[row].prompt}, response {batch[row].response}: the model's logits are not finite. "
+                "Try float32, or check the checkpoint"
+            )
+        return draw(logits_NV, uniform_N, settings.temperature, settings.top_p)
+
+    def _report(self, sampled_N: Tensor) -> None:
+        if self.on_tokens is not None:
+            self.on_tokens(int(sampled_N.sum()))
+
+    def _responses(self, tokens: list[list[int]], starts: list[int], ends: list[int]) -> list[Response]:
+        stop = set(self.is_stop_V.nonzero()[:, 0].tolist())
+        rows = [row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)]
+        return [Response(ids, "stop" if ids[-1] in stop else "length") for ids in rows]
+
+
+def draw(logits_NV: Tensor, uniform_N: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Draw one token per row by the inverse of its cumulative distribution; temperature 0 takes the likeliest."""
+    if temperature == 0:
+        return logits_NV.argmax(dim=-1)
+    scaled_NV = (logits_NV.double() - logits_NV.max(dim=-1, keepdim=True).values) / temperature
+    weight_NV = scaled_NV.exp()
+    if top_p < 1:
+        weight_NV = _nucleus(weight_NV, top_p)
+    cumulative_NV = weight_NV.cumsum(dim=-1)
+    target_N1 = uniform_N[:, None] * cumulative_NV[:, -1:]
+    token_N1 = torch.searchsorted(cumulative_NV, target_N1, right=True)  # right: a token of no weight is never drawn
+    return token_N1[:, 0].clamp(max=logits_NV.shape[-1] - 1)
+
+
+def _nucleus(weight_NV: Tensor, top_p: float) -> Tensor:
+    """Keep the fewest likeliest tokens that reach top_p, in their own places; of equals the lower id comes first."""
+    sorted_NV, order_NV = weight_NV.sort(dim=-1, descending=True, stable=True)
+    before_NV = sorted_NV.cumsum(dim=-1) - sorted_NV
+    outside_NV = before_NV >= top_p * weight_NV.sum(dim=-1, keepdim=True)
+    outside_NV[:, 0] = False
+    return torch.zeros_like(weight_NV).scatter(1, order_NV, sorted_NV.masked_fill(outside_NV, 0))
+
+
+def _batches(requests: Sequence[Request], size: int, spread: int) -> Iterator[list[int]]:
+    """Group rows by length of prompt, up to `size` rows whose lengths differ by `spread` at most."""
+    lengths = [len(request.prompt_ids) for request in requests]
+    batch: list[int] = []
+    for row in sorted(range(len(requests)), key=lambda row: (lengths[row], row)):
+        if batch and (len(batch) == size or lengths[row] - lengths[batch[0]] > spread):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _uniforms(batch: list[Request], seed: int, steps: int) -> np.ndarray:
+    """Give each (seed, prompt, response) its own stream, one number per step."""
+    keys = [np.array([seed, request.prompt << 32 | request.response], dtype=np.uint64) for request in batch]
+    return np.stack([np.random.Generator(np.random.Philox(key=key)).random(steps) for key in keys])
+
+
+def _prompt_tokens(batch: list[Request], length: int) -> Tensor:
+    tokens_BT = torch.zeros(len(batch), length, dtype=torch.long)
+    for row, request in enumerate(batch):
+        tokens_BT[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids)
+    return tokens_BT

@@ -1,0 +1,165 @@
+"""Find, check and load a checkpoint: its directory, tokenizer, weights and the ids that end a response."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jinja2 import TemplateError
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_weave.errors import InputError
+
+# `*.py` is only ever run with trust_remote_code; pickled weights are never fetched.
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+_UNWANTED = ["original/*", "consolidated*", "onnx/*"]
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>")
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """Turn a local directory or a hub name into a local directory; fetch config, tokenizer and safetensors only."""
+    local = Path(name).expanduser()
+    if local.is_dir():
+        return local
+    try:
+        fetched = snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = _first_line(error)
+        at = f" at revision {revision!r}" if revision else ""
+        raise InputError(
+            f"model {name!r}{at}: no such directory, and the hub did not give it ({reason}). Give the path of a "
+            f"checkpoint directory, or fetch it where there is a network: hf download {name}"
+        ) from error
+    return Path(fetched)
+
+
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
+    """Load a checkpoint's own tokenizer."""
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"{path}: no usable tokenizer ({_first_line(error)}). Put its tokenizer.json beside the weights"
+        ) from error
+
+
+def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> Any:
+    """Load a causal language model for inference: safetensors only, the dtype that was asked for, no gradients."""
+    _check_weights(path)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"{path}: cannot be loaded as a causal language model ({_first_line(error)}). Check its config.json and "
+            "files; a model with code of its own needs trust_remote_code = true"
+        ) from error
+    # Transformers fills absent weights with random numbers and only warns: that would be scored without a word.
+    if absent := sorted(info["missing_keys"]):
+        raise InputError(
+            f"{path}: the weights lack {len(absent)} tensors of the model, {absent[0]} among them. "
+            "Fetch or export the checkpoint again"
+        )
+    return model.to(device).eval().requires_grad_(False)
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """Give the highest token id plus one; rows of the output matrix beyond it belong to no token."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def stop_ids(path: Path, tokenizer: Any) -> frozenset[int]:
+    """Collect every id that ends a response: all eos ids of the checkpoint, and its end of turn."""
+    config = _read_json(path / "config.json")
+    ids = {tokenizer.eos_token_id}
+    for source in (_read_json(path / "generation_config.json"), config, config.get("text_config") or {}):
+        eos = source.get("eos_token_id")
+        ids.update(eos if isinstance(eos, list) else [eos])
+    ids.update(_end_of_turn_ids(tokenizer))
+    return frozenset(token for token in ids if token is not None)
+
+
+def checkpoint_dtype(path: Path) -> torch.dtype:
+    """Read the dtype a checkpoint was saved in, from its config or else from the weights themselves."""
+    config = _read_json(path / "config.json")
+    for source in (config, config.get("text_config") or {}):
+        named = source.get("dtype") or source.get("torch_dtype")
+        dtype = getattr(torch, str(named).removeprefix("torch."), None) if named else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (not a dict)
+                if (dtype := _DTYPES.get(tensors.get_slice(key).get_dtype())) is not None:
+                    return dtype
+    return torch.float32
+
+
+def context_limit(model: Any) -> int | None:
+    """Give the longest context a model was made for, or None where its config sets no limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def default_device() -> torch.device:
+    """Choose this process's own GPU where there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def _check_weights(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        hint = "a LoRA adapter; merge it into its base model" if (path / "adapter_config.json").is_file() else None
+        raise InputError(f"{path}: no config.json here, so no checkpoint ({hint or 'give the directory that has it'})")
+    if any(path.glob("*.safetensors")):
+        return
+    pickled = sorted(file.name for pattern in _PICKLED for file in path.glob(pattern))
+    if pickled:
+        raise InputError(
+            f"{path}: {pickled[0]} is pickled, and loading it would run code from the file. Use a revision with "
+            "safetensors (on the hub often refs/pr/1), or convert it once, where you trust it, with save_pretrained"
+        )
+    raise InputError(f"{path}: no weights here (*.safetensors). Fetch the checkpoint again")
+
+
+def _end_of_turn_ids(tokenizer: Any) -> Iterator[int]:
+    """Yield the special tokens that close an assistant's turn: known ones, and what the chat template puts there."""
+    special = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    yield from (special[text] for text in _ENDS_OF_TURN if text in special)
+    if not tokenizer.chat_template:
+        return
+    said = "a reply of the assistant"
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": said}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except (TemplateError, ValueError, TypeError, KeyError):  # a template that wants more than two plain turns
+        return
+    after = text.rpartition(said)[2].lstrip()
+    yield from (index for content, index in special.items() if content and after.startswith(content))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path}: not valid JSON ({error}). Fetch the checkpoint again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
