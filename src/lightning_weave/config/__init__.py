@@ -1,0 +1,45 @@
+"""Recipes: pydantic models of the TOML that users write. Importing this never imports torch."""
+
+from lightning_weave.config.load import check_recipe, dump_recipe, load_recipe
+from lightning_weave.config.sections import (
+    Anchor,
+    Columns,
+    Composition,
+    Dtype,
+    Eval,
+    Lora,
+    Machine,
+    Objective,
+    Policy,
+    Prompts,
+    Recipe,
+    Reference,
+    Rollout,
+    Score,
+    Student,
+    Train,
+    slug,
+)
+
+__all__ = [
+    "Anchor",
+    "Columns",
+    "Composition",
+    "Dtype",
+    "Eval",
+    "Lora",
+    "Machine",
+    "Objective",
+    "Policy",
+    "Prompts",
+    "Recipe",
+    "Reference",
+    "Rollout",
+    "Score",
+    "Student",
+    "Train",
+    "check_recipe",
+    "dump_recipe",
+    "load_recipe",
+    "slug",
+]

@@ -1,0 +1,268 @@
+"""The sections of a recipe. Everything unsaid has the paper's value; unknown keys are errors."""
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Engine = Literal["hf", "vllm"]
+Objective = Literal["tilted", "reverse-kl", "reverse-kl-full", "direct-opd"]
+PromptFormat = Literal["plain", "dapo", "question-answer", "livecodebench"]
+
+
+def _is_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name) or ".." in name:
+        raise ValueError("must be a plain name of letters, digits, '.', '_', '+', '-' (it becomes a folder)")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_is_name)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Strict(BaseModel):
+    """A frozen section that refuses what it does not know and converts nothing behind the user's back."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+
+class Student(Strict):
+    """The model that samples, is tilted and is trained."""
+
+    model: str = Field(min_length=1, description="a directory or a hub name")
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+class Anchor(Strict):
+    """A specialist and the checkpoint it was post-trained from."""
+
+    post: str = Field(min_length=1, description="the specialist, a directory or a hub name")
+    pre: str = Field(min_length=1, description="the checkpoint it was trained from")
+    post_revision: str | None = None
+    pre_revision: str | None = None
+    trust_remote_code: bool = False
+    aliases: dict[str, str] = Field({}, description="student token -> anchor token, for candidates only")
+    untrained: Literal["keep", "mask"] | None = Field(
+        None, description="what to do where an alias leads to an output row that the pre-anchor never trained"
+    )
+    bos: bool = Field(False, description="put the anchor's beginning-of-sequence token before the prompt")
+    prompt: Literal["student", "native"] = Field(
+        "student", description="the student's rendered prompt, or the messages in the anchor's own chat template"
+    )
+    validity: Literal["position", "candidate"] = Field(
+        "position", description="an unmappable candidate masks its position, or only gets shift 0 itself"
+    )
+
+
+class Composition(Strict):
+    """How cached shifts become one target."""
+
+    normalize: bool = Field(True, description="insist that weights sum to 1; false allows raw weights")
+    weights: dict[str, Finite] = Field(min_length=1, description="anchor name -> share of the shift")
+    alpha: float = Field(2.0, gt=0, allow_inf_nan=False, description="KL strength; larger stays nearer the student")
+    objective: Objective | None = Field(None, description="instead of train.objective, for this composition only")
+
+    @field_validator("weights")
+    @classmethod
+    def _are_shares(cls, weights: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        if min(weights.values()) < 0:
+            raise ValueError("weights must be non-negative")
+        total = sum(weights.values())
+        if info.data.get("normalize") and abs(total - 1) > 1e-6:
+            raise ValueError(f"weights must sum to 1 but sum to {total:g}; normalize = false allows raw weights")
+        return weights
+
+
+class Columns(Strict):
+    """Which columns of the data hold what."""
+
+    prompt: str = "prompt"
+    answer: str | None = None
+    id: str | None = None
+
+
+class Prompts(Strict):
+    """Where prompts come from and which are taken."""
+
+    source: str | None = Field(None, description="JSONL or Parquet file, dataset directory, or hub name")
+    name: str | None = Field(None, description="configuration of a hub dataset")
+    split: str = "train"
+    revision: str | None = None
+    columns: Columns = Columns()
+    format: PromptFormat = "plain"
+    chat: bool = Field(True, description="render with the student's chat template")
+    thinking: bool = Field(True, description="switch thinking on where the template knows it")
+    max_tokens: Count = Field(1024, description="longest prompt, in student tokens")
+    dedup: Literal["none", "exact", "normalised"] = "exact"
+    take: Count | None = Field(3200, description="how many, drawn by seed")
+    seed: Seed = 42
+    screen_against: list[str] = Field([], description="problem files that no prompt may overlap with")
+
+
+class Rollout(Strict):
+    """The student's own trajectories (appendix: Behavior trajectories)."""
+
+    responses: Count = 4
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: Count = 2048
+    seed: Seed = 42
+    from_: str | None = Field(None, alias="from", description="your own trajectories as token ids (JSONL)")
+    engine: Engine = "hf"
+    python: str | None = Field(None, description="Python executable of the engine's own environment")
+    dtype: Dtype = "auto"
+    prompts_per_shard: Count = 16
+    batch_size: Count = 64
+
+
+class Reference(Strict):
+    """The student's candidates on its own trajectories."""
+
+    candidates: int = Field(16, ge=1, le=1024)
+    dtype: Dtype = "auto"
+    token_budget: Count = 16384
+
+
+class Score(Strict):
+    """Every anchor model's log-probabilities of those candidates."""
+
+    dtype: Dtype = "auto"
+    token_budget: Count = 16384
+
+
+class Lora(Strict):
+    """Train a low-rank update and merge it on export."""
+
+    rank: Count = 16
+    alpha: float = Field(32.0, gt=0)
+    targets: list[str] = Field(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+
+
+class Train(Strict):
+    """Student-only training on the cache (appendix: Training Hyperparameters)."""
+
+    objective: Objective = "tilted"
+    epochs: Count = 2
+    prompts_per_round: Count = Field(64, description="whole prompt groups replayed per round")
+    updates_per_round: Count = 4
+    learning_rate: float = Field(1e-6, gt=0, allow_inf_nan=False)
+    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
+    weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False)
+    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    seed: Seed = 1234
+    dtype: Dtype = Field("auto", description="compute dtype; master weights are float32 always")
+    lora: Lora | None = None
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    token_budget: Count = Field(16384, description="tokens of a micro-batch, padding included")
+    checkpoint_every: Count = 50
+    keep: Count = 2
+    validation: float = Field(0.0, ge=0, lt=1, description="share of prompts held out")
+    validate_every: Count = 50
+    agreement: float = Field(
+        1e-4, gt=0, description="largest loss at zero shift before training: trainer against cache"
+    )
+    allow_disagreement: bool = False
+    trackers: list[Literal["tensorboard", "wandb"]] = []
+
+    @field_validator("betas")
+    @classmethod
+    def _decay_rates(cls, betas: list[float]) -> list[float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("each must be at least 0 and below 1")
+        return betas
+
+
+class Eval(Strict):
+    """How policies are sampled and graded (appendix: Evaluation Prompts and Answer Extraction)."""
+
+    benchmarks: list[str] = Field(["aime-2024", "aime-2025", "hmmt-feb-2025"], min_length=1)
+    sources: dict[str, str] = Field({}, description="benchmark -> file, directory or hub name, instead of the default")
+    samples: Count | None = Field(None, description="per problem; unsaid: 64 for mathematics, 4 for code")
+    temperature: float = Field(0.6, ge=0, allow_inf_nan=False)
+    top_p: float = Field(0.95, gt=0, le=1)
+    max_tokens: Count | None = Field(None, description="unsaid: 32,768 for mathematics, 40,960 for code")
+    seed: Seed = 42
+    format: Literal["question-answer", "plain"] = "question-answer"
+    chat: bool = True
+    thinking: bool = True
+    profile: Literal["paper", "math-verify"] = "paper"
+    unsafe_local: bool = Field(False, description="run generated code without a sandbox")
+    budgets: list[Count] = Field([], description="token budgets at which the same samples are graded again")
+    engine: Engine = "hf"
+    python: str | None = None
+    dtype: Dtype = "auto"
+    block: Count = Field(64, description="(problem, sample) pairs sampled as one batch: the unit of resume")
+    batch_size: Count = 64
+
+
+class Policy(Strict):
+    """Any other checkpoint that belongs on the tables and the frontier."""
+
+    model: str = Field(min_length=1)
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+class Machine(Strict):
+    """Where it runs. Recorded, never part of a fingerprint."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Count | None = Field(None, description="CPU threads; unsaid: measured once per run and kept")
+
+
+class Recipe(Strict):
+    """One experiment."""
+
+    name: Name
+    runs: str = Field("runs", description="directory that holds run directories")
+    student: Student
+    anchors: dict[Name, Anchor] = {}
+    compositions: dict[Name, Composition] = {}
+    policies: dict[Name, Policy] = {}
+    prompts: Prompts = Prompts()
+    rollout: Rollout = Rollout()
+    reference: Reference = Reference()
+    score: Score = Score()
+    train: Train = Train()
+    eval: Eval = Eval()
+    machine: Machine = Machine()
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Self:
+        for name, composition in self.compositions.items():
+            for anchor in composition.weights:
+                if anchor not in self.anchors:
+                    known = ", ".join(self.anchors) or "none"
+                    raise ValueError(f"compositions.{name}.weights names the anchor {anchor!r}; known anchors: {known}")
+        taken = {"base": "the student itself", **dict.fromkeys(self.compositions, "a composition")}
+        for name in self.policies:
+            if name in taken:
+                raise ValueError(f"policies.{name} has the name of {taken[name]}; give it another one")
+        if "base" in self.compositions:
+            raise ValueError("compositions.base has the name of the student itself; give it another one")
+        return self
+
+    @model_validator(mode="after")
+    def _batches_come_out_even(self) -> Self:
+        rows = self.train.prompts_per_round * self.rollout.responses
+        if rows % self.train.updates_per_round:
+            raise ValueError(
+                f"train.updates_per_round is {self.train.updates_per_round}, which does not divide a round of "
+                f"{self.train.prompts_per_round} prompts x {self.rollout.responses} responses = {rows} trajectories"
+            )
+        return self
+
+
+def slug(model: str) -> str:
+    """Turn a directory or hub name into a folder name.
+
+    >>> slug("Qwen/Qwen3-8B-Base"), slug("./my models/run 7/")
+    ('Qwen3-8B-Base', 'run-7')
+    """
+    last = re.split(r"[/\\]", model.rstrip("/\\"))[-1]
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", last).strip("-.") or "model"
