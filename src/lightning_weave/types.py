@@ -4,6 +4,7 @@ Shape letters: R rows (trajectories) of a shard, P positions of a shard (all res
 Position t of a row is the *decision* about response token t: its state is the prompt and the response before t.
 """
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -92,11 +93,23 @@ class Rollouts:
     prompt_ids: Ragged  # int32
     response_ids: Ragged  # int32
 
+    def trajectories(self) -> NDArray[np.uint32]:
+        """Name each row by its tokens, so that two caches are only ever joined on the same trajectory."""
+        rows = zip(self.prompt_ids, self.response_ids, strict=True)
+        return np.array([trajectory_id(prompt, response) for prompt, response in rows], dtype=np.uint32)
+
+
+def trajectory_id(prompt_ids: NDArray[np.int32], response_ids: NDArray[np.int32]) -> int:
+    """Hash one trajectory's tokens, prompt and response apart."""
+    ids = [np.ascontiguousarray(ids, dtype="<i4").tobytes() for ids in (prompt_ids, response_ids)]
+    return zlib.crc32(ids[1], zlib.crc32(ids[0] + b"|"))
+
 
 @dataclass(frozen=True)
 class Candidates:
     """The student's own view of one shard: its top candidates and where the rest of its mass is."""
 
+    trajectory_R: NDArray[np.uint32]  # which tokens these numbers belong to
     ids: Ragged  # (P, C) int32
     logp: Ragged  # (P, C) float32, normalised over the whole vocabulary
     other_logp: Ragged  # (P,) float32, log-mass of everything that is not a candidate
@@ -107,6 +120,7 @@ class Candidates:
 class Scores:
     """One model's view of the candidates of one shard."""
 
+    trajectory_R: NDArray[np.uint32]
     logp: Ragged  # (P, C) float32; 0 where not mapped
     mapped: Ragged  # (P, C) bool: the candidate is one token of this model, at a boundary it can see
     mass: Ragged  # (P,) float32, this model's own probability mass on the mapped candidates

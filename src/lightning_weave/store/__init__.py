@@ -1,0 +1,24 @@
+"""Everything that a run keeps on disk: shards, manifests, fingerprints, locks and logs."""
+
+from lightning_weave.store.files import append_line, read_json, read_lines, write_atomic, write_json
+from lightning_weave.store.identity import file_identity, fingerprint, model_identity
+from lightning_weave.store.lock import lock_run
+from lightning_weave.store.run import Stage, State, Step, Store
+from lightning_weave.store.shards import Shard
+
+__all__ = [
+    "Shard",
+    "Stage",
+    "State",
+    "Step",
+    "Store",
+    "append_line",
+    "file_identity",
+    "fingerprint",
+    "lock_run",
+    "model_identity",
+    "read_json",
+    "read_lines",
+    "write_atomic",
+    "write_json",
+]

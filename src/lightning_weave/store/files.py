@@ -1,0 +1,85 @@
+"""Files that are either whole or not there, and logs that survive a kill in the middle of a line."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lightning_weave.errors import CorruptData, WeaveError
+
+TEMPORARY = ".tmp-"
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write under a temporary name, sync, rename, sync the directory: a kill leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise WeaveError(f"{path}: cannot be written ({error.strerror}). What was finished before is kept") from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Clear what killed writers left behind. Only for a folder that nobody else is writing to."""
+    for leftover in folder.glob(f"{TEMPORARY}*"):
+        leftover.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write pretty JSON atomically, with sorted keys so that equal contents are equal bytes."""
+    write_atomic(path, (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON, or say which file is broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CorruptData(f"{path}: not valid JSON ({error}). Remove it and run the stage again") from None
+
+
+def append_line(path: Path, row: dict[str, Any]) -> None:
+    """Append one JSON row in a single write; start a fresh line if a killed writer left a torn one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+") as file:
+        torn = False
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
+        file.write(b"\n" * torn + json.dumps(row, ensure_ascii=False).encode() + b"\n")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a JSONL log, passing over lines that a kill tore."""
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def sha256_file(path: Path) -> str:
+    """Hash a file without loading it."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,76 @@
+"""What a thing is, by its content: fingerprints of settings, identities of model directories and data files.
+
+Hashing a checkpoint reads all of its bytes, so hashes are remembered by path, size and modification time.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_weave.errors import CorruptData, InputError
+from lightning_weave.store.files import read_json, sha256_file, write_json
+
+# Everything that decides what a model computes or how its text becomes tokens; not READMEs, not optimizer states.
+MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "config.json", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+)
+
+
+def fingerprint(value: Mapping[str, Any]) -> str:
+    """Hash plain data, the same for equal contents in any order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+def model_identity(directory: Path) -> str:
+    """Name a model directory by what its weights, configuration and tokenizer are, not by what it is called."""
+    patterns = MODEL_FILES + TOKENIZER_FILES
+    files = sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
+    if not files:
+        raise InputError(f"{directory}: no model here (no config.json, weights or tokenizer files)")
+    return fingerprint({path.name: file_identity(path) for path in files})
+
+
+def file_identity(path: Path) -> str:
+    """Hash a file, or remember its hash if size and modification time have not changed."""
+    stat = path.stat()
+    key = f"{path.resolve()}"
+    stamp = [stat.st_size, stat.st_mtime_ns]
+    cache = _load_cache()
+    known = cache.get(key)
+    if known and known[:2] == stamp:
+        return str(known[2])
+    digest = sha256_file(path)
+    _remember(key, [*stamp, digest])
+    return digest
+
+
+def _cache_file() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lightning-weave" / "identities.json"
+
+
+def _load_cache() -> dict[str, list[Any]]:
+    try:
+        cache = read_json(_cache_file())
+    except (OSError, CorruptData):
+        return {}
+    return cache if isinstance(cache, dict) else {}
+
+
+def _remember(key: str, entry: list[Any]) -> None:
+    cache = _load_cache() | {key: entry}
+    try:
+        write_json(_cache_file(), {path: value for path, value in cache.items() if os.path.exists(path)})
+    except Exception:  # a read-only home only costs time
+        return

@@ -1,0 +1,110 @@
+"""What each stage cost, as measured: device seconds, tokens, bytes, peak memory, hardware, versions.
+
+A row is appended every minute and when a stage ends, however it ends, so a killed run still knows what it spent.
+"""
+
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lightning_weave.store.files import append_line, read_lines
+
+FLUSH_EVERY = 60.0  # seconds
+LEDGER = "ledger.jsonl"
+
+
+@dataclass
+class Meter:
+    """Counts what a stage does between two rows of the ledger."""
+
+    path: Path
+    stage: str
+    name: str
+    devices: int = 1
+    tokens: int = 0
+    written: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    _since: float = field(default_factory=time.monotonic)
+
+    def add(self, tokens: int = 0, written: int = 0) -> None:
+        """Count tokens processed and bytes written."""
+        self.tokens += tokens
+        self.written += written
+        if time.monotonic() - self._since >= FLUSH_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append what has been counted since the last row."""
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        row = {
+            "stage": self.stage,
+            "name": self.name,
+            "device_seconds": round(seconds * self.devices, 3),
+            "tokens": self.tokens,
+            "bytes": self.written,
+            "peak_memory": peak_memory(),
+            "rank": int(os.environ.get("RANK", "0")),
+            "time": round(time.time(), 1),
+            **self.extra,
+            **hardware(),
+        }
+        self.tokens = self.written = 0
+        append_line(self.path, row)
+
+
+@contextmanager
+def measure(run_dir: Path, stage: str, name: str = "", **extra: Any) -> Iterator[Meter]:
+    """Meter a stage and write its rows to the run's ledger."""
+    meter = Meter(run_dir / LEDGER, stage, name, extra=extra)
+    try:
+        yield meter
+    finally:
+        meter.flush()
+
+
+def read_ledger(run_dir: Path) -> list[dict[str, Any]]:
+    """All rows that the run has written so far."""
+    return list(read_lines(run_dir / LEDGER))
+
+
+def peak_memory() -> int:
+    """Peak bytes on the accelerator if one is in use, else of this process."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def hardware() -> dict[str, Any]:
+    """Name the device and the versions that a figure was measured on."""
+    torch = sys.modules.get("torch")
+    cuda = torch is not None and torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if torch is not None and cuda else _cpu_name(),
+        "threads": torch.get_num_threads() if torch is not None else 1,
+        "versions": {name: _version(name) for name in ("lightning-weave", "torch", "transformers")},
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

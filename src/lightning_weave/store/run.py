@@ -1,0 +1,190 @@
+"""A run directory: stages as folders of shards with a manifest that is written last.
+
+A stage is *done* when its manifest carries the fingerprint that the recipe gives it now. Every shard carries that
+fingerprint too, so shards of an earlier recipe are simply pending again, and a kill needs no clean-up.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from lightning_weave.errors import CorruptData, StaleInput
+from lightning_weave.store.files import read_json, remove_temporaries, sha256_file, write_atomic, write_json
+from lightning_weave.store.identity import fingerprint
+from lightning_weave.store.shards import Shard, pack
+
+T = TypeVar("T")
+State = Literal["done", "partial", "stale", "missing"]
+FORMAT = 1  # of shards and manifests; part of every fingerprint
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stage of one run as the recipe describes it now: where it lives, what decides its content, how to make it."""
+
+    path: str  # folder below the run directory, for example score/Qwen3-8B-Base
+    settings: Mapping[str, Any]  # what decides the content, model identities included
+    inputs: tuple["Step", ...] = ()
+    command: str = ""  # what a user types to make it
+
+    @property
+    def fingerprint(self) -> str:
+        inputs = {step.path: step.fingerprint for step in self.inputs}
+        return fingerprint({"format": FORMAT, "path": self.path, "settings": self.settings, "inputs": inputs})
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The folder of one step: which shards are there, which are pending, and its manifest."""
+
+    folder: Path
+    step: Step
+
+    def shard_path(self, index: int) -> Path:
+        return self.folder / f"{index:05d}.safetensors"
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.folder / "manifest.json"
+
+    def manifest(self) -> dict[str, Any] | None:
+        """The manifest on disk, whatever it was made with."""
+        return read_json(self.manifest_path) if self.manifest_path.exists() else None
+
+    def state(self) -> State:
+        """Compare what is on disk with what the recipe says now."""
+        manifest = self.manifest()
+        if manifest is not None:
+            if manifest.get("fingerprint") != self.step.fingerprint:
+                return "stale"
+            return "done" if all(self._is_whole(entry) for entry in manifest["shards"]) else "partial"
+        files = list(self.folder.glob("*.safetensors")) if self.folder.exists() else []
+        if not files:
+            return "missing"
+        return "partial" if any(self._is_ours(path) for path in files) else "stale"
+
+    def changed_settings(self) -> list[str]:
+        """Say how the settings on disk differ from the recipe's, for people."""
+        manifest = self.manifest() or {}
+        old, new = manifest.get("settings", {}), dict(self.step.settings)
+        changed = [
+            f"{key} {old.get(key)} -> {new.get(key)}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)
+        ]
+        inputs = manifest.get("inputs", {})
+        return changed + [
+            f"{step.path} was made anew" for step in self.step.inputs if inputs.get(step.path) != step.fingerprint
+        ]
+
+    def pending(self, shards: int) -> list[int]:
+        """List the shards that still have to be made, and drop a manifest that no longer tells the truth."""
+        if self.state() == "stale":
+            self.manifest_path.unlink(missing_ok=True)
+        return [index for index in range(shards) if not self._is_ours(self.shard_path(index))]
+
+    def write(self, index: int, shard: Any) -> int:
+        """Write one shard atomically; returns its size in bytes."""
+        data = pack(shard, {"fingerprint": self.step.fingerprint, "index": str(index)})
+        write_atomic(self.shard_path(index), data)
+        return len(data)
+
+    def open(self, kind: type[T], index: int) -> Shard[T]:
+        """Map one shard of this step for reading; a shard of an earlier recipe is refused."""
+        path = self.shard_path(index)
+        if not path.exists():
+            raise CorruptData(f"{path} is missing. Make it again with: {self.step.command}")
+        shard = Shard(kind, path)
+        if shard.metadata.get("fingerprint") != self.step.fingerprint:
+            raise StaleInput(f"{path} was made with other settings. Make it again with: {self.step.command}")
+        return shard
+
+    def finish(self, kind: type[Any], shards: int, extra: Mapping[str, Any] | None = None) -> bool:
+        """Write the manifest if every shard is there; any rank may call it, all would write the same bytes."""
+        paths = [self.shard_path(index) for index in range(shards)]
+        if not all(self._is_ours(path) for path in paths):
+            return False
+        entries = []
+        for path in paths:
+            shard = Shard(kind, path)
+            entries.append({**_entry(path, self.folder), "rows": len(shard), "positions": shard.positions})
+        counts = {name: sum(entry[name] for entry in entries) for name in ("rows", "positions")}
+        self._write_manifest(entries, {**counts, **(extra or {})})
+        for path in set(self.folder.glob("*.safetensors")) - set(paths):
+            path.unlink()  # left from a recipe with more shards
+        remove_temporaries(self.folder)
+        return True
+
+    def record(self, files: Sequence[Path], extra: Mapping[str, Any] | None = None) -> None:
+        """Finish a stage whose outcome is ordinary files instead of shards."""
+        self._write_manifest([_entry(path, self.folder) for path in files], extra or {})
+
+    def _write_manifest(self, entries: list[dict[str, Any]], extra: Mapping[str, Any]) -> None:
+        inputs = {step.path: step.fingerprint for step in self.step.inputs}
+        own = {"fingerprint": self.step.fingerprint, "settings": dict(self.step.settings), "inputs": inputs}
+        write_json(self.manifest_path, {**own, "shards": entries, **extra})
+
+    def require(self) -> dict[str, Any]:
+        """Return the manifest, or refuse a missing, unfinished or stale stage with the command that fixes it."""
+        match self.state():
+            case "done":
+                manifest = self.manifest()
+                assert manifest is not None
+                return manifest
+            case "stale":
+                changed = "; ".join(self.changed_settings()) or "an earlier recipe made it"
+                raise StaleInput(f"{self.folder} is stale ({changed}).\nMake it again with: {self.step.command}")
+            case state:
+                word = "is not finished" if state == "partial" else "is not there yet"
+                raise StaleInput(f"{self.folder} {word}. Make it with: {self.step.command}")
+
+    def verify(self) -> list[str]:
+        """Check every byte that the manifest vouches for; returns what is wrong, with file and remedy."""
+        manifest = self.manifest()
+        problems = []
+        for entry in manifest["shards"] if manifest else []:
+            path = self.folder / entry["file"]
+            remedy = f"Remove it (rm {path}) and make it again with: {self.step.command}"
+            if not path.exists():
+                problems.append(f"{path} is missing. Make it again with: {self.step.command}")
+            elif sha256_file(path) != entry["sha256"]:
+                problems.append(f"{path} is damaged (its sha256 is not the manifest's). {remedy}")
+        return problems
+
+    def _is_whole(self, entry: Mapping[str, Any]) -> bool:
+        path = self.folder / entry["file"]
+        return path.exists() and path.stat().st_size == entry["bytes"]
+
+    def _is_ours(self, path: Path) -> bool:
+        if not path.exists():
+            return False
+        try:
+            return _read_fingerprint(path) == self.step.fingerprint
+        except (ValueError, OSError):
+            return False
+
+
+def _entry(path: Path, folder: Path) -> dict[str, Any]:
+    return {"file": str(path.relative_to(folder)), "sha256": sha256_file(path), "bytes": path.stat().st_size}
+
+
+def _read_fingerprint(path: Path) -> str | None:
+    """Read only the header of a shard."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(size, 1 << 20)))
+    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    if path.stat().st_size != 8 + size + end:
+        raise ValueError("cut off")
+    return header.get("__metadata__", {}).get("fingerprint")
+
+
+@dataclass(frozen=True)
+class Store:
+    """Everything that one run keeps on disk."""
+
+    run_dir: Path
+
+    def stage(self, step: Step) -> Stage:
+        """Open the folder of a step."""
+        return Stage(self.run_dir / step.path, step)
