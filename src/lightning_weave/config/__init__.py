@@ -18,6 +18,7 @@ from lightning_weave.config.sections import (
     Score,
     Student,
     Train,
+    benchmark_folder,
     slug,
 )
 
@@ -38,6 +39,7 @@ __all__ = [
     "Score",
     "Student",
     "Train",
+    "benchmark_folder",
     "check_recipe",
     "dump_recipe",
     "load_recipe",

@@ -199,6 +199,14 @@ class Eval(Strict):
     block: Count = Field(64, description="(problem, sample) pairs sampled as one batch: the unit of resume")
     batch_size: Count = 64
 
+    @field_validator("benchmarks")
+    @classmethod
+    def _have_folders_of_their_own(cls, benchmarks: list[str]) -> list[str]:
+        folders = [benchmark_folder(name) for name in benchmarks]
+        if len(set(folders)) < len(folders):
+            raise ValueError("two benchmarks have the same name; rename one of the files")
+        return benchmarks
+
 
 class Policy(Strict):
     """Any other checkpoint that belongs on the tables and the frontier."""
@@ -266,3 +274,12 @@ def slug(model: str) -> str:
     """
     last = re.split(r"[/\\]", model.rstrip("/\\"))[-1]
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", last).strip("-.") or "model"
+
+
+def benchmark_folder(benchmark: str) -> str:
+    """Name a benchmark's folder.
+
+    >>> benchmark_folder("aime-2024"), benchmark_folder("file:data/My set.jsonl")
+    ('aime-2024', 'My-set')
+    """
+    return slug(benchmark.removeprefix("file:").removesuffix(".jsonl"))

@@ -1,0 +1,127 @@
+"""The `lweave` program: parse, import the stage, call it. A wrong recipe is answered before torch is imported."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lightning_weave.errors import WeaveError
+
+if TYPE_CHECKING:
+    from lightning_weave.stages.steps import Steps
+
+app = typer.Typer(
+    help="Compose what independently post-trained models have learned into one student.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+DEBUG = False
+INTERRUPTED = 130
+
+Files = Annotated[list[str], typer.Argument(metavar="RECIPE...", help="TOML files, merged left to right")]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the recipe")]
+Only = Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="only these, by name")]
+
+
+def main() -> None:
+    """Run the program; errors for users are one or two lines, never a traceback without --debug."""
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        app()
+    except WeaveError as error:
+        if DEBUG:
+            raise
+        print(f"lweave: {error}", file=sys.stderr)
+        sys.exit(error.code)
+    except (KeyboardInterrupt, _Stopped):
+        print("lweave: stopped. What was finished is kept; the same command goes on from there.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+class _Stopped(BaseException):
+    """SIGTERM arrived."""
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise _Stopped
+
+
+@app.callback()
+def _options(debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False) -> None:
+    global DEBUG
+    DEBUG = debug
+    level = logging.DEBUG if debug else logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("lightning_weave").setLevel(level)
+
+
+def _load(files: list[str], sets: list[str] | None) -> "Steps":
+    """Check the recipe first, import what is heavy after."""
+    from lightning_weave.config import load_recipe
+
+    recipe = load_recipe(files, sets or ())
+    import shlex
+
+    from lightning_weave.stages.steps import Steps
+
+    words = [*files, *(word for value in sets or () for word in ("--set", value))]
+    return Steps(recipe, shlex.join(words))
+
+
+@contextmanager
+def _writing(steps: "Steps") -> Iterator[None]:
+    """Hold the run directory and write the resolved recipe before anything else."""
+    from lightning_weave.config import dump_recipe
+    from lightning_weave.store import lock_run, write_atomic
+
+    with lock_run(steps.store.run_dir):
+        write_atomic(steps.store.run_dir / "recipe.toml", dump_recipe(steps.recipe).encode())
+        yield
+
+
+@app.command()
+def status(recipe: Files, set_: Sets = None) -> None:
+    """Say what is done, stale or missing, and what to type next."""
+    steps = _load(recipe, set_)
+    from rich.console import Console
+
+    from lightning_weave.stages import status as stage
+
+    stage.run(steps, Console())
+
+
+@app.command()
+def verify(recipe: Files, set_: Sets = None) -> None:
+    """Check every stored byte against its checksum."""
+    steps = _load(recipe, set_)
+    from rich.console import Console
+
+    from lightning_weave.progress import Progress
+    from lightning_weave.stages import verify as stage
+
+    stage.run(steps, Progress(), Console())
+
+
+@app.command()
+def cost(recipe: Files, set_: Sets = None) -> None:
+    """Print what every stage cost, from what was measured."""
+    steps = _load(recipe, set_)
+    from rich.console import Console
+
+    from lightning_weave.stages import cost as stage
+
+    stage.run(steps, Console())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""`lweave status`: what is done, what is stale and why, what is missing, and what to type next."""
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_weave.stages.steps import Steps
+from lightning_weave.store import State, Step, Store
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where one step stands."""
+
+    step: Step
+    state: State
+    why: str
+
+
+def run(steps: Steps, console: Console) -> list[Status]:
+    """Print where every step stands."""
+    found = [_look(step, steps.store) for step in steps.everything()]
+    table = Table("stage", "state", "", title=str(steps.store.run_dir), title_justify="left", box=None)
+    for status in found:
+        table.add_row(status.step.path, status.state, status.why)
+    console.print(table)
+    waiting = [status for status in found if status.state != "done"]
+    if waiting:
+        console.print(f"{len(waiting)} of {len(found)} to do. Next: {waiting[0].step.command}", soft_wrap=True)
+        console.print(f"Everything: lweave run {steps.arguments}", soft_wrap=True)
+    else:
+        console.print("Everything is up to date.")
+    return found
+
+
+def _look(step: Step, store: Store) -> Status:
+    stage = store.stage(step)
+    state = stage.state()
+    stale_inputs = [inner.path for inner in step.inputs if store.stage(inner).state() != "done"]
+    match state:
+        case "stale":
+            why = "; ".join(stage.changed_settings())
+        case "partial":
+            why = f"{len(list(stage.folder.glob('*.safetensors')))} shards so far"
+        case "done":
+            why = _size(stage.manifest() or {})
+        case _:
+            why = ""
+    if state != "done" and stale_inputs:
+        why = f"{why}; " * bool(why) + f"waits for {', '.join(stale_inputs)}"
+    return Status(step, state, why)
+
+
+def _size(manifest: dict) -> str:
+    parts = [f"{manifest[name]:,} {name}" for name in ("rows", "positions") if name in manifest]
+    size = sum(entry["bytes"] for entry in manifest.get("shards", []))
+    return ", ".join([*parts, f"{size / 1e6:,.1f} MB"])

@@ -1,0 +1,214 @@
+"""What each stage of a recipe is: its settings, the identity of its model, its inputs, the command that makes it.
+
+This is the one place that knows which stage depends on which. Execution settings (batch sizes, token budgets, ranks,
+threads) are left out: they are recorded elsewhere, never fingerprinted.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_weave.config import Anchor, Recipe, benchmark_folder, slug
+from lightning_weave.errors import InputError
+from lightning_weave.models.load import resolve_model
+from lightning_weave.store import Step, Store, file_identity, model_identity
+
+Role = Literal["post", "pre"]
+TRAIN_EXECUTION = {
+    "token_budget",
+    "checkpoint_every",
+    "keep",
+    "gradient_checkpointing",
+    "compile",
+    "validate_every",
+    "agreement",
+    "allow_disagreement",
+    "trackers",
+    "objective",  # the composition's own, resolved
+}
+
+
+@dataclass(frozen=True)
+class ScoredModel:
+    """One checkpoint as one or more anchors use it; scored once however many pairs share it."""
+
+    model: str
+    revision: str | None
+    trust_remote_code: bool
+    aliases: tuple[tuple[str, str], ...]
+    bos: bool
+    prompt: Literal["student", "native"]
+
+    @classmethod
+    def of(cls, anchor: Anchor, role: Role) -> "ScoredModel":
+        return cls(
+            model=anchor.post if role == "post" else anchor.pre,
+            revision=anchor.post_revision if role == "post" else anchor.pre_revision,
+            trust_remote_code=anchor.trust_remote_code,
+            aliases=tuple(sorted(anchor.aliases.items())),
+            bos=anchor.bos,
+            prompt=anchor.prompt,
+        )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """All steps of one recipe. `arguments` is how the user named it, for the commands in messages."""
+
+    recipe: Recipe
+    arguments: str = "RECIPE"
+    _paths: dict[tuple[str, str | None], Path] = field(default_factory=dict, repr=False)
+
+    @property
+    def store(self) -> Store:
+        return Store(Path(self.recipe.runs) / self.recipe.name)
+
+    def path_of(self, model: str, revision: str | None) -> Path:
+        """Resolve a model once per command."""
+        key = (model, revision)
+        if key not in self._paths:
+            self._paths[key] = resolve_model(model, revision)
+        return self._paths[key]
+
+    @property
+    def student_path(self) -> Path:
+        return self.path_of(self.recipe.student.model, self.recipe.student.revision)
+
+    @cached_property
+    def student_identity(self) -> str:
+        return model_identity(self.student_path)
+
+    @cached_property
+    def prompts(self) -> Step:
+        if self.recipe.rollout.from_ is not None:
+            source = _data_identity(self.recipe.rollout.from_, "rollout.from")
+            settings: dict[str, Any] = {"from": source}
+        else:
+            if self.recipe.prompts.source is None:
+                raise InputError(
+                    "prompts.source is missing: a JSONL or Parquet file, a dataset directory or a hub name"
+                )
+            settings = self.recipe.prompts.model_dump(mode="json")
+            settings["source"] = _data_identity(self.recipe.prompts.source, "prompts.source")
+            settings["screen_against"] = [
+                _data_identity(name, "prompts.screen_against") for name in self.recipe.prompts.screen_against
+            ]
+        return Step("prompts", settings | {"student": self.student_identity}, (), self._command("rollout"))
+
+    @cached_property
+    def rollout(self) -> Step:
+        names = {"responses", "temperature", "top_p", "max_tokens", "seed", "engine", "dtype", "prompts_per_shard"}
+        if self.recipe.rollout.from_ is not None:
+            names = {"prompts_per_shard"}
+        settings = self.recipe.rollout.model_dump(mode="json", include=names)
+        return Step("rollout", settings | {"student": self.student_identity}, (self.prompts,), self._command("rollout"))
+
+    @cached_property
+    def reference(self) -> Step:
+        settings = self.recipe.reference.model_dump(mode="json", exclude={"token_budget"})
+        settings["student"] = self.student_identity
+        return Step("reference", settings, (self.rollout,), self._command("reference"))
+
+    def score(self, scored: ScoredModel) -> Step:
+        settings = {
+            "dtype": self.recipe.score.dtype,
+            "model": model_identity(self.path_of(scored.model, scored.revision)),
+            "aliases": dict(scored.aliases),
+            "bos": scored.bos,
+            "prompt": scored.prompt,
+        }
+        name = self.score_names[scored]
+        command = f"{self._command('score')} --only {name}"
+        return Step(f"score/{name}", settings, (self.reference,), command)
+
+    @cached_property
+    def score_names(self) -> dict[ScoredModel, str]:
+        """Folder names of the models to score: short, and distinct where two would clash."""
+        models = [
+            ScoredModel.of(anchor, role)
+            for anchor in self.recipe.anchors.values()
+            for role in ("post", "pre")  # type: tuple[Role, ...]
+        ]
+        distinct = list(dict.fromkeys(models))
+        slugs = [slug(scored.model) for scored in distinct]
+        return {
+            scored: name
+            if slugs.count(name) == 1
+            else f"{name}-{hashlib.sha256(repr(scored).encode()).hexdigest()[:6]}"
+            for scored, name in zip(distinct, slugs, strict=True)
+        }
+
+    def scores_of(self, anchor: str) -> tuple[Step, Step]:
+        """The steps of a pair: post, then pre."""
+        section = self.recipe.anchors[anchor]
+        return self.score(ScoredModel.of(section, "post")), self.score(ScoredModel.of(section, "pre"))
+
+    def train(self, name: str) -> Step:
+        composition = self.recipe.compositions[name]
+        used = [anchor for anchor, weight in sorted(composition.weights.items()) if weight != 0]
+        settings = {
+            "train": self.recipe.train.model_dump(mode="json", exclude=TRAIN_EXECUTION),
+            "objective": composition.objective or self.recipe.train.objective,
+            "weights": {anchor: composition.weights[anchor] for anchor in used},
+            "alpha": composition.alpha,
+            "anchors": {anchor: self._shift_settings(anchor) for anchor in used},
+            "student": self.student_identity,
+        }
+        scores = tuple(dict.fromkeys(step for anchor in used for step in self.scores_of(anchor)))
+        command = f"{self._command('train')} --only {name}"
+        return Step(f"train/{name}", settings, (self.reference, *scores), command)
+
+    def _shift_settings(self, anchor: str) -> dict[str, Any]:
+        section = self.recipe.anchors[anchor]
+        post, pre = self.scores_of(anchor)
+        return {"post": post.path, "pre": pre.path, "validity": section.validity, "untrained": section.untrained}
+
+    @property
+    def policies(self) -> list[str]:
+        """Everything that can be evaluated: the student, every composition, every other checkpoint."""
+        return ["base", *self.recipe.compositions, *self.recipe.policies]
+
+    def eval(self, policy: str, benchmark: str) -> Step:
+        section = self.recipe.eval
+        settings = section.model_dump(
+            mode="json", exclude={"benchmarks", "sources", "python", "batch_size", "budgets", "unsafe_local"}
+        )
+        source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
+        settings["benchmark"] = _data_identity(source, f"eval.sources.{benchmark}")
+        inputs: tuple[Step, ...] = ()
+        if policy in self.recipe.compositions:
+            inputs = (self.train(policy),)
+        elif policy in self.recipe.policies:
+            other = self.recipe.policies[policy]
+            settings["model"] = model_identity(self.path_of(other.model, other.revision))
+        else:
+            settings["model"] = self.student_identity
+        return Step(
+            f"eval/{policy}/{benchmark_folder(benchmark)}", settings, inputs, f"{self._command('eval')} --only {policy}"
+        )
+
+    def everything(self) -> list[Step]:
+        """All steps in the order in which they can be made."""
+        scores = [self.score(scored) for scored in self.score_names]
+        trains = [self.train(name) for name in self.recipe.compositions]
+        evals = [self.eval(policy, benchmark) for policy in self.policies for benchmark in self.recipe.eval.benchmarks]
+        cache = [self.prompts, self.rollout, self.reference, *scores] if self.recipe.anchors else []
+        return [*cache, *trains, *evals]
+
+    def _command(self, verb: str) -> str:
+        return f"lweave {verb} {self.arguments}"
+
+
+def _data_identity(source: str, key: str) -> str:
+    """Name data by content where it is a file, by name where it lives on a hub."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return file_identity(path)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return hashlib.sha256("".join(file_identity(file) for file in files).encode()).hexdigest()
+    if path.suffix in {".jsonl", ".json", ".parquet"} or source.startswith((".", "/", "~")):
+        raise InputError(f"{key} = {source!r}: no such file. Give a JSONL or Parquet file, a directory or a hub name")
+    return source
