@@ -1,0 +1,1 @@
+"""Benchmarks: what is asked, the samples that answer it, and the numbers over those samples."""

@@ -1,0 +1,103 @@
+"""Numbers over the samples of one benchmark (appendix: Metrics and Aggregation).
+
+Accuracies are 0 to 100, shares 0 to 1.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_weave.bench.samples import Sample
+from lightning_weave.errors import InputError, Mismatch
+
+Regrade = Callable[[Sample, str], bool]  # a sample and what is left of its text -> correct
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The samples of a benchmark as problems x samples."""
+
+    problems: tuple[str, ...]
+    correct: NDArray[np.bool_]
+    tokens: NDArray[np.int64]
+    truncated: NDArray[np.bool_]
+    answered: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class BudgetPoint:
+    """The same samples, had each been stopped at `budget` tokens."""
+
+    budget: int
+    accuracy: float
+    tokens: float
+    truncated: float
+
+
+def grid(samples: Iterable[Sample]) -> Grid:
+    """Lay samples out as problems x samples; every problem must have the same sample numbers."""
+    by_problem: dict[str, dict[int, Sample]] = {}
+    for sample in samples:
+        own = by_problem.setdefault(sample.problem, {})
+        if sample.sample in own:
+            raise Mismatch(f"problem {sample.problem} has sample {sample.sample} twice. Run eval again.")
+        own[sample.sample] = sample
+    if not by_problem:
+        raise InputError("there are no samples to measure.")
+    count = max(map(len, by_problem.values()))
+    for problem, own in by_problem.items():
+        if sorted(own) != list(range(count)):
+            raise Mismatch(f"problem {problem} has {len(own)} of {count} samples. Run eval again to finish it.")
+    rows = [[own[number] for number in range(count)] for own in by_problem.values()]
+    return Grid(
+        tuple(by_problem),
+        np.array([[sample.correct for sample in row] for row in rows], dtype=bool),
+        np.array([[sample.tokens for sample in row] for row in rows], dtype=np.int64),
+        np.array([[sample.finish == "length" for sample in row] for row in rows], dtype=bool),
+        np.array([[sample.answer is not None for sample in row] for row in rows], dtype=bool),
+    )
+
+
+def accuracy(correct: NDArray[np.bool_]) -> float:
+    """Average correctness over all samples (evaluation-accuracy): Avg@k, never pass@k."""
+    return 100 * float(correct.mean())
+
+
+def pass_at_k(correct: NDArray[np.bool_], k: int) -> float:
+    """Estimate without bias how often at least one of k samples is correct.
+
+    >>> pass_at_k(np.array([[True, False], [False, False]]), 2)
+    50.0
+    """
+    n = correct.shape[1]
+    if not 1 <= k <= n:
+        raise InputError(f"pass@{k} needs between 1 and {n} samples per problem; sample more or lower k.")
+    missed = [math.comb(n - right, k) / math.comb(n, k) for right in correct.sum(axis=1).tolist()]
+    return 100 * (1 - math.fsum(missed) / len(missed))
+
+
+def budget_curve(samples: Sequence[Sample], budgets: Iterable[int], regrade: Regrade) -> list[BudgetPoint]:
+    """Cut the same samples at each token budget and grade what is left."""
+    return [_at_budget(samples, budget, regrade) for budget in sorted(budgets)]
+
+
+def _at_budget(samples: Sequence[Sample], budget: int, regrade: Regrade) -> BudgetPoint:
+    correct = [
+        sample.correct if sample.tokens <= budget else regrade(sample, _cut(sample, budget)) for sample in samples
+    ]
+    truncated = [sample.tokens > budget or sample.finish == "length" for sample in samples]
+    tokens = [min(sample.tokens, budget) for sample in samples]
+    return BudgetPoint(budget, 100 * float(np.mean(correct)), float(np.mean(tokens)), float(np.mean(truncated)))
+
+
+def _cut(sample: Sample, budget: int) -> str:
+    if budget not in sample.cuts:
+        known = ", ".join(map(str, sorted(sample.cuts))) or "none"
+        raise InputError(
+            f"token budget {budget} was not noted when the samples were drawn (known: {known}), and text cannot be "
+            f"cut at tokens afterwards. Use one of those, or sample again with this budget."
+        )
+    return sample.text[: sample.cuts[budget]]

@@ -1,0 +1,274 @@
+"""Tables in the paper's layout: accuracy and tokens per benchmark, then averages and AES (table main-results).
+
+In every column the best value is bold and the second best underlined, within each group of rows or over the whole
+table. Values that print alike rank alike.
+"""
+
+import csv
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
+
+from lightning_weave.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+Mark = Literal["best", "second", ""]
+Scope = Literal["group", "table"]
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One benchmark of one policy."""
+
+    benchmark: str
+    accuracy: float
+    tokens: float
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """One line of the table. Rows of a group stand together, under its name if it has one."""
+
+    policy: str
+    scores: tuple[Score, ...]
+    accuracy: float  # averages
+    tokens: float
+    aes: float | None = None
+    aes_low: float | None = None
+    aes_high: float | None = None
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value as it is printed, and its place in its column."""
+
+    text: str
+    mark: Mark = ""
+    interval: str = ""
+
+
+@dataclass(frozen=True)
+class _Column:
+    values: tuple[float | None, ...]
+    show: Callable[[float], str]
+    lower_is_better: bool = False
+
+
+def markdown(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
+    """Write the table as GitHub Markdown."""
+    benchmarks = _benchmarks(rows)
+    header = ["Policy", *_flat_header(benchmarks)]
+    lines = [_pipe(map(escape_markdown, header)), _pipe([":---", *["---:"] * (len(header) - 1)])]
+    for group, members in _groups(rows, cells(rows, marks)):
+        if group:
+            lines.append(_pipe([f"***{escape_markdown(group)}***", *[""] * (len(header) - 1)]))
+        lines += [_pipe([escape_markdown(row.policy), *map(_markdown_cell, line)]) for row, line in members]
+    return "\n".join(lines) + "\n"
+
+
+def latex(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
+    """Write the table as a LaTeX tabular; it needs the booktabs package only."""
+    benchmarks = _benchmarks(rows)
+    width = 2 * len(benchmarks) + 4
+    spans = [*((name, 2) for name in benchmarks), ("Average", 3)]
+    heads = [rf"\multicolumn{{{span}}}{{c}}{{\textbf{{{escape_latex(name)}}}}}" for name, span in spans]
+    pair = [r"\textbf{Acc.}$\uparrow$", r"\textbf{\#Tok.}$\downarrow$"]
+    names = [r"\textbf{Policy}", *pair * (len(benchmarks) + 1), r"\textbf{AES}$\uparrow$"]
+    rules = [f"{2 * k + 2}-{2 * k + 3}" for k in range(len(benchmarks))] + [f"{width - 2}-{width}"]
+    lines = [rf"\begin{{tabular}}{{l{'c' * (width - 1)}}}", r"\toprule", _ampersand(["", *heads])]
+    lines += ["".join(rf"\cmidrule(lr){{{rule}}}" for rule in rules), _ampersand(names)]
+    for group, members in _groups(rows, cells(rows, marks)):
+        lines.append(r"\midrule")
+        if group:
+            lines.append(rf"\multicolumn{{{width}}}{{l}}{{\textbf{{\textit{{{escape_latex(group)}}}}}}} \\")
+        lines += [_ampersand([escape_latex(row.policy), *map(_latex_cell, line)]) for row, line in members]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def to_csv(rows: Sequence[PolicyRow]) -> str:
+    """Write the values unrounded, for machines: no marks, an empty field where there is none."""
+    names = [f"{name} {what}" for name in (*_benchmarks(rows), "Average") for what in ("Acc.", "#Tok.")]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["Group", "Policy", *names, "AES", "AES low", "AES high"])
+    for row in rows:
+        scores = [value for score in row.scores for value in (score.accuracy, score.tokens)]
+        values = [*scores, row.accuracy, row.tokens, row.aes, row.aes_low, row.aes_high]
+        writer.writerow([row.group, row.policy, *("" if _is_missing(value) else value for value in values)])
+    return out.getvalue()
+
+
+def plain(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
+    """Write aligned text for a log or a pipe: * is the best of a column, + the second best."""
+    signs = {"best": "*", "second": "+", "": " "}
+    lines: list[list[str]] = [["Policy", *_flat_header(_benchmarks(rows))]]
+    for group, members in _groups(rows, cells(rows, marks)):
+        lines += [[group]] if group else []
+        for row, line in members:
+            texts = [f"{cell.text}{signs[cell.mark]}{cell.interval}" for cell in line]
+            lines.append([("  " if group else "") + row.policy, *texts])
+    widths = [max(len(line[k]) for line in lines if len(line) > 1) for k in range(len(lines[0]))]
+    padded = [
+        [line[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=False))]
+        for line in lines
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in padded) + "\n"
+
+
+def console(rows: Sequence[PolicyRow], marks: Scope = "group") -> "RichTable":
+    """Build the table for a terminal."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"best": "bold", "second": "underline", "": ""}
+    table = Table(box=SIMPLE)
+    table.add_column("Policy", no_wrap=True)
+    for name in _flat_header(_benchmarks(rows)):
+        table.add_column(name, justify="right")
+    for group, members in _groups(rows, cells(rows, marks)):
+        if group:
+            table.add_row(Text(group, style="bold italic"))
+        for row, line in members:
+            texts = [Text.assemble((cell.text, styles[cell.mark]), f" {cell.interval}".rstrip()) for cell in line]
+            table.add_row(Text(row.policy), *texts)
+    return table
+
+
+def cells(rows: Sequence[PolicyRow], marks: Scope = "group") -> list[list[Cell]]:
+    """Round every value of the table as it is printed, and rank it within its group or the whole table."""
+    columns = _columns(rows)
+    texts = [["" if _is_missing(value) else column.show(value or 0.0) for value in column.values] for column in columns]
+    scopes = [row.group if marks == "group" else "" for row in rows]
+    ranked = [_rank(shown, scopes, column.lower_is_better) for shown, column in zip(texts, columns, strict=True)]
+    last = len(columns) - 1
+    return [
+        [Cell(texts[k][r] or MISSING, ranked[k][r], _interval(row) if k == last else "") for k in range(len(columns))]
+        for r, row in enumerate(rows)
+    ]
+
+
+def escape_latex(text: str) -> str:
+    """Write text so that LaTeX prints it as it is."""
+    names = {"\\": "textbackslash", "~": "textasciitilde", "^": "textasciicircum", "<": "textless", ">": "textgreater"}
+    return re.sub(
+        r"[\\~^<>&%$#_{}]", lambda hit: rf"\{names[hit[0]]}{{}}" if hit[0] in names else "\\" + hit[0], _one_line(text)
+    )
+
+
+def escape_markdown(text: str) -> str:
+    """Write text so that a Markdown table prints it as it is."""
+    return re.sub(r"([\\`*_{}\[\]<>|~])", r"\\\1", _one_line(text))
+
+
+def _columns(rows: Sequence[PolicyRow]) -> list[_Column]:
+    columns = []
+    for k in range(len(_benchmarks(rows))):
+        columns.append(_Column(tuple(row.scores[k].accuracy for row in rows), _one_decimal))
+        columns.append(_Column(tuple(row.scores[k].tokens for row in rows), _whole, lower_is_better=True))
+    columns.append(_Column(tuple(row.accuracy for row in rows), _two_decimals))
+    columns.append(_Column(tuple(row.tokens for row in rows), _whole, lower_is_better=True))
+    columns.append(_Column(tuple(row.aes for row in rows), _two_decimals))
+    return columns
+
+
+def _rank(texts: Sequence[str], scopes: Sequence[str], lower_is_better: bool) -> list[Mark]:
+    """Mark best and second best per scope. Where all are alike there is nothing to mark."""
+    places: dict[str, list[float]] = {}
+    for text, scope in zip(texts, scopes, strict=True):
+        if text and _value(text) not in places.setdefault(scope, []):
+            places[scope].append(_value(text))
+    order = {scope: sorted(values, reverse=not lower_is_better) for scope, values in places.items() if len(values) > 1}
+    return [_place(text, order.get(scope, [])) for text, scope in zip(texts, scopes, strict=True)]
+
+
+def _place(text: str, order: list[float]) -> Mark:
+    if not text or not order:
+        return ""
+    place = order.index(_value(text))
+    return "best" if place == 0 else "second" if place == 1 else ""
+
+
+def _benchmarks(rows: Sequence[PolicyRow]) -> list[str]:
+    if not rows:
+        raise InputError("there is no policy to put in a table. Run eval first.")
+    names = [[score.benchmark for score in row.scores] for row in rows]
+    for row, own in zip(rows, names, strict=True):
+        if own != names[0]:
+            raise InputError(f"{row.policy} was evaluated on {own}, {rows[0].policy} on {names[0]}; table them apart.")
+    return names[0]
+
+
+def _groups(rows: Sequence[PolicyRow], lines: list[list[Cell]]) -> list[tuple[str, list[tuple[PolicyRow, list[Cell]]]]]:
+    pairs = zip(rows, lines, strict=True)
+    return [(group, list(members)) for group, members in groupby(pairs, key=lambda pair: pair[0].group)]
+
+
+def _flat_header(benchmarks: Sequence[str]) -> list[str]:
+    return [f"{name} {what}" for name in (*benchmarks, "Average") for what in ("Acc.↑", "#Tok.↓")] + ["AES↑"]
+
+
+def _interval(row: PolicyRow) -> str:
+    if _is_missing(row.aes) or row.aes_low is None or row.aes_high is None or math.isnan(row.aes_low + row.aes_high):
+        return ""
+    return f"[{_two_decimals(row.aes_low)}, {_two_decimals(row.aes_high)}]"
+
+
+def _markdown_cell(cell: Cell) -> str:
+    text = {"best": f"**{cell.text}**", "second": f"<u>{cell.text}</u>", "": cell.text}[cell.mark]
+    return f"{text} {cell.interval}".strip()
+
+
+def _latex_cell(cell: Cell) -> str:
+    text = "--" if cell.text == MISSING else cell.text
+    if text.startswith("-") and text != "--":
+        text = rf"$\mathbf{{{text}}}$" if cell.mark == "best" else f"${text}$"  # a minus sign, not a hyphen
+    elif cell.mark == "best":
+        text = rf"\textbf{{{text}}}"
+    if cell.mark == "second":
+        text = rf"\underline{{{text}}}"
+    return rf"{text} {{\scriptsize ${cell.interval}$}}" if cell.interval else text
+
+
+def _pipe(texts: "Sequence[str] | map[str]") -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+def _ampersand(texts: Sequence[str]) -> str:
+    return " & ".join(texts) + r" \\"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _value(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def _is_missing(value: float | None) -> bool:
+    return value is None or math.isnan(value)
+
+
+def _one_decimal(value: float) -> str:
+    return _no_negative_zero(f"{value:.1f}")
+
+
+def _two_decimals(value: float) -> str:
+    return _no_negative_zero(f"{value:.2f}")
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _no_negative_zero(text: str) -> str:
+    return text.lstrip("-") if not text.strip("-0.") else text
