@@ -43,19 +43,20 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such recipe. Give the path of a TOML file such as recipes/demo.toml") from None
     except IsADirectoryError:
         raise InputError(f"{path} is a directory; give the path of a recipe file (TOML)") from None
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); recipes are TOML files"
-        ) from None
+        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); recipes are TOML") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path}: broken TOML: {error}") from None
+        last = f"at line {len(text.splitlines())}"
+        raise InputError(f"{path}: broken TOML: {str(error).replace('at end of document', last)}") from None
 
 
 def _parse_override(override: str) -> dict[str, Any]:

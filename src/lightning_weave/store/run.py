@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from lightning_weave.errors import CorruptData, StaleInput
 from lightning_weave.store.files import read_json, remove_temporaries, sha256_file, write_atomic, write_json
 from lightning_weave.store.identity import fingerprint
-from lightning_weave.store.shards import Shard, pack
+from lightning_weave.store.shards import FINGERPRINT, Shard, pack
 
 T = TypeVar("T")
 State = Literal["done", "partial", "stale", "missing"]
@@ -85,7 +85,7 @@ class Stage:
 
     def write(self, index: int, shard: Any) -> int:
         """Write one shard atomically; returns its size in bytes."""
-        data = pack(shard, {"fingerprint": self.step.fingerprint, "index": str(index)})
+        data = pack(shard, self.step.fingerprint)
         write_atomic(self.shard_path(index), data)
         return len(data)
 
@@ -95,7 +95,7 @@ class Stage:
         if not path.exists():
             raise CorruptData(f"{path} is missing. Make it again with: {self.step.command}")
         shard = Shard(kind, path)
-        if shard.metadata.get("fingerprint") != self.step.fingerprint:
+        if shard.fingerprint != self.step.fingerprint:
             raise StaleInput(f"{path} was made with other settings. Make it again with: {self.step.command}")
         return shard
 
@@ -176,7 +176,7 @@ def _read_fingerprint(path: Path) -> str | None:
     end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
     if path.stat().st_size != 8 + size + end:
         raise ValueError("cut off")
-    return header.get("__metadata__", {}).get("fingerprint")
+    return header.get("__metadata__", {}).get(FINGERPRINT)
 
 
 @dataclass(frozen=True)

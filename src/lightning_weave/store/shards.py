@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +20,14 @@ from lightning_weave.errors import CorruptData
 from lightning_weave.types import Ragged
 
 T = TypeVar("T")
+FINGERPRINT = "fingerprint"
 CRC = "row_crc"
 OFFSETS = ".offsets"
 DTYPES = {"BOOL": "?", "U8": "u1", "I32": "<i4", "I64": "<i8", "U32": "<u4", "F32": "<f4", "F64": "<f8"}
 
 
-def pack(shard: Any, metadata: Mapping[str, str]) -> bytes:
-    """Serialise a dataclass of row arrays and ragged arrays."""
+def pack(shard: Any, fingerprint: str) -> bytes:
+    """Serialise a dataclass of row arrays and ragged arrays, marked with the fingerprint of what made it."""
     tensors: dict[str, NDArray] = {}
     for field in fields(shard):
         value = getattr(shard, field.name)
@@ -38,7 +39,8 @@ def pack(shard: Any, metadata: Mapping[str, str]) -> bytes:
     rows = _row_count(tensors, shard)
     names = _ordered(tensors)
     tensors[CRC] = np.array([_row_crc(tensors, names, row) for row in range(rows)], dtype=np.uint32)
-    return save(tensors, dict(metadata))
+    # One key only: the library writes several in random order, and equal shards must be equal bytes.
+    return save(tensors, {FINGERPRINT: fingerprint})
 
 
 class Shard(Generic[T]):
@@ -50,7 +52,7 @@ class Shard(Generic[T]):
         try:
             with open(path, "rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._tensors, self.metadata = _parse(self._map)
+            self._tensors, self.fingerprint = _parse(self._map)
             self._names = _ordered({name: value for name, value in self._tensors.items() if name != CRC})
             expected = {field.name for field in fields(kind)} | {CRC}  # type: ignore[arg-type]
             missing = expected - self._tensors.keys()
@@ -94,11 +96,11 @@ def _remedy(path: Path) -> str:
     return f"Remove it (rm {path}) and run the stage again: only this shard is made anew"
 
 
-def _parse(data: mmap.mmap) -> tuple[dict[str, NDArray], dict[str, str]]:
+def _parse(data: mmap.mmap) -> tuple[dict[str, NDArray], str | None]:
     """Map the tensors of a safetensors file. (The library's own slices copy and cost more than the rows they read.)"""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
-    metadata = header.pop("__metadata__", {})
+    fingerprint = header.pop("__metadata__", {}).get(FINGERPRINT)
     tensors = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
@@ -108,7 +110,7 @@ def _parse(data: mmap.mmap) -> tuple[dict[str, NDArray], dict[str, str]]:
         tensors[name] = np.frombuffer(data, dtype, (end - begin) // dtype.itemsize, 8 + size + begin).reshape(
             entry["shape"]
         )
-    return tensors, cast(dict[str, str], metadata)
+    return tensors, fingerprint
 
 
 def _ordered(tensors: Mapping[str, NDArray]) -> list[str]:

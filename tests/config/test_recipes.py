@@ -1,0 +1,65 @@
+"""Merging, overriding and writing back recipes."""
+
+from pathlib import Path
+
+from lightning_weave.config import Recipe, check_recipe, dump_recipe, load_recipe
+
+BASE = """
+name = "base"
+[student]
+model = "Qwen/Qwen3-4B"
+[anchors.klear]
+post = "Kwai-Klear/Klear-Reasoner-8B"
+pre = "Qwen/Qwen3-8B-Base"
+[anchors.decs]
+post = "pixas/DECS_1.5B"
+pre = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+aliases = { "<|im_end|>" = "<｜end▁of▁sentence｜>" }
+[compositions.klear-decs]
+weights = { klear = 0.5, decs = 0.5 }
+"""
+
+
+def load(tmp_path: Path, *texts: str, sets: tuple[str, ...] = ()) -> Recipe:
+    files = []
+    for number, text in enumerate(texts):
+        files.append(tmp_path / f"{number}.toml")
+        files[-1].write_text(text, encoding="utf-8")
+    return load_recipe(files, sets)
+
+
+def test_unsaid_values_are_the_papers(tmp_path: Path) -> None:
+    recipe = load(tmp_path, BASE)
+    rollout, train = recipe.rollout, recipe.train
+    assert (rollout.temperature, rollout.top_p, rollout.responses, rollout.max_tokens) == (1.0, 1.0, 4, 2048)
+    assert (rollout.seed, train.seed, recipe.prompts.take, recipe.reference.candidates) == (42, 1234, 3200, 16)
+    assert (train.epochs, train.prompts_per_round, train.updates_per_round) == (2, 64, 4)
+    assert (train.learning_rate, train.betas, train.weight_decay, train.clip) == (1e-6, [0.9, 0.999], 0.01, 1.0)
+    assert (recipe.eval.temperature, recipe.eval.top_p) == (0.6, 0.95)
+    # 3,200 prompts x 4 responses for two epochs in rounds of 256: the paper's 100 rounds and 400 updates
+    rounds = 3200 * 4 * train.epochs // (train.prompts_per_round * rollout.responses)
+    assert (rounds, rounds * train.updates_per_round) == (100, 400)
+
+
+def test_later_files_win_and_weights_are_replaced_whole(tmp_path: Path) -> None:
+    over = "[compositions.klear-decs]\nweights = { klear = 1.0 }\n[train]\nlearning_rate = 1e-5\nepochs = 3"
+    recipe = load(tmp_path, BASE, over, sets=("train.epochs=4", "name=other", "student.model=Qwen/Qwen3-1.7B"))
+    assert recipe.compositions["klear-decs"].weights == {"klear": 1.0}
+    assert (recipe.train.learning_rate, recipe.train.epochs) == (1e-5, 4)
+    assert (recipe.name, recipe.student.model) == ("other", "Qwen/Qwen3-1.7B")
+
+
+def test_raw_weights_need_normalize_false(tmp_path: Path) -> None:
+    over = "[compositions.klear-decs]\nnormalize = false\nweights = { klear = 1.0, decs = 1.0 }\nalpha = 1.25"
+    assert load(tmp_path, BASE, over).compositions["klear-decs"].weights == {"klear": 1.0, "decs": 1.0}
+
+
+def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
+    recipe = load(tmp_path, BASE, '[rollout]\nfrom = "own.jsonl"\n[train.lora]\nrank = 8')
+    again = load(tmp_path, dump_recipe(recipe))
+    assert again == recipe
+    assert again.rollout.from_ == "own.jsonl"
+
+
+def test_plain_data_is_checked_the_same() -> None:
+    assert check_recipe({"name": "x", "student": {"model": "m"}}).train.epochs == 2

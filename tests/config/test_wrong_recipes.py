@@ -1,0 +1,164 @@
+"""Every wrong recipe gives exit code 2 and one or two lines that name the key, its value and what is allowed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_weave.config import load_recipe
+from lightning_weave.errors import InputError
+
+GOOD = """
+name = "mine"
+[student]
+model = "models/student"
+[anchors.acc]
+post = "models/acc-post"
+pre = "models/acc-pre"
+[anchors.brief]
+post = "models/brief-post"
+pre = "models/brief-pre"
+[compositions.both]
+weights = { acc = 0.5, brief = 0.5 }
+[prompts]
+source = "prompts.jsonl"
+"""
+
+# (what is written below the good recipe or set over it, what the message must say)
+WRONG = [
+    # unknown keys, with the nearest one
+    ("studnet.model=x", ["unknown key studnet", "Did you mean student?"]),
+    ("student.modle=x", ["unknown key student.modle", "Did you mean student.model?"]),
+    ("anchors.acc.pots=x", ["unknown key anchors.acc.pots", "Did you mean anchors.acc.post?"]),
+    ("compositions.both.weight={acc=1}", ["unknown key compositions.both.weight", "Did you mean"]),
+    ("compositions.both.aplha=1", ["compositions.both.aplha", "Did you mean compositions.both.alpha?"]),
+    ("rollout.temprature=1", ["rollout.temprature", "Did you mean rollout.temperature?"]),
+    ("rollout.form='x.jsonl'", ["rollout.form", "Did you mean rollout.from?"]),
+    ("train.learningrate=1", ["train.learningrate", "Did you mean train.learning_rate?"]),
+    ("train.lora.rnk=4", ["train.lora.rnk", "Did you mean train.lora.rank?"]),
+    ("prompts.columns.promt='q'", ["prompts.columns.promt", "Did you mean prompts.columns.prompt?"]),
+    ("zzz=1", ["unknown key zzz", "Known here: name"]),
+    # wrong types
+    ("name=3", ["name = 3", "must be a valid string"]),
+    ("train=3", ["train = 3", "must be a table"]),
+    ("anchors.acc='x'", ["anchors.acc", "must be a table"]),
+    ("train.learning_rate='fast'", ["train.learning_rate", '"fast"', "must be a valid number"]),
+    ("train.epochs=1.5", ["train.epochs = 1.5", "must be a valid integer"]),
+    ("train.epochs='2'", ["train.epochs", "must be a valid integer"]),
+    ("train.compile='yes'", ["train.compile", "must be a valid boolean"]),
+    ("train.betas=[0.9]", ["train.betas", "at least 2"]),
+    ("eval.benchmarks='aime-2024'", ["eval.benchmarks", "must be a valid list"]),
+    ("compositions.both.weights=[1]", ["compositions.both.weights", "must be a table"]),
+    ("compositions.both.weights={acc='half', brief=0.5}", ["compositions.both.weights.acc", "must be a valid number"]),
+    # values out of range
+    ("compositions.both.weights={acc=0.5, brief=0.6}", ["compositions.both.weights", "sum to 1", "1.1"]),
+    ("compositions.both.weights={acc=-0.5, brief=1.5}", ["compositions.both.weights", "non-negative"]),
+    ("compositions.both.weights={acc=nan, brief=1.0}", ["compositions.both.weights.acc", "finite"]),
+    ("compositions.both.weights={}", ["compositions.both.weights", "at least 1"]),
+    ("compositions.both.alpha=0", ["compositions.both.alpha = 0", "greater than 0"]),
+    ("compositions.both.alpha=-2.0", ["compositions.both.alpha = -2.0", "greater than 0"]),
+    ("compositions.both.alpha=inf", ["compositions.both.alpha", "finite"]),
+    ("compositions.both.objective='tilt'", ["compositions.both.objective", "'tilted'", "'direct-opd'"]),
+    ("rollout.responses=0", ["rollout.responses = 0", "greater than or equal to 1"]),
+    ("rollout.temperature=-1", ["rollout.temperature = -1", "greater than or equal to 0"]),
+    ("rollout.top_p=0", ["rollout.top_p = 0", "greater than 0"]),
+    ("rollout.top_p=1.1", ["rollout.top_p = 1.1", "less than or equal to 1"]),
+    ("rollout.max_tokens=0", ["rollout.max_tokens = 0"]),
+    ("rollout.engine='sglang'", ["rollout.engine", "'hf' or 'vllm'"]),
+    ("rollout.seed=-1", ["rollout.seed = -1"]),
+    ("reference.candidates=0", ["reference.candidates = 0"]),
+    ("prompts.format='chatml'", ["prompts.format", "'plain', 'dapo'"]),
+    ("prompts.dedup='fuzzy'", ["prompts.dedup", "'exact'"]),
+    ("train.learning_rate=0", ["train.learning_rate = 0", "greater than 0"]),
+    ("train.betas=[0.9, 1.0]", ["train.betas", "below 1"]),
+    ("train.validation=1.0", ["train.validation", "less than 1"]),
+    ("train.updates_per_round=3", ["train.updates_per_round is 3", "256 trajectories"]),
+    ("eval.samples=0", ["eval.samples = 0"]),
+    ("eval.benchmarks=['file:a/x.jsonl', 'file:b/x.jsonl']", ["eval.benchmarks", "same name"]),
+    ("name='../escape'", ["name", "plain name"]),
+    ("anchors.'a/b'={post='x', pre='y'}", ["anchors.a/b", "plain name"]),
+    # names that do not fit together
+    ("compositions.both.weights={acc=0.5, klear=0.5}", ["'klear'", "known anchors: acc, brief"]),
+    ("policies.base.model='x'", ["policies.base", "the student itself"]),
+    ("policies.both.model='x'", ["policies.both", "a composition"]),
+    ("compositions.base.weights={acc=1.0}", ["compositions.base", "the student itself"]),
+    # what --set itself can get wrong
+    ("train.epochs", ["--set train.epochs", "key=value"]),
+    ("=3", ["--set =3", "key=value"]),
+    ("train..epochs=3", ["train..epochs", "not a dotted key"]),
+]
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_the_good_recipe_is_good(good: Path) -> None:
+    recipe = load_recipe([good])
+    assert recipe.compositions["both"].alpha == 2.0
+    assert (recipe.rollout.seed, recipe.train.seed, recipe.train.learning_rate) == (42, 1234, 1e-6)
+
+
+@pytest.mark.parametrize(("override", "parts"), WRONG, ids=[case[0] for case in WRONG])
+def test_wrong_value_is_named_with_what_is_allowed(good: Path, override: str, parts: list[str]) -> None:
+    with pytest.raises(InputError) as raised:
+        load_recipe([good], [override])
+    message = str(raised.value)
+    assert all(part in message for part in parts), message
+    assert message.count("\n") <= 1
+
+
+WRONG_FILES = [
+    ("[student\nmodel = 'x'", ["broken TOML", "line 1"]),
+    ("name = 'x'\nname = 'y'", ["broken TOML", "line 2"]),
+    ("name = 'x'\n[student]\nmodel = unquoted", ["broken TOML", "line 3"]),
+    ("[student]\nmodel = 'x'", ["name is missing"]),
+    ("name = 'x'", ["student is missing"]),
+    ("name = 'x'\n[student]\nmodel = ''", ["student.model", "at least 1 character"]),
+    ("name = 'x'\n[student]\nmodel = 'm'\n[anchors.a]\npost = 'p'", ["anchors.a.pre is missing", "trained from"]),
+    ("name = 'x'\n[student]\nmodel = 'm'\n[anchors.a]\npre = 'p'", ["anchors.a.post is missing", "specialist"]),
+    ("", ["name is missing", "and 1 more"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), WRONG_FILES)
+def test_wrong_file_is_named(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(InputError) as raised:
+        load_recipe([path])
+    assert all(part in str(raised.value) for part in [str(path), *parts]), raised.value
+
+
+def test_missing_binary_and_directory_are_named(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path, word in ((tmp_path / "no.toml", "no such recipe"), (tmp_path, "is a directory"), (binary, "not UTF-8")):
+        with pytest.raises(InputError, match=word):
+            load_recipe([path])
+
+
+def test_the_program_answers_with_exit_code_2_and_without_torch(good: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['lweave', 'status', *sys.argv[1:]]\n"
+        "from lightning_weave.cli import main\n"
+        "try: main()\n"
+        "finally: assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, str(good), "--set", "train.epochs=0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"lweave: {good}: train.epochs = 0: must be greater than or equal to 1\n"
+    assert done.stdout == ""
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['lweave', '--help']\nfrom lightning_weave.cli import main\n"
+        "try: main()\nfinally: assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
