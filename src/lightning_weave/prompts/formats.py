@@ -1,0 +1,76 @@
+"""The wordings in which a problem is put to a model. The strings are functional: every character counts."""
+
+from typing import Literal, assert_never
+
+from lightning_weave.errors import InputError
+
+Format = Literal["plain", "dapo", "question-answer", "livecodebench"]
+
+_DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+_DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+_LCB_SYSTEM = "You are a helpful assistant."
+_LCB_TASK = (
+    "You will be given a question (problem specification) and will generate a correct Python program that matches "
+    "the specification and passes all tests. You will NOT return anything except for the program."
+)
+_LCB_STARTER = (
+    "You will use the following starter code to write the solution to the problem and enclose your code within "
+    "delimiters."
+)
+_LCB_STDIN = (
+    "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample "
+    "inputs). Enclose your code within delimiters as follows. Ensure that when the python program runs, it reads the "
+    "inputs, runs the algorithm and writes output to STDOUT."
+)
+
+
+def put(format: Format, messages: list[dict[str, str]], starter: str = "") -> list[dict[str, str]]:
+    """Put the last turn into a format; the turns before it stay as they are."""
+    problem = messages[-1]["content"]
+    match format:
+        case "plain":
+            return messages
+        case "dapo":
+            content = dapo(problem)
+        case "question-answer":
+            content = question_answer(problem)
+        case "livecodebench":
+            if len(messages) > 1:
+                raise InputError("the livecodebench format asks one question and takes no conversation")
+            return livecodebench(problem, starter)
+        case _:
+            assert_never(format)
+    return [*messages[:-1], {"role": "user", "content": content}]
+
+
+def dapo(problem: str) -> str:
+    """Ask in the words of DAPO-Math-17k. A problem that is already worded so stays as it is."""
+    if problem.startswith(_DAPO_BEFORE) and problem.endswith(_DAPO_AFTER):
+        return problem
+    return f"{_DAPO_BEFORE}{problem}{_DAPO_AFTER}"
+
+
+def question_answer(problem: str) -> str:
+    """Ask in the words of the paper's evaluation of mathematics (appendix: Mathematics prompt)."""
+    return f"Question: {problem}\nAnswer:"
+
+
+def livecodebench(question: str, starter: str = "") -> list[dict[str, str]]:
+    """Ask in LiveCodeBench's CodeQwenInstruct format (appendix: LiveCodeBench prompt).
+
+    The student is given `chatml` of these messages and never its own chat template's rendering. The user's turn begins
+    with a newline and ends with two because the benchmark's does.
+    """
+    means = f"{_LCB_STARTER}\n```python\n{starter}" if starter else f"{_LCB_STDIN}\n```python\n# YOUR CODE HERE"
+    content = f"\n{_LCB_TASK}\n\nQuestion: {question}\n\n{means}\n```\n\n"
+    return [{"role": "system", "content": _LCB_SYSTEM}, {"role": "user", "content": content}]
+
+
+def chatml(messages: list[dict[str, str]]) -> str:
+    """Render messages in Qwen's delimiters and open the assistant's turn."""
+    turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
+    return "".join(turns) + "<|im_start|>assistant\n"

@@ -1,0 +1,41 @@
+"""What counts as the same text: the form in which prompts are compared, never the form in which they are used."""
+
+import re
+import unicodedata
+
+# After NFKC. Digits keep their decimal point; scripts written without spaces count by the character.
+_WORD = re.compile(
+    r"\d+(?:\.\d+)*|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\d_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[^\w\s]|_"
+)
+# Punctuation that is arithmetic or code: 3 - 2 is not 3 + 2, and 9! is not 9.
+_MEANINGFUL = frozenset("-*/%!&|~^()[]{}<>=+_\\@#")
+_DASHES = {ord(dash): "-" for dash in "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"}
+# NFKC flattens these (10² would become 102), so their sense is spelled out before.
+_SPELLED_OUT = {"<super>": "^", "<sub>": "_", "<fraction>": " "}
+
+
+def words(text: str) -> list[str]:
+    """Split a text into comparable words: no case, no spacing, no prose punctuation, one Unicode form.
+
+    >>> words("What is  $x\u00b2 \u2212 3.5$?")
+    ['what', 'is', 'x', '^', '2', '-', '3.5']
+    """
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", "".join(map(_spell_out, text)).translate(_DASHES))
+    return [word for word in _WORD.findall(text.casefold()) if not _is_prose_punctuation(word)]
+
+
+def normalise(text: str) -> str:
+    """Join a text's words: two texts with one normal form are taken for the same.
+
+    A text of nothing but punctuation is its own normal form, so that "?" and "!?" stay two.
+    """
+    return " ".join(words(text)) or " ".join(text.split())
+
+
+def _spell_out(character: str) -> str:
+    return _SPELLED_OUT.get(unicodedata.decomposition(character).partition(" ")[0], "") + character
+
+
+def _is_prose_punctuation(word: str) -> bool:
+    return len(word) == 1 and (word in "$`" or (unicodedata.category(word)[0] == "P" and word not in _MEANINGFUL))

@@ -1,0 +1,134 @@
+"""From a row of any shape to one question: which column is what, and what makes a row unusable."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_weave.prompts.sources import BadRow, Row
+
+STARTER = "starter_code"  # LiveCodeBench's own name for it
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which column holds what. A dotted name reaches into a nested column: `reward_model.ground_truth`."""
+
+    prompt: str = "prompt"
+    answer: str | None = None
+    id: str | None = None
+
+    def roots(self) -> set[str]:
+        """Name the top-level columns that are worth reading."""
+        named = [name for name in (self.prompt, self.answer, self.id) if name]
+        return {STARTER, *named, *(name.split(".")[0] for name in named)}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What one row asks, before any format."""
+
+    where: str
+    messages: list[Message]
+    answer: str | None = None
+    id: str = ""  # the source's own; none if empty
+    starter: str = ""
+
+    @property
+    def text(self) -> str:
+        """What is asked, for comparing: the words of the last turn."""
+        return self.messages[-1]["content"]
+
+
+class _UnusableError(Exception):
+    """Say why a row cannot be used."""
+
+
+def question_of(row: Row, columns: Columns) -> Question | BadRow:
+    """Read one question from a row, or say what is wrong with it.
+
+    A column that the user named must be there; an answer of null means that there is none.
+    """
+    try:
+        answer = _answer(_look_up(row.values, columns.answer)) if columns.answer else None
+        identity = _identity(_look_up(row.values, columns.id)) if columns.id else ""
+        messages = _messages(_look_up(row.values, columns.prompt), columns.prompt)
+        starter = row.values.get(STARTER) or ""
+        return Question(row.where, messages, answer, identity, _text(starter, STARTER) if starter else "")
+    except _UnusableError as unusable:
+        return BadRow(row.where, str(unusable))
+
+
+def _look_up(values: Mapping[str, Any], name: str) -> Any:
+    if name in values:
+        return values[name]
+    inner: Any = values
+    for part in name.split("."):
+        if not isinstance(inner, Mapping) or part not in inner:
+            raise _UnusableError(f"no column {name!r} (it has {', '.join(map(repr, values)) or 'none'})")
+        inner = inner[part]
+    return inner
+
+
+def _messages(value: Any, name: str) -> list[Message]:
+    if not isinstance(value, list):
+        return [{"role": "user", "content": _text(value, name)}]
+    if not value:
+        raise _UnusableError(f"column {name!r} is an empty list")
+    messages = [_message(item, f"{name}[{index}]") for index, item in enumerate(value)]
+    if messages[-1]["role"] != "user":
+        raise _UnusableError(
+            f"the last turn of {name!r} is the {messages[-1]['role']}'s; a prompt ends with the user's"
+        )
+    return messages
+
+
+def _message(item: Any, name: str) -> Message:
+    if not isinstance(item, Mapping) or "role" not in item or "content" not in item:
+        raise _UnusableError(f"{name!r} is not a message with 'role' and 'content'")
+    return {"role": _text(item["role"], f"{name}.role"), "content": _text(item["content"], f"{name}.content")}
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise _UnusableError(f"{name!r} is {_kind(value)}, not text")
+    if not value.strip():
+        raise _UnusableError(f"{name!r} is empty")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise _UnusableError(f"{name!r} holds half a surrogate pair, which is no character")
+    return value
+
+
+def _answer(value: Any) -> str | None:
+    """Read an answer; of several that count as right (a list, or one written as JSON) the first.
+
+    >>> _answer(204), _answer('["\\\\\\\\frac{1}{2}"]'), _answer("[0, 1]"), _answer(None)
+    ('204', '\\\\frac{1}{2}', '[0, 1]', None)
+    """
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, str) and value.startswith('["'):
+        value = _json_list(value)
+    if isinstance(value, list) and value:
+        return _answer(value[0])
+    return _text(value, "the answer")
+
+
+def _json_list(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _identity(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return _text(value, "the id")
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"

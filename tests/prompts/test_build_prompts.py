@@ -1,0 +1,232 @@
+"""From a source to prompts.jsonl: every row ends in one count."""
+
+import inspect
+import json
+import random
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lightning_weave.config import Prompts
+from lightning_weave.errors import CorruptData, InputError
+from lightning_weave.prompts import build_prompts, chatml, dapo, livecodebench, read_prompts, write_prompts
+from lightning_weave.types import Prompt
+
+
+def total(report):
+    others = report.duplicates + report.too_long + report.not_taken + report.kept
+    return len(report.bad) + len(report.overlaps) + others
+
+
+def test_the_keywords_are_the_recipes():
+    assert set(Prompts.model_fields) == set(inspect.signature(build_prompts).parameters) - {"tokenizer"}
+
+
+def test_a_recipe_section_can_be_handed_over(qwen, jsonl):
+    section = Prompts(source=str(jsonl([{"q": "One?", "a": 1}])), columns={"prompt": "q", "answer": "a"}, take=1)
+    prompts, _ = build_prompts(qwen, **section.model_dump())
+    assert [(prompt.messages, prompt.answer) for prompt in prompts] == [([{"role": "user", "content": "One?"}], "1")]
+
+
+def test_each_kind_of_bad_row_is_named(qwen, jsonl):
+    rows = [
+        {"prompt": "fine", "answer": None, "id": 7},
+        {"question": "no prompt", "answer": "1", "id": "b"},
+        {"prompt": "", "answer": "1", "id": "c"},
+        {"prompt": " \n", "answer": "1", "id": "d"},
+        {"prompt": None, "answer": "1", "id": "e"},
+        {"prompt": 5, "answer": "1", "id": "f"},
+        {"prompt": [], "answer": "1", "id": "g"},
+        {"prompt": ["hello"], "answer": "1", "id": "h"},
+        {"prompt": [{"role": "user", "content": None}], "answer": "1", "id": "i"},
+        {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answer": "1", "id": "j"},
+        {"prompt": "no answer", "id": "k"},
+        {"prompt": "odd answer", "answer": {"value": 1}, "id": "l"},
+        {"prompt": "no id", "answer": "1"},
+        {"prompt": "odd id", "answer": "1", "id": 1.5},
+        {"prompt": "half \ud800", "answer": "1", "id": "o"},
+        b'{"prompt": "broken',
+        b'{"prompt": "\xff"}',
+        {"prompt": "other", "answer": "1", "id": "7"},
+    ]
+    path = jsonl(rows)
+    prompts, report = build_prompts(qwen, source=path, columns={"answer": "answer", "id": "id"})
+    assert [(prompt.id, prompt.answer) for prompt in prompts] == [("7", None)]
+    assert report.read == len(rows) == total(report)
+    assert [row.where for row in report.bad] == [f"{path}:{n}" for n in range(2, len(rows) + 1)]
+    whys = [row.why for row in report.bad]
+    assert whys[0] == "no column 'prompt' (it has 'question', 'answer', 'id')"
+    expected = [
+        "'prompt' is empty",
+        "'prompt' is empty",
+        "'prompt' is null, not text",
+        "'prompt' is a int, not text",
+        "column 'prompt' is an empty list",
+        "'prompt[0]' is not a message with 'role' and 'content'",
+        "'prompt[0].content' is null, not text",
+        "the last turn of 'prompt' is the assistant's; a prompt ends with the user's",
+        "no column 'answer' (it has 'prompt', 'id')",
+        "'the answer' is a dict, not text",
+        "no column 'id' (it has 'prompt', 'answer')",
+        "'the id' is a float, not text",
+        "'prompt' holds half a surrogate pair, which is no character",
+    ]
+    assert whys[1:14] == expected
+    assert whys[14].startswith("not JSON")
+    assert whys[15].startswith("not UTF-8")
+    assert whys[16] == f"id '7' is that of {path}:1 already"
+
+
+def test_a_source_of_bad_rows_only_is_the_users_error(qwen, jsonl):
+    path = jsonl([{"question": "a"}, {"question": "b"}])
+    message = f"{path}: none of its 2 rows can be used; the first is {path}:1: no column 'prompt' (it has 'question')"
+    with pytest.raises(InputError, match=re.escape(message) + ".*prompts.columns"):
+        build_prompts(qwen, source=path)
+    with pytest.raises(InputError, match="none of its 0 rows"):
+        build_prompts(qwen, source=jsonl([], "empty.jsonl"))
+    with pytest.raises(InputError, match=r"prompts\.source is missing"):
+        build_prompts(qwen, source=None)
+
+
+def test_a_missing_template_fails_before_anything_is_read(bare):
+    with pytest.raises(InputError, match="no chat template"):
+        build_prompts(bare, source="nothing.jsonl")
+
+
+def test_nested_columns_messages_and_answers_as_skywork_has_them(qwen, tmp_path):
+    row = {
+        "prompt": [{"role": "user", "content": "Find $n$."}],
+        "reward_model": {"ground_truth": '["\\\\frac{1}{2}", "0.5"]', "style": "rule"},
+        "extra_info": {"index": 12},
+        "tests": "x" * 1000,
+    }
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "math.parquet")
+    columns = {"prompt": "prompt", "answer": "reward_model.ground_truth", "id": "extra_info.index"}
+    prompts, _ = build_prompts(qwen, source=tmp_path / "math.parquet", columns=columns, format="dapo")
+    text = dapo("Find $n$.")
+    rendered = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    ids = qwen(rendered, add_special_tokens=False)["input_ids"]
+    assert prompts == [Prompt("12", [{"role": "user", "content": text}], rendered, ids, "\\frac{1}{2}")]
+
+
+def test_livecodebench_never_sees_a_chat_template(llama, bare, jsonl):
+    rows = [
+        {"question_content": "Print n.", "starter_code": "", "question_id": "a"},
+        {"question_content": "Print n.", "starter_code": "def f(): ", "question_id": "b"},
+        {"question_content": "Print m.", "starter_code": None, "question_id": "c"},
+        {"question_content": "Print k.", "starter_code": 3, "question_id": "d"},
+    ]
+    columns = {"prompt": "question_content", "id": "question_id"}
+    path = jsonl(rows)
+    prompts, report = build_prompts(bare, source=path, columns=columns, format="livecodebench", chat=True)
+    starters = [("Print n.", ""), ("Print n.", "def f(): "), ("Print m.", "")]
+    assert [prompt.messages for prompt in prompts] == [livecodebench(*starter) for starter in starters]
+    assert [prompt.text for prompt in prompts] == [chatml(prompt.messages) for prompt in prompts]
+    assert [bare.decode(prompt.token_ids) for prompt in prompts] == [prompt.text for prompt in prompts]
+    assert [row.why for row in report.bad] == ["'starter_code' is a int, not text"]
+    with_bos, _ = build_prompts(llama, source=path, columns=columns, format="livecodebench")
+    assert all(prompt.token_ids[0] == llama.bos_token_id for prompt in with_bos)
+    assert all(prompt.text.startswith("<|im_start|>system") for prompt in with_bos)
+
+
+def test_plain_text_and_thinking_off(qwen, llama, jsonl):
+    path = jsonl([{"prompt": "Find n."}])
+    [prompt], _ = build_prompts(qwen, source=path, chat=False, format="question-answer")
+    assert prompt.text == "Question: Find n.\nAnswer:" == qwen.decode(prompt.token_ids)
+    [prompt], report = build_prompts(qwen, source=path, thinking=False)
+    assert prompt.text.endswith("<think>\n\n</think>\n\n")
+    assert not report.notes
+    _, report = build_prompts(llama, source=path, thinking=False)
+    assert "no effect" in report.notes[0]
+
+
+def test_a_row_that_the_template_refuses_is_bad(llama, jsonl):
+    system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Find n."}]
+    prompts, report = build_prompts(llama, source=jsonl([{"prompt": system}, {"prompt": "Find m."}]))
+    assert len(prompts) == 1
+    assert report.bad[0].why == "the chat template refuses the messages: System role not supported"
+
+
+def test_made_ids_depend_on_the_question_alone(qwen, jsonl):
+    rows = [{"prompt": f"Find {n}."} for n in range(5)]
+    forward, _ = build_prompts(qwen, source=jsonl(rows))
+    backward, _ = build_prompts(qwen, source=jsonl(rows[::-1], "other.jsonl"), format="dapo")
+    assert [prompt.id for prompt in forward] == [prompt.id for prompt in backward][::-1]
+    assert len({prompt.id for prompt in forward}) == 5
+
+
+def test_duplicates_may_stay_and_keep_ids_of_their_own(qwen, jsonl):
+    path = jsonl([{"prompt": "Find n."}, {"prompt": "find  N"}, {"prompt": "Find n."}])
+    kept = {dedup: build_prompts(qwen, source=path, dedup=dedup) for dedup in ("none", "exact", "normalised")}
+    assert {dedup: (len(prompts), report.duplicates) for dedup, (prompts, report) in kept.items()} == {
+        "none": (3, 0),
+        "exact": (2, 1),
+        "normalised": (1, 2),
+    }
+    first, _, third = kept["none"][0]
+    assert third.id == f"{first.id}-2"
+
+
+def test_the_limit_is_in_student_tokens_and_the_limit_itself_is_allowed(qwen, jsonl):
+    path = jsonl([{"prompt": "Find n." + " and n" * n} for n in range(10)])
+    everything, _ = build_prompts(qwen, source=path)
+    limit = len(everything[4].token_ids)
+    prompts, report = build_prompts(qwen, source=path, max_tokens=limit)
+    assert prompts == [prompt for prompt in everything if len(prompt.token_ids) <= limit]
+    assert report.too_long == 10 - len(prompts) > 0
+
+
+def test_every_row_ends_in_one_count(qwen, jsonl):
+    rng = random.Random(3)
+    subjects = ["apples", "bees", "cars", "doors", "eggs", "flags", "goats"]
+    rows = [
+        {"prompt": rng.choice(subjects) + " ?" * rng.randint(0, 2) + " n" * rng.choice([0, 40])} for _ in range(150)
+    ]
+    rows += [{"prompt": ""}, b"{", {"prompt": "BEES"}]
+    path, bench = jsonl(rows), jsonl([{"problem": "Bees?"}, {"problem": "Cars"}], "bench.jsonl")
+    prompts, report = build_prompts(
+        qwen, source=path, dedup="normalised", max_tokens=40, take=3, seed=1, screen_against=[bench]
+    )
+    assert report.read == 153 == total(report)
+    assert (len(report.bad), len(report.overlaps), report.kept) == (2, 2, 3)
+    assert report.duplicates == 153 - 2 - 14
+    assert report.too_long == 7
+    assert report.not_taken == 2
+    assert {overlap.problem for overlap in report.overlaps} == {f"{bench}:1", f"{bench}:2"}
+    assert not any("bees" in prompt.text or "cars" in prompt.text for prompt in prompts)
+
+
+def test_too_few_to_take_is_said(qwen, jsonl):
+    prompts, report = build_prompts(qwen, source=jsonl([{"prompt": "a"}, {"prompt": "b"}]), take=3)
+    assert len(prompts) == 2
+    assert report.notes == ["prompts.take asks for 3, but only 2 are left"]
+
+
+def test_a_benchmark_that_cannot_be_read_whole_is_an_error(qwen, jsonl):
+    source = jsonl([{"prompt": "a"}])
+    for row in (b"{", {"text": "unknown column"}, {"problem": ""}):
+        bench = jsonl([{"problem": "fine"}, row], "bench.jsonl")
+        with pytest.raises(InputError, match=re.escape(f"prompts.screen_against: {bench}:2")):
+            build_prompts(qwen, source=source, screen_against=[bench])
+
+
+def test_prompts_survive_being_written(tmp_path):
+    prompts = [
+        Prompt("a", [{"role": "user", "content": 'line\nbreak \u2028 \x85 é \\ " 🙂'}], "t\r\n", [1, 2], None),
+        Prompt("b", [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "", [0], "\\frac12"),
+    ]
+    path = tmp_path / "prompts.jsonl"
+    write_prompts(path, prompts)
+    assert read_prompts(path) == prompts
+    assert [json.loads(line)["id"] for line in path.read_text(encoding="utf-8").split("\n")[:-1]] == ["a", "b"]
+
+
+@pytest.mark.parametrize("line", [b"{", b'{"id": "a"}', b"[]", b"\xff"])
+def test_broken_prompts_are_corrupt_data(tmp_path, line):
+    path = tmp_path / "prompts.jsonl"
+    write_prompts(path, [Prompt("a", [], "t", [1])])
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(CorruptData, match=re.escape(f"{path}:2")):
+        read_prompts(path)

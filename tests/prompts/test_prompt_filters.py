@@ -1,0 +1,134 @@
+"""Normal form, duplicates, the draw, and the report."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_weave.prompts.decontaminate import Overlap
+from lightning_weave.prompts.filters import Report, drop_duplicates, duplicate_key, take_by_seed
+from lightning_weave.prompts.normal import normalise, words
+from lightning_weave.prompts.questions import Question
+from lightning_weave.prompts.sources import BadRow
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Find  x.", "find X"),
+        ("What is\n$a+b$?", "what is a + b"),
+        ("“Let” us – go", '"Let" us - go'),
+        ("ﬁnd １２ cafés", "find 12 cafe\u0301s"),
+        ("Find m+n.", "Find m + n!".removesuffix("!")),
+        ("STRASSE", "straße"),
+    ],
+)
+def test_form_does_not_count(one, other):
+    assert normalise(one) == normalise(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Compute 3-2", "Compute 3+2"),
+        ("Compute 9!", "Compute 9"),
+        ("Compute 10²", "Compute 102"),
+        ("Compute 3½", "Compute 31/2"),
+        ("The mean of 1.5", "The mean of 1, 5"),
+        ("Compute 2*(3+4)", "Compute (2*3)+4"),
+        ("x_1", "x1"),
+        ("a₁ + b", "a1 + b"),
+        ("?", "!?"),
+        ("Is 3 < 4", "Is 3 > 4"),
+    ],
+)
+def test_meaning_counts(one, other):
+    assert normalise(one) != normalise(other)
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_the_normal_form_is_its_own_normal_form(text):
+    assert words(" ".join(words(text))) == words(text)
+
+
+def question(text, starter=""):
+    return Question("somewhere", [{"role": "user", "content": text}], starter=starter)
+
+
+def test_duplicates_keep_the_first():
+    questions = [question("Find x."), question("find  X"), question("Find x."), question("Find x.", starter="pass")]
+    exact, count = drop_duplicates(questions, lambda q: duplicate_key(q, "exact"))
+    assert (exact, count) == ([questions[0], questions[1], questions[3]], 1)
+    normalised, count = drop_duplicates(questions, lambda q: duplicate_key(q, "normalised"))
+    assert (normalised, count) == ([questions[0], questions[3]], 2)
+
+
+def test_the_same_object_twice_is_a_duplicate():
+    one = question("Find x.")
+    assert drop_duplicates([one, one], lambda q: duplicate_key(q, "exact")) == ([one], 1)
+
+
+def test_the_draw_is_by_seed_alone_and_grows():
+    keys = [f"p{n}" for n in range(200)]
+    drawn = take_by_seed(keys, str, 50, seed=42)
+    assert drawn[:4] == ["p2", "p64", "p157", "p142"]  # for good: runs are resumed years later
+    assert take_by_seed(keys[::-1], str, 50, seed=42) == drawn
+    assert take_by_seed(keys, str, 80, seed=42)[:50] == drawn
+    assert set(take_by_seed(keys, str, 50, seed=43)) != set(drawn)
+    assert take_by_seed(keys, str, None, seed=42) == keys
+    assert sorted(take_by_seed(keys, str, 500, seed=42)) == sorted(keys)
+
+
+def test_the_draw_does_not_hang_on_pythons_hash():
+    script = (
+        "from lightning_weave.prompts.filters import take_by_seed\n"
+        "print(take_by_seed([f'p{n}' for n in range(200)], str, 5, seed=1))"
+    )
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("0", "1")
+    }
+    assert len(runs) == 1
+
+
+def test_the_draw_is_even():
+    counts = [0] * 40
+    for seed in range(500):
+        for n in take_by_seed(range(40), str, 10, seed):
+            counts[n] += 1
+    expected = 500 * 10 / 40
+    assert sum((count - expected) ** 2 / expected for count in counts) < 72  # chi-square, 39 degrees, p = 0.001
+
+
+def test_the_report_tells_what_happened_and_nothing_else():
+    report = Report(
+        read=12,
+        bad=[BadRow(f"a.jsonl:{n}", "empty") for n in range(7)],
+        overlaps=[
+            Overlap("a.jsonl:9", "b.jsonl:1", 0.914, same=False),
+            Overlap("a.jsonl:8", "b.jsonl:2", 1.0, same=True),
+        ],
+        too_long=1,
+        kept=2,
+        notes=["mind this"],
+    )
+    assert str(report).splitlines() == [
+        "2 prompts kept of 12 rows read",
+        "  7 could not be used:",
+        *(f"    a.jsonl:{n}: empty" for n in range(5)),
+        "    and 2 more",
+        "  2 overlap with a benchmark:",
+        "    a.jsonl:9: shares 91% with b.jsonl:1",
+        "    a.jsonl:8: the same as b.jsonl:2",
+        "  1 were too long",
+        "  note: mind this",
+    ]
+    dumped = json.loads(json.dumps(report.as_json()))
+    assert len(dumped["bad"]) == 7
+    assert dumped["overlaps"][0] == {"where": "a.jsonl:9", "problem": "b.jsonl:1", "share": 0.914, "same": False}
