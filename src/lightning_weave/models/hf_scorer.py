@@ -1,0 +1,192 @@
+"""Score trajectories with a Hugging Face model: one forward per row, and only the wanted positions through the head.
+
+Rows of similar length share a batch. They are filled up on the right with tokens that nothing before them can see, in
+recurrent layers as in attention, so no mask is needed. Letters as in `lightning_weave.types`; N wanted positions of a
+batch, D width.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.heads import candidate_logprobs, find_head, hidden_states, top_candidates
+from lightning_weave.models.load import context_limit
+
+log = logging.getLogger(__name__)
+
+Tokens = Sequence[int] | NDArray[np.int32]
+RowCandidates = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
+RowScores = tuple[NDArray[np.float32], NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """One trajectory in the tokens of the model that scores it."""
+
+    ids: NDArray[np.int32]  # the whole context: prompt and response
+    positions_T: NDArray[np.int64]  # index into ids of the token whose hidden state predicts decision t
+    candidate_ids_TC: NDArray[np.int32]
+    mapped_TC: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What one row feeds to the model, and which of its hidden states are wanted."""
+
+    row: int
+    ids: Tensor
+    positions_T: Tensor
+
+
+class Scorer:
+    """Score with a causal language model on its own device, in its own dtype; the head's maths is float32."""
+
+    def __init__(self, model: Any, vocabulary: int, token_budget: int = 16384) -> None:
+        self.model = model
+        self.vocabulary = vocabulary
+        self.token_budget = token_budget
+        self.limit = context_limit(model)
+        self.embedded = model.get_input_embeddings().num_embeddings
+        self.head = find_head(model, vocabulary)
+
+    def candidates(self, rows: Sequence[tuple[Tokens, Tokens]], count: int) -> list[RowCandidates]:
+        """Find each decision's likeliest tokens: ids_TC, logp_TC, other_logp_T and the sampled token's logp_T.
+
+        A row is (prompt ids, response ids).
+        """
+        contexts = []
+        for row, (prompt, response) in enumerate(rows):
+            self._check_ids(row, response, self.vocabulary)
+            positions_T = np.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
+            contexts += self._context(row, np.concatenate([prompt, response]), positions_T)
+
+        def through_head(hidden_ND: Tensor, batch: list[_Context]) -> tuple[Tensor, ...]:
+            sampled_N = torch.cat([torch.as_tensor(np.asarray(rows[context.row][1])) for context in batch])
+            ids_NC, *logps = top_candidates(hidden_ND, self.head, sampled_N.long().to(hidden_ND.device), count)
+            return ids_NC.int(), *(logp.float() for logp in logps)
+
+        empty = np.zeros((0, count), np.float32)
+        results: list[RowCandidates] = [(empty.astype(np.int32), empty, empty[:, 0], empty[:, 0]) for _ in rows]
+        for row, arrays in self._run(contexts, through_head).items():
+            results[row] = (arrays[0], arrays[1], arrays[2], arrays[3])
+        return results
+
+    def score(self, rows: Sequence[ScoreRow]) -> list[RowScores]:
+        """Give logp_TC of the mapped candidates (0 elsewhere) and mass_T, the model's probability on them together."""
+        contexts, wanted = [], [row.mapped_TC.any(axis=1) for row in rows]
+        for index, row in enumerate(rows):
+            self._check_ids(index, row.candidate_ids_TC[row.mapped_TC], self.vocabulary)
+            contexts += self._context(index, row.ids, row.positions_T[wanted[index]])
+
+        def through_head(hidden_ND: Tensor, batch: list[_Context]) -> tuple[Tensor, ...]:
+            mapped = np.concatenate([rows[context.row].mapped_TC[wanted[context.row]] for context in batch])
+            ids = np.concatenate([rows[context.row].candidate_ids_TC[wanted[context.row]] for context in batch])
+            ids_NC = torch.from_numpy(np.where(mapped, ids, 0)).long().to(hidden_ND.device)
+            logp_NC, _ = candidate_logprobs(hidden_ND, self.head, ids_NC)
+            mapped_NC = torch.from_numpy(mapped).to(hidden_ND.device)
+            mass_N = (logp_NC.exp() * mapped_NC).sum(dim=-1)
+            return logp_NC.float().masked_fill(~mapped_NC, 0), mass_N.float()
+
+        results: list[RowScores] = [
+            (np.zeros(row.mapped_TC.shape, np.float32), np.zeros(len(row.mapped_TC), np.float32)) for row in rows
+        ]
+        for index, (logp_TC, mass_T) in self._run(contexts, through_head).items():
+            results[index][0][wanted[index]] = logp_TC
+            results[index][1][wanted[index]] = mass_T
+        return results
+
+    def _context(self, row: int, ids: Tokens, positions_T: NDArray[np.int64]) -> list[_Context]:
+        """Cut a row after its last wanted position; a row that wants nothing is not run at all."""
+        if len(positions_T) == 0:
+            return []
+        if positions_T.min() < 0 or positions_T.max() >= len(ids):
+            raise InputError(
+                f"row {row}: no token stands before its first decision. Give every prompt a token at least"
+            )
+        fed = np.asarray(ids)[: positions_T.max() + 1]
+        self._check_ids(row, fed, self.embedded)
+        if self.limit is not None and len(fed) > self.limit:
+            raise InputError(
+                f"row {row}: {len(fed)} tokens are more than the {self.limit} of the model that scores them. "
+                "Leave out or shorten such rows"
+            )
+        return [_Context(row, torch.from_numpy(fed.astype(np.int64)), torch.from_numpy(positions_T.astype(np.int64)))]
+
+    def _check_ids(self, row: int, ids: Tokens, size: int) -> None:
+        outside = [token for token in np.unique(ids) if not 0 <= token < size]
+        if outside:
+            raise InputError(
+                f"row {row}: token id {outside[0]} is not in the model's vocabulary of {size}. "
+                "Were these tokens made with another tokenizer?"
+            )
+
+    def _run(
+        self, contexts: list[_Context], through_head: Callable[[Tensor, list[_Context]], tuple[Tensor, ...]]
+    ) -> dict[int, tuple[NDArray, ...]]:
+        """Run every context, longest first, so that a budget that is too large shows at once."""
+        results: dict[int, tuple[NDArray, ...]] = {}
+        pending = sorted(contexts, key=lambda context: (-len(context.ids), context.row))
+        while pending:
+            batch = pending[: max(1, self.token_budget // len(pending[0].ids))]
+            arrays = self._try_batch(batch, through_head)
+            if arrays is None:
+                self._shrink(batch)
+                continue
+            for context, row_arrays in zip(batch, _split(arrays, batch), strict=True):
+                _check_finite(context, row_arrays)
+                results[context.row] = row_arrays
+            pending = pending[len(batch) :]
+        return results
+
+    @torch.inference_mode()
+    def _try_batch(
+        self, batch: list[_Context], through_head: Callable[[Tensor, list[_Context]], tuple[Tensor, ...]]
+    ) -> list[NDArray] | None:
+        """Run one batch; None when it does not fit in memory."""
+        try:
+            ids_BT = torch.nn.utils.rnn.pad_sequence([context.ids for context in batch], batch_first=True)
+            row_N = torch.cat([torch.full_like(context.positions_T, b) for b, context in enumerate(batch)])
+            position_N = torch.cat([context.positions_T for context in batch])
+            device = self.model.device
+            hidden_BTD = hidden_states(self.model, ids_BT.to(device))
+            hidden_ND = hidden_BTD[row_N.to(device), position_N.to(device)]
+            return [array.cpu().numpy() for array in through_head(hidden_ND, batch)]
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+        return None
+
+    def _shrink(self, batch: list[_Context]) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        length = len(batch[0].ids)
+        if len(batch) == 1:
+            raise WeaveError(
+                f"row {batch[0].row}: its {length} tokens alone do not fit in memory. Use a smaller dtype, a larger "
+                "device, or leave out long rows"
+            )
+        self.token_budget = len(batch) * length // 2
+        log.warning("out of memory with %d tokens: the token budget is now %d", len(batch) * length, self.token_budget)
+
+
+def _split(arrays: list[NDArray], batch: list[_Context]) -> list[tuple[NDArray, ...]]:
+    ends = np.cumsum([len(context.positions_T) for context in batch])[:-1]
+    return list(zip(*(np.split(array, ends) for array in arrays), strict=True))
+
+
+def _check_finite(context: _Context, arrays: tuple[NDArray, ...]) -> None:
+    # Minus infinity is what is left when the candidates are the whole vocabulary; everything else must be a number.
+    if any(np.isnan(array).any() or np.isposinf(array).any() for array in arrays):
+        raise WeaveError(f"row {context.row}: the model's logits are not finite. Try float32, or check the checkpoint")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # The CPU allocator raises a plain RuntimeError.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

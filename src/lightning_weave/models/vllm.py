@@ -1,0 +1,168 @@
+"""Sample with vLLM, which runs in its own process and, where `python` says so, in its own environment."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.types import Request, Response, SamplingSettings
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+_SECONDS_TO_END = 30
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A response and the log-probabilities that the engine itself gave its tokens (at temperature 1)."""
+
+    response: Response
+    logprobs: list[float]
+
+
+class VLLMSampler:
+    """Sample through one engine process, which lives until `close` or the end of this process.
+
+    Each (seed, prompt, response) has its own seed. The engine promises the same draw only for the same requests in
+    the same order on the same machine.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        stop: frozenset[int],
+        vocabulary: int,
+        dtype: str = "auto",
+        *,
+        max_length: int | None = None,
+        python: str | None = None,
+        trust_remote_code: bool = False,
+        options: dict[str, Any] | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> None:
+        self.stop = sorted(token for token in stop if token < vocabulary)
+        self.vocabulary = vocabulary
+        self.on_tokens = on_tokens
+        self.python = python or sys.executable
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process that writes to it)
+        self._process = self._launch()
+        settings = {
+            "model": str(path),
+            "dtype": dtype,
+            "vocabulary": vocabulary,
+            "max_length": max_length,
+            "trust_remote_code": trust_remote_code,
+            "options": options or {},
+        }
+        self.limit = int(self._ask(settings)["limit"])
+
+    def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]:
+        """Draw one response per request, in their order."""
+        return [drawn.response for drawn in self.sample_with_logprobs(requests, settings)]
+
+    def sample_with_logprobs(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Drawn]:
+        """Draw one response per request, with the engine's own log-probabilities."""
+        if not requests:
+            return []
+        self._check_prompts(requests)
+        job = {
+            "prompts": [list(map(int, request.prompt_ids)) for request in requests],
+            "seeds": [_seed(settings.seed, request) for request in requests],
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "max_tokens": settings.max_tokens,
+            "stop": self.stop,
+        }
+        drawn = [self._drawn(entry) for entry in self._ask(job)["responses"]]
+        if self.on_tokens is not None:
+            self.on_tokens(sum(len(row.logprobs) for row in drawn))
+        return drawn
+
+    def close(self) -> None:
+        """Let the engine end: it does when its input does."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._words.close()
+
+    def __enter__(self) -> "VLLMSampler":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _launch(self) -> "subprocess.Popen[str]":
+        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        try:
+            return subprocess.Popen(
+                [self.python, str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._words,
+                env=environment,
+                text=True,
+            )
+        except OSError as error:
+            raise InputError(f"rollout.python = {self.python!r} cannot be run ({error.strerror})") from error
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
+        if "missing" in answer:
+            self.close()
+            raise InputError(
+                f"vLLM cannot be imported by {self.python} ({answer['error']}). Install it there (pip install vllm), "
+                "or name the Python of an environment that has it: rollout.python"
+            )
+        if "error" in answer:
+            self.close()
+            raise WeaveError(f"the vLLM engine failed: {answer['error']}")
+        return answer
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        self._words.seek(0)
+        lines = [line.strip() for line in self._words.read().decode(errors="replace").splitlines() if line.strip()]
+        return f"it ended with code {code}; its last words: {lines[-1] if lines else 'none'}"
+
+    def _check_prompts(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            length = len(request.prompt_ids)
+            if not 0 < length < self.limit:
+                raise InputError(
+                    f"prompt {request.prompt} has {length} tokens; the engine takes 1 to {self.limit - 1}. "
+                    "Change the length filter of the prompts"
+                )
+
+    def _drawn(self, entry: dict[str, Any]) -> Drawn:
+        ids = entry["ids"]
+        ended = ids[-1] in self.stop
+        if max(ids) >= self.vocabulary or ended != (entry["finish"] == "stop"):
+            raise WeaveError(f"the vLLM engine gave a response that breaks its settings: it ends {ids[-5:]}")
+        return Drawn(Response(ids, "stop" if ended else "length"), entry["logprobs"])
+
+
+def _seed(seed: int, request: Request) -> int:
+    """Give each (seed, prompt, response) a seed of its own."""
+    digest = hashlib.sha256(f"{seed}/{request.prompt}/{request.response}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1  # the engine takes signed 64-bit integers

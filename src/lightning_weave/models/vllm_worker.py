@@ -1,0 +1,94 @@
+"""Sample with vLLM in a process of its own, so that the engine may live in another environment than this package.
+
+A program, not a module: it needs Python and vLLM and nothing else. JSON lines come in on stdin, one answer goes out per
+line: first the engine's settings, then one job after another. An error is an answer too. End of input ends it.
+"""
+
+import importlib
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+
+def main() -> None:
+    """Start the engine, then answer jobs until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever the engine prints must not be taken for an answer
+    settings = json.loads(sys.stdin.readline())
+    try:
+        engine, size = start(settings)
+    except ModuleNotFoundError as error:
+        answer(answers, {"error": str(error), "missing": error.name})
+        return
+    except Exception as error:
+        answer(answers, {"error": f"{type(error).__name__}: {error}"})
+        raise
+    answer(answers, {"limit": engine.llm_engine.model_config.max_model_len})
+    padding = range(settings["vocabulary"], size)
+    for line in sys.stdin:
+        try:
+            answer(answers, {"responses": sample(engine, json.loads(line), padding)})
+        except Exception as error:
+            answer(answers, {"error": f"{type(error).__name__}: {error}"})
+            raise
+
+
+def start(settings: dict[str, Any]) -> tuple[Any, int]:
+    """Load the model; nothing of its generation_config counts."""
+    # This file's own directory would be searched first, and it has a vllm.py that is not the engine.
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    vllm = importlib.import_module("vllm")
+    engine = vllm.LLM(
+        model=settings["model"],
+        dtype=settings["dtype"],
+        max_model_len=settings["max_length"],
+        trust_remote_code=settings["trust_remote_code"],
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        seed=0,
+        **settings["options"],
+    )
+    return engine, engine.llm_engine.model_config.get_vocab_size()
+
+
+def sample(engine: Any, job: dict[str, Any], padding: range) -> list[dict[str, Any]]:
+    """Draw one response per request, with the log-probability of every token drawn."""
+    vllm = importlib.import_module("vllm")
+    params = [
+        vllm.SamplingParams(
+            temperature=job["temperature"],
+            top_p=job["top_p"],
+            max_tokens=job["max_tokens"],
+            seed=seed,
+            stop_token_ids=job["stop"],
+            ignore_eos=True,  # the stop ids are the whole truth
+            logprobs=0,
+            detokenize=False,
+            # Rows of the output matrix that belong to no token: -100 is as low as the engine goes.
+            logit_bias=dict.fromkeys(padding, -100.0) or None,
+        )
+        for seed in job["seeds"]
+    ]
+    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    return [response(output.outputs[0]) for output in engine.generate(prompts, params, use_tqdm=False)]
+
+
+def response(output: Any) -> dict[str, Any]:
+    """Take what was drawn, the stop token included."""
+    ids = list(output.token_ids)
+    if output.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"the engine gave a request up: {output.finish_reason}")
+    logprobs = [entry[token].logprob for token, entry in zip(ids, output.logprobs)]  # noqa: B905 (Python 3.9)
+    return {"ids": ids, "finish": output.finish_reason, "logprobs": logprobs}
+
+
+def answer(answers: TextIO, content: dict[str, Any]) -> None:
+    """Write one line and let it go at once."""
+    answers.write(json.dumps(content) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()
