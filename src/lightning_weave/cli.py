@@ -14,6 +14,7 @@ import typer
 from lightning_weave.errors import WeaveError
 
 if TYPE_CHECKING:
+    from lightning_weave.progress import Progress
     from lightning_weave.stages.steps import Steps
 
 app = typer.Typer(
@@ -78,6 +79,12 @@ def _load(files: list[str], sets: list[str] | None) -> "Steps":
     return Steps(recipe, shlex.join(words))
 
 
+def _progress() -> "Progress":
+    from lightning_weave.progress import Progress
+
+    return Progress()
+
+
 @contextmanager
 def _writing(steps: "Steps") -> Iterator[None]:
     """Hold the run directory and write the resolved recipe before anything else."""
@@ -87,6 +94,36 @@ def _writing(steps: "Steps") -> Iterator[None]:
     with lock_run(steps.store.run_dir):
         write_atomic(steps.store.run_dir / "recipe.toml", dump_recipe(steps.recipe).encode())
         yield
+
+
+@app.command()
+def rollout(recipe: Files, set_: Sets = None) -> None:
+    """Sample the student's own trajectories."""
+    steps = _load(recipe, set_)
+    from lightning_weave.stages import rollout as stage
+
+    with _writing(steps):
+        stage.run(steps, _progress())
+
+
+@app.command()
+def reference(recipe: Files, set_: Sets = None) -> None:
+    """Find the student's candidates on its own trajectories."""
+    steps = _load(recipe, set_)
+    from lightning_weave.stages import reference as stage
+
+    with _writing(steps):
+        stage.run(steps, _progress())
+
+
+@app.command()
+def score(recipe: Files, set_: Sets = None, only: Only = None) -> None:
+    """Score the cached candidates under every anchor model."""
+    steps = _load(recipe, set_)
+    from lightning_weave.stages import score as stage
+
+    with _writing(steps):
+        stage.run(steps, _progress(), only)
 
 
 @app.command()
@@ -106,10 +143,9 @@ def verify(recipe: Files, set_: Sets = None) -> None:
     steps = _load(recipe, set_)
     from rich.console import Console
 
-    from lightning_weave.progress import Progress
     from lightning_weave.stages import verify as stage
 
-    stage.run(steps, Progress(), Console())
+    stage.run(steps, _progress(), Console())
 
 
 @app.command()

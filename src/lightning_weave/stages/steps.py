@@ -38,6 +38,8 @@ class ScoredModel:
     revision: str | None
     trust_remote_code: bool
     aliases: tuple[tuple[str, str], ...]
+    checks_aliases: bool  # a pre-anchor: an alias may lead to a row that it never trained
+    untrained: Literal["keep", "mask"] | None  # of a pre-anchor with aliases; None elsewhere
     bos: bool
     prompt: Literal["student", "native"]
 
@@ -48,6 +50,8 @@ class ScoredModel:
             revision=anchor.post_revision if role == "post" else anchor.pre_revision,
             trust_remote_code=anchor.trust_remote_code,
             aliases=tuple(sorted(anchor.aliases.items())),
+            checks_aliases=role == "pre" and bool(anchor.aliases),
+            untrained=anchor.untrained if role == "pre" and anchor.aliases else None,
             bos=anchor.bos,
             prompt=anchor.prompt,
         )
@@ -116,6 +120,7 @@ class Steps:
             "dtype": self.recipe.score.dtype,
             "model": model_identity(self.path_of(scored.model, scored.revision)),
             "aliases": dict(scored.aliases),
+            "untrained": scored.untrained,
             "bos": scored.bos,
             "prompt": scored.prompt,
         }

@@ -1,0 +1,62 @@
+"""Where a stage runs: device, dtype, threads, and which share of the shards is this process's."""
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from lightning_weave.config import Dtype, Recipe
+from lightning_weave.errors import InputError
+from lightning_weave.models.load import checkpoint_dtype, default_device
+from lightning_weave.store import Store, read_json, write_json
+
+
+def set_up(recipe: Recipe, store: Store) -> torch.device:
+    """Choose device and threads. A measured thread count is kept with the run, so that its resumes round alike."""
+    torch.set_num_threads(recipe.machine.threads or _kept_threads(store.run_dir / "machine.json"))
+    if recipe.machine.device == "cuda" and not torch.cuda.is_available():
+        raise InputError('machine.device = "cuda": no CUDA device is visible here. Use "auto" or "cpu"')
+    return torch.device("cpu") if recipe.machine.device == "cpu" else default_device()
+
+
+def compute_dtype(setting: Dtype, model: Path, device: torch.device) -> torch.dtype:
+    """Resolve "auto": float32 on a CPU, the checkpoint's own dtype on a GPU."""
+    if setting != "auto":
+        return getattr(torch, setting)
+    return torch.float32 if device.type == "cpu" else checkpoint_dtype(model)
+
+
+def my_share(shards: Iterable[int]) -> list[int]:
+    """Pick the shards of this rank by their number, so that ranks agree however late each of them looks."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return [shard for shard in shards if shard % world == rank]
+
+
+def _kept_threads(path: Path) -> int:
+    if path.exists():
+        return int(read_json(path)["threads"])
+    threads = measure_threads()
+    write_json(path, {"threads": threads})
+    return threads
+
+
+def measure_threads() -> int:
+    """Time a small workload with one thread and with all: on a busy machine one is often several times faster."""
+    most = torch.get_num_threads()
+    if most == 1:
+        return 1
+    return min((1, most), key=_seconds_with)
+
+
+def _seconds_with(threads: int) -> float:
+    torch.set_num_threads(threads)
+    a, b = torch.ones(256, 64), torch.ones(64, 256)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(100):
+            torch.log_softmax(a @ b, dim=-1)
+        best = min(best, time.perf_counter() - start)
+    return best

@@ -1,0 +1,46 @@
+"""`lweave reference`: the student's own candidates on its own trajectories, in one forward pass."""
+
+import numpy as np
+
+from lightning_weave.models.hf import Scorer
+from lightning_weave.models.load import load_model, load_tokenizer, vocabulary_size
+from lightning_weave.progress import Progress
+from lightning_weave.stages.machine import compute_dtype, my_share, set_up
+from lightning_weave.stages.steps import Steps
+from lightning_weave.store.ledger import measure
+from lightning_weave.types import Candidates, Ragged, Rollouts
+
+
+def run(steps: Steps, progress: Progress) -> None:
+    """Find candidates for every pending shard. Resumable."""
+    rollouts = steps.store.stage(steps.rollout)
+    shards = len(rollouts.require()["shards"])
+    stage = steps.store.stage(steps.reference)
+    pending = my_share(stage.pending(shards))
+    if pending:
+        with (
+            measure(steps.store.run_dir, "reference") as meter,
+            progress.bar("reference", len(pending), "shard") as bar,
+        ):
+            scorer = _open_scorer(steps)
+            for shard in pending:
+                rows = rollouts.open(Rollouts, shard).read()
+                found = find_candidates(scorer, rows, steps.recipe.reference.candidates)
+                tokens = len(rows.prompt_ids.flat) + len(rows.response_ids.flat)
+                meter.add(tokens=tokens, written=stage.write(shard, found))
+                bar.advance()
+    stage.finish(Candidates, shards)
+
+
+def find_candidates(scorer: Scorer, rows: Rollouts, count: int) -> Candidates:
+    """Run the student over one shard of its trajectories."""
+    found = scorer.candidates(list(zip(rows.prompt_ids, rows.response_ids, strict=True)), count)
+    ids, logp, other, sampled = (Ragged.of([np.asarray(row[part]) for row in found]) for part in range(4))
+    return Candidates(rows.trajectories(), ids, logp, other, sampled)
+
+
+def _open_scorer(steps: Steps) -> Scorer:
+    device, section = set_up(steps.recipe, steps.store), steps.recipe.reference
+    path, trust = steps.student_path, steps.recipe.student.trust_remote_code
+    model = load_model(path, dtype=compute_dtype(section.dtype, path, device), device=device, trust_remote_code=trust)
+    return Scorer(model, vocabulary_size(load_tokenizer(path, trust)), section.token_budget)
