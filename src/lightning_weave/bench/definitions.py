@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -27,7 +27,7 @@ class Problem:
     id: str
     question: str
     answer: str | None = None
-    row: Mapping[str, Any] | None = None
+    row: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from lightning_weave.bench.samples import Sample
 from lightning_weave.errors import InputError, Mismatch
 
-Regrade = Callable[[Sample, str], bool]  # a sample and what is left of its text -> correct
+# Samples with what is left of their texts -> which are correct. All at once, since grading code wants every core.
+Regrade = Callable[[list[tuple[Sample, str]]], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,13 @@ def budget_curve(samples: Sequence[Sample], budgets: Iterable[int], regrade: Reg
 
 
 def _at_budget(samples: Sequence[Sample], budget: int, regrade: Regrade) -> BudgetPoint:
-    correct = [
-        sample.correct if sample.tokens <= budget else regrade(sample, _cut(sample, budget)) for sample in samples
-    ]
-    truncated = [sample.tokens > budget or sample.finish == "length" for sample in samples]
-    tokens = [min(sample.tokens, budget) for sample in samples]
-    return BudgetPoint(budget, 100 * float(np.mean(correct)), float(np.mean(tokens)), float(np.mean(truncated)))
+    longer = [sample for sample in samples if sample.tokens > budget]
+    verdicts = regrade([(sample, _cut(sample, budget)) for sample in longer]) if longer else []
+    assert len(verdicts) == len(longer), "one verdict for each cut response"
+    correct = sum(verdicts) + sum(sample.correct for sample in samples if sample.tokens <= budget)
+    tokens = sum(min(sample.tokens, budget) for sample in samples)
+    truncated = sum(sample.tokens > budget or sample.finish == "length" for sample in samples)
+    return BudgetPoint(budget, 100 * correct / len(samples), tokens / len(samples), truncated / len(samples))
 
 
 def _cut(sample: Sample, budget: int) -> str:

@@ -4,8 +4,8 @@ AIME has 30 problems, so an accuracy alone is known to 6 or 7 points; difference
 problems are known better. The bootstrap draws problems anew within each benchmark, base and policy together.
 
 AES is kinked: it charges 5 for a loss and pays 3 for a gain. A policy that equals its base and differs only by the
-noise of sampling therefore has a negative expected AES, about minus the expected relative accuracy difference. An
-interval that excludes 0 from below by that much is no evidence of harm.
+noise of sampling therefore has a negative expected AES: 4 (s/m)^2 - 2 s / (m sqrt(pi)) for accuracies of mean m and
+error s, which is -0.06 when 60 is known to 4 points. A score that far below 0 is no evidence of harm.
 """
 
 from collections.abc import Iterator, Sequence

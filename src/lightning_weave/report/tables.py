@@ -113,7 +113,7 @@ def plain(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
     for group, members in _groups(rows, cells(rows, marks)):
         lines += [[group]] if group else []
         for row, line in members:
-            texts = [f"{cell.text}{signs[cell.mark]}{cell.interval}" for cell in line]
+            texts = [f"{cell.text}{signs[cell.mark]}{' ' * bool(cell.interval)}{cell.interval}" for cell in line]
             lines.append([("  " if group else "") + row.policy, *texts])
     widths = [max(len(line[k]) for line in lines if len(line) > 1) for k in range(len(lines[0]))]
     padded = [

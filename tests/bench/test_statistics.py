@@ -1,0 +1,196 @@
+"""Analytic cases, brute force over explicit draws, and coverage on simulated evaluations."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from lightning_weave.bench.statistics import (
+    ProblemMeans,
+    clustered_error,
+    compare,
+    resample,
+    resampled_means,
+)
+from lightning_weave.errors import Mismatch
+from lightning_weave.maths.metrics import aes, aes_of_means, mean_aes
+
+
+def means(accuracy, tokens, name: str = "X") -> ProblemMeans:
+    problems = tuple(f"p{k}" for k in range(len(accuracy)))
+    return ProblemMeans(name, problems, np.array(accuracy, dtype=float), np.array(tokens, dtype=float))
+
+
+def random_means(rng: np.random.Generator, n: int, name: str = "X") -> ProblemMeans:
+    return means(100 * rng.beta(2, 2, n), rng.uniform(1000, 9000, n), name)
+
+
+def test_clustered_error_of_identical_samples_ignores_them():
+    """64 copies of a sample are worth one: the error is that of the problems alone."""
+    one = np.array([[1.0], [0.0], [0.0], [1.0], [1.0]])
+    assert clustered_error(np.repeat(one, 64, axis=1)) == pytest.approx(one.std(ddof=1) / math.sqrt(5))
+
+
+def test_clustered_error_is_the_sandwich_estimate():
+    """Cluster-robust variance of a mean, written as the sum of squared residual sums per cluster."""
+    values = np.random.default_rng(3).normal(size=(12, 7))
+    centre, total = values.mean(), 0.0
+    for row in values:
+        total += sum(value - centre for value in row) ** 2
+    robust = math.sqrt(12 / 11 * total) / values.size
+    assert clustered_error(values) == pytest.approx(robust)
+    assert math.isnan(clustered_error(values[:1]))
+
+
+def test_clustered_error_is_the_spread_of_repeated_evaluations():
+    """Evaluate 4,000 times on 30 fresh problems: the errors stated must match the spread that is seen."""
+    rng = np.random.default_rng(5)
+    ability = rng.beta(0.6, 0.6, size=(4000, 30, 1))
+    correct = rng.random((4000, 30, 8)) < ability
+    stated = math.sqrt(np.mean([clustered_error(run) ** 2 for run in correct]))
+    assert stated == pytest.approx(correct.mean(axis=(1, 2)).std(), rel=0.04)
+    naive = correct[0].std() / math.sqrt(correct[0].size)
+    assert naive < 0.6 * stated  # counting samples as independent would claim far too much
+
+
+def test_resampling_follows_the_exact_bootstrap_distribution():
+    """With three problems all 27 draws can be listed."""
+    values = np.array([[1.0], [4.0], [10.0]])
+    exact = [np.mean(draw) for draw in itertools.product(values[:, 0], repeat=3)]
+    drawn = resampled_means(values, 40_000, seed=0, name="X")[:, 0]
+    for value in sorted(set(exact)):
+        share = exact.count(value) / 27
+        assert np.isclose(drawn, value).mean() == pytest.approx(share, abs=4 * math.sqrt(share / 40_000))
+
+
+def brute_force(policy, base, resamples, seed):
+    """Every statistic of every draw, in loops over the very problems that were drawn."""
+    drawn = [np.concatenate(list(resample(len(one.problems), resamples, seed, one.benchmark))) for one in policy]
+    rows = []
+    for b in range(resamples):
+        mine, theirs = [], []
+        for k, draws in enumerate(drawn):
+            mine.append(
+                tuple(sum(x[i] for i in draws[b]) / len(draws[b]) for x in (policy[k].accuracy, policy[k].tokens))
+            )
+            theirs.append(
+                tuple(sum(x[i] for i in draws[b]) / len(draws[b]) for x in (base[k].accuracy, base[k].tokens))
+            )
+        rows.append((mine, theirs))
+    return rows
+
+
+def test_comparison_equals_brute_force_over_the_same_draws():
+    rng = np.random.default_rng(7)
+    sizes = {"A": 9, "B": 14, "C": 5}
+    policy = [random_means(rng, n, name) for name, n in sizes.items()]
+    base = [random_means(rng, n, name) for name, n in sizes.items()]
+    got = compare(policy, base, resamples=300, seed=11, level=0.9)
+    rows = brute_force(policy, base, 300, 11)
+    points = [[(one.accuracy.mean(), one.tokens.mean()) for one in side] for side in (policy, base)]
+
+    def check(interval, statistic):
+        low, high = np.percentile([statistic(*row) for row in rows], [5, 95])
+        assert (interval.estimate, interval.low, interval.high) == pytest.approx((statistic(*points), low, high))
+        assert interval.undefined == 0
+
+    for k, name in enumerate(sizes):
+        check(got.benchmarks[name].accuracy, lambda mine, theirs, k=k: mine[k][0] - theirs[k][0])
+        check(got.benchmarks[name].tokens, lambda mine, theirs, k=k: mine[k][1] - theirs[k][1])
+        check(got.benchmarks[name].aes, lambda mine, theirs, k=k: aes(*mine[k], *theirs[k]))
+    check(got.average.accuracy, lambda mine, theirs: np.mean([m[0] - t[0] for m, t in zip(mine, theirs, strict=True)]))
+    check(got.average.tokens, lambda mine, theirs: np.mean([m[1] - t[1] for m, t in zip(mine, theirs, strict=True)]))
+    check(got.average.aes, mean_aes)
+    check(got.aes_of_means, aes_of_means)
+
+
+def test_pairing_removes_the_difficulty_of_problems():
+    """A policy 3 points better on every problem: certain, though each accuracy alone is known to 8 points."""
+    base = means(np.linspace(0, 90, 30), np.linspace(1e3, 9e3, 30))
+    policy = means(base.accuracy + 3, base.tokens - 100)
+    got = compare([policy], [base], resamples=500).benchmarks["X"]
+    assert (got.accuracy.low, got.accuracy.high) == pytest.approx((3, 3))
+    assert (got.tokens.low, got.tokens.high) == pytest.approx((-100, -100))
+    assert clustered_error(base.accuracy[:, None]) > 4
+
+
+def test_the_order_of_problems_does_not_matter_but_their_identity_does():
+    rng = np.random.default_rng(2)
+    base, policy = random_means(rng, 20), random_means(rng, 20)
+    turn = rng.permutation(20)
+    shuffled = ProblemMeans("X", tuple(base.problems[i] for i in turn), base.accuracy[turn], base.tokens[turn])
+    assert compare([policy], [shuffled], 200) == compare([policy], [base], 200)
+    with pytest.raises(Mismatch, match="same problems"):
+        compare([policy], [random_means(rng, 19)], 200)
+    with pytest.raises(Mismatch, match="same problems"):
+        compare([policy], [random_means(rng, 20, "Y")], 200)
+
+
+def test_intervals_of_a_benchmark_do_not_depend_on_the_others():
+    rng = np.random.default_rng(4)
+    a, b = [random_means(rng, 10, "A") for _ in range(2)], [random_means(rng, 12, "B") for _ in range(2)]
+    alone = compare([a[0]], [a[1]], 400).benchmarks["A"]
+    assert compare([b[0], a[0]], [b[1], a[1]], 400).benchmarks["A"] == alone
+    assert compare([a[0]], [a[1]], 400, seed=1).benchmarks["A"] != alone
+
+
+def test_chunks_are_one_stream():
+    whole = np.random.default_rng([0, 0xB7B2364B]).integers(5, size=(2500, 5))  # crc32 of "X"
+    assert np.array_equal(np.concatenate(list(resample(5, 2500, 0, "X"))), whole)
+
+
+def test_the_same_samples_score_exactly_zero():
+    policy = random_means(np.random.default_rng(1), 25)
+    got = compare([policy], [policy], 300)
+    for interval in (got.average.aes, got.average.accuracy, got.aes_of_means):
+        assert (interval.estimate, interval.low, interval.high) == (0, 0, 0)
+
+
+def test_a_base_without_correct_answers_has_no_aes():
+    base, policy = means([0, 0, 0], [10, 20, 30]), means([0, 50, 0], [10, 10, 10])
+    got = compare([policy], [base], 200).average.aes
+    assert math.isnan(got.estimate)
+    assert math.isnan(got.low)
+    assert got.undefined == 1.0
+    rare = compare([policy], [means([0, 50, 0], [10, 20, 30])], 20_000).average.aes
+    assert rare.undefined == pytest.approx((2 / 3) ** 3, abs=0.02)  # draws that miss the one solved problem
+    assert rare.estimate == pytest.approx(0.5)
+    assert rare.low <= rare.estimate <= rare.high
+
+
+def simulate(rng: np.random.Generator, ability: np.ndarray, samples: int, tokens: float) -> ProblemMeans:
+    n = len(ability)
+    correct = rng.binomial(samples, ability) / samples
+    return means(100 * correct, rng.normal(tokens, 300, n))
+
+
+def test_intervals_cover_the_truth():
+    """400 evaluations of 40 problems drawn from a population whose true gain is known: 95 % should cover it."""
+    rng = np.random.default_rng(9)
+    hits = {"accuracy": 0, "tokens": 0}
+    for run in range(400):
+        ability = rng.uniform(0.1, 0.8, 40)
+        gain = rng.uniform(0, 0.2, 40)  # 10 points on average
+        base, policy = simulate(rng, ability, 8, 5000), simulate(rng, ability + gain, 8, 4800)
+        got = compare([policy], [base], 400, seed=run).average
+        hits["accuracy"] += got.accuracy.low <= 10 <= got.accuracy.high
+        hits["tokens"] += got.tokens.low <= -200 <= got.tokens.high
+    for count in hits.values():
+        assert 0.91 <= count / 400 <= 0.98
+
+
+def test_aes_of_an_equal_policy_is_negative_by_its_kink():
+    """Base and policy drawn from one distribution, apart by noise only.
+
+    With relative difference d, AES is 4 d - |d|; d has spread sqrt(2) s / m and mean (s / m)^2, for an accuracy of mean
+    m and error s. So AES expects 4 (s / m)^2 - 2 s / (m sqrt(pi)): negative unless the accuracy is hardly known.
+    """
+    rng = np.random.default_rng(13)
+    ability = rng.uniform(0.1, 0.9, 30)
+    correct = rng.binomial(4, ability, size=(2, 20_000, 30)).mean(axis=2) / 4
+    scores = [aes(mine, 1000, theirs, 1000) for mine, theirs in zip(*correct.tolist(), strict=True)]
+    error = np.std(scores) / math.sqrt(len(scores))
+    ratio = math.sqrt((ability * (1 - ability)).sum() / 4) / ability.sum()
+    assert np.mean(scores) < -10 * error
+    assert np.mean(scores) == pytest.approx(4 * ratio**2 - 2 * ratio / math.sqrt(math.pi), abs=4 * error)
