@@ -131,6 +131,22 @@ def test_livecodebench_never_sees_a_chat_template(llama, bare, jsonl):
     assert all(prompt.text.startswith("<|im_start|>system") for prompt in with_bos)
 
 
+def test_code_to_start_from_counts_only_where_it_is_shown(qwen, jsonl):
+    path = jsonl([{"prompt": "Print n.", "starter_code": starter} for starter in ("a", "b", 3)])
+    prompts, report = build_prompts(qwen, source=path)
+    assert (len(prompts), report.duplicates, report.bad) == (1, 2, [])
+
+
+def test_every_user_turn_is_screened(qwen, jsonl):
+    talk = ["user", "Find the last digit.", "assistant", "Of what?", "user", "Of 7^7."]
+    messages = [{"role": role, "content": content} for role, content in zip(talk[::2], talk[1::2], strict=True)]
+    bench = jsonl([{"problem": "FIND THE LAST DIGIT"}, {"problem": "Of what?"}], "bench.jsonl")
+    path = jsonl([{"prompt": messages}, {"prompt": "Find the first digit."}])
+    prompts, report = build_prompts(qwen, source=path, screen_against=[bench])
+    assert [overlap.problem for overlap in report.overlaps] == [f"{bench}:1"]
+    assert len(prompts) == 1
+
+
 def test_plain_text_and_thinking_off(qwen, llama, jsonl):
     path = jsonl([{"prompt": "Find n."}])
     [prompt], _ = build_prompts(qwen, source=path, chat=False, format="question-answer")

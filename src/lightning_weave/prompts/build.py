@@ -51,7 +51,7 @@ def build_prompts(
     template = chat and format != "livecodebench"  # that one is rendered by its own rule
     if template:
         _check_template(tokenizer, thinking, report)
-    named = Columns(**{key: column for key, column in (columns or {}).items() if column is not None})
+    named = _columns(columns or {}, format)
     rows = read_rows(source, split=split, name=name, revision=revision, columns=named.roots())
     distinct = _deduplicated(_questions(rows, named, str(source), report), dedup, report)
     screened = _screened(_with_unique_ids(distinct, report), screen, report)
@@ -77,6 +77,11 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
+def _columns(columns: Mapping[str, str | None], format: Format) -> Columns:
+    named = {key: column for key, column in columns.items() if column is not None}
+    return Columns(**named, starter="starter_code" if format == "livecodebench" else None)
+
+
 def _check_template(tokenizer: "PreTrainedTokenizerBase", thinking: bool, report: Report) -> None:
     """Fail before any row is read if there is no template; note a wish that it cannot fulfil."""
     if not knows_thinking(tokenizer) and not thinking:
@@ -91,7 +96,7 @@ def _problems(files: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
             problem = question_of(row, Columns(column)) if isinstance(row, Row) else row
             if isinstance(problem, BadRow):
                 raise InputError(f"prompts.screen_against: {problem.where}: {problem.why}. Repair it or leave it out.")
-            yield problem.where, problem.text
+            yield problem.where, problem.messages[-1]["content"]
 
 
 def _problem_column(row: Row | BadRow) -> str:
@@ -142,9 +147,10 @@ def _with_unique_ids(questions: Iterable[Question], report: Report) -> Iterator[
 
 def _screened(questions: Iterable[Question], screen: Screen, report: Report) -> Iterator[Question]:
     for question in questions:
-        if overlap := screen.find(question.where, question.text):
-            report.overlaps.append(overlap)
-        else:
+        asked = [turn["content"] for turn in question.messages if turn["role"] == "user"]
+        found = [overlap for content in asked if (overlap := screen.find(question.where, content))]
+        report.overlaps += found[:1]
+        if not found:
             yield question
 
 

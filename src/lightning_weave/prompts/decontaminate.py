@@ -2,9 +2,9 @@
 
 Two texts overlap if their normal forms are equal, or if at least 65 % of the words of one lie in runs of four words
 that the other has too; so a whole problem inside a longer prompt is found. Words count, not n-grams, because one
-changed word spoils n of them: on 130 AIME, HMMT and LeetCode problems with a tenth of the words changed at random the
-share was 0.67 or more (of equal 8-grams it may be 0), and between different problems at most 0.60, which two of
-LeetCode's reach by their stock phrases. Texts under twelve words are compared by normal form only: in so few, stock
+changed word spoils n of them. On 130 AIME, HMMT and LeetCode problems, 1,296 of 1,300 copies with a tenth of their
+words changed at random were found (the rest were of the shortest), and different problems shared 60 % at most, which
+two of LeetCode's do by their stock phrases. Texts under twelve words are compared by normal form only: in so few, stock
 phrases decide.
 """
 

@@ -3,12 +3,11 @@
 import re
 import unicodedata
 
-# After NFKC. Digits keep their decimal point; scripts written without spaces count by the character.
-_WORD = re.compile(
-    r"\d+(?:\.\d+)*|[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\d_\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[^\w\s]|_"
-)
-# Punctuation that is arithmetic or code: 3 - 2 is not 3 + 2, and 9! is not 9.
-_MEANINGFUL = frozenset("-*/%!&|~^()[]{}<>=+_\\@#")
+_UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # scripts whose words count by the character
+# Numbers keep their decimal point. Marks of prose and of quoting are left out; those that are arithmetic or code stay
+# words of their own: 3 - 2 is not 3 + 2, and 9! is not 9.
+_WORD = re.compile(rf"\d+(?:\.\d+)*|[{_UNSPACED}]|[^\W\d_{_UNSPACED}]+|[^\w\s.,;:?\"'`$]|_")
+_FOREIGN = re.compile(r"[^\x00-\x7f]")
 _DASHES = {ord(dash): "-" for dash in "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"}
 # NFKC flattens these (10² would become 102), so their sense is spelled out before.
 _SPELLED_OUT = {"<super>": "^", "<sub>": "_", "<fraction>": " "}
@@ -20,9 +19,10 @@ def words(text: str) -> list[str]:
     >>> words("What is  $x\u00b2 \u2212 3.5$?")
     ['what', 'is', 'x', '^', '2', '-', '3.5']
     """
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", "".join(map(_spell_out, text)).translate(_DASHES))
-    return [word for word in _WORD.findall(text.casefold()) if not _is_prose_punctuation(word)]
+    if text.isascii():
+        return _WORD.findall(text.lower())
+    text = unicodedata.normalize("NFKC", _FOREIGN.sub(_spell_out, text).translate(_DASHES))
+    return [word for word in _WORD.findall(text.casefold()) if word.isascii() or not _is_punctuation(word)]
 
 
 def normalise(text: str) -> str:
@@ -33,9 +33,10 @@ def normalise(text: str) -> str:
     return " ".join(words(text)) or " ".join(text.split())
 
 
-def _spell_out(character: str) -> str:
+def _spell_out(match: re.Match[str]) -> str:
+    character = match.group()
     return _SPELLED_OUT.get(unicodedata.decomposition(character).partition(" ")[0], "") + character
 
 
-def _is_prose_punctuation(word: str) -> bool:
-    return len(word) == 1 and (word in "$`" or (unicodedata.category(word)[0] == "P" and word not in _MEANINGFUL))
+def _is_punctuation(word: str) -> bool:
+    return len(word) == 1 and unicodedata.category(word)[0] == "P"

@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning_weave.prompts.sources import BadRow, Row
 
-STARTER = "starter_code"  # LiveCodeBench's own name for it
 Message = dict[str, str]
 
 
@@ -18,11 +17,12 @@ class Columns:
     prompt: str = "prompt"
     answer: str | None = None
     id: str | None = None
+    starter: str | None = None  # code to start from; may be absent or empty
 
     def roots(self) -> set[str]:
         """Name the top-level columns that are worth reading."""
-        named = [name for name in (self.prompt, self.answer, self.id) if name]
-        return {STARTER, *named, *(name.split(".")[0] for name in named)}
+        named = [name for name in (self.prompt, self.answer, self.id, self.starter) if name]
+        return {*named, *(name.split(".")[0] for name in named)}
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,6 @@ class Question:
     answer: str | None = None
     id: str = ""  # the source's own; none if empty
     starter: str = ""
-
-    @property
-    def text(self) -> str:
-        """What is asked, for comparing: the words of the last turn."""
-        return self.messages[-1]["content"]
 
 
 class _UnusableError(Exception):
@@ -54,8 +49,8 @@ def question_of(row: Row, columns: Columns) -> Question | BadRow:
         answer = _answer(_look_up(row.values, columns.answer)) if columns.answer else None
         identity = _identity(_look_up(row.values, columns.id)) if columns.id else ""
         messages = _messages(_look_up(row.values, columns.prompt), columns.prompt)
-        starter = row.values.get(STARTER) or ""
-        return Question(row.where, messages, answer, identity, _text(starter, STARTER) if starter else "")
+        starter = _starter(row.values.get(columns.starter), columns.starter) if columns.starter else ""
+        return Question(row.where, messages, answer, identity, starter)
     except _UnusableError as unusable:
         return BadRow(row.where, str(unusable))
 
@@ -128,6 +123,10 @@ def _identity(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return _text(value, "the id")
+
+
+def _starter(value: Any, name: str) -> str:
+    return _text(value, name) if value else ""
 
 
 def _kind(value: Any) -> str:
