@@ -1,0 +1,140 @@
+r"""Grade mathematics as the paper does: the last balanced `\boxed{...}`, surface formatting off, exact comparison.
+
+Every step is linear in its input: each pattern either has a fixed length or stops at the next brace or space, and
+nested wrappers are taken off a fixed number of times.
+"""
+
+import re
+from typing import Literal, assert_never
+
+from lightning_weave.errors import InputError
+
+Profile = Literal["paper", "math-verify"]
+
+# `\boxed` with its brace, or a brace with all the backslashes before it (an odd number escapes it).
+_BOX_OR_BRACE = re.compile(r"(?P<box>\\boxed(?![A-Za-z])\s*\{)|(?<!\\)(?P<slashes>\\*+)(?P<brace>[{}])")
+
+
+def extract_boxed(text: str) -> str | None:
+    r"""Find the content of the last `\boxed{...}` whose braces balance; of nested ones the innermost.
+
+    >>> extract_boxed(r"so \boxed{1}, or \boxed{\frac{1}{2}}, or \boxed{3")
+    '\\frac{1}{2}'
+    """
+    last: tuple[int, int] | None = None
+    open_groups: list[int] = []  # where a box's content starts, or -1 for any other group
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match["box"]:
+            open_groups.append(match.end())
+        elif len(match["slashes"]) % 2:
+            continue
+        elif match["brace"] == "{":
+            open_groups.append(-1)
+        elif open_groups:
+            start = open_groups.pop()
+            if start >= 0 and (last is None or start > last[0]):
+                last = (start, match.start("brace"))
+    return None if last is None else text[last[0] : last[1]]
+
+
+def grade(response: str, reference: object) -> bool:
+    r"""Say whether the last box holds the reference (evaluation-prompts). Unboxed answers never count.
+
+    >>> grade(r"Thus \boxed{1{,}024\text{ cm}}.", 1024), grade("1024", 1024)
+    (True, False)
+    """
+    answer = extract_boxed(response)
+    if answer is None:
+        return False
+    tokens = canonical(answer)
+    return bool(tokens) and tokens == canonical(str(reference))
+
+
+def grade_with(profile: Profile, response: str, reference: object) -> bool:
+    """Grade under a named profile: the paper's rule, or the computer algebra that the authors' release uses."""
+    match profile:
+        case "paper":
+            return grade(response, reference)
+        case "math-verify":
+            return _math_verify(response, str(reference))
+        case _:
+            assert_never(profile)
+
+
+def _math_verify(response: str, reference: str) -> bool:
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise InputError(
+            "grading profile 'math-verify' needs the package math-verify, which is not installed. "
+            "Install it with: pip install 'lightning-weave[math-verify]'"
+        ) from error
+    return bool(verify(parse(f"${reference}$"), parse(response)))
+
+
+_PLAIN = str.maketrans({"−": "-", "–": "-", "°": " ", "$": " ", "~": " "})
+_BLANK = re.compile(  # delimiters, spacing, sizes, styles, percent and degree signs
+    r"\\[,;:> ()\[\]]|\\?%|\\(?=\$)"
+    r"|\\(?:q?quad|left|right|[bB]igg?[lrm]?|(?:display|text|script)style|degree)(?![A-Za-z])"
+    r"|\^ ?(?:\\circ(?![A-Za-z])|\{ ?\\circ ?\})"
+)
+_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_WORDS = "text|textrm|textnormal|mathrm|mbox|hbox"
+_FONTS = f"{_WORDS}|textbf|textit|textsf|texttt|emph|mathbf|mathit|mathsf|mathtt|mathnormal|boldsymbol|bm"
+_WRAPPER = re.compile(rf"\\(?:{_FONTS}) ?\{{([^{{}}]*)\}}")
+_LONE = re.compile(r"(?<!\\)\{ ?(\\[A-Za-z]+|[^{}\\]) ?\}")  # one token in braces
+# Words set as text at the very end of an answer are its unit, but a lone letter that names a variable or i or e.
+_UNIT = re.compile(
+    r"(?<![_^({,=])(?<![_^({,=] ) ?(?:/ ?|\\cdot ?)?"
+    rf"\\(?:{_WORDS}) ?\{{ ?(?![abeijknxyz] ?\}})[A-Za-z][A-Za-z. ]*\}}"
+    r"(?: ?\^ ?(?:[23]|\{ ?[23] ?\}))? ?\.?$"
+)
+_BARE_UNIT = re.compile(
+    r"(?<=[0-9)}]) ?(?:(?:square|cubic) )?"
+    r"(?:degree|radian|unit|dollar|cent|inche?|foot|feet|meter|metre|mile|second|minute|hour|day)s? ?\.?$"
+)
+_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})++(?![0-9,])")
+_TOKEN = re.compile(r"\\[A-Za-z]+|\\?\S")
+_INTEGER = re.compile(r"([+-]?)([0-9]++)")
+_NESTING = 4  # wrappers inside wrappers, or units after units, that are still only formatting
+
+
+def canonical(answer: str) -> tuple[str, ...]:
+    r"""Reduce an answer to the LaTeX tokens that carry meaning, and an integer to its one spelling.
+
+    >>> canonical(r"$\dfrac{1}{2}\,\text{cm}^2$"), canonical("+007.")
+    (('\\frac', '1', '2'), ('7',))
+    """
+    text = _single_spaced(answer.replace(r"\!", "").replace("{,}", ","))
+    text = _single_spaced(_BLANK.sub(" ", text).translate(_PLAIN))
+    text = _FRACTION.sub(r"\\frac", text)
+    for _ in range(_NESTING):
+        text = _UNIT.sub("", text) or text  # a unit alone is the answer
+    for _ in range(_NESTING):
+        text = _single_spaced(_LONE.sub(_unwrapped, _WRAPPER.sub(_unwrapped, text)))
+    text = _BARE_UNIT.sub("", text)
+    if not re.search(r"[(\[]|\\\{", text):  # in a pair or a set a comma separates
+        text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+    return _canonical_tokens(_TOKEN.findall(text))
+
+
+def _single_spaced(text: str) -> str:
+    """Leave no two spaces in a row, so that the patterns need look no further than one."""
+    return " ".join(text.split())
+
+
+def _unwrapped(match: re.Match[str]) -> str:
+    return f" {match[1]} "  # apart from a macro before it
+
+
+def _canonical_tokens(tokens: list[str]) -> tuple[str, ...]:
+    """Drop the sentence's period and an integer's plus, leading zeros and negative zero."""
+    if tokens and tokens[-1] == ".":
+        tokens = tokens[:-1]
+    if tokens[:1] == ["{"] and tokens[-1] == "}" and "{" not in tokens[1:]:
+        tokens = tokens[1:-1]
+    integer = _INTEGER.fullmatch("".join(tokens))
+    if integer is None:
+        return tuple(tokens)
+    digits = integer[2].lstrip("0") or "0"
+    return ("-", digits) if integer[1] == "-" and digits != "0" else (digits,)
