@@ -213,6 +213,9 @@ def test_residual_gradient_is_exact_above_the_floor_and_zero_below():
         logp_C = tensor(np.log([0.3, 0.7]) + math.log1p(-mass), requires_grad=True)
         (slope_C,) = torch.autograd.grad(with_other(logp_C[None])[0, -1], logp_C)
         assert_close(slope_C, -logp_C.detach().exp() / mass, rtol=1e-9, atol=0.0)
+    logp_C = tensor([-18.0, -19.0], requires_grad=True)  # candidates that hold next to nothing, in float32
+    (slope_C,) = torch.autograd.grad(with_other(logp_C[None])[0, -1], logp_C)
+    assert_close(slope_C, -logp_C.detach().exp(), rtol=1e-5, atol=0.0)
     for excess in (math.log1p(-1e-9), 0.0, 1e-7):  # below the floor, nothing left, and more than everything
         logp_C = tensor(np.log([0.3, 0.7]) + excess, requires_grad=True)
         other = with_other(logp_C[None])[0, -1]

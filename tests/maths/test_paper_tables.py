@@ -1,8 +1,8 @@
 """The paper's printed tables, recomputed from their own per-benchmark columns.
 
-All averages and 28 of 47 AES values follow from the columns by the paper's definition. The other 19 are named below with
-what was printed, what the definition gives (`mean_aes`) and what the printed averages give (`aes_of_means`): 18 of them
-are the score of the averages, and one is neither, though no further off than the rounding of its columns allows.
+All averages and 28 of 47 AES values follow from the columns by the paper's definition. The other 19 are named below
+with what was printed, what the definition gives (`mean_aes`) and what the printed averages give (`aes_of_means`): 18 of
+them are the score of the averages, and one is neither, though no further off than the rounding of its columns allows.
 """
 
 import csv

@@ -62,9 +62,5 @@ def _log1mexp(x: Tensor) -> Tensor:
     """Compute log(1 - exp(x)) for x < 0 to full precision; x >= 0 (rounding) counts as just below 0."""
     x = x.clamp(max=-1e-30)
     near_zero = x > -math.log(2)
-    # Each branch sees only arguments that are safe for it: `where` would let the other's infinite gradient through.
-    return torch.where(
-        near_zero,
-        torch.log(-torch.expm1(x.where(near_zero, -1.0))),
-        torch.log1p(-torch.exp(x.where(~near_zero, -1.0))),
-    )
+    far = x.where(~near_zero, -1.0)  # `where` lets through a NaN from the infinite slope of the branch not taken
+    return torch.where(near_zero, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(far)))
