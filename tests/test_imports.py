@@ -19,6 +19,7 @@ TIERS = [
 NEIGHBOURS = {
     ("config", "errors"),  # a wrong recipe is a user's error
     ("maths", "errors"),
+    ("train", "models"),  # an export starts from the student's own checkpoint
     ("world", "models"),  # the tiny world's anchors are post-trained on their own samples ...
     ("world", "grading"),  # ... that a verifier has checked
 }

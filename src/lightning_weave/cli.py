@@ -127,6 +127,16 @@ def score(recipe: Files, set_: Sets = None, only: Only = None) -> None:
 
 
 @app.command()
+def train(recipe: Files, set_: Sets = None, only: Only = None) -> None:
+    """Fit the student to every composition of the cached shifts."""
+    steps = _load(recipe, set_)
+    from lightning_weave.stages import train as stage
+
+    with _writing(steps):
+        stage.run(steps, _progress(), only)
+
+
+@app.command()
 def status(recipe: Files, set_: Sets = None) -> None:
     """Say what is done, stale or missing, and what to type next."""
     steps = _load(recipe, set_)

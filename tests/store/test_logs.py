@@ -59,7 +59,7 @@ def test_the_second_process_is_told_who_holds_the_run(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_said_and_leaves_nothing_half_written(small_disk: Path) -> None:
     write_atomic(small_disk / "kept", b"k" * 1000)
-    with pytest.raises(WeaveError, match="big: cannot be written .No space left"):
+    with pytest.raises(WeaveError, match=r"big: cannot be written .No space left"):
         write_atomic(small_disk / "big", b"x" * 200_000)
     assert [path.name for path in small_disk.iterdir()] == ["kept"]
 

@@ -1,0 +1,141 @@
+"""What a micro-batch's loss is, and the module whose forward computes it.
+
+The loss runs inside the forward of the root module, where a sharded head weight is whole.
+"""
+
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor, nn
+
+from lightning_weave.config import Objective
+from lightning_weave.errors import InputError
+from lightning_weave.heads import (
+    Head,
+    find_head,
+    fused_log_residual_loss,
+    fused_reverse_kl,
+    hidden_states,
+    outcome_logprobs,
+)
+from lightning_weave.maths import (
+    direct_opd_loss,
+    forward_kl,
+    log_residual_loss,
+    reverse_kl,
+    total_variation,
+    with_other,
+)
+from lightning_weave.train.data import Batch
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The objective of one composition."""
+
+    objective: Objective
+    alpha: float
+
+    def check(self, candidates: int, vocabulary: int) -> None:
+        """Refuse the whole-vocabulary objective where the cache does not hold the whole vocabulary."""
+        if self.objective == "reverse-kl-full" and candidates != vocabulary:
+            raise InputError(
+                f'train.objective = "reverse-kl-full" needs the whole vocabulary: set reference.candidates = '
+                f'{vocabulary} (now {candidates}), or use "reverse-kl"'
+            )
+
+    def __call__(self, hidden_ND: Tensor, head: Head, batch: Batch, normalizer: float) -> tuple[Tensor, Tensor]:
+        """Sum the loss over the kept decisions, over `normalizer`; also give the student's outcomes, detached."""
+        match self.objective:
+            case "tilted" | "reverse-kl" if head.plain:
+                return self._in_one_pass(hidden_ND, head, batch, normalizer)
+            case "tilted":
+                log_pi_NO = outcome_logprobs(hidden_ND, head, batch.candidate_ids_NC)
+                loss_N = log_residual_loss(log_pi_NO, batch.log_b_NO, batch.log_q_NO, self.alpha)
+            case "reverse-kl":
+                log_pi_NO = outcome_logprobs(hidden_ND, head, batch.candidate_ids_NC)
+                loss_N = reverse_kl(log_pi_NO, batch.log_q_NO, self.alpha)
+            case "reverse-kl-full":
+                log_q_NV = torch.log_softmax(batch.log_b_NO[:, :-1] + batch.r_NC / self.alpha, dim=-1)
+                log_pi_NV = torch.log_softmax(head.logits(hidden_ND), dim=-1).gather(1, batch.candidate_ids_NC)
+                log_pi_NO = with_other(log_pi_NV)
+                loss_N = reverse_kl(log_pi_NV, log_q_NV, self.alpha)
+            case "direct-opd":
+                log_pi_NO, sampled_logp_N = _with_sampled(hidden_ND, head, batch)
+                logp_NC, log_b_N = log_pi_NO[:, :-1], batch.sampled_log_b_N
+                loss_N = direct_opd_loss(logp_NC, batch.r_NC, sampled_logp_N, log_b_N, self.alpha)
+            case _:
+                assert_never(self.objective)
+        return loss_N.sum() / normalizer, log_pi_NO.detach()
+
+    def _in_one_pass(self, hidden_ND: Tensor, head: Head, batch: Batch, normalizer: float) -> tuple[Tensor, Tensor]:
+        watch_NO = torch.empty_like(batch.log_q_NO)
+        if self.objective == "tilted":
+            loss = fused_log_residual_loss(
+                hidden_ND,
+                head.weight_VD,
+                batch.candidate_ids_NC,
+                batch.log_b_NO,
+                batch.log_q_NO,
+                self.alpha,
+                normalizer,
+                vocabulary=head.vocabulary,
+                watch_NO=watch_NO,
+            )
+        else:
+            loss = fused_reverse_kl(
+                hidden_ND,
+                head.weight_VD,
+                batch.candidate_ids_NC,
+                batch.log_q_NO,
+                self.alpha,
+                normalizer,
+                vocabulary=head.vocabulary,
+                watch_NO=watch_NO,
+            )
+        return loss, watch_NO
+
+
+def _with_sampled(hidden_ND: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Log-probs of the outcomes and of the sampled token, which may or may not be a candidate."""
+    asked = torch.cat([batch.candidate_ids_NC, batch.sampled_ids_N[:, None]], dim=1)
+    logp = outcome_logprobs(hidden_ND, head, asked)
+    logp_NC, sampled_N, rest_N = logp[:, :-2], logp[:, -2], logp[:, -1]
+    is_candidate_N = (batch.candidate_ids_NC == batch.sampled_ids_N[:, None]).any(dim=1)
+    other_N = torch.where(is_candidate_N, rest_N, torch.logaddexp(rest_N, sampled_N))
+    return torch.cat([logp_NC, other_N[:, None]], dim=1), sampled_N
+
+
+class Trainee(nn.Module):
+    """The student and its loss as one module."""
+
+    def __init__(self, model: Any, vocabulary: int) -> None:
+        super().__init__()
+        self.model = model
+        self.head_description = find_head(model, vocabulary)
+
+    def head(self) -> Head:
+        """The head with its weight as it is now: whole, in compute dtype, wherever a sharding module has put it."""
+        described = self.head_description
+        output = self.model.get_output_embeddings()
+        return Head(output.weight, described.vocabulary, output.bias, described.scale, described.softcap)
+
+    def kept_states(self, batch: Batch) -> Tensor:
+        """Hidden states of the kept decisions only: no other position goes through the head."""
+        hidden_RTD = hidden_states(self.model, batch.input_ids_RT)
+        return hidden_RTD.flatten(0, 1)[batch.states_N]  # (R, T, D) -> (N, D)
+
+    def forward(self, batch: Batch, loss: Loss, normalizer: float) -> tuple[Tensor, Tensor]:
+        """Return the loss and, without gradient, the student's outcomes log_pi_NO."""
+        return loss(self.kept_states(batch), self.head(), batch, normalizer)
+
+
+def distances(log_pi_NO: Tensor, batch: Batch) -> dict[str, float]:
+    """Sum over the batch how far the student is from its target, and how much of the behaviour is covered."""
+    return {
+        "reverse_kl": reverse_kl(log_pi_NO, batch.log_q_NO, 1.0).sum().item(),
+        "forward_kl": forward_kl(batch.log_q_NO, log_pi_NO).sum().item(),
+        "total_variation": total_variation(batch.log_q_NO, log_pi_NO).sum().item(),
+        "covered_mass": batch.log_b_NO[:, :-1].exp().sum().item(),
+    }

@@ -1,0 +1,129 @@
+"""Everything that knows of ranks: process groups, FSDP2, sums over ranks, sharded checkpoints.
+
+One process without a GPU runs none of it. Checkpoints are written by torch's distributed checkpointing in any case,
+so that a run started on two ranks resumes on one and the other way round.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is among its peers."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def total(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Add numbers over all ranks."""
+        if self.world == 1:
+            return dict(values)
+        summed = torch.tensor(list(values.values()), dtype=torch.float64, device=self._collective_device)
+        dist.all_reduce(summed)
+        return dict(zip(values, summed.tolist(), strict=True))
+
+    def most(self, value: int) -> int:
+        """The largest of one number per rank."""
+        if self.world == 1:
+            return value
+        largest = torch.tensor(value, device=self._collective_device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def wait(self) -> None:
+        """Let every rank come to this point."""
+        if self.world > 1:
+            dist.barrier()
+
+    @property
+    def _collective_device(self) -> torch.device:
+        return self.device if self.device.type == "cuda" else torch.device("cpu")
+
+
+@contextmanager
+def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
+    """Join the process group that torchrun describes; alone, make one only where sharding needs it."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    grouped = world > 1 or sharded
+    if grouped and not dist.is_initialized():
+        if world == 1:
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
+    try:
+        yield Ranks(rank, world, device)
+    finally:
+        if grouped and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def shard(module: nn.Module, blocks: list[nn.Module], ranks: Ranks, dtype: torch.dtype) -> None:
+    """Shard a module over all ranks: float32 masters, compute in `dtype`, gradients reduced in float32."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def clip_gradients(module: nn.Module, largest: float) -> float:
+    """Clip to a norm over all ranks' shards; returns the norm before."""
+    norm = nn.utils.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], largest)
+    return float(norm.full_tensor()) if hasattr(norm, "full_tensor") else float(norm)
+
+
+def save_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write model and optimizer, each rank its own shards."""
+    model_state, optimizer_state = get_state_dict(module, optimizer, options=_only_trained(module))
+    save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=not _grouped())
+
+
+def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read model and optimizer as any number of ranks wrote them."""
+    model_state, optimizer_state = get_state_dict(module, optimizer, options=_only_trained(module))
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    load(state, checkpoint_id=folder, no_dist=not _grouped())
+    set_state_dict(
+        module,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=_only_trained(module),
+    )
+
+
+def whole_weights(module: nn.Module) -> dict[str, Any]:
+    """Gather all weights on the CPU of rank 0 (other ranks get nothing)."""
+    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def _only_trained(module: nn.Module) -> StateDictOptions:
+    frozen = any(not parameter.requires_grad for parameter in module.parameters())
+    return StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
+
+
+def _grouped() -> bool:
+    return dist.is_available() and dist.is_initialized()
