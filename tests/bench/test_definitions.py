@@ -129,6 +129,10 @@ def test_livecodebench_from_one_file_and_from_timestamps(tmp_path):
     stamped = [{**row, "contest_date": datetime.fromisoformat(row["contest_date"])} for row in rows]
     pq.write_table(pa.Table.from_pylist(stamped), path)
     assert len(load_benchmark("livecodebench-v6", str(path)).problems) == 131
+    for name, part in {"a": rows, "b": dated("more", "2025-03-01", 3)}.items():  # not the release's own files: read all
+        write_jsonl(tmp_path / "parts" / f"{name}.jsonl", part)
+    with pytest.raises(InputError, match="has 134 problems, expected 131"):
+        load_benchmark("livecodebench-v6", str(tmp_path / "parts"))
     path = write_jsonl(tmp_path / "short.jsonl", rows[:100])
     with pytest.raises(InputError, match=r"has 100 problems, expected 131 from 2025-02-01 on, of test6.jsonl"):
         load_benchmark("livecodebench-v6", str(path))

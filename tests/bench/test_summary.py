@@ -35,12 +35,14 @@ def draw(bench: Benchmark, seed: int, rate: float, count: int = 4) -> list[Sampl
     return samples
 
 
+def first_of_25(cut: list[tuple[Sample, str]]) -> list[bool]:
+    return [len(text) == 25 and sample.sample == 0 for sample, text in cut]
+
+
 def test_a_summary_states_every_number():
     bench = benchmark()
     samples = draw(bench, 0, 0.4)
-    summary = summarise(
-        bench, samples, SETTINGS, [50, 100], lambda sample, text: len(text) == 25 and sample.sample == 0
-    )
+    summary = summarise(bench, samples, SETTINGS, [50, 100], first_of_25)
     assert summary.samples == 4
     assert summary.accuracy == pytest.approx(100 * sum(s.correct for s in samples) / 24)
     assert summary.tokens == pytest.approx(sum(s.tokens for s in samples) / 24)
@@ -60,7 +62,7 @@ def test_a_summary_states_every_number():
 
 def test_summary_json_round_trips_and_is_json(tmp_path):
     path = tmp_path / "summary.json"
-    summary = summarise(benchmark(), draw(benchmark(), 0, 0.4), SETTINGS, [50], lambda sample, text: True)
+    summary = summarise(benchmark(), draw(benchmark(), 0, 0.4), SETTINGS, [50], lambda cut: [True] * len(cut))
     write_summary(path, summary)
     assert read_summary(path) == summary
     lonely = summarise(benchmark(n=1), draw(benchmark(n=1), 0, 0.4), SETTINGS)  # one problem has no standard error

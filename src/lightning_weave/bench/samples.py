@@ -79,8 +79,7 @@ def from_line(line: str) -> Sample:
 
 def read_samples(path: Path) -> Iterator[Sample]:
     """Read samples.jsonl line by line."""
-    # Only "\n" ends a line: a response may hold any other separator, unescaped.
-    with path.open(encoding="utf-8", newline="\n") as lines:
+    with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 yield from_line(line)
