@@ -58,6 +58,6 @@ def small_model(architecture: str, seed: int = 0, **overrides: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
-                parameter.normal_(0, 0.3 if "embed" not in name and "lm_head" not in name else 1.0)
-        model.get_output_embeddings().weight.mul_(0.2 if architecture == "gemma3" else 0.4)
+                parameter.normal_(0, 0.15 if "embed" not in name and "lm_head" not in name else 1.0)
+        model.get_output_embeddings().weight.mul_(0.25)
     return model.eval().requires_grad_(False)

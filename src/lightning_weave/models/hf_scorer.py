@@ -182,8 +182,7 @@ def _split(arrays: list[NDArray], batch: list[_Context]) -> list[tuple[NDArray, 
 
 
 def _check_finite(context: _Context, arrays: tuple[NDArray, ...]) -> None:
-    # Minus infinity is what is left when the candidates are the whole vocabulary; everything else must be a number.
-    if any(np.isnan(array).any() or np.isposinf(array).any() for array in arrays):
+    if not all(np.isfinite(array).all() for array in arrays):
         raise WeaveError(f"row {context.row}: the model's logits are not finite. Try float32, or check the checkpoint")
 
 

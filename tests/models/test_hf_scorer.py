@@ -1,0 +1,159 @@
+"""The scorer against whole logits, one row at a time, in plain loops."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_models import ARCHITECTURES, PADDED, VOCABULARY, small_model
+
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.models.hf import Scorer, ScoreRow
+from lightning_weave.models.hf_scorer import _is_out_of_memory
+
+COUNT = 8
+SHAPES = ((1, 1), (1, 20), (12, 1), (5, 9), (30, 34), (3, 0), (7, 13), (2, 2))  # (30, 34) fills the context limit
+BUDGETS = (1, 70, 16384)
+
+
+def some_rows(seed: int = 5) -> list[tuple[list[int], list[int]]]:
+    rng = np.random.default_rng(seed)
+    draw = lambda size: rng.integers(0, VOCABULARY, size=size).tolist()  # noqa: E731
+    return [(draw(prompt), draw(response)) for prompt, response in SHAPES]
+
+
+def whole_logprobs(model: Any, ids: list[int]) -> np.ndarray:
+    """Log-probabilities after each token of one row, alone, over the tokens that exist."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :, :VOCABULARY].double().numpy()
+    peak = logits.max(axis=1, keepdims=True)
+    return logits - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
+
+
+def score_rows(seed: int = 9) -> list[ScoreRow]:
+    """Rows as another tokenizer would give them: decisions at boundaries only, some candidates not mapped."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for prompt, response in some_rows():
+        ids = np.array(prompt + response, dtype=np.int32)
+        positions = np.arange(len(prompt) - 1, len(ids) - 1)
+        kept = positions[rng.random(len(positions)) < 0.8]
+        candidates = np.array([rng.permutation(VOCABULARY)[:COUNT] for _ in kept], dtype=np.int32)
+        mapped = rng.random((len(kept), COUNT)) < 0.7
+        mapped[::5] = False
+        rows.append(ScoreRow(ids, kept, np.where(mapped, candidates.reshape(-1, COUNT), -1).astype(np.int32), mapped))
+    return rows
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_candidates_are_those_of_the_whole_logits(architecture: str, budget: int) -> None:
+    model, rows = small_model(architecture), some_rows()
+    found = Scorer(model, VOCABULARY, budget).candidates(rows, COUNT)
+    assert len(found) == len(rows)
+    for (prompt, response), (ids_TC, logp_TC, other_T, sampled_T) in zip(rows, found, strict=True):
+        assert (ids_TC.dtype, logp_TC.dtype, ids_TC.shape) == (np.int32, np.float32, (len(response), COUNT))
+        expected_PV = whole_logprobs(model, prompt + response)
+        for t, token in enumerate(response):
+            expected_V = expected_PV[len(prompt) - 1 + t]
+            order = sorted(range(VOCABULARY), key=lambda token: (-expected_V[token], token))
+            assert ids_TC[t].tolist() == order[:COUNT]
+            np.testing.assert_allclose(logp_TC[t], expected_V[order[:COUNT]], atol=1e-5, rtol=0)
+            np.testing.assert_allclose(other_T[t], np.log(np.exp(expected_V[order[COUNT:]]).sum()), atol=1e-5, rtol=0)
+            np.testing.assert_allclose(sampled_T[t], expected_V[token], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_scores_are_those_of_the_whole_logits(architecture: str, budget: int) -> None:
+    model, rows = small_model(architecture), score_rows()
+    for row, (logp_TC, mass_T) in zip(rows, Scorer(model, VOCABULARY, budget).score(rows), strict=True):
+        assert logp_TC.shape == row.mapped_TC.shape
+        assert (logp_TC.dtype, mass_T.dtype, mass_T.shape) == (np.float32, np.float32, row.positions_T.shape)
+        expected_PV = whole_logprobs(model, row.ids.tolist())
+        for t, position in enumerate(row.positions_T):
+            mapped_C, ids_C = row.mapped_TC[t], row.candidate_ids_TC[t]
+            np.testing.assert_allclose(logp_TC[t][mapped_C], expected_PV[position, ids_C[mapped_C]], atol=1e-5, rtol=0)
+            assert (logp_TC[t][~mapped_C] == 0).all()
+            expected_mass = sum(np.exp(expected_PV[position, token]) for token in ids_C[mapped_C])
+            np.testing.assert_allclose(mass_T[t], expected_mass, atol=1e-5, rtol=0)
+
+
+def test_padding_of_the_vocabulary_takes_no_mass() -> None:
+    model, rows = small_model("llama"), some_rows()
+    with torch.no_grad():
+        model.lm_head.weight[VOCABULARY:] *= 50
+    found = Scorer(model, VOCABULARY).candidates(rows, COUNT)
+    assert max(int(ids_TC.max(initial=0)) for ids_TC, *_ in found) < VOCABULARY
+    for _, logp_TC, other_T, _ in found:
+        np.testing.assert_allclose(np.exp(logp_TC).sum(axis=1) + np.exp(other_T), 1, atol=1e-5)
+    whole = Scorer(model, PADDED).candidates(rows, COUNT)
+    assert max(int(ids_TC.max(initial=0)) for ids_TC, *_ in whole) >= VOCABULARY
+
+
+def test_running_out_of_memory_halves_the_budget_and_changes_no_number(caplog: pytest.LogCaptureFixture) -> None:
+    model, rows = small_model("llama"), some_rows()
+    expected = Scorer(model, VOCABULARY).candidates(rows, COUNT)
+    scorer = Scorer(model, VOCABULARY)
+
+    def refuse(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["input_ids"].numel() > 130:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
+    with caplog.at_level(logging.WARNING):
+        found = scorer.candidates(rows, COUNT)
+    assert scorer.token_budget <= 130
+    assert "token budget is now" in caplog.text
+    for ours, theirs in zip(found, expected, strict=True):
+        for array, other in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(array, other, atol=1e-5, rtol=0)
+
+
+def test_a_row_too_large_for_memory_is_named() -> None:
+    model = small_model("llama")
+    scorer = Scorer(model, VOCABULARY)
+
+    def refuse(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["input_ids"].shape[1] > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
+    with pytest.raises(WeaveError, match="row 4: its 63 tokens alone do not fit"):
+        scorer.candidates(some_rows(), COUNT)
+
+
+def test_the_cpu_allocator_is_understood_and_other_errors_are_not_swallowed() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**55)
+    assert _is_out_of_memory(caught.value)
+    assert not _is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_name_the_row(broken: float) -> None:
+    model = small_model("llama")
+    scorer = Scorer(model, VOCABULARY)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[77] = broken
+    rows = [([3, 4], [5, 6]), ([3, 4, 77], [5, 6])]
+    with pytest.raises(WeaveError, match="row 1: the model's logits are not finite"):
+        scorer.candidates(rows, COUNT)
+    score_row = ScoreRow(
+        np.array([3, 77, 5], np.int32), np.array([1]), np.array([[5, 6]], np.int32), np.array([[True] * 2])
+    )
+    with pytest.raises(WeaveError, match="row 0: the model's logits are not finite"):
+        scorer.score([score_row])
+
+
+def test_wrong_rows_are_refused_by_number() -> None:
+    scorer = Scorer(small_model("llama"), VOCABULARY)
+    with pytest.raises(InputError, match="row 1: 65 tokens are more than the 64"):
+        scorer.candidates([([1], [2]), ([3] * 60, [4] * 6)], COUNT)
+    with pytest.raises(InputError, match="row 0: token id 93 is not in the model's vocabulary of 90"):
+        scorer.candidates([([1], [93])], COUNT)
+    with pytest.raises(InputError, match="row 0: token id 200 is not in"):
+        scorer.candidates([([200], [3])], COUNT)
+    with pytest.raises(InputError, match="row 0: no token stands before"):
+        scorer.candidates([([], [3, 4])], COUNT)
