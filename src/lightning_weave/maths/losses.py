@@ -56,6 +56,6 @@ def direct_opd_loss(
 
 
 def kl(log_p_NO: Tensor, log_q_NO: Tensor) -> Tensor:
-    """Measure KL(p || q); an outcome without mass in p counts nothing, one without mass in q alone makes it infinite."""
+    """Measure KL(p || q); no mass in p counts nothing, no mass in q alone is infinite."""
     p_NO = log_p_NO.exp()
     return (p_NO * torch.where(p_NO > 0, log_p_NO - log_q_NO, 0.0)).sum(dim=-1)
