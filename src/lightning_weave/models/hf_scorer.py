@@ -68,7 +68,7 @@ class Scorer:
             contexts += self._context(row, np.concatenate([prompt, response]), positions_T)
 
         def through_head(hidden_ND: Tensor, batch: list[_Context]) -> tuple[Tensor, ...]:
-            sampled_N = torch.cat([torch.as_tensor(np.asarray(rows[context.row][1])) for context in batch])
+            sampled_N = torch.cat([torch.from_numpy(np.array(rows[context.row][1])) for context in batch])
             ids_NC, *logps = top_candidates(hidden_ND, self.head, sampled_N.long().to(hidden_ND.device), count)
             return ids_NC.int(), *(logp.float() for logp in logps)
 

@@ -12,6 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from jinja2 import TemplateError
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from lightning_weave.errors import InputError
 
@@ -20,6 +21,8 @@ _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken
 _UNWANTED = ["original/*", "consolidated*", "onnx/*"]
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>")
+# One bar per stage is ours to show; a bar per tensor file is noise.
+transformers_logging.disable_progress_bar()
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

@@ -161,9 +161,9 @@ class Steps:
             "anchors": {anchor: self._shift_settings(anchor) for anchor in used},
             "student": self.student_identity,
         }
-        scores = tuple(dict.fromkeys(step for anchor in used for step in self.scores_of(anchor)))
+        scores = {step.path: step for anchor in used for step in self.scores_of(anchor)}
         command = f"{self._command('train')} --only {name}"
-        return Step(f"train/{name}", settings, (self.reference, *scores), command)
+        return Step(f"train/{name}", settings, (self.reference, *scores.values()), command)
 
     def _shift_settings(self, anchor: str) -> dict[str, Any]:
         section = self.recipe.anchors[anchor]

@@ -95,8 +95,8 @@ def open_trainee(steps: Steps, ranks: Ranks, dtype: torch.dtype) -> Trainee:
 
 def _blocks(model: Any) -> list[nn.Module]:
     """The decoder layers: the longest list of modules in the model."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
 
 
 def _compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
@@ -193,6 +193,6 @@ def _export(
         card=card,
         trust_remote_code=steps.recipe.student.trust_remote_code,
     )
-    kept = {key: figures[key] for key in ("updates", "export_kl", "reverse_kl", "kept") if key in figures}
-    stage.record(files, kept)
+    wanted = ("updates", "export_kl", "reverse_kl", "kept")
+    stage.record(files, {str(key): value for key, value in figures.items() if key in wanted})
     progress.say(f"train {name}: {stage.folder / 'final'} (KL exported || trained {figures['export_kl']:.1e} nats)")
