@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -87,8 +88,9 @@ class VLLMSampler:
 
     def close(self) -> None:
         """Let the engine end: it does when its input does."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # what a dead engine did not read
+                self._process.stdin.close()
         try:
             self._process.wait(timeout=_SECONDS_TO_END)
         except subprocess.TimeoutExpired:
@@ -105,7 +107,9 @@ class VLLMSampler:
         self.close()
 
     def _launch(self) -> "subprocess.Popen[str]":
-        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        # Another environment must not find the packages of this one.
+        ours = ("PYTHONPATH", "PYTHONHOME") if self.python != sys.executable else ()
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
         try:
             return subprocess.Popen(
                 [self.python, str(WORKER)],
@@ -116,6 +120,7 @@ class VLLMSampler:
                 text=True,
             )
         except OSError as error:
+            self._words.close()
             raise InputError(f"rollout.python = {self.python!r} cannot be run ({error.strerror})") from error
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""The vLLM engine: for real where its environment is there (`make test-vllm`), its ways to fail everywhere."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_models import VOCABULARY, small_model
+
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.models.hf import Scorer
+from lightning_weave.models.load import load_model
+from lightning_weave.models.vllm import VLLMSampler
+from lightning_weave.types import Request, SamplingSettings
+
+PLAIN = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=24, seed=42)
+STOP = frozenset({2, 3, 4, 5})
+
+
+def some_requests() -> list[Request]:
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(6, VOCABULARY, size=length).tolist() for length in (1, 3, 3, 7, 12, 30)]
+    return [Request(ids, prompt, response) for prompt, ids in enumerate(prompts) for response in range(4)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that the engine takes (heads of 32), whose padding rows would win, with a greedy generation_config."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    model = small_model("qwen3", head_dim=32, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[VOCABULARY:] *= 8
+    model.generation_config.update(do_sample=True, top_k=1, eos_token_id=[50])
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sampler(checkpoint: Path) -> Iterator[VLLMSampler]:
+    python = os.environ.get("LWEAVE_VLLM_PYTHON")
+    if not python:
+        pytest.skip("LWEAVE_VLLM_PYTHON does not name the Python of an environment with vLLM")
+    with VLLMSampler(
+        checkpoint, STOP, VOCABULARY, "float32", python=python, options={"enforce_eager": True}
+    ) as sampler:
+        yield sampler
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_the_engine_and_the_scorer_agree_on_every_sampled_token(checkpoint: Path, sampler: VLLMSampler) -> None:
+    requests = some_requests()
+    drawn = sampler.sample_with_logprobs(requests, PLAIN)
+    model = load_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+    rows = [(request.prompt_ids, row.response.ids) for request, row in zip(requests, drawn, strict=True)]
+    # The engine counts the padding in its normalisation; so must the scorer, to be comparable.
+    scored = Scorer(model, model.config.vocab_size).candidates(rows, 8)
+    theirs = np.concatenate([row.logprobs for row in drawn])
+    ours = np.concatenate([sampled_T for *_, sampled_T in scored])
+    assert len(ours) == len(theirs) > 200
+    assert np.abs(ours - theirs).mean() < 0.01
+    assert np.abs(ours - theirs).max() < 0.01
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_the_engine_keeps_to_the_settings(sampler: VLLMSampler) -> None:
+    requests = some_requests()
+    drawn = sampler.sample(requests, PLAIN)
+    assert {response.finish for response in drawn} == {"stop", "length"}
+    for response in drawn:
+        assert max(response.ids) < VOCABULARY  # although the padding has most of the mass
+        assert not STOP & set(response.ids[:-1])
+        assert (response.ids[-1] in STOP) == (response.finish == "stop")
+        assert response.finish == "stop" or len(response.ids) == PLAIN.max_tokens
+    # Neither top_k = 1 nor the eos of the generation_config counts.
+    assert len({tuple(response.ids) for response in drawn[:4]}) == 4
+    assert any(50 in response.ids[:-1] for response in drawn)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_a_seed_gives_the_same_trajectories_again(sampler: VLLMSampler) -> None:
+    requests = some_requests()
+    drawn = sampler.sample(requests, PLAIN)
+    assert sampler.sample(requests, PLAIN) == drawn
+    other = sampler.sample(requests, SamplingSettings(1.0, 1.0, PLAIN.max_tokens, 43))
+    assert sum(a == b for a, b in zip(drawn, other, strict=True)) < len(requests) / 2
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_the_context_limit_ends_a_response_or_refuses_a_prompt(sampler: VLLMSampler) -> None:
+    assert sampler.limit == 64
+    long = Request([9] * 60, 0, 0)
+    response = sampler.sample([long], SamplingSettings(1.0, 1.0, 24, 1))[0]
+    assert len(response.ids) <= 4
+    with pytest.raises(InputError, match="prompt 3 has 64 tokens"):
+        sampler.sample([Request([9] * 64, 3, 0)], PLAIN)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_an_environment_without_the_engine_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot be imported by .*python.*rollout\.python"):
+        VLLMSampler(tmp_path, STOP, VOCABULARY)
+
+
+def test_a_python_that_cannot_be_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"rollout\.python = '/no/such/python' cannot be run"):
+        VLLMSampler(tmp_path, STOP, VOCABULARY, python="/no/such/python")
+
+
+def test_an_engine_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c \"import sys; sys.exit('the GPU is on fire')\"\n")
+    python.chmod(0o755)
+    with pytest.raises(WeaveError, match="ended with code 1; its last words: the GPU is on fire"):
+        VLLMSampler(tmp_path, STOP, VOCABULARY, python=str(python))
