@@ -8,6 +8,8 @@ import re
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from lightning_weave.config import Prompts
 from lightning_weave.errors import CorruptData, InputError
@@ -165,6 +167,14 @@ def test_a_row_that_the_template_refuses_is_bad(llama, jsonl):
     assert report.bad[0].why == "the chat template refuses the messages: System role not supported"
 
 
+def test_a_prompt_without_tokens_is_bad(jsonl):
+    """A byte-less vocabulary drops what it does not know; nothing can be sampled after nothing."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
+    prompts, report = build_prompts(tokenizer, source=jsonl([{"prompt": "b"}, {"prompt": "ab"}]), chat=False)
+    assert [prompt.token_ids for prompt in prompts] == [[0]]
+    assert [row.why for row in report.bad] == ["has no tokens"]
+
+
 def test_made_ids_depend_on_the_question_alone(qwen, jsonl):
     rows = [{"prompt": f"Find {n}."} for n in range(5)]
     forward, _ = build_prompts(qwen, source=jsonl(rows))
@@ -212,6 +222,14 @@ def test_every_row_ends_in_one_count(qwen, jsonl):
     assert report.not_taken == 2
     assert {overlap.problem for overlap in report.overlaps} == {f"{bench}:1", f"{bench}:2"}
     assert not any("bees" in prompt.text or "cars" in prompt.text for prompt in prompts)
+
+
+@pytest.mark.parametrize(("limit", "count"), [(3, "1 longer than prompts.max_tokens = 3, 1 overlapping"), (None, "0")])
+def test_nothing_left_is_the_users_error(qwen, jsonl, limit, count):
+    path, bench = jsonl([{"prompt": "a"}, {"prompt": "b"}]), [{"problem": "a"}, {"problem": "b"}]
+    screen = [jsonl(bench[: 1 if limit else 2], "bench.jsonl")]
+    with pytest.raises(InputError, match=f"no prompt is left of 2 rows: 0 bad, {count}"):
+        build_prompts(qwen, source=path, max_tokens=limit, screen_against=screen)
 
 
 def test_too_few_to_take_is_said(qwen, jsonl):

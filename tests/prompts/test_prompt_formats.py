@@ -144,6 +144,8 @@ def test_a_sentencepiece_bos_is_found_behind_its_word_mark():
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
     assert encode(["a b", "b"], tokenizer, rendered=False) == [[0, 4, 1, 3], [0, 1, 3]]
+    assert encode(["", "<s>b"], tokenizer, rendered=False) == [[0], [0, 1, 3]]
+    assert encode([], tokenizer, rendered=False) == []
 
 
 def test_settings_left_in_the_tokenizer_neither_cut_nor_pad(qwen):

@@ -125,10 +125,17 @@ def test_saved_datasets_are_read(saved):
     ]
 
 
-def test_directories_of_data_files_are_read_without_filling_the_cache(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+def test_directories_of_data_files_are_read(saved):
     assert values(read_rows(saved / "files")) == ROWS[:5]
     assert values(read_rows(saved / "folder", columns={"prompt"})) == [{"prompt": r["prompt"]} for r in ROWS[5:8]]
+
+
+@pytest.mark.slow
+def test_directories_are_read_without_a_copy_in_the_cache(saved, tmp_path):
+    script = f"from lightning_weave.prompts import read_rows\nprint(len(list(read_rows({str(saved / 'files')!r}))))"
+    home = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=home, capture_output=True, text=True, check=True)
+    assert done.stdout == "5\n"
     assert not list(tmp_path.rglob("*.arrow"))
 
 

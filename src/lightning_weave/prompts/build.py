@@ -57,7 +57,13 @@ def build_prompts(
     screened = _screened(_with_unique_ids(distinct, report), screen, report)
     rendered = _rendered(screened, format, lambda messages: render(messages, tokenizer, template, thinking), report)
     prompts = _encoded(list(rendered), tokenizer, template, max_tokens, report)
-    return _taken(prompts, take, seed, report), report
+    taken = _taken(prompts, take, seed, report)
+    if not taken:
+        raise InputError(
+            f"{source}: no prompt is left of {report.read:,} rows: {len(report.bad):,} bad, {report.too_long:,} longer "
+            f"than prompts.max_tokens = {max_tokens}, {len(report.overlaps):,} overlapping with prompts.screen_against."
+        )
+    return taken, report
 
 
 def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:

@@ -52,8 +52,9 @@ def encode(texts: list[str], tokenizer: "PreTrainedTokenizerBase", rendered: boo
     already, and never what some put after it: an end of sequence would end the prompt. A BOS put here is in the ids
     only, not in the text.
     """
-    before = [] if rendered else _ids_before(tokenizer)
     encoded = _encode(tokenizer, texts, add_special_tokens=False)
+    sample = next((sample for sample in zip(texts, encoded, strict=True) if sample[1]), None)
+    before = [] if rendered or sample is None else _ids_before(tokenizer, *sample)
     return [ids if ids[: len(before)] == before else before + ids for ids in encoded]
 
 
@@ -63,14 +64,16 @@ def _raw(messages: list[dict[str, str]]) -> str:
     return messages[0]["content"]
 
 
-def _ids_before(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Find the special tokens that the tokenizer puts before a text."""
-    [bare], [dressed] = (_encode(tokenizer, ["a"], add_special_tokens=special) for special in (False, True))
+def _ids_before(tokenizer: "PreTrainedTokenizerBase", text: str, bare: list[int]) -> list[int]:
+    """Find the special tokens that the tokenizer puts before a text, whose bare ids are not none."""
+    [dressed] = _encode(tokenizer, [text], add_special_tokens=True)
     start = next(i for i in range(len(dressed)) if dressed[i : i + len(bare)] == bare)
     return dressed[:start]
 
 
 def _encode(tokenizer: Any, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    if not texts:  # which transformers does not take
+        return []
     # verbose=False: a prompt longer than the model's context is ours to count, not worth a warning.
     encoded = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False, return_attention_mask=False)
     return [list(ids) for ids in encoded["input_ids"]]
