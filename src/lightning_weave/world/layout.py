@@ -1,0 +1,104 @@
+"""A world on disk: one Hugging Face directory per model, problems as JSONL, and `world.json` that says what it is."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from lightning_weave.errors import InputError
+from lightning_weave.world.measure import Figures
+from lightning_weave.world.plan import Size
+from lightning_weave.world.task import Problem
+
+REPORT = "world.json"
+PROMPTS = "prompts.jsonl"
+BENCHMARKS = "benchmarks"
+
+
+@dataclass(frozen=True)
+class WorldReport:
+    """What was built, by what, and what it does."""
+
+    command: str
+    seed: int
+    size: Size
+    figures: dict[str, dict[str, Figures]]  # model -> benchmark
+    sampling: dict[str, float]  # that the figures were measured with
+    environment: dict[str, str]
+    seconds: float
+
+
+def shipped_world() -> Path:
+    """Find the world that comes with the package."""
+    return Path(str(files("lightning_weave.world") / "shipped"))
+
+
+def read_report(directory: Path) -> WorldReport | None:
+    """Read what a build wrote about itself, or None where none has finished."""
+    content = _read_json(directory / REPORT)
+    if "figures" not in content:
+        return None
+    figures = {
+        model: {benchmark: Figures(**each) for benchmark, each in benchmarks.items()}
+        for model, benchmarks in content.pop("figures").items()
+    }
+    return WorldReport(**content, figures=figures)
+
+
+def write_report(directory: Path, report: WorldReport) -> None:
+    """Mark a build as finished."""
+    _write(directory / REPORT, json.dumps(asdict(report), indent=1) + "\n")
+
+
+def claim(directory: Path, seed: int, size: Size) -> None:
+    """Reserve a directory for one build; only the same build may go on in it."""
+    found, wanted = _read_json(directory / REPORT), {"seed": seed, "size": size}
+    if found and {key: found.get(key) for key in wanted} != wanted:
+        raise InputError(
+            f"{directory} holds a world of seed {found.get('seed')} and size {found.get('size')}, not of seed {seed} "
+            f"and size {size}. Give another directory"
+        )
+    if not found:
+        if directory.exists() and any(directory.iterdir()):
+            raise InputError(f"{directory} is not empty and holds no world. Give another directory")
+        _write(directory / REPORT, json.dumps(wanted) + "\n")
+
+
+def write_problems(path: Path, prefix: str, problems: Iterable[Problem]) -> None:
+    """Write problems with their answers, one per line."""
+    rows = (
+        {"id": f"{prefix}-{number}", "problem": problem.text, "answer": problem.answer}
+        for number, problem in enumerate(problems, start=1)
+    )
+    _write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_problems(path: Path) -> list[Problem]:
+    """Read problems back; their answers follow from them."""
+    return [Problem.read(json.loads(line)["problem"]) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def save_checkpoint(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Save a model in float16 under a temporary name, then rename: what has the name is whole."""
+    unfinished = directory.with_name(f".{directory.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.to(torch.float16).save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(directory)
+
+
+def _read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)

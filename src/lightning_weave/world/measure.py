@@ -1,0 +1,43 @@
+"""Measure a checkpoint of this world on its three benchmarks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lightning_weave.models.load import load_model, load_tokenizer
+from lightning_weave.types import SamplingSettings
+from lightning_weave.world.posttrain import MAX_TOKENS, sample_attempts
+from lightning_weave.world.task import Problem
+
+TEMPERATURE, TOP_P = 0.6, 0.95  # the paper's evaluation
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a model does on one benchmark."""
+
+    accuracy: float  # share of samples
+    tokens: float  # mean over samples, end of sequence included
+    finished: float  # share of samples that ended by themselves
+    samples: int
+
+
+def measure(path: Path, benchmarks: Mapping[str, Sequence[Problem]], samples: int, seed: int) -> dict[str, Figures]:
+    """Sample a checkpoint, in float32, on every problem of every benchmark."""
+    model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+    tokenizer = load_tokenizer(path)
+    settings = SamplingSettings(TEMPERATURE, TOP_P, MAX_TOKENS, seed)
+    figures = {}
+    for name, problems in benchmarks.items():
+        answered = sample_attempts(model, tokenizer, problems, samples, settings)
+        attempts = [attempt for each in answered for attempt in each]
+        count = len(attempts)
+        figures[name] = Figures(
+            accuracy=sum(attempt.correct for attempt in attempts) / count,
+            tokens=sum(len(attempt.ids) for attempt in attempts) / count,
+            finished=sum(attempt.finished for attempt in attempts) / count,
+            samples=count,
+        )
+    return figures
