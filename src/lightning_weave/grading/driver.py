@@ -1,0 +1,288 @@
+"""The half of the sandbox that lives inside it: warm up an interpreter once, then fork it for every test.
+
+Standard library only; started as a script with its settings as one JSON argument. A test arrives as one byte with three
+file descriptors (input, output, errors); the answer is one line of JSON about how the program ended. Nothing here knows
+an expected output, so a program that takes this process over gains nothing but its own wrong answer.
+"""
+
+import _sitebuiltins
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import types
+from typing import Any, cast
+
+# What the official runner puts before every program, in its order: all names of the first, then the modules themselves.
+_STARRED = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
+    *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
+)
+_MODULES = tuple(name for name in _STARRED if name not in ("builtins", "typing"))
+_RECURSION = 50_000
+
+_NO_NEW_PRIVILEGES, _SECCOMP, _FILTER, _DEATH_SIGNAL, _DUMPABLE = 38, 22, 2, 1, 4  # prctl
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000  # seccomp; the errno is added to the second
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF
+_NAMESPACES, _THREAD = 0x7E020000, 0x00010000  # clone flags
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# Memory outside RLIMIT_AS, namespaces, mounts, sockets, keys, tracing: nothing a program of a contest needs.
+_REFUSED = {
+    "x86_64": (
+        *(319, 29, 30, 31, 64, 68, 240),  # memfd_create, shm*, semget, msgget, mq_open
+        *(272, 308, 165, 166, 155, 161),  # unshare, setns, mount, umount2, pivot_root, chroot
+        *(101, 310, 311, 312, 41, 248, 249, 250, 303, 304),  # ptrace, process_vm_*, kcmp, socket, keys, file handles
+        *(298, 321, 323),  # perf_event_open, bpf, userfaultfd
+    ),
+    "aarch64": (
+        *(279, 194, 195, 196, 190, 186, 180),
+        *(97, 268, 40, 39, 41, 51),
+        *(117, 270, 271, 272, 198, 217, 218, 219, 264, 265),
+        *(241, 280, 282),
+    ),
+}
+_REFUSED_EVERYWHERE = (425, 428, 429, 430, 432, 433, 438, 442, 447)  # io_uring, new mounts, pidfd_getfd, memfd_secret
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3 = 435
+_ALONE = {"x86_64": (57, 58, 62), "aarch64": (129,)}  # fork, vfork, kill: without a process namespace
+
+
+def plain(value: object, top: bool = True) -> Any:
+    """Turn a result into JSON that keeps what `==` against JSON can see, by its real type and never by its methods."""
+    kind, held = type(value), cast(Any, value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind.__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return plain(held.item(), top)
+    if issubclass(kind, int):
+        return int.__int__(held)
+    if issubclass(kind, float):
+        return float.__float__(held)
+    if issubclass(kind, str):
+        return str.__str__(held)
+    if issubclass(kind, list):
+        return [plain(item, False) for item in list.__iter__(held)]
+    if issubclass(kind, tuple):
+        items = [plain(item, False) for item in tuple.__iter__(held)]
+        return items if top else {"tuple": items}
+    if issubclass(kind, dict):
+        return {"dict": [[plain(key, False), plain(item, False)] for key, item in dict.items(held)]}
+    return {"object": kind.__name__}
+
+
+def syscall_filter(machine: str, alone: bool) -> bytes | None:
+    """Assemble the BPF program that refuses `_REFUSED`; None for a machine whose numbers are not listed."""
+    if machine not in _ARCHITECTURES:
+        return None
+
+    def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+        return struct.pack("HBBI", code, if_true, if_false, value)
+
+    refuse = step(_RETURN, _REFUSE + 1)  # EPERM
+    numbers = _REFUSED[machine] + _REFUSED_EVERYWHERE + (_ALONE[machine] if alone else ())
+    steps = [
+        *(step(_LOAD, 4), step(_EQUAL, _ARCHITECTURES[machine], 1), refuse),  # no other calling convention
+        *(step(_LOAD, 0), step(_AT_LEAST, 0x40000000, 0, 1), refuse),
+        *(step(_EQUAL, _CLONE3, 0, 1), step(_RETURN, _REFUSE + 38)),  # ENOSYS: libc falls back to clone
+    ]
+    for number in numbers:
+        steps += [step(_EQUAL, number, 0, 1), refuse]
+    steps += [step(_EQUAL, _CLONE[machine], 1), step(_RETURN, _ALLOW), step(_LOAD, 16)]
+    steps += [step(_ANY_BIT, _THREAD, 1), refuse] if alone else [step(_ANY_BIT, _NAMESPACES, 0, 1), refuse]
+    return b"".join([*steps, step(_RETURN, _ALLOW)])
+
+
+def _prctl(*arguments: Any) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(*arguments) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl{arguments}")
+
+
+def _install(program: bytes | None) -> None:
+    if program is None:
+        return
+    held = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(held))
+    _prctl(_SECCOMP, _FILTER, ctypes.create_string_buffer(header, len(header)), 0, 0)
+
+
+def _limit(limits: dict[str, Any]) -> None:
+    seconds = int(limits["seconds"]) + 2  # the clock outside ends a test; this ends one that outlives the clock
+    for what, amount in (
+        (resource.RLIMIT_AS, limits["memory"]),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_FSIZE, limits["output"]),
+        (resource.RLIMIT_NOFILE, limits["files"]),
+        (resource.RLIMIT_NPROC, limits["processes"]),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (amount, amount))
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    stack = limits["memory"] if hard == resource.RLIM_INFINITY else min(hard, limits["memory"])
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))  # deep recursion through C needs more than the usual 8 MB
+
+
+def _prelude() -> dict[str, Any]:
+    """Collect the names that the official runner gives to every program."""
+    for name in ("exit", "quit"):  # as site does, which is not run so that no .pth file of the host is
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "end of file"))
+    names: dict[str, Any] = {}
+    for module in map(importlib.import_module, _STARRED):
+        public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+        names.update({name: getattr(module, name) for name in public})
+    names.update({name: importlib.import_module(name) for name in _MODULES})
+    return names
+
+
+def _become(uid: int | None) -> None:
+    """Give up root for good, and die with the process outside."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    _prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    _prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)  # changing the uid has cleared it
+    _prctl(_DUMPABLE, 0, 0, 0, 0)  # programs cannot look into this process
+
+
+def _resident() -> int:
+    """Add up the private memory of every process in this namespace but this one."""
+    pages = 0
+    for pid in os.listdir("/proc"):
+        if pid.isdigit() and pid != "1":
+            try:
+                with open(f"/proc/{pid}/statm") as file:
+                    fields = file.read().split()
+            except OSError:
+                continue  # it has just ended
+            pages += int(fields[1]) - int(fields[2])
+    return pages * resource.getpagesize()
+
+
+def _left_behind() -> bool:
+    """Say whether the test left processes or files; then the next one gets a fresh sandbox."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    except ChildProcessError:
+        return os.getpid() == 1 and bool(os.listdir("/tmp"))
+
+
+def _watch(child: int, control: socket.socket, memory: int) -> dict[str, Any]:
+    """Wait for a test to end; end it when all its processes together use too much memory."""
+    over = False
+    poller = select.poll()
+    pidfd = os.pidfd_open(child)
+    poller.register(pidfd, select.POLLIN)
+    poller.register(control, select.POLLIN)
+    while not (events := poller.poll(100)):
+        if os.getpid() == 1 and not over and _resident() > memory:
+            over = True
+            os.kill(-1, signal.SIGKILL)  # everything in this namespace but process 1, which this is
+    os.close(pidfd)
+    if any(fd == control.fileno() for fd, _ in events):
+        os._exit(0)  # the grader is gone, and with process 1 so is everything here
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return {"exit": status, "memory": over, "stale": _left_behind()}
+
+
+def _serve(control: socket.socket, limits: dict[str, Any]) -> list[int]:
+    """Fork for every test that arrives. Returns in the fork, with its three descriptors; never in the parent."""
+    control.sendall(b"ready\n")
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 1, 3)
+        if not request:
+            os._exit(0)
+        child = os.fork()
+        if child == 0:
+            control.detach()
+            return descriptors
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.sendall(json.dumps(_watch(child, control, limits["memory"])).encode() + b"\n")
+
+
+def _call(source: str, method: str, namespace: dict[str, Any]) -> None:
+    """Call the solution with the arguments on standard input; its result goes where standard output was."""
+    with open(0, closefd=False) as file:
+        arguments = json.load(file)
+    channel, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    exec(compile(source, "<program>", "exec"), namespace)
+    function = getattr(namespace["Solution"](), method) if "Solution" in namespace else namespace[method]
+    result = json.dumps(plain(function(*arguments)))
+    with open(channel, "w") as file:
+        file.write(result)
+    os._exit(0)
+
+
+def _run(source: str, method: str | None, names: dict[str, Any]) -> None:
+    main = types.ModuleType("solution" if method else "__main__")
+    vars(main).update(names)
+    sys.modules["__main__"] = main
+    if method:
+        _call(source, method, vars(main))
+    with contextlib.suppress(SystemExit):  # whatever its code: leaving is not failing, in the official runner too
+        exec(compile(source, "<program>", "exec"), vars(main))
+    _leave(main)
+
+
+def _leave(program: types.ModuleType) -> None:
+    """End as an interpreter does (threads, exit functions, buffers), but do not take apart what the fork shares."""
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
+    atexit._run_exitfuncs()
+    vars(program).clear()  # files that only the program holds are flushed
+    gc.collect()
+    for stream in (sys.stdout, sys.__stdout__):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    """Read the program, give up all rights, then run it once per request."""
+    settings = json.loads(sys.argv[1])
+    with open(settings["source"], "rb") as file:
+        source = file.read().decode("utf-8", "surrogatepass")
+    control = _only_socket(settings["control"])
+    sys.path[:] = [*(path for path in sys.path if path), *settings["packages"]]
+    sys.argv[:] = ["program"]
+    names = _prelude()
+    gc.collect()
+    gc.freeze()  # the forks need not copy what they never touch
+    sys.setrecursionlimit(_RECURSION)
+    refusals = syscall_filter(os.uname().machine, alone=os.getpid() != 1)
+    _become(settings["uid"])
+    for target, descriptor in enumerate(_serve(control, settings["limits"])):
+        os.dup2(descriptor, target)
+    os.closerange(3, 64)
+    _prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+    _limit(settings["limits"])
+    _install(refusals)
+    _run(source, settings["method"], names)
+
+
+def _only_socket(descriptor: int) -> socket.socket:
+    """Move the control socket to descriptor 3 and close everything above it."""
+    os.dup2(descriptor, 3, inheritable=False)
+    for other in map(int, os.listdir("/proc/self/fd")):
+        if other > 3:
+            with contextlib.suppress(OSError):  # the listing's own is closed by now
+                os.close(other)
+    return socket.socket(fileno=3)
+
+
+if __name__ == "__main__":
+    main()
