@@ -136,6 +136,59 @@ def train(recipe: Files, set_: Sets = None, only: Only = None) -> None:
         stage.run(steps, _progress(), only)
 
 
+@app.command("eval")
+def evaluate(
+    recipe: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="TOML files")] = None,
+    set_: Sets = None,
+    only: Only = None,
+    model: Annotated[str | None, typer.Option(help="any checkpoint, without a recipe")] = None,
+    bench: Annotated[list[str] | None, typer.Option(help="with --model: aime-2024, ..., file:PATH")] = None,
+    lm_eval: Annotated[str | None, typer.Option(metavar="DIR", help="also write lm-evaluation-harness files")] = None,
+) -> None:
+    """Sample, grade and summarise policies on benchmarks."""
+    steps = _load(recipe, set_) if recipe else _load_model_only(model, bench, set_)
+    from datetime import datetime
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from lightning_weave.stages import eval as stage
+    from lightning_weave.stages.results import show_results
+
+    with _writing(steps):
+        stage.run(steps, _progress(), only)
+        if lm_eval:
+            stage.export_lm_eval(steps, Path(lm_eval), datetime.now())
+    show_results(steps, Console())
+
+
+def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list[str] | None) -> "Steps":
+    from lightning_weave.config import check_recipe, merge_overrides, slug
+    from lightning_weave.errors import InputError
+
+    if model is None:
+        raise InputError("eval needs a RECIPE, or --model DIR with --bench NAME")
+    data = {"name": slug(model), "student": {"model": model}, "eval": {"benchmarks": benchmarks} if benchmarks else {}}
+    recipe = check_recipe(merge_overrides(data, sets or ()), "--model")
+    from lightning_weave.stages.steps import Steps
+
+    return Steps(recipe, f"--model {model}")
+
+
+@app.command()
+def run(recipe: Files, set_: Sets = None) -> None:
+    """Bring every stale stage up to date: the whole recipe, or what is left of it."""
+    steps = _load(recipe, set_)
+    from rich.console import Console
+
+    from lightning_weave.stages import run as stage
+    from lightning_weave.stages.results import show_results
+
+    with _writing(steps):
+        stage.run(steps, _progress())
+    show_results(steps, Console())
+
+
 @app.command()
 def status(recipe: Files, set_: Sets = None) -> None:
     """Say what is done, stale or missing, and what to type next."""

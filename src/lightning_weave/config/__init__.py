@@ -1,6 +1,6 @@
 """Recipes: pydantic models of the TOML that users write. Importing this never imports torch."""
 
-from lightning_weave.config.load import check_recipe, dump_recipe, load_recipe
+from lightning_weave.config.load import check_recipe, dump_recipe, load_recipe, merge_overrides
 from lightning_weave.config.sections import (
     Anchor,
     Columns,
@@ -45,5 +45,6 @@ __all__ = [
     "check_recipe",
     "dump_recipe",
     "load_recipe",
+    "merge_overrides",
     "slug",
 ]

@@ -23,9 +23,15 @@ def load_recipe(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> R
     merged: dict[str, Any] = {}
     for file in files:
         merged = _merge(merged, _read_toml(Path(file)))
+    return check_recipe(merge_overrides(merged, overrides), where=" + ".join(str(file) for file in files))
+
+
+def merge_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Apply `key=value` overrides from left to right."""
+    merged = dict(data)
     for override in overrides:
         merged = _merge(merged, _parse_override(override))
-    return check_recipe(merged, where=" + ".join(str(file) for file in files))
+    return merged
 
 
 def check_recipe(data: Mapping[str, Any], where: str = "recipe") -> Recipe:

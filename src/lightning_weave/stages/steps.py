@@ -42,6 +42,9 @@ class ScoredModel:
     untrained: Literal["keep", "mask"] | None  # of a pre-anchor with aliases; None elsewhere
     bos: bool
     prompt: Literal["student", "native"]
+    template: (
+        tuple[str, str | None] | None
+    )  # whose chat template both models of a pair read natively: the post-anchor's
 
     @classmethod
     def of(cls, anchor: Anchor, role: Role) -> "ScoredModel":
@@ -54,6 +57,7 @@ class ScoredModel:
             untrained=anchor.untrained if role == "pre" and anchor.aliases else None,
             bos=anchor.bos,
             prompt=anchor.prompt,
+            template=(anchor.post, anchor.post_revision) if anchor.prompt == "native" else None,
         )
 
 
@@ -124,6 +128,8 @@ class Steps:
             "bos": scored.bos,
             "prompt": scored.prompt,
         }
+        if scored.template is not None:
+            settings["template"] = template_identity(self.path_of(*scored.template))
         name = self.score_names[scored]
         command = f"{self._command('score')} --only {name}"
         return Step(f"score/{name}", settings, (self.reference,), command)
@@ -178,7 +184,7 @@ class Steps:
     def eval(self, policy: str, benchmark: str) -> Step:
         section = self.recipe.eval
         settings = section.model_dump(
-            mode="json", exclude={"benchmarks", "sources", "python", "batch_size", "budgets", "unsafe_local"}
+            mode="json", exclude={"benchmarks", "sources", "python", "batch_size", "unsafe_local"}
         )
         source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
         settings["benchmark"] = _data_identity(source, f"eval.sources.{benchmark}")
@@ -204,6 +210,12 @@ class Steps:
 
     def _command(self, verb: str) -> str:
         return f"lweave {verb} {self.arguments}"
+
+
+def template_identity(model: Path) -> str:
+    """Name a checkpoint's chat template by the files that can hold it."""
+    files = sorted({*model.glob("chat_template*"), *model.glob("tokenizer_config.json")})
+    return hashlib.sha256("".join(file_identity(file) for file in files).encode()).hexdigest()[:16]
 
 
 def _data_identity(source: str, key: str) -> str:

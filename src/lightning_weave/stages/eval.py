@@ -1,0 +1,220 @@
+"""`lweave eval`: sample, grade and summarise every policy on every benchmark."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lightning_weave.bench.definitions import Benchmark, Problem, load_benchmark
+from lightning_weave.bench.export import export_samples
+from lightning_weave.bench.lock import check_lock
+from lightning_weave.bench.samples import (
+    Pair,
+    Sample,
+    blocks,
+    cut_points,
+    merge_blocks,
+    pending_blocks,
+    read_samples,
+    write_block,
+)
+from lightning_weave.bench.summary import read_summary, summarise, write_summary
+from lightning_weave.config import Eval, Student
+from lightning_weave.config import Policy as PolicySection
+from lightning_weave.errors import InputError
+from lightning_weave.models.load import load_tokenizer
+from lightning_weave.models.protocols import Sampler
+from lightning_weave.progress import Progress
+from lightning_weave.prompts import chatml, encode, livecodebench, question_answer, render
+from lightning_weave.stages.engines import open_sampler
+from lightning_weave.stages.grade import Grader
+from lightning_weave.stages.machine import my_share
+from lightning_weave.stages.steps import Steps
+from lightning_weave.store import Stage
+from lightning_weave.store.ledger import measure
+from lightning_weave.types import Request, SamplingSettings
+
+
+def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:
+    """Evaluate every policy that is not up to date. Resumable block by block."""
+    if unknown := sorted(set(only or ()) - set(steps.policies)):
+        raise InputError(f"--only {unknown[0]}: no such policy; this recipe has {', '.join(steps.policies)}")
+    section = steps.recipe.eval
+    for policy in steps.policies:
+        if only is not None and policy not in only:
+            continue
+        stages = {name: steps.store.stage(steps.eval(policy, name)) for name in section.benchmarks}
+        waiting = {name: stage for name, stage in stages.items() if stage.state() != "done"}
+        if waiting:
+            student = Policy.open(steps, policy)
+            for name, stage in waiting.items():
+                benchmark = load_benchmark(name, section.sources.get(name))
+                check_lock(benchmark, steps.store.run_dir / "eval" / "benchmarks.json")
+                evaluate(steps, student, benchmark, stage, progress)
+
+
+@dataclass
+class Policy:
+    """A checkpoint to evaluate; its weights are loaded when the first sample is wanted."""
+
+    name: str
+    path: Path
+    trust_remote_code: bool
+    _sampler: Sampler | None = None
+
+    @classmethod
+    def open(cls, steps: Steps, name: str) -> "Policy":
+        """Find the checkpoint of a policy: the student, a trained composition, or any other."""
+        recipe = steps.recipe
+        if name in recipe.compositions:
+            stage = steps.store.stage(steps.train(name))
+            stage.require()
+            return cls(name, stage.folder / "final", recipe.student.trust_remote_code)
+        section: PolicySection | Student = recipe.policies.get(name) or recipe.student
+        return cls(name, steps.path_of(section.model, section.revision), section.trust_remote_code)
+
+    def sampler(self, steps: Steps) -> Sampler:
+        if self._sampler is None:
+            section = steps.recipe.eval
+            self._sampler = open_sampler(
+                steps,
+                self.path,
+                engine=section.engine,
+                python=section.python,
+                dtype=section.dtype,
+                batch_size=section.batch_size,
+                trust_remote_code=self.trust_remote_code,
+            )
+        return self._sampler
+
+
+def evaluate(steps: Steps, policy: Policy, benchmark: Benchmark, stage: Stage, progress: Progress) -> None:
+    """Sample what is missing of one benchmark, then write samples.jsonl and summary.json."""
+    section = steps.recipe.eval
+    samples = section.samples or benchmark.samples
+    settings = SamplingSettings(
+        section.temperature, section.top_p, section.max_tokens or benchmark.max_tokens, section.seed
+    )
+    todo = blocks(len(benchmark.problems), samples, section.block)
+    folder = stage.folder / f"blocks-{stage.step.fingerprint}"
+    grader = Grader(benchmark, section.profile, section.unsafe_local)
+    pending = my_share(pending_blocks(folder, len(todo)))
+    if pending:
+        what = f"eval {policy.name} on {benchmark.label}"
+        tokenizer = load_tokenizer(policy.path, policy.trust_remote_code)
+        prompts = encode(prompt_texts(benchmark, tokenizer, section), tokenizer, _is_rendered(benchmark, section))
+        with (
+            measure(steps.store.run_dir, "eval", f"{policy.name}/{stage.folder.name}") as meter,
+            progress.bar(what, len(pending), "block") as bar,
+        ):
+            sampler = policy.sampler(steps)
+            for number in pending:
+                done = _sample_block(todo[number], prompts, sampler, settings, benchmark, grader, tokenizer, section)
+                write_block(folder, number, done)
+                meter.add(tokens=sum(sample.tokens for sample in done))
+                bar.advance()
+    if not pending_blocks(folder, len(todo)):
+        _summarise(stage, folder, len(todo), benchmark, grader, settings, section)
+
+
+def _sample_block(
+    pairs: Sequence[Pair],
+    prompts: Sequence[list[int]],
+    sampler: Sampler,
+    settings: SamplingSettings,
+    benchmark: Benchmark,
+    grader: Grader,
+    tokenizer: Any,
+    section: Eval,
+) -> list[Sample]:
+    """Sample a fixed block of (problem, sample) pairs as one batch, and grade it."""
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    responses = sampler.sample([Request(prompts[problem], problem, sample) for problem, sample in pairs], settings)
+    texts = [decode(response.ids) for response in responses]
+    graded = grader.grade(
+        [(benchmark.problems[problem], text) for (problem, _), text in zip(pairs, texts, strict=True)]
+    )
+    return [
+        Sample(
+            problem=benchmark.problems[problem].id,
+            sample=sample,
+            seed=settings.seed,
+            tokens=len(response.ids),
+            finish=response.finish,
+            text=text,
+            answer=verdict.answer,
+            correct=verdict.correct,
+            why=verdict.why,
+            cuts=cut_points(response.ids, decode, section.budgets),
+        )
+        for (problem, sample), response, text, verdict in zip(pairs, responses, texts, graded, strict=True)
+    ]
+
+
+def _summarise(
+    stage: Stage,
+    folder: Path,
+    count: int,
+    benchmark: Benchmark,
+    grader: Grader,
+    settings: SamplingSettings,
+    section: Eval,
+) -> None:
+    target, summary = stage.folder / "samples.jsonl", stage.folder / "summary.json"
+    merge_blocks(folder, count, target)
+    problems = {problem.id: problem for problem in benchmark.problems}
+
+    def regrade(cut: list[tuple[Sample, str]]) -> list[bool]:
+        return [graded.correct for graded in grader.grade([(problems[sample.problem], text) for sample, text in cut])]
+
+    protocol = {
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "max_tokens": settings.max_tokens,
+        "seed": settings.seed,
+        "grading": grader.name,
+        "engine": section.engine,
+    }
+    samples = list(read_samples(target))
+    write_summary(summary, summarise(benchmark, samples, protocol, section.budgets, regrade))
+    stage.record([target, summary])
+    for leftover in stage.folder.glob("blocks-*"):
+        shutil.rmtree(leftover)
+
+
+def prompt_texts(benchmark: Benchmark, tokenizer: Any, section: Eval) -> list[str]:
+    """Render every problem as the paper does; the LiveCodeBench prompt is already rendered and not wrapped again."""
+    return [_prompt_text(problem, tokenizer, section) for problem in benchmark.problems]
+
+
+def _prompt_text(problem: Problem, tokenizer: Any, section: Eval) -> str:
+    if problem.row is not None:
+        return chatml(livecodebench(problem.question, str(problem.row.get("starter_code") or "")))
+    asked = question_answer(problem.question) if section.format == "question-answer" else problem.question
+    return render([{"role": "user", "content": asked}], tokenizer, section.chat, section.thinking)
+
+
+def _is_rendered(benchmark: Benchmark, section: Eval) -> bool:
+    return benchmark.kind == "code" or section.chat
+
+
+def export_lm_eval(steps: Steps, folder: Path, when: datetime) -> list[Path]:
+    """Write every finished evaluation as lm-evaluation-harness sample files, a folder per policy."""
+    section, written = steps.recipe.eval, []
+    for policy in steps.policies:
+        for name in section.benchmarks:
+            stage = steps.store.stage(steps.eval(policy, name))
+            if stage.state() != "done":
+                continue
+            benchmark = load_benchmark(name, section.sources.get(name))
+            tokenizer = load_tokenizer(Policy.open(steps, policy).path)
+            prompts = prompt_texts(benchmark, tokenizer, section)
+            samples = read_samples(stage.folder / "samples.jsonl")
+            settings = read_summary(stage.folder / "summary.json").settings
+            written.append(export_samples(folder / policy, benchmark, prompts, samples, settings, when))
+    return written
