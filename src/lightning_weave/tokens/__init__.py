@@ -1,0 +1,21 @@
+"""Tokens across tokenizers: spelling in bytes, projection of contexts, one-to-one maps of candidates."""
+
+from lightning_weave.tokens.align import TokenMap
+from lightning_weave.tokens.coverage import (
+    added_without_counterpart,
+    atomic_share,
+    breaking_tokens,
+    same_tokenizer,
+    suggest_alias,
+)
+from lightning_weave.tokens.spelling import spell
+
+__all__ = [
+    "TokenMap",
+    "added_without_counterpart",
+    "atomic_share",
+    "breaking_tokens",
+    "same_tokenizer",
+    "spell",
+    "suggest_alias",
+]
