@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave.errors import InputError
-from lightning_weave.models.load import load_tokenizer
+from lightning_weave.models.load import load_tokenizer, stop_ids, vocabulary_size
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import build_prompts, read_prompts
 from lightning_weave.stages.steps import Steps
@@ -24,7 +24,7 @@ def make(steps: Steps, progress: Progress) -> list[Prompt]:
         return read_prompts(path)
     tokenizer = load_tokenizer(steps.student_path, steps.recipe.student.trust_remote_code)
     if steps.recipe.rollout.from_ is not None:
-        groups = own_trajectories(Path(steps.recipe.rollout.from_), steps.recipe.rollout.responses)
+        groups = own_trajectories(steps, tokenizer)
         prompts = [group.as_prompt(tokenizer) for group in groups]
         counts: dict[str, Any] = {"read": len(prompts) * steps.recipe.rollout.responses, "kept": len(prompts)}
     else:
@@ -32,8 +32,6 @@ def make(steps: Steps, progress: Progress) -> list[Prompt]:
         prompts, report = build_prompts(tokenizer, **settings)
         counts = asdict(report)
         progress.say(str(report))
-    if not prompts:
-        raise InputError("no prompt is left after reading and filtering; see the counts above and [prompts]")
     lines = "".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
     write_atomic(path, lines.encode())
     stage.record([path], {"rows": len(prompts), "report": counts})
@@ -50,32 +48,47 @@ class OwnGroup:
 
     def as_prompt(self, tokenizer: Any) -> Prompt:
         text = self.row.get("prompt") or tokenizer.decode(self.prompt_ids)
-        messages = self.row.get("messages") or [{"role": "user", "content": text}]
         digest = zlib.crc32(repr(self.prompt_ids).encode())
         name = str(self.row.get("id", f"own-{digest:08x}"))
-        return Prompt(name, messages, text, list(self.prompt_ids), self.row.get("answer"))
+        answer = self.row.get("answer")
+        # No messages: the text of these ids is rendered already, and no anchor can render it in its own way.
+        messages = self.row.get("messages", [])
+        return Prompt(name, messages, text, list(self.prompt_ids), None if answer is None else str(answer))
 
 
-def own_trajectories(path: Path, responses: int) -> list[OwnGroup]:
+def own_trajectories(steps: Steps, tokenizer: Any) -> list[OwnGroup]:
     """Read `[rollout] from`: JSONL of prompt_ids, response_ids and, if known, finish, id, prompt, messages, answer."""
+    path, wanted = Path(steps.recipe.rollout.from_ or "").expanduser(), steps.recipe.rollout.responses
+    vocabulary, stops = vocabulary_size(tokenizer), stop_ids(steps.student_path, tokenizer)
     groups: dict[tuple[int, ...], OwnGroup] = {}
     for where, row in _rows(path):
-        prompt_ids = tuple(_ids(row, "prompt_ids", where))
+        prompt_ids = tuple(_ids(row, "prompt_ids", where, vocabulary))
         if not prompt_ids:
             raise InputError(f"{where}: prompt_ids is empty; every prompt needs at least one token")
-        response = Response(_ids(row, "response_ids", where), _finish(row, where))
+        response_ids = _ids(row, "response_ids", where, vocabulary)
+        _check_messages(row, where)
+        ended = bool(response_ids) and response_ids[-1] in stops
+        response = Response(response_ids, _finish(row, where, ended))
         groups.setdefault(prompt_ids, OwnGroup(prompt_ids, row, [])).responses.append(response)
+    if not groups:
+        raise InputError(f"{path}: no trajectory in it; each line is one, with prompt_ids and response_ids")
     for group in groups.values():
-        if len(group.responses) != responses:
+        if len(group.responses) != wanted:
             raise InputError(
                 f"{path}: the prompt {group.row.get('id', group.prompt_ids[:8])} has {len(group.responses)} responses, "
-                f"but rollout.responses = {responses}. Give every prompt as many, or set that key"
+                f"but rollout.responses = {wanted}. Give every prompt as many, or set that key"
             )
     return list(groups.values())
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise InputError(
+            f"rollout.from = {str(path)!r}: cannot be read ({error.strerror}). Give a JSONL file"
+        ) from None
+    for number, line in enumerate(lines, start=1):
         where = f"{path}:{number}"
         try:
             row = json.loads(line)
@@ -86,15 +99,27 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, row
 
 
-def _ids(row: dict[str, Any], key: str, where: str) -> list[int]:
+def _ids(row: dict[str, Any], key: str, where: str, vocabulary: int) -> list[int]:
     ids = row.get(key)
-    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise InputError(f"{where}: {key} must be a list of token ids")
+    if outside := [token for token in ids if not 0 <= token < vocabulary]:
+        raise InputError(
+            f"{where}: {key} holds {outside[0]}, but the student's tokenizer has the ids 0 to {vocabulary - 1}. "
+            "Were these tokens made with another tokenizer?"
+        )
     return ids
 
 
-def _finish(row: dict[str, Any], where: str) -> FinishReason:
-    finish = row.get("finish", "stop")
+def _check_messages(row: dict[str, Any], where: str) -> None:
+    turns = row.get("messages", [])
+    plain = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
+    if not plain or not all(isinstance(turn.get(key), str) for turn in turns for key in ("role", "content")):
+        raise InputError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}')
+
+
+def _finish(row: dict[str, Any], where: str, ended: bool) -> FinishReason:
+    finish = row.get("finish", "stop" if ended else "length")
     if finish not in FINISH_REASONS:
         raise InputError(f"{where}: finish = {finish!r} must be one of {', '.join(FINISH_REASONS)}")
     return finish

@@ -1,10 +1,10 @@
 """`lweave rollout`: sample the student's own trajectories, once (appendix: Behavior trajectories)."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
+from lightning_weave.models.load import load_tokenizer
 from lightning_weave.progress import Progress
 from lightning_weave.stages import prompts as prompts_stage
 from lightning_weave.stages.engines import open_sampler
@@ -59,8 +59,8 @@ def _sampled_responses(steps: Steps) -> Respond:
 
 
 def _own_responses(steps: Steps, prompts: Sequence[Prompt]) -> Respond:
-    section = steps.recipe.rollout
-    groups = prompts_stage.own_trajectories(Path(section.from_ or ""), section.responses)
+    tokenizer = load_tokenizer(steps.student_path, steps.recipe.student.trust_remote_code)
+    groups = prompts_stage.own_trajectories(steps, tokenizer)
     assert len(groups) == len(prompts), "prompts/ was made from the same file"
     return lambda requests: [groups[request.prompt].responses[request.response] for request in requests]
 

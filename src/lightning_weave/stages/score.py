@@ -5,20 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from lightning_weave.errors import InputError, Mismatch
-from lightning_weave.models.hf import Scorer, ScoreRow
+from lightning_weave.models.hf import Scorer
 from lightning_weave.models.load import load_model, load_tokenizer, vocabulary_size
 from lightning_weave.models.untrained import untrained_rows
 from lightning_weave.progress import Progress
-from lightning_weave.prompts import encode, read_prompts, render
+from lightning_weave.stages.alignment import Alignment
 from lightning_weave.stages.machine import compute_dtype, my_share, set_up
 from lightning_weave.stages.steps import ScoredModel, Steps
 from lightning_weave.store.ledger import measure
-from lightning_weave.tokens import TokenMap
-from lightning_weave.types import Candidates, Prompt, Ragged, Rollouts, Scores
+from lightning_weave.types import Candidates, Ragged, Rollouts, Scores
 
 
 def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:
@@ -57,40 +54,26 @@ class AnchorReader:
     """One anchor model reading the student's trajectories in its own tokens."""
 
     scorer: Scorer
-    tokens: TokenMap
-    masked_ids: frozenset[int]  # anchor tokens that a candidate may not be scored as
-    bos: tuple[int, ...]
-    native_prompts: Sequence[list[int]] | None  # by line of prompts.jsonl; None: the student's prompt, projected
+    alignment: Alignment
 
     @classmethod
     def open(cls, steps: Steps, scored: ScoredModel) -> "AnchorReader":
         """Load the model and align its tokenizer with the student's."""
         device, path = set_up(steps.recipe, steps.store), steps.path_of(scored.model, scored.revision)
-        student = load_tokenizer(steps.student_path, steps.recipe.student.trust_remote_code)
-        anchor = load_tokenizer(path, scored.trust_remote_code)
         dtype = compute_dtype(steps.recipe.score.dtype, path, device)
         model = load_model(path, dtype=dtype, device=device, trust_remote_code=scored.trust_remote_code)
+        anchor = load_tokenizer(path, scored.trust_remote_code)
         scorer = Scorer(model, vocabulary_size(anchor), steps.recipe.score.token_budget)
-        tokens = TokenMap.between(student, anchor, dict(scored.aliases))
         masked = _untrained_aliases(scored, anchor, scorer) if scored.checks_aliases else frozenset()
-        if scored.bos and anchor.bos_token_id is None:
-            raise InputError(f"anchors: bos = true, but the tokenizer of {scored.model} has no such token")
-        bos = (anchor.bos_token_id,) if scored.bos else ()
-        native = None
-        if scored.prompt == "native":
-            prompts = read_prompts(steps.store.run_dir / "prompts" / "prompts.jsonl")
-            native = _native_prompts(prompts, anchor, steps.recipe.prompts.thinking)
-        return cls(scorer, tokens, masked, bos, native)
+        return cls(scorer, Alignment.open(steps, scored, scorer.limit, masked))
 
     def score(self, rows: Rollouts, candidates: Candidates) -> Scores:
         """Score one shard of candidates at the boundaries where the student decided (cross-tokenizer-shift)."""
         trajectory_R = rows.trajectories()
         if not np.array_equal(trajectory_R, candidates.trajectory_R):
             raise Mismatch("reference/ and rollout/ hold different trajectories. Make the reference again")
-        aligned = [
-            self.align(int(rows.prompt_R[row]), rows.prompt_ids[row], rows.response_ids[row], candidates.ids[row])
-            for row in range(len(trajectory_R))
-        ]
+        prompts = zip(rows.prompt_R.tolist(), rows.prompt_ids, rows.response_ids, candidates.ids, strict=True)
+        aligned = [self.alignment.align(*row) for row in prompts]
         scored = self.scorer.score(aligned)
         return Scores(
             trajectory_R,
@@ -99,26 +82,10 @@ class AnchorReader:
             mass=Ragged.of([mass_T for _, mass_T in scored]),
         )
 
-    def align(self, prompt: int, prompt_ids: NDArray, response_ids: NDArray, candidate_ids_TC: NDArray) -> ScoreRow:
-        """Put one trajectory and its candidates into this model's tokens."""
-        native = self.native_prompts[prompt] if self.native_prompts else None
-        context = response_ids if native is not None else np.concatenate([prompt_ids, response_ids])
-        before = [*self.bos, *(native or [])]
-        projected, boundaries = self.tokens.project(context)
-        first = len(context) - len(response_ids)
-        ids = np.array([*before, *projected], dtype=np.int32)
-        positions_T = len(before) + np.array(boundaries[first:-1], dtype=np.int64) - 1
-        anchor_ids_TC, mapped_TC = self.tokens.candidate_map(torch.from_numpy(np.array(candidate_ids_TC)))
-        mapped = mapped_TC.numpy() & ~np.isin(anchor_ids_TC.numpy(), list(self.masked_ids))
-        usable_T = np.arange(first, len(context)) <= self.tokens.lossless_prefix(context)
-        usable_T &= (positions_T >= 0) & (positions_T < (self.scorer.limit or len(ids)))
-        return ScoreRow(ids, positions_T, anchor_ids_TC.numpy(), mapped & usable_T[:, None])
-
 
 def _untrained_aliases(scored: ScoredModel, anchor: Any, scorer: Scorer) -> frozenset[int]:
     """Find alias targets whose output row the pre-anchor never trained: their shift is arbitrary, many nats large."""
-    special = sorted(anchor.added_tokens_decoder)
-    untrained = untrained_rows(scorer.head.weight_VD, special)
+    untrained = untrained_rows(scorer.head.weight_VD, sorted(anchor.added_tokens_decoder))
     targets = {anchor.convert_tokens_to_ids(target): target for _, target in scored.aliases}
     found = {id: text for id, text in targets.items() if id in untrained}
     if found and scored.untrained is None:
@@ -128,8 +95,3 @@ def _untrained_aliases(scored: ScoredModel, anchor: Any, scorer: Scorer) -> froz
             'Say untrained = "mask" (no supervision there) or untrained = "keep" in that anchor'
         )
     return frozenset(found) if scored.untrained == "mask" else frozenset()
-
-
-def _native_prompts(prompts: Sequence[Prompt], anchor: Any, thinking: bool) -> list[list[int]]:
-    texts = [render(prompt.messages, anchor, True, thinking) for prompt in prompts]
-    return encode(texts, anchor, rendered=True)
