@@ -3,6 +3,7 @@
 from lightning_weave.config.load import check_recipe, dump_recipe, load_recipe, merge_overrides
 from lightning_weave.config.sections import (
     Anchor,
+    Case,
     Columns,
     Composition,
     Dtype,
@@ -25,6 +26,7 @@ from lightning_weave.config.sections import (
 
 __all__ = [
     "Anchor",
+    "Case",
     "Columns",
     "Composition",
     "Dtype",

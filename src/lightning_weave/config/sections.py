@@ -216,6 +216,40 @@ class Policy(Strict):
     trust_remote_code: bool = False
 
 
+class Case(Strict):
+    """Which responses to print side by side, said before anyone has read one."""
+
+    wrong: list[str] = Field([], description="policies whose answer must be wrong")
+    right: list[str] = Field([], description="policies whose answer must be right")
+    shortest: str | None = Field(None, description="the policy that must have used the fewest tokens of all named")
+    benchmark: str | None = Field(None, description="only from this one of eval.benchmarks")
+    seed: Seed = 7
+    count: Count = 2
+    beginning: Count = Field(400, description="characters of a response shown before the omission")
+    end: Count = Field(400, description="characters shown after it")
+
+    @model_validator(mode="after")
+    def _names_each_policy_once(self) -> Self:
+        if not self.wrong + self.right:
+            raise ValueError("needs a policy that must be wrong or right")
+        named = [*self.wrong, *self.right]
+        if twice := sorted({name for name in named if named.count(name) > 1}):
+            raise ValueError(f"names {twice[0]!r} twice; a response is either wrong or right")
+        if self.shortest is not None and self.shortest not in named:
+            raise ValueError(f"shortest = {self.shortest!r} must also be named in wrong or right")
+        return self
+
+
+class Report(Strict):
+    """What the page shows beside the results."""
+
+    trajectories: int = Field(40, ge=0, description="how many are embedded in the loom, drawn by seed")
+    seed: Seed = 7
+    megabytes: float = Field(2.0, gt=0, allow_inf_nan=False, description="of cached scores that the loom may embed")
+    students: list[str] | None = Field(None, description="trained compositions shown in the loom; unsaid: all")
+    cases: dict[Name, Case] = {}
+
+
 class Machine(Strict):
     """Where it runs. Recorded, never part of a fingerprint."""
 
@@ -238,6 +272,7 @@ class Recipe(Strict):
     score: Score = Score()
     train: Train = Train()
     eval: Eval = Eval()
+    report: Report = Report()
     machine: Machine = Machine()
 
     @model_validator(mode="after")
