@@ -1,0 +1,108 @@
+"""How a model turns hidden states into logits, and how to get at both without its own forward pass."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from lightning_weave.errors import InputError, Mismatch
+
+PROBE_TOKENS = 8
+"""Length of the sequence on which a head is compared with its model."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """Make logits as `scale * h W^T + bias`, then `softcap * tanh(logits / softcap)`.
+
+    Rows of the matrix from `vocabulary` on belong to no token and are left out everywhere.
+    """
+
+    weight_VD: Tensor
+    vocabulary: int
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Say whether the logits are nothing but a matrix product."""
+        return self.bias_V is None and self.scale == 1.0 and self.softcap is None
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Make all logits at once, differentiably, in float32 (float64 for float64). For a few positions only."""
+        weight_VD = self.weight_VD[: self.vocabulary]
+        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            logits_NV = linear(hidden_ND.to(dtype), weight_VD.to(dtype))
+        if self.scale != 1.0:
+            logits_NV = logits_NV * self.scale
+        if self.bias_V is not None:
+            logits_NV = logits_NV + self.bias_V[: self.vocabulary]
+        if self.softcap is not None:
+            logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
+        return logits_NV
+
+
+def hidden_states(model: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
+    """Run a transformers causal LM up to its final norm; its logits are never computed.
+
+    Keywords go to the base model (attention_mask, position_ids, ...). A peft wrapper is looked through: its adapters
+    live inside the wrapped model.
+    """
+    model = _unwrapped(model)
+    body = model.base_model
+    if body is model:
+        raise InputError(f"{type(model).__name__} has no base model below its head; use a transformers causal LM")
+    return body(input_ids=input_ids, **{"use_cache": False, **kwargs}).last_hidden_state
+
+
+def find_head(model: Any, vocabulary: int) -> Head:
+    """Describe the head of a transformers causal LM and hold it against the model's own logits on a short sequence."""
+    model = _unwrapped(model)
+    head = _described(model, vocabulary)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % vocabulary
+            theirs = model(input_ids=ids, use_cache=False).logits[0, :, :vocabulary].float()
+            ours = head.logits(hidden_states(model, ids)[0]).float()
+    finally:
+        model.train(was_training)
+    # A model of low precision rounds its logits, ours are not rounded.
+    tolerance = max(1e-4, 4 * torch.finfo(head.weight_VD.dtype).eps) * max(1.0, theirs.abs().max().item())
+    worst = (ours - theirs).abs().max().item()
+    if not worst <= tolerance:
+        raise Mismatch(
+            f"the logits of {type(model).__name__} are not scale * h W^T + bias with an optional soft cap: "
+            f"ours differ by {worst:.3g} (scale {head.scale:g}, bias {head.bias_V is not None}, soft cap {head.softcap}). "
+            f"This architecture cannot be scored or trained; use another checkpoint."
+        )
+    return head
+
+
+def _described(model: Any, vocabulary: int) -> Head:
+    module = model.get_output_embeddings()
+    if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():
+        raise InputError(
+            f"the output layer of {type(model).__name__} is {type(module).__name__}, not a linear layer of floats; "
+            f"load the model unquantised and without adapters on its head"
+        )
+    rows = module.weight.shape[0]
+    if not 0 < vocabulary <= rows:
+        raise InputError(
+            f"the tokenizer has {vocabulary} tokens but the head of {type(model).__name__} has {rows} rows; "
+            f"use the tokenizer that belongs to the checkpoint"
+        )
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0  # Cohere, Falcon
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite divides
+    softcap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    return Head(module.weight, vocabulary, module.bias, float(scale), None if softcap is None else float(softcap))
+
+
+def _unwrapped(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
