@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -187,6 +187,42 @@ def run(recipe: Files, set_: Sets = None) -> None:
     with _writing(steps):
         stage.run(steps, _progress())
     show_results(steps, Console())
+
+
+@app.command()
+def demo(
+    set_: Sets = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="build every checkpoint from nothing first")] = False,
+    seed: Annotated[int, typer.Option(help="of the world, with --fresh")] = 0,
+) -> None:
+    """Weave two capabilities into a student on a tiny world, in minutes."""
+    from rich.console import Console
+
+    from lightning_weave.stages import demo as stage
+
+    progress = _progress()
+    stage.lay_out_world(fresh, seed, progress)
+    steps = stage.load_demo(set_ or [])
+    with _writing(steps):
+        stage.run(steps, progress, Console())
+
+
+world_app = typer.Typer(help="The tiny world of the demo.", no_args_is_help=True)
+app.add_typer(world_app, name="world")
+
+
+@world_app.command("build")
+def world_build(
+    directory: Annotated[str, typer.Argument(metavar="DIR")],
+    seed: Annotated[int, typer.Option(help="another seed is another world")] = 0,
+    size: Annotated[Literal["full", "miniature"], typer.Option(help="miniature goes through the motions")] = "full",
+) -> None:
+    """Make every checkpoint, prompt and benchmark of a world from nothing."""
+    from pathlib import Path
+
+    from lightning_weave.world.build import build_world
+
+    build_world(Path(directory), seed, _progress(), size)
 
 
 @app.command()
