@@ -1,28 +1,33 @@
 """The model card of a trained student: what it was made from, and how far training got."""
 
+from pathlib import Path
 from typing import Any
 
 from lightning_weave import __version__
+from lightning_weave.config import dump_recipe
 from lightning_weave.stages.steps import Steps
 
 
 def model_card(steps: Steps, name: str, figures: dict[str, Any]) -> str:
     """State recipe, anchors, weights, alpha, cache fingerprint and figures."""
-    recipe, composition, step = steps.recipe, steps.recipe.compositions[name], steps.train(name)
+    recipe, composition = steps.recipe, steps.recipe.compositions[name]
+    student = recipe.student.model
+    # The hub wants names of its own here, not directories of somebody's disk.
+    base = "" if Path(student).expanduser().is_dir() else f"base_model: {student}\n"
     anchors = "\n".join(
         f"| {anchor} | {weight:g} | {weight / composition.alpha:g} | `{recipe.anchors[anchor].post}` | "
         f"`{recipe.anchors[anchor].pre}` |"
         for anchor, weight in composition.weights.items()
     )
+    rows = "\n".join(f"| {what} | {value} |" for what, value in _facts(steps, name, figures).items())
     return f"""---
-base_model: {recipe.student.model}
-library_name: transformers
+{base}library_name: transformers
 pipeline_tag: text-generation
 tags: [lightning-weave]
 ---
 # {recipe.name}: {name}
 
-`{recipe.student.model}` trained towards a composition of policy shifts with Lightning Weave {__version__}.
+`{student}` trained towards a composition of policy shifts with Lightning Weave {__version__}.
 
 | anchor | weight | dose (weight / alpha) | post-trained | from |
 | --- | --- | --- | --- | --- |
@@ -30,15 +35,30 @@ tags: [lightning-weave]
 
 | | |
 | --- | --- |
-| objective | {composition.objective or recipe.train.objective} |
-| alpha | {composition.alpha:g} |
-| updates | {figures["updates"]} |
-| learning rate | {recipe.train.learning_rate:g} |
-| reverse KL to the target at the last update | {figures.get("reverse_kl", float("nan")):.4f} nats per token |
-| positions kept | {100 * figures.get("kept", float("nan")):.1f} % |
-| KL(exported, trained) | {figures["export_kl"]:.1e} nats per token |
-| cache | `{steps.reference.fingerprint}` |
-| fingerprint | `{step.fingerprint}` |
+{rows}
 
-The resolved recipe is `recipe.toml` of the run.
+The recipe, with everything that it left unsaid:
+
+```toml
+{dump_recipe(recipe).strip()}
+```
 """
+
+
+def _facts(steps: Steps, name: str, figures: dict[str, Any]) -> dict[str, str]:
+    recipe, composition = steps.recipe, steps.recipe.compositions[name]
+    facts = {
+        "objective": composition.objective or recipe.train.objective,
+        "alpha": f"{composition.alpha:g}",
+        "updates": f"{figures['updates']:g}",
+        "learning rate": f"{recipe.train.learning_rate:g}",
+        "loss at zero shift before training": f"{figures['zero_shift_loss']:.1e}",
+        "reverse KL to the target at the last update": f"{figures['reverse_kl']:.4f} nats per token",
+        "positions kept at the last update": f"{100 * figures['kept']:.1f} %",
+        "KL(exported, trained)": f"{figures['export_kl']:.1e} nats per token",
+        "cache": f"`{steps.reference.fingerprint}`",
+        "fingerprint": f"`{steps.train(name).fingerprint}`",
+    }
+    if "validation_reverse_kl" in figures:
+        facts["reverse KL to the target on held-out prompts"] = f"{figures['validation_reverse_kl']:.4f} nats per token"
+    return facts

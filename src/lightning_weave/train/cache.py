@@ -40,21 +40,29 @@ class Row:
     r_KTC: NDArray[np.float32]
     valid_KT: NDArray[np.bool_]
 
+    @property
+    def tokens(self) -> int:
+        """Count prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
 
 class Cache:
     """All trajectories of a run with the shifts of the given pairs, addressed by row number."""
 
     def __init__(self, rollouts: Stage, reference: Stage, pairs: Sequence[Pair]) -> None:
         self.rollouts, self.reference, self.pairs = rollouts, reference, tuple(pairs)
-        manifest = reference.require()
-        for pair in pairs:
-            pair.post.require()
-            pair.pre.require()
-        self.starts = np.cumsum([0, *(entry["rows"] for entry in manifest["shards"])])
+        for stage in (rollouts, *(stage for pair in pairs for stage in (pair.post, pair.pre))):
+            stage.require()
+        self.starts = np.cumsum([0, *(entry["rows"] for entry in reference.require()["shards"])])
         self._open = lru_cache(OPEN_SHARDS)(self._open_shard)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
+
+    @property
+    def weights(self) -> list[float]:
+        """What each pair's shift counts."""
+        return [pair.weight for pair in self.pairs]
 
     def length(self, number: int) -> int:
         """Tokens of one row, prompt and response."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lightning_weave.errors import CorruptData
 from lightning_weave.store import read_json, write_json
 from lightning_weave.store.files import sync_directory
 from lightning_weave.train.parallel import Ranks, load_state, save_state
@@ -15,7 +16,7 @@ from lightning_weave.train.parallel import Ranks, load_state, save_state
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands. The schedule follows from the recipe, so the update's number says which rows are next."""
+    """Where training stands. Which rows are next, and all that is random about them, follows from the update."""
 
     update: int
     fingerprint: str
@@ -33,15 +34,15 @@ class Checkpoints:
         """Write under a temporary name, sync, rename; then drop the oldest."""
         unfinished, final = self.folder / f".tmp-{update:06d}", self.folder / f"{update:06d}"
         if ranks.first:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            shutil.rmtree(final, ignore_errors=True)
+            for leftover in (*self.folder.glob(".tmp-*"), final):  # of writers that were killed
+                shutil.rmtree(leftover, ignore_errors=True)
             unfinished.mkdir(parents=True)
         ranks.wait()
         save_state(unfinished, module, optimizer)
         ranks.wait()
         if ranks.first:
             write_json(unfinished / "position.json", asdict(Position(update, self.fingerprint)))
-            _sync_files(unfinished)
+            sync_folder(unfinished)
             os.rename(unfinished, final)
             sync_directory(self.folder)
             for old in self._complete()[: -self.keep]:
@@ -50,27 +51,34 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The update of the newest checkpoint that this recipe wrote."""
-        found = [int(path.name) for path in self._complete() if self._is_ours(path)]
-        return max(found, default=None)
+        return max((int(path.name) for path in self._complete()), default=None)
 
     def restore(self, update: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Load one checkpoint."""
-        load_state(self.folder / f"{update:06d}", module, optimizer)
+        """Load one checkpoint, by whatever number of ranks it was written."""
+        folder = self.folder / f"{update:06d}"
+        try:
+            load_state(folder, module, optimizer)
+        except Exception as error:
+            raise CorruptData(
+                f"{folder}: this checkpoint cannot be read ({str(error).strip().splitlines()[0]}). Remove it "
+                f"(rm -r {folder}) and train again: it goes on from the one before"
+            ) from error
 
     def clear(self) -> None:
-        """Remove all checkpoints, finished or not: those of another recipe, or after the final export."""
+        """Remove all checkpoints, finished or not: those of another recipe."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _complete(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("[0-9]*") if (path / "position.json").exists())
-
-    def _is_ours(self, path: Path) -> bool:
-        return bool(read_json(path / "position.json")["fingerprint"] == self.fingerprint)
+        paths = [path for path in self.folder.glob("[0-9]*") if (path / "position.json").exists()]
+        return sorted(path for path in paths if read_json(path / "position.json")["fingerprint"] == self.fingerprint)
 
 
-def _sync_files(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make every file of a folder durable before the folder gets its final name."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     sync_directory(folder)

@@ -1,49 +1,15 @@
-"""Which trajectories make an update, and how they become a batch with its target."""
+"""How cached trajectories become a batch with its target. Composing costs little enough to be done while loading."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_weave.maths import compose_shifts, tilted_target, with_other
 from lightning_weave.train.cache import Row
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The rows of every update: rounds of whole prompt groups, reshuffled each epoch, for any composition the same."""
-
-    groups: int
-    responses: int
-    epochs: int
-    prompts_per_round: int
-    updates_per_round: int
-    seed: int
-    validation: float = 0.0
-
-    def held_out(self) -> list[int]:
-        """Rows of the prompts that are kept for validation."""
-        count = round(self.groups * self.validation)
-        chosen = np.random.default_rng([self.seed, 1]).permutation(self.groups)[:count]
-        return self._rows(sorted(chosen.tolist()))
-
-    def updates(self) -> list[list[int]]:
-        """Row numbers of each update, in order. A last round that is not full makes fewer updates."""
-        held_out = {row // self.responses for row in self.held_out()}
-        kept = np.array([group for group in range(self.groups) if group not in held_out])
-        size = self.prompts_per_round * self.responses // self.updates_per_round
-        updates = []
-        for epoch in range(self.epochs):
-            order = np.random.default_rng([self.seed, 2, epoch]).permutation(kept)
-            for start in range(0, len(order), self.prompts_per_round):
-                rows = self._rows(order[start : start + self.prompts_per_round].tolist())
-                updates += [rows[first : first + size] for first in range(0, len(rows), size)]
-        return updates
-
-    def _rows(self, groups: Sequence[int]) -> list[int]:
-        return [group * self.responses + response for group in groups for response in range(self.responses)]
 
 
 @dataclass(frozen=True)
@@ -52,92 +18,75 @@ class Batch:
 
     input_ids_RT: Tensor
     states_N: Tensor  # index into the R x T hidden states: the token before each kept decision
-    rows_N: Tensor  # row number of each kept decision
+    rows_N: Tensor  # row number of each kept decision ...
+    places_N: Tensor  # ... and its place in the row's response
     candidate_ids_NC: Tensor
     log_b_NO: Tensor
     log_q_NO: Tensor
     r_NC: Tensor
     sampled_ids_N: Tensor
     sampled_log_b_N: Tensor
-    decisions: int  # all decisions of these rows, kept or not
+
+    def __len__(self) -> int:
+        return len(self.states_N)
 
     def to(self, device: torch.device) -> "Batch":
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-        return Batch(**moved, decisions=self.decisions)
+        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
 
-    def emptied(self) -> "Batch":
-        """The same row with no decision kept: a forward and backward pass that adds nothing."""
-        per_decision = {
-            name: getattr(self, name)[:0] for name in vars(self) if name.rpartition("_")[2] in {"N", "NC", "NO"}
-        }
-        return replace(self, input_ids_RT=self.input_ids_RT[:, :1], decisions=0, **per_decision)
+    def first(self, decisions: int) -> "Batch":
+        """Keep only the first few decisions. With none, a forward and backward pass that adds nothing is left."""
+        kept = {name: tensor[:decisions] for name, tensor in vars(self).items() if name != "input_ids_RT"}
+        return replace(self, **kept) if decisions else replace(self, input_ids_RT=self.input_ids_RT[:1, :1], **kept)
+
+
+def kept_decisions(row: Row, weights: Sequence[float]) -> NDArray[np.bool_]:
+    """Find the decisions of a row at which every anchor that takes part is valid."""
+    takes_part_K = np.array(weights) != 0
+    return row.valid_KT[takes_part_K].all(axis=0)
+
+
+def tokens_needed(row: Row, weights: Sequence[float]) -> int:
+    """Count the tokens of a row up to the last state that is learned from: nothing after it needs to be run."""
+    kept = np.flatnonzero(kept_decisions(row, weights))
+    return len(row.prompt_ids) + int(kept[-1]) if len(kept) else 1
 
 
 def compose(rows: Sequence[Row], weights: Sequence[float], alpha: float) -> Batch:
     """Weigh the shifts, intersect the masks, tilt the behaviour: all that a composition is (composed-shift)."""
-    lengths = [len(row.prompt_ids) + len(row.response_ids) for row in rows]
-    input_ids_RT = torch.zeros(len(rows), max(lengths), dtype=torch.long)
-    for index, row in enumerate(rows):
-        input_ids_RT[index, : lengths[index]] = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids]))
-    starts = [index * max(lengths) + len(row.prompt_ids) - 1 for index, row in enumerate(rows)]
-    states_P = np.concatenate(
-        [start + np.arange(len(row.response_ids)) for start, row in zip(starts, rows, strict=True)]
-    )
-    rows_P = np.concatenate([np.full(len(row.response_ids), row.number) for row in rows])
     r_PC, valid_P = compose_shifts(
         torch.from_numpy(np.concatenate([row.r_KTC for row in rows], axis=1)),
         torch.from_numpy(np.concatenate([row.valid_KT for row in rows], axis=1)),
         torch.tensor(weights, dtype=torch.float32),
     )
+
+    def kept(parts: list[NDArray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts))[valid_P]
+
+    longest = max(tokens_needed(row, weights) for row in rows)
+    log_b_NO = with_other(kept([row.logp_TC for row in rows]), kept([row.other_logp_T for row in rows]))
     r_NC = r_PC[valid_P]
-
-    def kept(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([getattr(row, name) for row in rows]))[valid_P]
-
-    log_b_NO = with_other(kept("logp_TC"), kept("other_logp_T"))
     return Batch(
-        input_ids_RT=input_ids_RT,
-        states_N=torch.from_numpy(states_P)[valid_P],
-        rows_N=torch.from_numpy(rows_P)[valid_P],
-        candidate_ids_NC=kept("candidate_ids_TC").long(),
+        input_ids_RT=_padded(rows, longest),
+        states_N=kept([index * longest + _states(row) for index, row in enumerate(rows)]),
+        rows_N=kept([np.full(len(row.response_ids), row.number) for row in rows]),
+        places_N=kept([np.arange(len(row.response_ids)) for row in rows]),
+        candidate_ids_NC=kept([row.candidate_ids_TC for row in rows]).long(),
         log_b_NO=log_b_NO,
         log_q_NO=tilted_target(log_b_NO, r_NC, alpha),
         r_NC=r_NC,
-        sampled_ids_N=kept("response_ids").long(),
-        sampled_log_b_N=kept("sampled_logp_T"),
-        decisions=len(states_P),
+        sampled_ids_N=kept([row.response_ids for row in rows]).long(),
+        sampled_log_b_N=kept([row.sampled_logp_T for row in rows]),
     )
 
 
-def valid_decisions(row: Row, weights: Sequence[float]) -> int:
-    """Count the decisions of a row that a composition keeps."""
-    takes_part = np.array(weights) != 0
-    return int(row.valid_KT[takes_part].all(axis=0).sum()) if takes_part.any() else len(row.response_ids)
+def _states(row: Row) -> NDArray[np.int64]:
+    """Place of the token before each decision: the prompt's last one comes before the first."""
+    return len(row.prompt_ids) - 1 + np.arange(len(row.response_ids))
 
 
-def micro_batches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
-    """Pack rows into micro-batches of at most `token_budget` tokens, padding included; a longer row goes alone.
-
-    >>> list(micro_batches([5, 2, 9, 2], token_budget=10))
-    [[1, 3], [0], [2]]
-    """
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
-        if batch and lengths[index] * (len(batch) + 1) > token_budget:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
-
-
-def share_rows(lengths: Sequence[int], rank: int, world: int) -> list[int]:
-    """Deal rows to ranks from long to short, back and forth, so that all get about the same work.
-
-    >>> [share_rows([5, 2, 9, 2], rank, 2) for rank in range(2)]
-    [[2, 3], [0, 1]]
-    """
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    turns = [turn % (2 * world) for turn in range(len(order))]
-    return [index for index, turn in zip(order, turns, strict=True) if min(turn, 2 * world - 1 - turn) == rank]
+def _padded(rows: Sequence[Row], longest: int) -> Tensor:
+    ids_RT = torch.zeros(len(rows), longest, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids = np.concatenate([row.prompt_ids, row.response_ids])[:longest]
+        ids_RT[index, : len(ids)] = torch.from_numpy(ids)
+    return ids_RT

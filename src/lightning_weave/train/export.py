@@ -7,11 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import GenerationConfig
 
 from lightning_weave.config import Lora
+from lightning_weave.errors import InputError
+from lightning_weave.heads import find_head, hidden_states
+from lightning_weave.maths import reverse_kl
 from lightning_weave.models.load import load_model
 from lightning_weave.store.files import sync_directory
 from lightning_weave.store.identity import TOKENIZER_FILES
+from lightning_weave.train.checkpoint import sync_folder
+from lightning_weave.train.data import Batch
+
+# Taken from the student as they are: training changes none of them, and other programs read what they read before.
+KEPT_FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json", "*.py")
 
 
 def with_lora(model: Any, lora: Lora, seed: int) -> Any:
@@ -19,41 +29,50 @@ def with_lora(model: Any, lora: Lora, seed: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        from lightning_weave.errors import InputError
-
         raise InputError("train.lora needs the package peft: pip install 'lightning-weave[peft]'") from None
     torch.manual_seed(seed)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, lora_dropout=0.0)
-    return get_peft_model(model, config)
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise InputError(f"train.lora.targets = {lora.targets}: {error}") from None
 
 
-def export(
-    folder: Path,
-    student: Path,
-    weights: Mapping[str, torch.Tensor],
-    *,
-    dtype: torch.dtype,
-    lora: Lora | None,
-    card: str,
-    trust_remote_code: bool = False,
-) -> list[Path]:
-    """Write the trained student beside its own tokenizer and generation settings; whole or not at all."""
+def trained_model(student: Path, weights: Mapping[str, Tensor], lora: Lora | None, trust_remote_code: bool) -> Any:
+    """Put trained weights into the student's own architecture, adapters merged; float32, on the CPU."""
     model = load_model(student, dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=trust_remote_code)
     if lora is not None:
         model = with_lora(model, lora, seed=0)
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()})
-    if lora is not None:
-        model = model.merge_and_unload()
+    return model.merge_and_unload() if lora is not None else model
+
+
+@torch.no_grad()
+def round_weights(model: Any, dtype: torch.dtype, batch: Batch, vocabulary: int) -> float:
+    """Round to the dtype of the export and return KL(exported || trained), whole vocabulary, mean over the batch."""
+
+    def log_probs() -> Tensor:
+        hidden_ND = hidden_states(model, batch.input_ids_RT).flatten(0, 1)[batch.states_N]
+        return torch.log_softmax(find_head(model, vocabulary).logits(hidden_ND), dim=-1)
+
+    trained_NV = log_probs()
+    model.to(dtype).to(torch.float32)
+    return reverse_kl(log_probs(), trained_NV, 1.0).mean().item() if len(batch) else 0.0
+
+
+def write_model(folder: Path, model: Any, dtype: torch.dtype, student: Path, card: str) -> list[Path]:
+    """Write a model beside the student's own tokenizer, config and generation settings; whole or not at all."""
     unfinished = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
+    if (student / "generation_config.json").exists():
+        model.generation_config = GenerationConfig()  # the student's may be one that transformers refuses to save
     model.to(dtype).save_pretrained(unfinished)
-    for pattern in (*TOKENIZER_FILES, "generation_config.json", "*.py"):
-        for file in student.glob(pattern):
-            shutil.copyfile(file, unfinished / file.name)
+    for file in (file for pattern in KEPT_FILES for file in student.glob(pattern)):
+        shutil.copyfile(file, unfinished / file.name)
     (unfinished / "README.md").write_text(card, encoding="utf-8")
     for file in unfinished.iterdir():
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
+        file.chmod(0o644)  # safetensors makes its files for their owner only
+    sync_folder(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(unfinished, folder)
     sync_directory(folder.parent)

@@ -45,6 +45,18 @@ class Loss:
                 f'{vocabulary} (now {candidates}), or use "reverse-kl"'
             )
 
+    def remark(self, head: Head) -> str | None:
+        """Say so where the one-pass loss does not apply."""
+        if head.plain or self.objective not in {"tilted", "reverse-kl"}:
+            return None
+        parts = {
+            "a bias": head.bias_V is not None,
+            "a scale": head.scale != 1.0,
+            "a soft cap": head.softcap is not None,
+        }
+        named = " and ".join(part for part, there in parts.items() if there)
+        return f"the student's head has {named}: the plain loss is used, which is slower than the one-pass loss"
+
     def __call__(self, hidden_ND: Tensor, head: Head, batch: Batch, normalizer: float) -> tuple[Tensor, Tensor]:
         """Sum the loss over the kept decisions, over `normalizer`; also give the student's outcomes, detached."""
         match self.objective:

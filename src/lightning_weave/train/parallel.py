@@ -4,16 +4,20 @@ One process without a GPU runs none of it. Checkpoints are written by torch's di
 so that a run started on two ranks resumes on one and the other way round.
 """
 
+import atexit
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,6 +28,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+PATIENCE = timedelta(hours=2)  # for rank 0 to write and hash a large export while the others wait
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,14 @@ class Ranks:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
+    def gathered(self, values: list[Any]) -> list[Any]:
+        """Join one list per rank."""
+        if self.world == 1:
+            return values
+        lists: list[Any] = [None] * self.world
+        dist.all_gather_object(lists, values)
+        return [value for one in lists for value in one]
+
     def wait(self) -> None:
         """Let every rank come to this point."""
         if self.world > 1:
@@ -68,15 +82,22 @@ class Ranks:
 def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
     """Join the process group that torchrun describes; alone, make one only where sharding needs it."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    grouped = world > 1 or sharded
-    if grouped and not dist.is_initialized():
-        if world == 1:
-            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
-    try:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1:
+        # Once per process: a second group would meet the keys of the first in torchrun's store, and wait for ever.
+        if not _grouped():
+            dist.init_process_group(backend, timeout=PATIENCE)
+            atexit.register(dist.destroy_process_group)
         yield Ranks(rank, world, device)
+        return
+    if sharded:
+        dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
+    try:
+        yield Ranks(0, 1, device)
     finally:
-        if grouped and dist.is_initialized():
+        if sharded:
             dist.destroy_process_group()
 
 
@@ -98,14 +119,18 @@ def clip_gradients(module: nn.Module, largest: float) -> float:
 def save_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write model and optimizer, each rank its own shards."""
     model_state, optimizer_state = get_state_dict(module, optimizer, options=_only_trained(module))
-    save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=not _grouped())
+    with warnings.catch_warnings():  # that there is only one process is as it should be
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=not _grouped())
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read model and optimizer as any number of ranks wrote them."""
     model_state, optimizer_state = get_state_dict(module, optimizer, options=_only_trained(module))
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    load(state, checkpoint_id=folder, no_dist=not _grouped())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(state, checkpoint_id=folder, no_dist=not _grouped())
     set_state_dict(
         module,
         optimizer,
