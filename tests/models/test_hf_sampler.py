@@ -1,5 +1,6 @@
 """The sampler against a slow one that runs the whole context again for every token, and against its own promises."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,22 @@ def test_progress_counts_every_sampled_token_once() -> None:
     sampler = HFSampler(small_model("llama"), STOP, VOCABULARY, batch_size=7, on_tokens=counted.append)
     drawn = sampler.sample(some_requests(), PLAIN)
     assert sum(counted) == sum(len(response.ids) for response in drawn)
+
+
+def test_running_out_of_memory_halves_the_batch_and_changes_no_trajectory(caplog: pytest.LogCaptureFixture) -> None:
+    model, requests = small_model("llama"), some_requests()
+    expected = HFSampler(model, STOP, VOCABULARY).sample(requests, PLAIN)
+
+    def refuse(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["past_key_values"].get_seq_length() > 5 and len(kwargs["input_ids"]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
+    sampler = HFSampler(model, STOP, VOCABULARY)
+    with caplog.at_level(logging.WARNING):
+        assert sampler.sample(requests, PLAIN) == expected
+    assert sampler.batch_size == 3
+    assert "the batch size is now 3" in caplog.text
 
 
 def test_a_draw_at_the_edges_never_takes_a_token_without_weight() -> None:

@@ -10,7 +10,7 @@ from small_models import ARCHITECTURES, PADDED, VOCABULARY, small_model
 
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.models.hf import Scorer, ScoreRow
-from lightning_weave.models.hf_scorer import _is_out_of_memory
+from lightning_weave.models.memory import is_out_of_memory
 
 COUNT = 8
 SHAPES = ((1, 1), (1, 20), (12, 1), (5, 9), (30, 34), (3, 0), (7, 13), (2, 2))  # (30, 34) fills the context limit
@@ -127,8 +127,8 @@ def test_a_row_too_large_for_memory_is_named() -> None:
 def test_the_cpu_allocator_is_understood_and_other_errors_are_not_swallowed() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55)
-    assert _is_out_of_memory(caught.value)
-    assert not _is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])

@@ -5,7 +5,8 @@ start together with as many tokens as the shortest prompt has, and a longer prom
 per step, where the others already sample.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -16,7 +17,10 @@ from transformers import DynamicCache
 
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.models.load import context_limit
+from lightning_weave.models.memory import free_memory, is_out_of_memory
 from lightning_weave.types import Request, Response, SamplingSettings
+
+log = logging.getLogger(__name__)
 
 
 class HFSampler:
@@ -41,10 +45,34 @@ class HFSampler:
     def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]:
         """Draw one response per request; which rows share a batch changes nothing but rounding."""
         responses: dict[int, Response] = {}
-        for rows in _batches(requests, self.batch_size, spread=settings.max_tokens // 4):
-            drawn = self._sample_batch([requests[row] for row in rows], settings)
-            responses.update(zip(rows, drawn, strict=True))
+        pending = _batches(requests, self.batch_size, spread=settings.max_tokens // 4)
+        while pending:
+            drawn = self._try_batch([requests[row] for row in pending[0]], settings)
+            if drawn is None:
+                pending = self._shrink(pending)
+                continue
+            responses.update(zip(pending[0], drawn, strict=True))
+            pending = pending[1:]
         return [responses[row] for row in range(len(requests))]
+
+    def _try_batch(self, batch: list[Request], settings: SamplingSettings) -> list[Response] | None:
+        """Sample one batch; None when it does not fit in memory."""
+        try:
+            return self._sample_batch(batch, settings)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        return None
+
+    def _shrink(self, pending: list[list[int]]) -> list[list[int]]:
+        """Halve the batch size, and what is still to do along with it."""
+        free_memory()
+        failed = len(pending[0])
+        if failed == 1:
+            raise WeaveError("not even one row fits in memory. Use a smaller dtype, a larger device or fewer tokens")
+        self.batch_size = (failed + 1) // 2
+        log.warning("out of memory with %d rows: the batch size is now %d", failed, self.batch_size)
+        return [batch[at : at + self.batch_size] for batch in pending for at in range(0, len(batch), self.batch_size)]
 
     @torch.inference_mode()
     def _sample_batch(self, batch: list[Request], settings: SamplingSettings) -> list[Response]:
@@ -147,17 +175,15 @@ def _nucleus(weight_NV: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(weight_NV).scatter(1, order_NV, sorted_NV.masked_fill(outside_NV, 0))
 
 
-def _batches(requests: Sequence[Request], size: int, spread: int) -> Iterator[list[int]]:
+def _batches(requests: Sequence[Request], size: int, spread: int) -> list[list[int]]:
     """Group rows by length of prompt, up to `size` rows whose lengths differ by `spread` at most."""
     lengths = [len(request.prompt_ids) for request in requests]
-    batch: list[int] = []
+    batches: list[list[int]] = []
     for row in sorted(range(len(requests)), key=lambda row: (lengths[row], row)):
-        if batch and (len(batch) == size or lengths[row] - lengths[batch[0]] > spread):
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
+        if not batches or len(batches[-1]) == size or lengths[row] - lengths[batches[-1][0]] > spread:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
 
 
 def _uniforms(batch: list[Request], seed: int, steps: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.heads import candidate_logprobs, find_head, hidden_states, top_candidates
 from lightning_weave.models.load import context_limit
+from lightning_weave.models.memory import free_memory, is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Scorer:
         return [_Context(row, torch.from_numpy(fed.astype(np.int64)), torch.from_numpy(positions_T.astype(np.int64)))]
 
     def _check_ids(self, row: int, ids: Tokens, size: int) -> None:
-        outside = [token for token in np.unique(ids) if not 0 <= token < size]
+        outside = [token for token in (np.min(ids, initial=0), np.max(ids, initial=0)) if not 0 <= token < size]
         if outside:
             raise InputError(
                 f"row {row}: token id {outside[0]} is not in the model's vocabulary of {size}. "
@@ -159,13 +160,12 @@ class Scorer:
             hidden_ND = hidden_BTD[row_N.to(device), position_N.to(device)]
             return [array.cpu().numpy() for array in through_head(hidden_ND, batch)]
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         return None
 
     def _shrink(self, batch: list[_Context]) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
         length = len(batch[0].ids)
         if len(batch) == 1:
             raise WeaveError(
@@ -184,8 +184,3 @@ def _split(arrays: list[NDArray], batch: list[_Context]) -> list[tuple[NDArray, 
 def _check_finite(context: _Context, arrays: tuple[NDArray, ...]) -> None:
     if not all(np.isfinite(array).all() for array in arrays):
         raise WeaveError(f"row {context.row}: the model's logits are not finite. Try float32, or check the checkpoint")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    # The CPU allocator raises a plain RuntimeError.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

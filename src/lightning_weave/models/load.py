@@ -31,6 +31,8 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     local = Path(name).expanduser()
     if local.is_dir():
         return local
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # never a name of the hub
+        raise InputError(f"model {name!r}: no such directory. Give the path of a checkpoint directory or a hub name")
     try:
         fetched = snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
