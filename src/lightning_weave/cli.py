@@ -29,6 +29,7 @@ INTERRUPTED = 130
 Files = Annotated[list[str], typer.Argument(metavar="RECIPE...", help="TOML files, merged left to right")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the recipe")]
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="only these, by name")]
+Json = Annotated[bool, typer.Option("--json", help="for machines")]
 
 
 def main() -> None:
@@ -234,6 +235,51 @@ def status(recipe: Files, set_: Sets = None) -> None:
     from lightning_weave.stages import status as stage
 
     stage.run(steps, Console())
+
+
+@app.command()
+def doctor(recipe: Files, set_: Sets = None, json: Json = False) -> None:
+    """Say before any GPU time whether the anchors are usable."""
+    steps = _load(recipe, set_)
+    from rich.console import Console
+
+    from lightning_weave.stages import doctor as stage
+
+    stage.run(steps, Console(), json)
+
+
+@app.command()
+def inspect(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run directory or a recipe")],
+    row: Annotated[int, typer.Option(help="which trajectory, from 0")],
+    position: Annotated[int, typer.Option(help="which of its response tokens, from 0")],
+    set_: Sets = None,
+    json: Json = False,
+) -> None:
+    """Show one decision: candidates, behaviour, every model, every pair's shift, the targets."""
+    file, here = _recipe_of_run(run)
+    steps = _load([file], [*here, *(set_ or ())])
+    from rich.console import Console
+
+    from lightning_weave.stages import inspect as stage
+
+    stage.run(steps, row, position, Console(), json)
+
+
+def _recipe_of_run(run: str) -> tuple[str, list[str]]:
+    """Take a run directory by its own recipe.toml, wherever it stands now."""
+    import json
+    from pathlib import Path
+
+    from lightning_weave.errors import InputError
+
+    folder = Path(run)
+    if not folder.is_dir():
+        return run, []
+    if not (folder / "recipe.toml").is_file():
+        raise InputError(f"{run}: no recipe.toml here, so no run directory. Give runs/NAME, or a recipe")
+    place = folder.resolve()
+    return str(folder / "recipe.toml"), [f"runs={json.dumps(str(place.parent))}", f"name={json.dumps(place.name)}"]
 
 
 @app.command()

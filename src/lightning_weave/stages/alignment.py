@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,8 +34,8 @@ class Alignment:
         cls, steps: Steps, scored: ScoredModel, limit: int | None, masked_ids: frozenset[int] = frozenset()
     ) -> "Alignment":
         """Align the tokenizer of one anchor model with the student's."""
-        student = load_tokenizer(steps.student_path, steps.recipe.student.trust_remote_code)
-        anchor = load_tokenizer(steps.path_of(scored.model, scored.revision), scored.trust_remote_code)
+        student = student_tokenizer(steps)
+        anchor = open_tokenizer(steps.path_of(scored.model, scored.revision), scored.trust_remote_code)
         if scored.bos and anchor.bos_token_id is None:
             raise InputError(
                 f"anchors: bos = true, but the tokenizer of {scored.model} has no such token. Leave it out"
@@ -69,7 +71,7 @@ def _native_prompts(steps: Steps, scored: ScoredModel, anchor: Any) -> list[list
     assert scored.template is not None
     stage = steps.store.stage(steps.prompts)
     stage.require()
-    speaker = load_tokenizer(steps.path_of(*scored.template), scored.trust_remote_code)
+    speaker = open_tokenizer(steps.path_of(*scored.template), scored.trust_remote_code)
     if not speaker.chat_template:
         raise InputError(
             f'anchors: prompt = "native", but the tokenizer of {scored.template[0]} has no chat template. '
@@ -86,3 +88,19 @@ def _native_text(prompt: Prompt, speaker: Any, steps: Steps) -> str:
             'Add them to its line, or use prompt = "student"'
         )
     return render(prompt.messages, speaker, True, steps.recipe.prompts.thinking)
+
+
+def student_tokenizer(steps: Steps) -> Any:
+    """Load the student's tokenizer, once."""
+    return open_tokenizer(steps.student_path, steps.recipe.student.trust_remote_code)
+
+
+def open_tokenizer(path: Path, trust_remote_code: bool) -> Any:
+    """Load a tokenizer, or take the one that was loaded from the same files before: reading its spellings is slow."""
+    stamps = tuple(sorted((file.name, file.stat().st_mtime_ns) for file in path.glob("*.json")))
+    return _opened(path, trust_remote_code, stamps)
+
+
+@lru_cache(maxsize=8)
+def _opened(path: Path, trust_remote_code: bool, stamps: tuple[tuple[str, int], ...]) -> Any:
+    return load_tokenizer(path, trust_remote_code)

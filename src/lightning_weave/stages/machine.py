@@ -16,6 +16,11 @@ from lightning_weave.store import Store, read_json, write_json
 def set_up(recipe: Recipe, store: Store) -> torch.device:
     """Choose device and threads. A measured thread count is kept with the run, so that its resumes round alike."""
     torch.set_num_threads(recipe.machine.threads or _kept_threads(store.run_dir / "machine.json"))
+    return choose_device(recipe)
+
+
+def choose_device(recipe: Recipe) -> torch.device:
+    """Take the device that the recipe names, or the best there is."""
     if recipe.machine.device == "cuda" and not torch.cuda.is_available():
         raise InputError('machine.device = "cuda": no CUDA device is visible here. Use "auto" or "cpu"')
     return torch.device("cpu") if recipe.machine.device == "cpu" else default_device()

@@ -12,6 +12,7 @@ from lightning_weave.models.load import load_model, load_tokenizer, vocabulary_s
 from lightning_weave.models.untrained import untrained_rows
 from lightning_weave.progress import Progress
 from lightning_weave.stages.alignment import Alignment
+from lightning_weave.stages.checks.end_of_turn import warn_if_masked
 from lightning_weave.stages.machine import compute_dtype, my_share, set_up
 from lightning_weave.stages.steps import ScoredModel, Steps
 from lightning_weave.store.ledger import measure
@@ -26,6 +27,10 @@ def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> 
     for scored, name in names.items():
         if only is None or name in only:
             score_model(steps, scored, progress)
+    for anchor in steps.recipe.anchors:
+        finding = warn_if_masked(steps, anchor)
+        if finding is not None and finding.verdict == "warning":
+            progress.say(f"{finding.verdict}: {finding.about}: {finding.text}")
 
 
 def score_model(steps: Steps, scored: ScoredModel, progress: Progress) -> None:

@@ -16,6 +16,7 @@ from lightning_weave.models.load import resolve_model
 from lightning_weave.store import Step, Store, file_identity, model_identity
 
 Role = Literal["post", "pre"]
+ROLES: tuple[Role, Role] = ("post", "pre")
 TRAIN_EXECUTION = {
     "token_budget",
     "checkpoint_every",
@@ -137,11 +138,7 @@ class Steps:
     @cached_property
     def score_names(self) -> dict[ScoredModel, str]:
         """Folder names of the models to score: short, and distinct where two would clash."""
-        models = [
-            ScoredModel.of(anchor, role)
-            for anchor in self.recipe.anchors.values()
-            for role in ("post", "pre")  # type: tuple[Role, ...]
-        ]
+        models = [ScoredModel.of(anchor, role) for anchor in self.recipe.anchors.values() for role in ROLES]
         distinct = list(dict.fromkeys(models))
         slugs = [slug(scored.model) for scored in distinct]
         return {

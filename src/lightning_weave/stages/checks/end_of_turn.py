@@ -1,0 +1,158 @@
+"""The end of a turn: often masked across tokenizers by the paper's rule, and with it all supervision of stopping."""
+
+import json
+import tomllib
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_weave.models.load import stop_ids
+from lightning_weave.models.untrained import OutputMatrix
+from lightning_weave.stages.alignment import open_tokenizer, student_tokenizer
+from lightning_weave.stages.checks.findings import Finding, listed, percent, visible
+from lightning_weave.stages.checks.sample import STOP, places
+from lightning_weave.stages.steps import Steps
+from lightning_weave.tokens import TokenMap, breaking_tokens, suggest_alias
+from lightning_weave.types import Candidates, Rollouts, Scores
+
+MASKED_SHARE = 0.05  # of finished rows, above which it is worth a warning
+ENDS = 2048  # rows that are looked at
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The last decision of each finished row: what was drawn, what could have been, whether the pair is valid there."""
+
+    sampled_R: NDArray[np.int32]
+    candidate_ids_RC: NDArray[np.int32]
+    valid_R: NDArray[np.bool_]
+
+
+def scored_ends(steps: Steps, anchor: str) -> Ends:
+    """Read the ends of finished rows and where a scored pair is valid."""
+    rollout, reference = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
+    scores = [steps.store.stage(step) for step in steps.scores_of(anchor)]
+    sampled, candidates, valid, validity = [], [], [], steps.recipe.anchors[anchor].validity
+    for shard, place in places(steps, ENDS):
+        rows = rollout.open(Rollouts, shard).read(place, place + 1)
+        if rows.finish_R[0] != STOP or not len(rows.response_ids[0]):
+            continue
+        mapped = [stage.open(Scores, shard).read(place, place + 1).mapped[0][-1] for stage in scores]
+        sampled.append(rows.response_ids[0][-1])
+        candidates.append(reference.open(Candidates, shard).read(place, place + 1).ids[0][-1])
+        valid.append(is_supervised(validity, mapped[0] & mapped[1], candidates[-1] == sampled[-1]))
+    count = steps.recipe.reference.candidates
+    ids_RC = np.array(candidates, dtype=np.int32).reshape(len(candidates), count)
+    return Ends(np.array(sampled, dtype=np.int32), ids_RC, np.array(valid, dtype=np.bool_))
+
+
+def is_supervised(validity: str, mapped_C: NDArray[np.bool_], sampled_C: NDArray[np.bool_]) -> bool:
+    """Say whether a decision carries a shift; candidate by candidate, it is the sampled one that must."""
+    return bool(mapped_C.all() if validity == "position" else mapped_C[sampled_C].any())
+
+
+def warn_if_masked(steps: Steps, anchor: str) -> Finding | None:
+    """Judge a pair whose two models are scored; None where they are not."""
+    if any(steps.store.stage(step).state() != "done" for step in steps.scores_of(anchor)):
+        return None
+    return judge_ends(steps, anchor, scored_ends(steps, anchor))
+
+
+def judge_ends(steps: Steps, anchor: str, ends: Ends) -> Finding:
+    """Say how many end-of-turn decisions a pair cannot supervise, and the line that changes it."""
+    about, check, finished = f"anchors.{anchor}", "end of turn", len(ends.valid_R)
+    if not finished:
+        return Finding(about, check, "note", "no sampled row has ended by itself: nothing to learn about stopping here")
+    share = 1 - float(ends.valid_R.mean())
+    figures: dict[str, Any] = {"masked": share, "finished": finished}
+    said = f"{percent(share)} of the end-of-turn decisions of {finished:,} finished rows are masked"
+    if share <= MASKED_SHARE:
+        return Finding(about, check, "note" if share else "ok", said, figures)
+    masked = ~ends.valid_R
+    advice, found = _advice(steps, anchor, ends.sampled_R[masked], ends.candidate_ids_RC[masked], finished)
+    return Finding(about, check, "warning", f"{said}: stopping is not supervised there. {advice}", figures | found)
+
+
+def judge_stops(steps: Steps, anchor: str) -> Finding:
+    """Say the same before anything is sampled: does the student's end of turn have a counterpart?"""
+    student, tokenizers = student_tokenizer(steps), _anchor_tokenizer(steps, anchor)
+    tokens = TokenMap.between(student, tokenizers, steps.recipe.anchors[anchor].aliases)
+    stops = _ordered_stops(steps, student, [])
+    _, mapped = tokens.candidate_map(torch.tensor(stops))
+    alone = [
+        visible(student.convert_ids_to_tokens(id))
+        for id, found in zip(stops, mapped.tolist(), strict=True)
+        if not found
+    ]
+    about, check = f"anchors.{anchor}", "end of turn"
+    if not alone:
+        return Finding(about, check, "ok", "every stop token of the student has a counterpart")
+    line, figures = alias_line(steps, anchor, [])
+    said = f"{listed(alone)} has no counterpart: decisions with it among the candidates are masked"
+    if line is None:
+        return Finding(about, check, "note", said, {"stops": alone})
+    verdict: Any = "warning" if not mapped[0] else "note"
+    return Finding(about, check, verdict, f"{said}. To supervise stopping, add to [anchors.{anchor}]: {line}", figures)
+
+
+def _advice(
+    steps: Steps, anchor: str, sampled_R: NDArray, candidate_ids_RC: NDArray, finished: int
+) -> tuple[str, dict[str, Any]]:
+    """Find what masks these decisions, and whether an alias would help."""
+    section, ids_RC = steps.recipe.anchors[anchor], torch.from_numpy(candidate_ids_RC)
+    student, other = student_tokenizer(steps), _anchor_tokenizer(steps, anchor)
+    tokens = TokenMap.between(student, other, section.aliases)
+    line, figures = alias_line(steps, anchor, sampled_R.tolist())
+    advice = ""
+    if line is not None:
+        tokens = TokenMap.between(student, other, tomllib.loads(line)["aliases"])
+        _, valid_R = tokens.candidates(ids_RC)
+        figures["masked_with_alias"] = (~valid_R).sum().item() / finished
+        advice = f"Add to [anchors.{anchor}]: {line}  (then {percent(figures['masked_with_alias'])} are masked). "
+        if figures["masked_with_alias"] <= MASKED_SHARE:
+            return advice, figures
+    figures["breaking"] = breaking = [visible(text) for text, _ in breaking_tokens(tokens, ids_RC)]
+    if breaking:
+        words = listed(f"'{text}'" for text in breaking)
+        return f'{advice}These candidates mask them: {words}; validity = "candidate" would mask only them', figures
+    return f'{advice}An untrained = "mask", a context limit or a token without spelling masks them', figures
+
+
+def alias_line(steps: Steps, anchor: str, sampled: list[int]) -> tuple[str | None, dict[str, Any]]:
+    """Write the recipe line that supervises stopping, with what the pre-anchor's untrained row makes necessary."""
+    section, student, other = steps.recipe.anchors[anchor], student_tokenizer(steps), _anchor_tokenizer(steps, anchor)
+    aliased = {id for text in section.aliases for id in [student.convert_tokens_to_ids(text)]}
+    stops = [id for id in _ordered_stops(steps, student, sampled) if id not in aliased]
+    suggested = suggest_alias(student, other, stops)
+    taken = set(section.aliases.values())
+    if suggested is None or set(tomllib.loads(suggested)["aliases"].values()) & taken:
+        return None, {}
+    aliases = section.aliases | tomllib.loads(suggested)["aliases"]
+    pairs = (
+        f"{json.dumps(one, ensure_ascii=False)} = {json.dumps(two, ensure_ascii=False)}" for one, two in aliases.items()
+    )
+    line = f"aliases = {{ {', '.join(pairs)} }}"
+    if section.untrained is None and _ends_untrained(steps, anchor, other):
+        line += '\nuntrained = "mask"'
+    return line, {"alias": line}
+
+
+def _ends_untrained(steps: Steps, anchor: str, tokenizer: Any) -> bool:
+    section = steps.recipe.anchors[anchor]
+    matrix = OutputMatrix.of(steps.path_of(section.pre, section.pre_revision))
+    return matrix is not None and tokenizer.eos_token_id in matrix.untrained(sorted(tokenizer.added_tokens_decoder))
+
+
+def _ordered_stops(steps: Steps, student: Any, sampled: list[int]) -> list[int]:
+    """Order the stop tokens by how often they were drawn, the tokenizer's own first among equals."""
+    drawn = Counter(sampled)
+    return sorted(stop_ids(steps.student_path, student), key=lambda id: (-drawn[id], id != student.eos_token_id, id))
+
+
+def _anchor_tokenizer(steps: Steps, anchor: str) -> Any:
+    section = steps.recipe.anchors[anchor]
+    return open_tokenizer(steps.path_of(section.post, section.post_revision), section.trust_remote_code)

@@ -1,0 +1,67 @@
+"""What a check has found: a verdict, a sentence for people, and its figures for machines."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Verdict = Literal["ok", "note", "warning"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `lweave doctor`."""
+
+    about: str  # the dotted key of the recipe that it concerns
+    check: str
+    verdict: Verdict
+    text: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def visible(text: str) -> str:
+    """Write a text so that a terminal shows every character of it and obeys none.
+
+    >>> visible("a\\n\\x1b[31m\\u202eb é 数")
+    'a\\\\n\\\\x1b[31m\\\\u202eb é 数'
+    """
+    return "".join(
+        char if char.isprintable() and char != "\\" else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def percent(share: float) -> str:
+    """Write a share so that neither "all" nor "none" is said of a little less or more.
+
+    >>> percent(1.0), percent(0.99996), percent(0.5), percent(0.00004), percent(0.0)
+    ('100 %', '99.99 %', '50.0 %', '0.01 %', '0 %')
+    """
+    if share in (0, 1):
+        return f"{100 * share:.0f} %"
+    value = 100 * share
+    if value > 99.9 or value < 0.1:
+        return f"{min(max(value, 0.01), 99.99):.2f} %"
+    return f"{value:.1f} %"
+
+
+def size(count: float) -> str:
+    """Write bytes as people say them.
+
+    >>> size(1234), size(56_700_000), size(12e9)
+    ('1.2 kB', '56.7 MB', '12.0 GB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def listed(words: Iterable[str], most: int = 8) -> str:
+    """Name a few and count the rest.
+
+    >>> listed(["a", "b"]), listed("abc", most=2)
+    ('a, b', 'a, b and 1 more')
+    """
+    found = list(words)
+    rest = f" and {len(found) - most:,} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + rest
