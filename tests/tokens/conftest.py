@@ -91,7 +91,7 @@ def small_pieces() -> Any:
 @pytest.fixture(scope="session")
 def small_llama() -> Any:
     letters = [*"▁abcdefghijklmnopqrstuvwxyz<>/|"]
-    return sentencepiece([*letters, "th", "the", "▁the", "▁▁", "in"], dummy_space=True)
+    return sentencepiece([*letters, "th", "the", "▁the", "▁▁", "in"], added=("▁▁",), dummy_space=True)
 
 
 BIG = ["qwen3", "deepseek", "mistral", pytest.param("tekken", marks=pytest.mark.slow)]

@@ -204,6 +204,17 @@ def test_twins_of_one_spelling_stay_one_to_one(small_pieces: Any, small_llama: A
     assert to_bytes.project([letter, byte])[0] == small_bytes.convert_tokens_to_ids(["a", "a"])
 
 
+def test_a_token_leads_to_the_one_that_the_anchor_prefers(small_pieces: Any, small_llama: Any) -> None:
+    only, piece, byte = (
+        small_llama.convert_tokens_to_ids("<0x0A>"),
+        *small_pieces.convert_tokens_to_ids(["\n", "<0x0A>"]),
+    )
+    there, back = TokenMap.between(small_llama, small_pieces), TokenMap.between(small_pieces, small_llama)
+    assert there.candidate_map(torch.tensor([only]))[0].tolist() == there.project([only])[0] == [piece]
+    anchor_ids, mapped = back.candidate_map(torch.tensor([piece, byte]))
+    assert (anchor_ids[0], mapped.tolist()) == (only, [True, False])
+
+
 def test_an_alias_maps_the_candidate_and_never_the_context(qwen3: Any, deepseek: Any, align: Align) -> None:
     plain = align(qwen3, deepseek)
     tokens = TokenMap.between(qwen3, deepseek, aliases={"<|im_end|>": "<｜end▁of▁sentence｜>"})

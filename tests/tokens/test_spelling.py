@@ -63,10 +63,14 @@ def test_state_left_by_padding_and_truncation_does_not_matter() -> None:
     tokenizer.backend_tokenizer.enable_padding(length=8)
     tokenizer.backend_tokenizer.enable_truncation(1)
     assert spell(tokenizer, tokenizer.convert_tokens_to_ids("<think>")) == b"<think>"
-    # Cut off after its first token, "é!" would look as if it came back whole.
-    broken = byte_level([], added=("é!",))
-    broken.backend_tokenizer.enable_truncation(1)
-    assert len(broken) - 1 not in Spelling.of(broken).bytes_of
+
+
+def test_text_is_never_cut_into_a_control_token() -> None:
+    backend = Tokenizer(models.BPE(vocab={"<": 0, "s": 1, ">": 2, "<s>": 3}, merges=[], ignore_merges=True))
+    backend.decoder = decoders.ByteLevel()
+    assert Spelling.of(backend).cut(b"<s>") == (3,)
+    backend.add_special_tokens(["<s>", "<end>"])
+    assert Spelling.of(backend).cut(b"<s>") == (0, 1, 2)
 
 
 def test_tokens_added_later_are_seen() -> None:

@@ -95,16 +95,14 @@ class TokenMap:
 
 
 def counterparts(student: Spelling, anchor: Spelling, id: int) -> list[int]:
-    """List the anchor tokens that are this student token, the likeliest first.
+    """List the anchor tokens that are this student token, the one that the anchor's tokenizer prefers first.
 
     They have its spelling; but a control token and a piece of text that looks like it are two things.
     """
-    kind = student.kinds[id]
-    found = anchor.ids_of.get(student.bytes_of[id], [])
-    if len(found) > 1:
-        found = sorted(found, key=lambda other: anchor.kinds[other] != kind)
-    unlike = {Kind.CONTROL: (Kind.PIECE, Kind.BYTE), Kind.ADDED: ()}.get(kind, (Kind.CONTROL,))
-    return [other for other in found if anchor.kinds[other] not in unlike]
+    found, kind = anchor.ids_of.get(student.bytes_of[id], []), student.kinds[id]
+    if kind == Kind.CONTROL:
+        return [other for other in found if anchor.kinds[other] <= Kind.ADDED]
+    return [other for other in found if anchor.kinds[other] != Kind.CONTROL or kind == Kind.ADDED]
 
 
 def atomic_ids(student: Spelling, anchor: Spelling) -> dict[int, int]:

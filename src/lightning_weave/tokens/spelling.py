@@ -113,7 +113,7 @@ class Spelling:
         spelling = self.bytes_of.get(id, b"")
         encoded = self.backend.encode(spelling.decode(errors="replace"), add_special_tokens=False)
         unpadded = [one for one, real in zip(encoded.ids, encoded.attention_mask, strict=True) if real]
-        if encoded.overflowing or unpadded != [id]:
+        if unpadded != [id]:
             # A tokenizer that puts a space before every text hides its own pieces: ask the model alone.
             unpadded = self._cut_written(spelling)
         return unpadded == [id]
