@@ -167,7 +167,7 @@ def test_running_out_of_memory_halves_the_batch_and_changes_no_trajectory(caplog
     expected = HFSampler(model, STOP, VOCABULARY).sample(requests, PLAIN)
 
     def refuse(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if kwargs["past_key_values"].get_seq_length() > 5 and len(kwargs["input_ids"]) > 3:
+        if kwargs["past_key_values"].get_seq_length() > 2 and len(kwargs["input_ids"]) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
