@@ -227,6 +227,22 @@ def world_build(
 
 
 @app.command()
+def interpolate(
+    first: Annotated[str, typer.Argument(metavar="A", help="checkpoint at 0")],
+    second: Annotated[str, typer.Argument(metavar="B", help="checkpoint at 1, of the same shape")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="directory to make")],
+    share: Annotated[float, typer.Option("--lambda", help="how far to go from A to B")] = 0.5,
+) -> None:
+    """Mix the weights of two checkpoints; list OUT under [policies] to evaluate it."""
+    from pathlib import Path
+
+    from lightning_weave.models.interpolate import interpolate as mix
+    from lightning_weave.models.load import resolve_model
+
+    mix(resolve_model(first), resolve_model(second), share, Path(out))
+
+
+@app.command()
 def status(recipe: Files, set_: Sets = None) -> None:
     """Say what is done, stale or missing, and what to type next."""
     steps = _load(recipe, set_)

@@ -57,7 +57,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
 
 def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> Any:
     """Load a causal language model for inference: safetensors only, the dtype that was asked for, no gradients."""
-    _check_weights(path)
+    check_weights(path)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
@@ -125,7 +125,8 @@ def default_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def _check_weights(path: Path) -> None:
+def check_weights(path: Path) -> None:
+    """Refuse a directory that holds no checkpoint, or only one that could run code when it is loaded."""
     if not (path / "config.json").is_file():
         hint = "a LoRA adapter; merge it into its base model" if (path / "adapter_config.json").is_file() else None
         raise InputError(f"{path}: no config.json here, so no checkpoint ({hint or 'give the directory that has it'})")

@@ -1,0 +1,108 @@
+"""Walk from one checkpoint to another of the same shape, one tensor in memory at a time (model interpolation)."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from lightning_weave.errors import InputError
+from lightning_weave.models.load import check_weights
+
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where the tensors of a checkpoint directory are."""
+
+    folder: Path
+    files: dict[str, str]  # tensor -> file
+
+    @classmethod
+    def of(cls, folder: Path) -> "Weights":
+        check_weights(folder)
+        files: dict[str, str] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as tensors:
+                files |= dict.fromkeys(tensors.keys(), path.name)
+        return cls(folder, files)
+
+    def shape(self, name: str) -> tuple[list[int], str]:
+        with safe_open(self.folder / self.files[name], framework="pt") as tensors:
+            part = tensors.get_slice(name)
+            return part.get_shape(), part.get_dtype()
+
+    def read(self, name: str) -> Tensor:
+        with safe_open(self.folder / self.files[name], framework="pt") as tensors:
+            return tensors.get_tensor(name)
+
+
+def interpolate(first: Path, second: Path, share: float, out: Path) -> None:
+    """Write (1 - share) * first + share * second; everything but the weights is the first's."""
+    if not 0 <= share <= 1:
+        raise InputError(f"--lambda {share}: must be between 0 (the first checkpoint) and 1 (the second)")
+    if out.exists():
+        raise InputError(f"{out} exists already. Give another directory, or remove it")
+    one, two = Weights.of(first), Weights.of(second)
+    _check_same_shape(one, two)
+    unfinished = out.with_name(f".tmp-{out.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    for path in sorted(first.iterdir()):
+        if path.is_file() and path.suffix != ".safetensors":
+            shutil.copyfile(path, unfinished / path.name)
+    for file in sorted(set(one.files.values())):
+        names = [name for name, holder in one.files.items() if holder == file]
+        _write(unfinished / file, {name: one.shape(name) for name in names}, _mixed(one, two, names, share))
+    os.rename(unfinished, out)
+
+
+def _mixed(one: Weights, two: Weights, names: list[str], share: float) -> Iterator[Tensor]:
+    for name in names:
+        if share in (0, 1):  # bit for bit, whatever float32 would make of it
+            yield (two if share else one).read(name)
+        else:
+            a, b = one.read(name), two.read(name)
+            yield torch.lerp(a.float(), b.float(), share).to(a.dtype) if a.is_floating_point() else a
+
+
+def _check_same_shape(one: Weights, two: Weights) -> None:
+    if differing := sorted(one.files.keys() ^ two.files.keys()):
+        raise InputError(
+            f"{one.folder} and {two.folder} are not of one shape: only one of them has {differing[0]}. "
+            "Interpolation needs two checkpoints of the same architecture"
+        )
+    for name in one.files:
+        if one.shape(name) != two.shape(name):
+            raise InputError(
+                f"{name} is {one.shape(name)} in {one.folder} but {two.shape(name)} in {two.folder}. "
+                "Interpolation needs two checkpoints of the same shape and dtype"
+            )
+
+
+def _write(path: Path, shapes: dict[str, tuple[list[int], str]], tensors: Iterator[Tensor]) -> None:
+    """Write a safetensors file tensor by tensor; the library would want all of them at once."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in shapes.items():
+        size = torch.Size(shape).numel() * _BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
