@@ -40,7 +40,16 @@ def test_bytes_are_cut_without_loss(tokenizer: Any) -> None:
 
 def test_text_is_cut_as_the_tokenizer_cuts_it(qwen3: Any, deepseek: Any) -> None:
     for tokenizer in (qwen3, deepseek):
-        for word in ("<|im_middle|>assistant", ");\n\n\n", "123456", "你好世界", " 👩‍👩‍👧", "\\frac{1}{2}"):
+        for word in (
+            "<|im_middle|>assistant",
+            "x\n\n\n  y",
+            "การเรียนรู้",
+            ");\n\n\n",
+            "123456",
+            "你好世界",
+            " 👩‍👩‍👧",
+            "\\frac{1}{2}",
+        ):
             assert list(Spelling.of(tokenizer).cut(word.encode()) or []) == tokenizer.encode(word)
 
 
