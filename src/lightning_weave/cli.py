@@ -243,6 +243,49 @@ def interpolate(
 
 
 @app.command()
+def sweep(
+    recipe: Files,
+    shares: Annotated[str, typer.Option(metavar="S,S,...", help="shares of one anchor, from 0 to 1")],
+    anchor: Annotated[str | None, typer.Option(help="whose share; unsaid: the last anchor's")] = None,
+    alphas: Annotated[str | None, typer.Option(metavar="A,A,...", help="every share at each of these alphas")] = None,
+    set_: Sets = None,
+) -> None:
+    """Train and evaluate a row of weights from one cache, and print their frontier as it grows."""
+    wanted = _numbers("--shares", shares), _numbers("--alphas", alphas) if alphas else None
+    steps = _load(recipe, set_)
+    from rich.console import Console
+
+    from lightning_weave.stages import sweep as stage
+
+    plan = stage.plan_sweep(steps.recipe, wanted[0], anchor, wanted[1])
+    with _writing(steps):
+        stage.run(steps, plan, _progress(), Console())
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    from lightning_weave.errors import InputError
+
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise InputError(f"{option} {text}: must be numbers with commas between, for example 0.25,0.5,0.75") from None
+
+
+@app.command()
+def report(
+    recipe: Annotated[
+        list[str], typer.Argument(metavar="RECIPE...", help="one run each; several of one student merge")
+    ],
+    set_: Sets = None,
+) -> None:
+    """Draw what happened and why: one page that opens from disk."""
+    runs = [_load([file], set_) for file in recipe]
+    from lightning_weave.stages import report as stage
+
+    stage.run(runs, _progress())
+
+
+@app.command()
 def status(recipe: Files, set_: Sets = None) -> None:
     """Say what is done, stale or missing, and what to type next."""
     steps = _load(recipe, set_)

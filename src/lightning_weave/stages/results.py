@@ -1,17 +1,21 @@
 """What evaluation found: the paper's table over all policies, and one point per policy for machines."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
-from lightning_weave.bench.summary import Summary, combine, read_summary
+from lightning_weave.bench.summary import Overall, Summary, combine, read_summary
 from lightning_weave.config import Composition
+from lightning_weave.errors import InputError
 from lightning_weave.report.tables import PolicyRow, Score, console
 from lightning_weave.stages.steps import Steps
 
+Found = dict[str, list[Summary]]  # policy -> its benchmarks
 
-def summaries(steps: Steps) -> dict[str, list[Summary]]:
+
+def summaries(steps: Steps) -> Found:
     """Every finished evaluation of every policy that has all benchmarks done."""
     found = {}
     for policy in steps.policies:
@@ -21,12 +25,26 @@ def summaries(steps: Steps) -> dict[str, list[Summary]]:
     return found
 
 
-def policy_rows(found: dict[str, list[Summary]]) -> list[PolicyRow]:
+def merge(runs: Sequence[Found]) -> Found:
+    """Join runs of one student: a policy that all of them evaluated is one row over all their benchmarks."""
+    names = [summary.benchmark for found in runs for summary in next(iter(found.values()), [])]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"two of the recipes evaluate on {twice[0]}; a benchmark counts once. Leave it out of one")
+    shared = [policy for policy in runs[0] if all(policy in found for found in runs)]
+    return {policy: [summary for found in runs for summary in found[policy]] for policy in shared}
+
+
+def overalls(found: Found) -> dict[str, Overall]:
+    """Average every policy over its benchmarks, and compare it with the base where that was evaluated."""
+    return {policy: combine(results, found.get("base")) for policy, results in found.items()}
+
+
+def policy_rows(found: Found, combined: Mapping[str, Overall] | None = None) -> list[PolicyRow]:
     """One row per policy, compared with the base where it was evaluated."""
-    base = found.get("base")
+    combined = overalls(found) if combined is None else combined
     rows = []
     for policy, results in found.items():
-        overall = combine(results, base)
+        overall = combined[policy]
         aes = overall.comparison.average.aes if overall.comparison else None
         rows.append(
             PolicyRow(
@@ -42,7 +60,7 @@ def policy_rows(found: dict[str, list[Summary]]) -> list[PolicyRow]:
     return rows
 
 
-def points(steps: Steps, rows: list[PolicyRow]) -> list[dict[str, Any]]:
+def points(steps: Steps, rows: Sequence[PolicyRow]) -> list[dict[str, Any]]:
     """points.json: a list of policies with weights, alpha, accuracy, tokens and AES with its interval."""
     return [_point(row, steps.recipe.compositions.get(row.policy)) for row in rows]
 

@@ -1,0 +1,68 @@
+"""What sort of text a token is, and how a token is shown to people."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_weave.tokens.spelling import Kind as Origin
+from lightning_weave.tokens.spelling import Spelling
+
+TokenKind = Literal["digits", "words", "punctuation", "whitespace", "end of thinking", "end of sequence", "special"]
+KINDS: tuple[TokenKind, ...] = (
+    "digits",
+    "words",
+    "punctuation",
+    "whitespace",
+    "end of thinking",
+    "end of sequence",
+    "special",
+)
+END_OF_THINKING = "</think>"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The student's tokens as text."""
+
+    spelling: Spelling
+    stop_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: Any, stop_ids: Iterable[int]) -> "Vocabulary":
+        return cls(Spelling.of(tokenizer), frozenset(stop_ids))
+
+    @property
+    def size(self) -> int:
+        return max(self.spelling.strings, default=-1) + 1
+
+    def text(self, id: int) -> str:
+        """The token's own text; bytes that are no character by themselves are written out."""
+        spelt = self.spelling.bytes_of.get(id)
+        if spelt is not None:
+            return spelt.decode(errors="backslashreplace")
+        return self.spelling.strings.get(id, f"<id {id}>")
+
+    def kind(self, id: int) -> TokenKind:
+        """Sort a token by what it is for."""
+        if id in self.stop_ids:
+            return "end of sequence"
+        text = self.text(id)
+        if text.strip() == END_OF_THINKING:
+            return "end of thinking"
+        if self.spelling.kinds.get(id) == Origin.CONTROL:
+            return "special"
+        return kind_of_text(text)
+
+
+def kind_of_text(text: str) -> TokenKind:
+    """Sort ordinary text.
+
+    >>> [kind_of_text(text) for text in (" 42", "the", "x1", "+", "  ")]
+    ['digits', 'words', 'words', 'punctuation', 'whitespace']
+    """
+    bare = text.strip()
+    if not bare:
+        return "whitespace"
+    if any(char.isalpha() for char in bare):
+        return "words"
+    return "digits" if any(char.isdigit() for char in bare) else "punctuation"

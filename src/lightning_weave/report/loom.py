@@ -1,0 +1,111 @@
+"""The trajectories that the page holds, packed so that the page can weave them again with other weights."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_weave.maths import RESIDUAL_FLOOR
+from lightning_weave.report.kinds import Vocabulary
+from lightning_weave.report.survey import ShardView
+from lightning_weave.types import FinishReason
+
+
+@dataclass(frozen=True)
+class Thread:
+    """One trajectory of the cache, perhaps cut after its first decisions, and what trained students say there."""
+
+    name: str
+    prompt: str
+    tokens: int  # of the whole response
+    finish: FinishReason
+    view: ShardView
+    students: Mapping[str, tuple[NDArray[np.float32], NDArray[np.float32]]]  # logp_PC, mass_P on the candidates
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A composition that the reader can start from."""
+
+    name: str
+    weights: Mapping[str, float]
+    alpha: float
+
+
+def draw_rows(rows: int, count: int, seed: int) -> list[int]:
+    """Choose trajectories by seed alone.
+
+    >>> draw_rows(5, 9, seed=1)
+    [0, 1, 2, 3, 4]
+    """
+    return sorted(np.random.default_rng(seed).permutation(rows)[:count].tolist())
+
+
+def bytes_per_decision(candidates: int, anchors: int, students: int) -> int:
+    """What one decision takes in the page: candidates and scores, as base64."""
+    numbers = candidates * (2 + anchors + students) + 2 + students  # ids, behaviour, shifts, students; other, sampled
+    return (4 * numbers + anchors) * 4 // 3
+
+
+def longest_that_fits(lengths: Sequence[int], decisions: int) -> int:
+    """Find the length to cut rows to so that they hold no more than `decisions` together.
+
+    >>> longest_that_fits([3, 10, 10], 15)
+    6
+    """
+    left, rows = decisions, sorted(lengths)
+    for taken, length in enumerate(rows):
+        each = left // (len(rows) - taken)
+        if length > each:
+            return max(each, 1)
+        left -= length
+    return max(lengths, default=0)
+
+
+def pack(
+    threads: Sequence[Thread], anchors: Sequence[str], settings: Sequence[Setting], vocabulary: Vocabulary
+) -> dict[str, Any]:
+    """Lay the trajectories out as flat arrays in base64, tokens by their place in one list of texts."""
+    views = [thread.view for thread in threads]
+    ids_PC = np.concatenate([view.ids_PC for view in views])
+    sampled_P = np.concatenate([view.sampled_P for view in views])
+    known, places = np.unique(np.concatenate([ids_PC.reshape(-1), sampled_P]), return_inverse=True)
+    students = list(threads[0].students)
+    return {
+        "anchors": list(anchors),
+        "settings": [
+            {"name": one.name, "weights": [one.weights.get(a, 0.0) for a in anchors], "alpha": one.alpha}
+            for one in settings
+        ],
+        "floor": RESIDUAL_FLOOR,
+        "candidates": ids_PC.shape[1],
+        "texts": [vocabulary.text(int(id)) for id in known],
+        "kinds": [vocabulary.kind(int(id)) for id in known],
+        "threads": [
+            {"name": thread.name, "prompt": thread.prompt, "tokens": thread.tokens, "finish": thread.finish,
+             "shown": len(thread.view.sampled_P)}
+            for thread in threads
+        ],
+        "ids": _base64(places[: ids_PC.size], "<u4"),
+        "sampled": _base64(places[ids_PC.size :], "<u4"),
+        "logp": _base64(np.concatenate([view.logp_PC for view in views]), "<f4"),
+        "other": _base64(np.concatenate([view.other_logp_P for view in views]), "<f4"),
+        "shifts": [_base64(np.concatenate([view.r_KPC[k] for view in views]), "<f4") for k in range(len(anchors))],
+        "mapped": [
+            _base64(np.concatenate([view.mapped_KPC[k] for view in views]), "u1") for k in range(len(anchors))
+        ],
+        "valid": [_base64(np.concatenate([view.valid_KP[k] for view in views]), "u1") for k in range(len(anchors))],
+        "students": {name: _student(threads, name) for name in students},
+    }  # fmt: skip
+
+
+def _student(threads: Sequence[Thread], name: str) -> dict[str, str]:
+    logp_PC, mass_P = (np.concatenate([thread.students[name][part] for thread in threads]) for part in (0, 1))
+    return {"logp": _base64(logp_PC, "<f4"), "mass": _base64(mass_P, "<f4")}
+
+
+def _base64(values: NDArray, dtype: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, dtype=dtype).tobytes()).decode()

@@ -1,0 +1,179 @@
+"""One self-contained page: it asks nothing of the network, and what a model wrote is text in it, never markup.
+
+Three walls: Jinja escapes everything by default; data for the script is JSON that cannot close its element; and the
+page's own policy lets only the one script run whose hash it names.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from lightning_weave.report.cases import Panel
+from lightning_weave.report.tables import MISSING, Cell, PolicyRow, cells
+
+TEMPLATES = files("lightning_weave.report") / "templates"
+ESCAPES = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing with its words: `alt` says what it shows to those who cannot see it."""
+
+    name: str
+    svg: str
+    title: str
+    caption: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number of the header."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Push:
+    """A token that an anchor pushes."""
+
+    text: str
+    amount: float
+    share: float  # of the largest in its list
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What one anchor wants more and less of."""
+
+    anchor: str
+    up: Sequence[Push]
+    down: Sequence[Push]
+
+
+@dataclass(frozen=True)
+class PairView:
+    """How two anchors get on."""
+
+    one: str
+    two: str
+    decisions: int
+    sampled: float
+    top: float
+    correlation: float
+
+
+@dataclass(frozen=True)
+class RunView:
+    """What one run has to show beside its results."""
+
+    name: str
+    loom: dict[str, Any] | None = None
+    pairs: Sequence[PairView] = ()
+    wishes: Sequence[Wishes] = ()
+    why: Sequence[Figure] = ()  # anchors and positions
+    cost: Sequence[Figure] = ()
+    details: Sequence[Figure] = ()  # training
+    cost_lines: Sequence[str] = ()
+    notes: Sequence[str] = ()  # what is missing, and the command that makes it
+
+
+@dataclass(frozen=True)
+class CaseGroup:
+    """A selector in words, and the panels that it chose."""
+
+    name: str
+    rule: str
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything on the page."""
+
+    title: str
+    headline: str
+    lead: str
+    facts: Sequence[Fact]
+    rows: Sequence[PolicyRow]
+    results: Sequence[Figure]
+    runs: Sequence[RunView]
+    cases: Sequence[CaseGroup] = ()
+    notes: Sequence[str] = ()
+    footer: Sequence[str] = field(default_factory=list)
+
+
+def render(page: Page) -> str:
+    """Write the page as one HTML file."""
+    script = _read("loom.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        _environment()
+        .get_template("page.html.j2")
+        .render(
+            page=page,
+            lines=list(zip(page.rows, cells(page.rows), strict=True)) if page.rows else [],
+            style=Markup(_read("page.css")),
+            script=Markup(script),
+            script_hash=Markup(f"'sha256-{digest}'"),
+        )
+    )
+
+
+def embed(value: Any) -> Markup:
+    """Write JSON that is data wherever it stands in a page: it can neither close its element nor open a comment.
+
+    >>> print(embed("</script><!--"))
+    "\\u003c/script\\u003e\\u003c!--"
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup("".join(ESCAPES.get(char, char) for char in text))
+
+
+def visible(text: str) -> str:
+    """Show control characters, which a browser would swallow, and unpaired surrogates, which no file can hold."""
+    text = text.replace("\r\n", "\n")
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda hit: chr(0x2400 + ord(hit[0])) if hit[0] < " " else "␡", text)
+    return re.sub(r"[\ud800-\udfff]", "\ufffd", text)
+
+
+def token(text: str) -> str:
+    """Show a token by itself: its spaces and line breaks are what matters."""
+    return visible(text.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥"))
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    filters: dict[str, Any] = {
+        "embed": embed,
+        "visible": visible,
+        "token": token,
+        "percent": lambda value: MISSING if math.isnan(value) else f"{100 * value:.0f} %",
+        "signed": lambda value: MISSING if math.isnan(value) else f"{value:+.2f}".replace("-", "−"),
+        "mark": _mark,
+        "svg": Markup,  # drawn by us; names in it were escaped by the drawing library
+    }
+    environment.filters |= filters
+    return environment
+
+
+def _mark(cell: Cell) -> Markup:
+    tag = {"best": "<b>{}</b>", "second": "<u>{}</u>", "": "{}"}[cell.mark]
+    return Markup(tag).format(cell.text.replace("-", "−"))
+
+
+def _read(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")

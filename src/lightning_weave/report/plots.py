@@ -1,0 +1,142 @@
+"""The report's other figures: profile, token budgets, training, where positions went, what it cost."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+from matplotlib import pyplot
+
+from lightning_weave.report.figures import BLUE, GREY, INK, ORANGE, PALETTE, STYLE, VERMILION, literal
+
+Line = Sequence[tuple[float, float]]
+WIDTH = 5.6
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A value with the ends of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def profile(policies: Sequence[str], columns: Mapping[str, Sequence[Bar]]) -> Any:
+    """Draw one panel per column (AES, then each benchmark), one row per policy."""
+    across = min(len(columns), 3)
+    down = -(-len(columns) // across)
+    with pyplot.rc_context(STYLE):
+        size = (WIDTH, down * (0.75 + 0.24 * len(policies)))
+        figure, grid = pyplot.subplots(down, across, figsize=size, sharey=True, squeeze=False)
+        places = list(range(len(policies)))[::-1]
+        for axes, (name, bars) in zip(grid.flat, columns.items(), strict=False):
+            colour = VERMILION if name == "AES" else BLUE
+            axes.hlines(places, [bar.low for bar in bars], [bar.high for bar in bars], color=colour, linewidth=1.0)
+            axes.scatter([bar.value for bar in bars], places, color=colour, s=22, zorder=3)
+            axes.set_title(literal(name))
+            axes.set_yticks(places, [literal(policy) for policy in policies])
+            axes.tick_params(axis="y", length=0)
+            axes.margins(0.12, 0.6 / max(len(policies), 1))
+            if name == "AES":
+                axes.axvline(0, color=INK, linewidth=0.7)
+        for axes in list(grid.flat)[len(columns) :]:
+            axes.remove()
+    return figure
+
+
+def lines(panels: Mapping[str, Mapping[str, Line]], x: str, y: str, *, logarithmic: bool = False) -> Any:
+    """Draw one panel per key with one line per policy, and one legend for all of them."""
+    names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    styles = dict(zip(names, zip(cycle(PALETTE), _dashes(len(names)), strict=False), strict=False))
+    across = min(len(panels), 2)
+    down = -(-len(panels) // across)
+    with pyplot.rc_context(STYLE):
+        legend_rows = -(-len(names) // 3)
+        size = (WIDTH, down * 2.4 + 0.2 * legend_rows)
+        figure, grid = pyplot.subplots(down, across, figsize=size, squeeze=False)
+        for axes, (title, panel) in zip(grid.flat, panels.items(), strict=False):
+            for name, line in panel.items():
+                colour, dash = styles[name]
+                marker = "o" if len(line) <= 12 else ""
+                values = [value for _, value in line]
+                axes.plot([at for at, _ in line], values, color=colour, linestyle=dash, marker=marker, markersize=3)
+            axes.set_title(literal(title))
+            axes.set_xlabel(x)
+            axes.set_ylabel(y)
+            if logarithmic and all(value > 0 for panel_line in panel.values() for _, value in panel_line):
+                axes.set_yscale("log")
+        for axes in list(grid.flat)[len(panels) :]:
+            axes.remove()
+        handles = [pyplot.Line2D([], [], color=c, linestyle=d, label=literal(n)) for n, (c, d) in styles.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _dashes(count: int) -> list[Any]:
+    """A new dash for each turn through the palette."""
+    return [DASHES[index // len(PALETTE) % len(DASHES)] for index in range(count)]
+
+
+def stacked(
+    rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], x: str, *, shares: bool = False
+) -> Any:
+    """Draw horizontal bars made of parts; with `shares`, each bar is a whole and its parts are labelled in percent."""
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(WIDTH, 0.95 + 0.3 * len(rows)))
+        for place, parts in enumerate(rows.values()):
+            start, total = 0.0, sum(parts.values()) or 1.0
+            for part, value in parts.items():
+                width = 100 * value / total if shares else value
+                axes.barh(-place, width, left=start, color=colours[part], height=0.66, edgecolor="white", linewidth=0.4)
+                if shares and width >= 8:
+                    label = {"ha": "center", "va": "center", "fontsize": 8, "color": "white"}
+                    axes.text(start + width / 2, -place, f"{width:.0f} %", **label)
+                start += width
+        axes.set_yticks([-place for place in range(len(rows))], [literal(name) for name in rows])
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(x)
+        if shares:
+            axes.set_xlim(0, 100)
+        used = dict.fromkeys(part for parts in rows.values() for part, value in parts.items() if value > 0)
+        handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[part], label=part) for part in used]
+        figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    return figure
+
+
+def amortised(shared: float, each: float, online: float | None, made: int, unit: str) -> Any:
+    """Draw what one composition costs when n of them share a cache, against online training if it was measured."""
+    counts = list(range(1, max(made, 8) + 1))
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(WIDTH, 2.6))
+        costs = [shared / count + each for count in counts]
+        axes.plot(counts, costs, color=BLUE, marker="o", markersize=3, label="offline, cache shared")
+        axes.axhline(each, color=GREY, linewidth=0.9, linestyle=DASHES[2], label="training alone")
+        axes.scatter([made], [shared / made + each], s=70, facecolors="none", edgecolors=VERMILION, zorder=3)
+        if online is not None:
+            axes.axhline(online, color=ORANGE, linewidth=1.2, label="online, measured")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"compositions from one cache (ringed: the {made} made here)")
+        axes.set_ylabel(f"{unit} per composition")
+        axes.legend()
+    return figure
+
+
+def grouped(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], x: str) -> Any:
+    """Draw a group of horizontal bars for each row, one bar per series."""
+    series = list(colours)
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(WIDTH, 0.9 + len(rows) * (0.16 + 0.15 * len(series))))
+        height = 0.8 / max(len(series), 1)
+        for number, name in enumerate(series):
+            places = [-row + 0.4 - (number + 0.5) * height for row in range(len(rows))]
+            values = [values.get(name, 0.0) for values in rows.values()]
+            axes.barh(places, values, height=0.9 * height, color=colours[name], label=literal(name))
+        axes.set_yticks([-row for row in range(len(rows))], [literal(name) for name in rows])
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(x)
+        figure.legend(loc="outside lower center", ncols=3)
+    return figure

@@ -1,0 +1,194 @@
+"""What the anchors say over a whole cache: where positions went, where anchors agree, what each of them wants.
+
+Everything is a sum that a shard adds to, so what is held never grows with the cache.
+
+A *pull* is a shift measured from its mean under the behaviour, r(a) - E_b[r]: its sign says whether the target raises
+or lowers the token's probability at first order, whatever constant the shift carries (corollary permutation-scale).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_weave.maths import compose_shifts, shift_covariance, with_other
+from lightning_weave.report.kinds import KINDS, TokenKind, Vocabulary
+
+CHUNK = 16_384  # positions held as tensors at once
+REASONS = ("kept", "kept in part", "end of turn", "no single token", "out of sight")
+KEPT, PARTLY, END_OF_TURN, NO_SINGLE_TOKEN, OUT_OF_SIGHT = range(len(REASONS))
+
+
+@dataclass(frozen=True)
+class ShardView:
+    """One shard of the cache with the shifts of K anchors. P positions, C candidates."""
+
+    sampled_P: NDArray[np.int32]
+    ids_PC: NDArray[np.int32]
+    logp_PC: NDArray[np.float32]
+    other_logp_P: NDArray[np.float32]
+    r_KPC: NDArray[np.float32]
+    mapped_KPC: NDArray[np.bool_]
+    valid_KP: NDArray[np.bool_]
+
+    def chunks(self, size: int = CHUNK) -> Iterator["ShardView"]:
+        """Cut into pieces of bounded size."""
+        for start in range(0, len(self.sampled_P), size):
+            part = slice(start, start + size)
+            yield ShardView(
+                self.sampled_P[part],
+                self.ids_PC[part],
+                self.logp_PC[part],
+                self.other_logp_P[part],
+                self.r_KPC[:, part],
+                self.mapped_KPC[:, part],
+                self.valid_KP[:, part],
+            )
+
+
+@dataclass
+class PairSums:
+    """Two anchors where both are valid."""
+
+    decisions: int = 0
+    covariance: float = 0.0
+    variance_one: float = 0.0
+    variance_two: float = 0.0
+    agreed: dict[str, int] = field(default_factory=lambda: {"sampled": 0, "top": 0})
+    compared: dict[str, int] = field(default_factory=lambda: {"sampled": 0, "top": 0})
+    agreed_by_kind: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(KINDS), np.int64))
+    compared_by_kind: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(KINDS), np.int64))
+
+    @property
+    def correlation(self) -> float:
+        """Pool Cov_b over decisions: 1 pulls the same way, 0 minds other matters, -1 pulls against."""
+        scale = (self.variance_one * self.variance_two) ** 0.5
+        return self.covariance / scale if scale > 0 else float("nan")
+
+    def agreement(self, where: str) -> float:
+        return self.agreed[where] / self.compared[where] if self.compared[where] else float("nan")
+
+
+class Survey:
+    """Sums over the cache, added to shard by shard."""
+
+    def __init__(
+        self, anchors: Sequence[str], compositions: Mapping[str, Mapping[str, float]], vocabulary: Vocabulary
+    ) -> None:
+        self.anchors = tuple(anchors)
+        self.compositions = {name: [weights.get(a, 0.0) for a in anchors] for name, weights in compositions.items()}
+        self.vocabulary = vocabulary
+        kinds = [KINDS.index(vocabulary.kind(id)) for id in range(vocabulary.size)]
+        self._kind_V = np.array(kinds, dtype=np.int64)
+        self._stops = np.array(sorted(vocabulary.stop_ids), dtype=np.int64)
+        self.decisions = 0
+        self.reasons_KR = np.zeros((len(self.anchors), len(REASONS)), np.int64)
+        self.kept = dict.fromkeys(self.compositions, 0)
+        self.push_KV = np.zeros((len(self.anchors), vocabulary.size))
+        self.seen_V = np.zeros(vocabulary.size)
+        self.size_KJ = np.zeros((len(self.anchors), len(KINDS)))  # summed |pull| on the sampled token, by kind
+        self.count_KJ = np.zeros((len(self.anchors), len(KINDS)), np.int64)
+        self.pairs = {(one, two): PairSums() for n, one in enumerate(self.anchors) for two in self.anchors[n + 1 :]}
+
+    def add(self, shard: ShardView) -> None:
+        """Count one shard."""
+        for chunk in shard.chunks():
+            self._add_chunk(chunk)
+
+    def _add_chunk(self, chunk: ShardView) -> None:
+        self.decisions += len(chunk.sampled_P)
+        valid_KP = torch.from_numpy(chunk.valid_KP)
+        for name, weights in self.compositions.items():
+            _, kept_P = compose_shifts(torch.zeros(*valid_KP.shape, 1), valid_KP, weights)
+            self.kept[name] += int(kept_P.sum())
+        log_b_PO = with_other(torch.tensor(chunk.logp_PC), torch.tensor(chunk.other_logp_P)).double()
+        b_PO = torch.softmax(log_b_PO, dim=-1)
+        np.add.at(self.seen_V, chunk.ids_PC.reshape(-1), b_PO[:, :-1].numpy().reshape(-1))
+        r_KPC = torch.tensor(np.where(chunk.valid_KP[..., None], chunk.r_KPC, 0.0)).double()
+        pull_KPO = pull(b_PO, r_KPC)
+        for anchor in range(len(self.anchors)):
+            self._add_reasons(anchor, chunk)
+            self._add_wishes(anchor, chunk, b_PO, pull_KPO[anchor])
+        for (one, two), sums in self.pairs.items():
+            k, j = self.anchors.index(one), self.anchors.index(two)
+            self._add_pair(sums, chunk, log_b_PO, r_KPC[[k, j]], pull_KPO[[k, j]], valid_KP[k] & valid_KP[j])
+
+    def _add_reasons(self, anchor: int, chunk: ShardView) -> None:
+        reasons_P = why_masked(chunk.mapped_KPC[anchor], chunk.valid_KP[anchor], chunk.ids_PC, self._stops)
+        self.reasons_KR[anchor] += np.bincount(reasons_P, minlength=len(REASONS))
+
+    def _add_wishes(self, anchor: int, chunk: ShardView, b_PO: Tensor, pull_PO: Tensor) -> None:
+        """Add up b(a) (r(a) - E_b[r]): how the expected number of each token moves, per unit of weight / alpha."""
+        valid_P = chunk.valid_KP[anchor]
+        moved_PC = (b_PO * pull_PO)[:, :-1].numpy()
+        np.add.at(self.push_KV[anchor], chunk.ids_PC[valid_P].reshape(-1), moved_PC[valid_P].reshape(-1))
+        size_P = _at_sampled(chunk, pull_PO).abs().numpy()
+        kind_P = self._kind_V[chunk.sampled_P]
+        np.add.at(self.size_KJ[anchor], kind_P[valid_P], size_P[valid_P])
+        np.add.at(self.count_KJ[anchor], kind_P[valid_P], 1)
+
+    def _add_pair(
+        self, sums: PairSums, chunk: ShardView, log_b_PO: Tensor, r_2PC: Tensor, pull_2PO: Tensor, both_P: Tensor
+    ) -> None:
+        log_b_NO, u_NC, v_NC = log_b_PO[both_P], r_2PC[0][both_P], r_2PC[1][both_P]
+        sums.decisions += int(both_P.sum())
+        sums.covariance += shift_covariance(log_b_NO, u_NC, v_NC).sum().item()
+        sums.variance_one += shift_covariance(log_b_NO, u_NC, u_NC).sum().item()
+        sums.variance_two += shift_covariance(log_b_NO, v_NC, v_NC).sum().item()
+        top_P = log_b_PO[:, :-1].argmax(dim=-1, keepdim=True)
+        looks = {
+            "sampled": [_at_sampled(chunk, pull_PO) for pull_PO in pull_2PO],
+            "top": [pull_PO.gather(1, top_P)[:, 0] for pull_PO in pull_2PO],
+        }
+        for where, (one_P, two_P) in looks.items():
+            decided_P = both_P & (one_P != 0) & (two_P != 0)
+            same_P = decided_P & ((one_P > 0) == (two_P > 0))
+            sums.compared[where] += int(decided_P.sum())
+            sums.agreed[where] += int(same_P.sum())
+            if where == "sampled":
+                kind_P = self._kind_V[chunk.sampled_P]
+                sums.compared_by_kind += np.bincount(kind_P[decided_P.numpy()], minlength=len(KINDS))
+                sums.agreed_by_kind += np.bincount(kind_P[same_P.numpy()], minlength=len(KINDS))
+
+    def size_by_kind(self, anchor: str) -> dict[TokenKind, float]:
+        """Mean size of an anchor's pull on the sampled token, in nats, for the kinds that occur."""
+        k = self.anchors.index(anchor)
+        sizes, counts = self.size_KJ[k], self.count_KJ[k]
+        return {kind: float(sizes[j] / counts[j]) for j, kind in enumerate(KINDS) if counts[j]}
+
+    def wishes(self, anchor: str, most: int = 10) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+        """The tokens that an anchor pushes up and down most: (id, change in expected count per unit dose)."""
+        push_V = self.push_KV[self.anchors.index(anchor)]
+        order = np.argsort(push_V, kind="stable")
+        up = [(int(id), float(push_V[id])) for id in order[::-1][:most] if push_V[id] > 0]
+        down = [(int(id), float(push_V[id])) for id in order[:most] if push_V[id] < 0]
+        return up, down
+
+
+def pull(b_PO: Tensor, r_KPC: Tensor) -> Tensor:
+    """Measure each shift from its mean under the behaviour; `other` has shift 0."""
+    r_KPO = pad(r_KPC, (0, 1))
+    return r_KPO - (b_PO * r_KPO).sum(dim=-1, keepdim=True)
+
+
+def why_masked(
+    mapped_PC: NDArray[np.bool_], valid_P: NDArray[np.bool_], ids_PC: NDArray[np.int32], stops: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Give each position an index into REASONS."""
+    unmapped_PC = ~mapped_PC
+    only_stops_P = (~unmapped_PC | np.isin(ids_PC, stops)).all(axis=1)
+    masked_P = np.where(only_stops_P, END_OF_TURN, NO_SINGLE_TOKEN)
+    masked_P = np.where(mapped_PC.any(axis=1), masked_P, OUT_OF_SIGHT)
+    return np.where(valid_P, np.where(unmapped_PC.any(axis=1), PARTLY, KEPT), masked_P)
+
+
+def _at_sampled(chunk: ShardView, value_PO: Tensor) -> Tensor:
+    """Look at the sampled token, or at `other` where it is no candidate."""
+    is_sampled_PC = torch.from_numpy(chunk.ids_PC == chunk.sampled_P[:, None])
+    found_P = is_sampled_PC.any(dim=1)
+    place_P = torch.where(found_P, is_sampled_PC.int().argmax(dim=1), value_PO.shape[1] - 1)
+    return value_PO.gather(1, place_P[:, None])[:, 0]

@@ -1,0 +1,58 @@
+"""What a run spent, and how its training went: figures from the ledger and the metrics."""
+
+from typing import Any
+
+from lightning_weave.report.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
+from lightning_weave.report.plots import Line, amortised, lines, stacked
+from lightning_weave.stages.cost import SHARED, costs
+from lightning_weave.stages.steps import Steps
+from lightning_weave.store import read_lines
+
+COLOURS = {"rollout": BLUE, "reference": SKY, "score": GREEN, "train": ORANGE, "online": PURPLE}
+UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
+CURVES = {"reverse_kl": "KL of student and target, nats", "loss": "loss"}
+
+
+def training_panels(steps: Steps) -> dict[str, dict[str, Line]]:
+    """Curves of every composition that has begun training."""
+    panels: dict[str, dict[str, Line]] = {title: {} for title in CURVES.values()}
+    for name in steps.recipe.compositions:
+        rows = list(read_lines(steps.store.run_dir / "train" / name / "metrics.jsonl"))
+        for key, title in CURVES.items():
+            points = [(float(row["step"]), float(row[key])) for row in rows if key in row]
+            if points:
+                panels[title][name] = points
+    return {title: panel for title, panel in panels.items() if panel}
+
+
+def training_figure(steps: Steps) -> Any | None:
+    """Draw how far each student still was from its target."""
+    panels = training_panels(steps)
+    return lines(panels, "update", "", logarithmic=True) if panels else None
+
+
+def cost_figures(rows: list[dict[str, Any]]) -> tuple[Any, Any] | None:
+    """Draw cost per stage for one composition and for those that share a cache, and the cost over their number."""
+    by_stage = {stage: cost.seconds for (stage,), cost in costs(rows, "stage").items()}
+    trained = costs([row for row in rows if row["stage"] == "train"], "name", "method")
+    offline = [cost.seconds for (_, method), cost in trained.items() if method != "online"]
+    online = [cost.seconds for (_, method), cost in trained.items() if method == "online"]
+    if not offline:
+        return None
+    shared = {stage: by_stage.get(stage, 0.0) for stage in SHARED}
+    each, live = sum(offline) / len(offline), sum(online) / len(online) if online else None
+    unit, divisor = _unit(max(sum(shared.values()) + each, live or 0.0))
+    bars = {"one composition": {**shared, "train": each}}
+    if len(offline) > 1:
+        bars[f"each of {len(offline)}"] = {**{s: v / len(offline) for s, v in shared.items()}, "train": each}
+    if live is not None:
+        bars["online, one"] = {"online": live}
+    scaled = {name: {part: value / divisor for part, value in parts.items()} for name, parts in bars.items()}
+    per_stage = stacked(scaled, COLOURS, f"device time, {unit}")
+    total = sum(shared.values())
+    curve = amortised(total / divisor, each / divisor, live and live / divisor, len(offline), unit)
+    return per_stage, curve
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    return next((unit for unit in UNITS if seconds >= 2 * unit[1]), UNITS[-1])

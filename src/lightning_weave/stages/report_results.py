@@ -1,0 +1,123 @@
+"""The results as figures and words: frontier, profile, token budgets, headline."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_weave.bench.summary import Overall, Summary
+from lightning_weave.config import Composition, Recipe
+from lightning_weave.report.figures import Kind, Point
+from lightning_weave.report.plots import Bar, Line, lines, profile
+from lightning_weave.report.tables import PolicyRow
+from lightning_weave.stages.results import Found
+
+
+def frontier_points(recipe: Recipe, found: Found, combined: Mapping[str, Overall]) -> list[Point]:
+    """One point per policy; compositions of two anchors at one alpha are a family, ordered by their weights."""
+    families = [_family(recipe, recipe.compositions.get(policy)) for policy in found]
+    return [
+        Point(
+            name=policy,
+            kind=kind_of(recipe, policy),
+            accuracy=combined[policy].accuracy,
+            tokens=combined[policy].tokens,
+            accuracy_error=_or_zero(combined[policy].accuracy_error),
+            tokens_error=_or_zero(combined[policy].tokens_error),
+            family=family[0] if _size(families, family) >= 3 else "",
+            share=family[1],
+        )
+        for policy, family in zip(found, families, strict=True)
+    ]
+
+
+def kind_of(recipe: Recipe, policy: str) -> Kind:
+    """Sort a policy: the student, one anchor, several, another objective, another checkpoint."""
+    if policy == "base":
+        return "base"
+    composition = recipe.compositions.get(policy)
+    if composition is None:
+        return "other"
+    if (composition.objective or recipe.train.objective) != "tilted":
+        return "baseline"
+    return "single" if sum(weight != 0 for weight in composition.weights.values()) == 1 else "composition"
+
+
+def _family(recipe: Recipe, composition: Composition | None) -> tuple[str, float]:
+    """Name the family of a composition and its place in it; the single-anchor runs are the ends."""
+    if composition is None or len(recipe.anchors) != 2:
+        return "", 0.0
+    objective = composition.objective or recipe.train.objective
+    weights = [composition.weights.get(anchor, 0.0) for anchor in recipe.anchors]
+    return f"{composition.alpha:g} {objective} {sum(weights):g}", weights[1]
+
+
+def _size(families: Sequence[tuple[str, float]], family: tuple[str, float]) -> int:
+    return sum(other[0] == family[0] for other in families) if family[0] else 0
+
+
+def profile_figure(rows: Sequence[PolicyRow], found: Found) -> Any:
+    """AES and the accuracy on every benchmark, policy by policy."""
+    columns: dict[str, list[Bar]] = {}
+    if any(_is_known(row.aes) for row in rows):
+        columns["AES"] = [_aes_bar(row) for row in rows]
+    for place, first in enumerate(next(iter(found.values()))):
+        results = [found[row.policy][place] for row in rows]
+        columns[f"{first.label}, accuracy %"] = [_accuracy_bar(result) for result in results]
+    return profile([row.policy for row in rows], columns)
+
+
+def _aes_bar(row: PolicyRow) -> Bar:
+    value = row.aes if row.aes is not None else math.nan
+    return Bar(value, value if row.aes_low is None else row.aes_low, value if row.aes_high is None else row.aes_high)
+
+
+def _accuracy_bar(result: Summary) -> Bar:
+    error = _or_zero(result.accuracy_error)
+    return Bar(result.accuracy, result.accuracy - error, result.accuracy + error)
+
+
+def budgets_figure(found: Found) -> Any | None:
+    """Accuracy when the same samples are cut at token budgets."""
+    panels: dict[str, dict[str, Line]] = {}
+    for policy, results in found.items():
+        for result in results:
+            if result.budgets:
+                line = [(float(point.budget), point.accuracy) for point in result.budgets]
+                panels.setdefault(result.label, {})[policy] = line
+    return lines(panels, "token budget", "accuracy, %") if panels else None
+
+
+def headline(recipe: Recipe, rows: Sequence[PolicyRow]) -> tuple[str, str]:
+    """Say the result in two sentences: the trained policy of the highest AES against the student as it was."""
+    base = next((row for row in rows if row.policy == "base"), None)
+    trained = [row for row in rows if row.policy in recipe.compositions]
+    if not trained:
+        return recipe.name, "No trained policy is evaluated yet."
+    best = max(trained, key=lambda row: (row.aes if _is_known(row.aes) else -math.inf, row.accuracy, -row.tokens))
+    first = f"{best.policy} answers {best.accuracy:.1f} % in {best.tokens:,.0f} tokens"
+    if base is None:
+        return f"{first}.", "The student as it was is not evaluated, so there is nothing to compare with."
+    first += f"; the student alone {base.accuracy:.1f} % in {base.tokens:,.0f}."
+    if best.aes is None or not _is_known(best.aes):
+        return first, "AES is not defined here: the student had no correct answer on some benchmark."
+    sure = f" (95 % interval {best.aes_low:.2f} to {best.aes_high:.2f})" if _is_known(best.aes_low) else ""
+    return first, f"Accuracy-efficiency score {best.aes:+.2f}{sure}, the highest of {len(trained)} trained policies."
+
+
+def start_composition(recipe: Recipe, rows: Sequence[PolicyRow]) -> str | None:
+    """The composition that the loom opens with: the most anchors, then the highest AES."""
+    scores = {row.policy: row.aes for row in rows if row.aes is not None and _is_known(row.aes)}
+
+    def worth(name: str) -> tuple[int, float]:
+        weights = recipe.compositions[name].weights
+        return sum(weight != 0 for weight in weights.values()), scores.get(name, -math.inf)
+
+    return max(recipe.compositions, key=worth, default=None)
+
+
+def _is_known(value: float | None) -> bool:
+    return value is not None and not math.isnan(value)
+
+
+def _or_zero(value: float) -> float:
+    return 0.0 if math.isnan(value) else value
