@@ -41,6 +41,10 @@ class Ragged:
             raise IndexError(row)
         return self.flat[self.offsets[row] : self.offsets[row + 1]]
 
+    def only(self, row: int) -> "Ragged":
+        """That one row, still ragged."""
+        return Ragged.of([self[row]])
+
     def __iter__(self) -> Iterator[NDArray]:
         return (self[row] for row in range(len(self)))
 
@@ -115,6 +119,16 @@ class Candidates:
     other_logp: Ragged  # (P,) float32, log-mass of everything that is not a candidate
     sampled_logp: Ragged  # (P,) float32, log-prob of the token that was sampled
 
+    def only(self, row: int) -> "Candidates":
+        """That one row."""
+        return Candidates(
+            self.trajectory_R[row : row + 1],
+            self.ids.only(row),
+            self.logp.only(row),
+            self.other_logp.only(row),
+            self.sampled_logp.only(row),
+        )
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -124,3 +138,7 @@ class Scores:
     logp: Ragged  # (P, C) float32; 0 where not mapped
     mapped: Ragged  # (P, C) bool: the candidate is one token of this model, at a boundary it can see
     mass: Ragged  # (P,) float32, this model's own probability mass on the mapped candidates
+
+    def only(self, row: int) -> "Scores":
+        """That one row."""
+        return Scores(self.trajectory_R[row : row + 1], self.logp.only(row), self.mapped.only(row), self.mass.only(row))

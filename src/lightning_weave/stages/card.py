@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_weave import __version__
 from lightning_weave.config import dump_recipe
+from lightning_weave.stages.dose import anchor_doses
 from lightning_weave.stages.steps import Steps
 
 
@@ -14,10 +15,11 @@ def model_card(steps: Steps, name: str, figures: dict[str, Any]) -> str:
     student = recipe.student.model
     # The hub wants names of its own here, not directories of somebody's disk.
     base = "" if Path(student).expanduser().is_dir() else f"base_model: {student}\n"
+    doses = anchor_doses(composition, figures.get("alpha", composition.alpha))
     anchors = "\n".join(
-        f"| {anchor} | {weight:g} | {weight / composition.alpha:g} | `{recipe.anchors[anchor].post}` | "
+        f"| {anchor} | {composition.weights[anchor]:g} | {dose:.4g} | `{recipe.anchors[anchor].post}` | "
         f"`{recipe.anchors[anchor].pre}` |"
-        for anchor, weight in composition.weights.items()
+        for anchor, dose in doses.items()
     )
     rows = "\n".join(f"| {what} | {value} |" for what, value in _facts(steps, name, figures).items())
     return f"""---
@@ -47,18 +49,22 @@ The recipe, with everything that it left unsaid:
 
 def _facts(steps: Steps, name: str, figures: dict[str, Any]) -> dict[str, str]:
     recipe, composition = steps.recipe, steps.recipe.compositions[name]
-    facts = {
-        "objective": composition.objective or recipe.train.objective,
-        "alpha": f"{composition.alpha:g}",
-        "updates": f"{figures['updates']:g}",
+    measured = {
+        "updates": ("updates", "{:g}"),
+        "KL(target, behaviour)": ("target_kl", "{:.4f} nats per token"),
+        "KL(behaviour, target), where training begins": ("start_kl", "{:.4f} nats per token"),
+        "KL(student, target) at the last update": ("reverse_kl", "{:.4f} nats per token"),
+        "KL(student, target) on held-out prompts": ("validation_reverse_kl", "{:.4f} nats per token"),
+        "loss at zero shift before training": ("zero_shift_loss", "{:.1e}"),
+        "positions kept at the last update": ("kept", "{:.1%}"),
+        "KL(exported, trained)": ("export_kl", "{:.1e} nats per token"),
+    }
+    return {
+        "method": composition.method + (f", {' then '.join(composition.sequence)}" if composition.sequence else ""),
+        "objective": steps.objective(name),
+        "alpha": f"{figures.get('alpha', composition.alpha):.4g}",
         "learning rate": f"{recipe.train.learning_rate:g}",
-        "loss at zero shift before training": f"{figures['zero_shift_loss']:.1e}",
-        "reverse KL to the target at the last update": f"{figures['reverse_kl']:.4f} nats per token",
-        "positions kept at the last update": f"{100 * figures['kept']:.1f} %",
-        "KL(exported, trained)": f"{figures['export_kl']:.1e} nats per token",
+        **{what: form.format(figures[key]) for what, (key, form) in measured.items() if key in figures},
         "cache": f"`{steps.reference.fingerprint}`",
         "fingerprint": f"`{steps.train(name).fingerprint}`",
     }
-    if "validation_reverse_kl" in figures:
-        facts["reverse KL to the target on held-out prompts"] = f"{figures['validation_reverse_kl']:.4f} nats per token"
-    return facts

@@ -19,7 +19,8 @@ from lightning_weave.stages.checks.findings import visible
 from lightning_weave.stages.checks.sample import prompts_by_line
 from lightning_weave.stages.steps import ROLES, ScoredModel, Steps
 from lightning_weave.tokens.spelling import Spelling
-from lightning_weave.train.cache import Cache, Pair, Row
+from lightning_weave.train.cache import Cache, Row
+from lightning_weave.train.sources import Pair
 from lightning_weave.types import FINISH_REASONS, Rollouts, Scores
 
 SHOWN_BEFORE = 400  # characters of context on a terminal; all of it with --json

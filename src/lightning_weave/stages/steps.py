@@ -8,9 +8,9 @@ import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
-from lightning_weave.config import Anchor, Recipe, benchmark_folder, slug
+from lightning_weave.config import Anchor, Composition, Objective, Recipe, benchmark_folder, slug
 from lightning_weave.errors import InputError
 from lightning_weave.models.load import resolve_model
 from lightning_weave.store import Step, Store, file_identity, model_identity
@@ -27,6 +27,7 @@ TRAIN_EXECUTION = {
     "agreement",
     "allow_disagreement",
     "trackers",
+    "keep_anchors",
     "objective",  # the composition's own, resolved
 }
 
@@ -158,20 +159,48 @@ class Steps:
         used = [anchor for anchor, weight in sorted(composition.weights.items()) if weight != 0]
         settings = {
             "train": self.recipe.train.model_dump(mode="json", exclude=TRAIN_EXECUTION),
-            "objective": composition.objective or self.recipe.train.objective,
+            "objective": self.objective(name),
             "weights": {anchor: composition.weights[anchor] for anchor in used},
-            "alpha": composition.alpha,
+            "alpha": composition.alpha if composition.kl_budget is None else None,
             "anchors": {anchor: self._shift_settings(anchor) for anchor in used},
             "student": self.student_identity,
+            **self._method_settings(composition),
         }
         scores = {step.path: step for anchor in used for step in self.scores_of(anchor)}
-        command = f"{self._command('train')} --only {name}"
-        return Step(f"train/{name}", settings, (self.reference, *scores.values()), command)
+        cached = (self.reference, *scores.values())
+        inputs = (self.prompts,) if composition.method == "online" else cached
+        return Step(f"train/{name}", settings, inputs, f"{self._command('train')} --only {name}")
+
+    def objective(self, name: str) -> Objective:
+        """What a composition minimises: its own choice, or the recipe's."""
+        composition = self.recipe.compositions[name]
+        return "direct-opd" if composition.online else composition.objective or self.recipe.train.objective
+
+    def _method_settings(self, composition: Composition) -> dict[str, Any]:
+        """What decides the outcome of the ways of training that are not the paper's own."""
+        rollout = self.recipe.rollout.model_dump(mode="json", include={"temperature", "top_p", "max_tokens", "seed"})
+        candidates = self.recipe.reference.candidates
+        match composition.method:
+            case "joint":
+                return {} if composition.kl_budget is None else {"kl_budget": composition.kl_budget}
+            case "mixture":
+                return {"method": "mixture", "kl_budget": composition.kl_budget}
+            case "teacher":
+                return {"method": "teacher"}
+            case "self":
+                return {"method": "self", "sharpen": composition.sharpen}
+            case "online":
+                return {"method": "online", "rollout": rollout, "candidates": candidates}
+            case "sequential":
+                order = {"sequence": composition.sequence, "dose": composition.dose, "resample": composition.resample}
+                return {"method": "sequential", **order, "rollout": rollout}
+            case _:
+                assert_never(composition.method)
 
     def _shift_settings(self, anchor: str) -> dict[str, Any]:
         section = self.recipe.anchors[anchor]
         post, pre = self.scores_of(anchor)
-        return {"post": post.path, "pre": pre.path, "validity": section.validity, "untrained": section.untrained}
+        return {"post": dict(post.settings), "pre": dict(pre.settings), "validity": section.validity}
 
     @property
     def policies(self) -> list[str]:

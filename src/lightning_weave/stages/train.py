@@ -1,9 +1,11 @@
 """`lweave train`: fit the student to each composition of the cached shifts, student only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -12,11 +14,12 @@ from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.models.load import checkpoint_dtype, load_model, load_tokenizer, vocabulary_size
 from lightning_weave.progress import Progress
 from lightning_weave.stages.card import model_card
+from lightning_weave.stages.dose import find_dose
 from lightning_weave.stages.machine import set_up
 from lightning_weave.stages.steps import Steps
 from lightning_weave.store import Stage
 from lightning_weave.store.ledger import Meter, measure
-from lightning_weave.train.cache import Cache, Pair
+from lightning_weave.train.cache import Cache, Rows
 from lightning_weave.train.checkpoint import Checkpoints
 from lightning_weave.train.data import compose
 from lightning_weave.train.export import round_weights, trained_model, with_lora, write_model
@@ -24,10 +27,22 @@ from lightning_weave.train.loop import BAD_ROWS, Fit, adam, check_agreement
 from lightning_weave.train.objectives import Loss, Trainee
 from lightning_weave.train.parallel import Ranks, join, shard, whole_weights
 from lightning_weave.train.schedule import Schedule
+from lightning_weave.train.sources import Pair, Sharpened, Source, Teacher, deal_groups
 from lightning_weave.train.watch import Metrics, line
 
 EXPORT_ROWS, EXPORT_DECISIONS = 4, 256  # where the exported weights are compared with the trained ones
-RECORDED = ("updates", "zero_shift_loss", "loss", "reverse_kl", "validation_reverse_kl", "kept", "export_kl")
+RECORDED = (
+    "alpha",
+    "target_kl",
+    "start_kl",
+    "updates",
+    "zero_shift_loss",
+    "loss",
+    "reverse_kl",
+    "validation_reverse_kl",
+    "kept",
+    "export_kl",
+)
 
 
 def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:
@@ -50,35 +65,76 @@ def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> 
 def train_composition(
     steps: Steps, name: str, stage: Stage, ranks: Ranks, dtype: torch.dtype, progress: Progress
 ) -> None:
-    """Fit one composition and export it."""
-    recipe, cache = steps.recipe, open_cache(steps, name)
-    schedule = _schedule(recipe, cache)
-    fit = _make_fit(recipe, name, open_trainee(steps, ranks, dtype), cache, ranks, stage)
-    checkpoints = Checkpoints(stage.folder / "checkpoints", stage.step.fingerprint, recipe.train.keep)
-    job = Job(steps, name, stage, schedule, fit, checkpoints, progress)
-    with measure(steps.store.run_dir, "train", name, method="offline") as meter:
-        figures = job.check(dtype)
+    """Fit one composition, in the way that it asks for, and export it."""
+    match steps.recipe.compositions[name].method:
+        case "sequential":
+            from lightning_weave.stages.sequential import train_in_sequence
+
+            train_in_sequence(steps, name, stage, ranks, dtype, progress)
+        case "online":
+            from lightning_weave.stages.online import train_online
+
+            train_online(steps, name, stage, ranks, dtype, progress)
+        case _:
+            train_offline(steps, name, stage, ranks, dtype, progress)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One leg of a sequence: where it starts from, and which share of the prompts is its own."""
+
+    start: Path | None = None  # None: the student that made the cache
+    part: tuple[float, float] = (0.0, 1.0)
+
+
+def train_offline(
+    steps: Steps,
+    name: str,
+    stage: Stage,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    progress: Progress,
+    leg: Leg | None = None,
+) -> None:
+    """Fit one composition to the cache."""
+    leg = leg or Leg()
+    cache = open_cache(steps, name)
+    schedule = make_schedule(steps.recipe, len(cache) // steps.recipe.rollout.responses, leg.part)
+    dose = find_dose(steps, name, cache, schedule)
+    fit = make_fit(steps, name, open_trainee(steps, ranks, dtype, leg.start), cache, dose.alpha, ranks, stage)
+    job = Job(steps, name, stage, schedule, fit, progress)
+    with measure(steps.store.run_dir, "train", name, method=steps.recipe.compositions[name].method) as meter:
+        job.say(str(dose))
+        figures = dose.figures() | ({} if leg.start else job.check(dtype))
         figures |= job.fit_all(job.go_to_start(), meter)
-        weights = whole_weights(fit.trainee)
-        if ranks.first:
-            job.export(weights, figures)
-        ranks.wait()
+        job.finish(figures)
 
 
 def open_cache(steps: Steps, name: str) -> Cache:
-    """Open the cached shifts of the anchors that take part in a composition."""
+    """Open what a composition is trained on: the shifts of its anchors, a teacher, or the student sharpened."""
     composition = steps.recipe.compositions[name]
-    pairs = []
+    sources: list[Source] = []
     for anchor, weight in sorted(composition.weights.items()):
         if weight != 0:
             post, pre = (steps.store.stage(step) for step in steps.scores_of(anchor))
-            pairs.append(Pair(anchor, post, pre, weight, steps.recipe.anchors[anchor].validity))
-    return Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), pairs)
+            if composition.teacher:
+                sources.append(Teacher(anchor, post, composition.alpha))
+            else:
+                sources.append(Pair(anchor, post, pre, weight, steps.recipe.anchors[anchor].validity))
+    if composition.sharpen is not None:
+        sources.append(Sharpened(composition.sharpen, composition.alpha))
+    rollouts, reference = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
+    if not composition.mixture:
+        return Cache(rollouts, reference, sources)
+    responses = steps.recipe.rollout.responses
+    groups = reference.require()["rows"] // responses
+    dealt = deal_groups(groups, [source.weight for source in sources], steps.recipe.train.seed)
+    return Cache(rollouts, reference, sources, np.repeat(dealt, responses))
 
 
-def open_trainee(steps: Steps, ranks: Ranks, dtype: torch.dtype) -> Trainee:
+def open_trainee(steps: Steps, ranks: Ranks, dtype: torch.dtype, start: Path | None = None) -> Trainee:
     """Load the student with float32 masters, wrapped and sharded as the recipe says."""
-    section, path = steps.recipe.train, steps.student_path
+    section, path = steps.recipe.train, start or steps.student_path
     trust = steps.recipe.student.trust_remote_code
     model = load_model(path, dtype=torch.float32, device=ranks.device, trust_remote_code=trust)
     model.requires_grad_(True).train()
@@ -114,23 +170,25 @@ def _compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
             return getattr(torch, named)
 
 
-def _schedule(recipe: Recipe, cache: Cache) -> Schedule:
-    train, responses = recipe.train, recipe.rollout.responses
+def make_schedule(recipe: Recipe, groups: int, part: tuple[float, float] = (0.0, 1.0)) -> Schedule:
+    """The updates of a run: the same rows in the same order for every composition."""
+    train, first = recipe.train, round(part[0] * groups)
     return Schedule(
-        len(cache) // responses,
-        responses,
+        round(part[1] * groups) - first,
+        recipe.rollout.responses,
         train.epochs,
         train.prompts_per_round,
         train.updates_per_round,
         train.seed,
         train.validation,
+        first,
     )
 
 
-def _make_fit(recipe: Recipe, name: str, trainee: Trainee, cache: Cache, ranks: Ranks, stage: Stage) -> Fit:
-    train, composition = recipe.train, recipe.compositions[name]
-    loss = Loss(composition.objective or train.objective, composition.alpha)
-    loss.check(recipe.reference.candidates, trainee.head_description.vocabulary)
+def make_fit(steps: Steps, name: str, trainee: Trainee, cache: Rows, alpha: float, ranks: Ranks, stage: Stage) -> Fit:
+    """Put student, objective and optimizer together."""
+    train, loss = steps.recipe.train, Loss(steps.objective(name), alpha)
+    loss.check(steps.recipe.reference.candidates, trainee.head_description.vocabulary)
     optimizer = adam(trainee, train.learning_rate, train.betas, train.weight_decay)
     return Fit(trainee, optimizer, cache, loss, train.clip, train.token_budget, train.seed, ranks, stage.folder)
 
@@ -144,8 +202,14 @@ class Job:
     stage: Stage
     schedule: Schedule
     fit: Fit
-    checkpoints: Checkpoints
     progress: Progress
+    before_round: Callable[[int], None] | None = None  # online training makes the round's trajectories here
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Where this composition's checkpoints are."""
+        folder = self.stage.folder / "checkpoints"
+        return Checkpoints(folder, self.stage.step.fingerprint, self.steps.recipe.train.keep)
 
     def say(self, message: str) -> None:
         """Tell people something about this composition."""
@@ -181,6 +245,8 @@ class Job:
         metrics = self._open_metrics(start) if self.fit.ranks.first else None
         with self.progress.bar(f"train {self.name}", total - start, "update") as bar:
             for step in range(start + 1, total + 1):
+                if self.before_round is not None and self.schedule.round_of(step - 1)[0] == step - 1:
+                    self.before_round(step - 1)
                 figures = self.fit.update(step, self.schedule.rows(step - 1))
                 if step % train.validate_every == 0 or step == total:
                     figures |= self._validate()
@@ -189,13 +255,20 @@ class Job:
                     meter.add(tokens=int(figures["tokens"]))  # of all ranks
                 while self.fit.notes:
                     self.say(self.fit.notes.pop(0))
-                if step % train.checkpoint_every == 0 or step == total:
+                if step == total or self._is_checkpoint(step):
                     self.checkpoints.save(step, self.fit.trainee, self.fit.optimizer, self.fit.ranks)
                 bar.advance(note=line(figures))
         if metrics is None:
             return {}
         metrics.close()
         return {**metrics.last, "updates": total}
+
+    def _is_checkpoint(self, step: int) -> bool:
+        """Every so many updates; of an online run, at the end of the round, since a round is made anew."""
+        every, this_round = self.steps.recipe.train.checkpoint_every, self.schedule.round_of(step - 1)
+        if self.before_round is None:
+            return step % every == 0
+        return step == this_round[-1] + 1 and any((update + 1) % every == 0 for update in this_round)
 
     def _open_metrics(self, start: int) -> Metrics:
         name = f"{self.steps.recipe.name}/{self.name}"
@@ -205,11 +278,19 @@ class Job:
         held_out = self.schedule.held_out()
         return {f"validation_{key}": value for key, value in self.fit.distance(held_out).items()} if held_out else {}
 
+    def finish(self, figures: dict[str, Any]) -> None:
+        """Gather the weights and let rank 0 export them."""
+        weights = whole_weights(self.fit.trainee)
+        if self.fit.ranks.first:
+            self.export(weights, figures)
+        self.fit.ranks.wait()
+
     def export(self, weights: dict[str, Any], figures: dict[str, Any]) -> None:
         """Write final/ in the student's dtype, and say what the rounding cost."""
         recipe, student, cache = self.steps.recipe, self.steps.student_path, self.fit.cache
         model = trained_model(student, weights, recipe.train.lora, recipe.student.trust_remote_code)
-        rows = [cache.read(number) for number in self.schedule.rows(0)[:EXPORT_ROWS]]
+        last = self.schedule.rows(len(self.schedule) - 1)
+        rows = [cache.read(number) for number in last[:EXPORT_ROWS]]
         batch = compose(rows, cache.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS)
         dtype = checkpoint_dtype(student)
         lost = round_weights(model, dtype, batch, self.fit.trainee.head_description.vocabulary)

@@ -3,27 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.config import Anchor
 from lightning_weave.errors import CorruptData, Mismatch
 from lightning_weave.store import Shard, Stage
+from lightning_weave.train.sources import Source
 from lightning_weave.types import Candidates, Rollouts, Scores
 
 OPEN_SHARDS = 256  # maps kept open, over all stages
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One anchor's two scored models and its share of the composed shift."""
-
-    name: str
-    post: Stage
-    pre: Stage
-    weight: float
-    validity: str = Anchor.model_fields["validity"].default
 
 
 @dataclass(frozen=True)
@@ -46,12 +36,33 @@ class Row:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-class Cache:
-    """All trajectories of a run with the shifts of the given pairs, addressed by row number."""
+class Rows(Protocol):
+    """Trajectories with shifts, by row number: cached, or made a moment ago."""
 
-    def __init__(self, rollouts: Stage, reference: Stage, pairs: Sequence[Pair]) -> None:
-        self.rollouts, self.reference, self.pairs = rollouts, reference, tuple(pairs)
-        for stage in (rollouts, *(stage for pair in pairs for stage in (pair.post, pair.pre))):
+    @property
+    def weights(self) -> list[float]: ...
+
+    def length(self, number: int) -> int: ...
+
+    def read(self, number: int) -> Row: ...
+
+
+class Cache:
+    """All trajectories of a run with the shifts of the given sources, addressed by row number.
+
+    `dealt_R` gives each row to one source alone, at full weight (the data mixture).
+    """
+
+    def __init__(
+        self,
+        rollouts: Stage,
+        reference: Stage,
+        sources: Sequence[Source],
+        dealt_R: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.rollouts, self.reference, self.sources = rollouts, reference, tuple(sources)
+        self.dealt_R = dealt_R
+        for stage in (rollouts, *(stage for source in sources for stage in source.stages)):
             stage.require()
         self.starts = np.cumsum([0, *(entry["rows"] for entry in reference.require()["shards"])])
         self._open = lru_cache(OPEN_SHARDS)(self._open_shard)
@@ -61,8 +72,8 @@ class Cache:
 
     @property
     def weights(self) -> list[float]:
-        """What each pair's shift counts."""
-        return [pair.weight for pair in self.pairs]
+        """What each source's shift counts."""
+        return [source.weight for source in self.sources] if self.dealt_R is None else [1.0]
 
     def length(self, number: int) -> int:
         """Tokens of one row, prompt and response."""
@@ -78,10 +89,13 @@ class Cache:
         trajectory = rollouts.trajectories()[0]
         self._check_same(trajectory, candidates.trajectory_R[0], self.reference, number)
         shape_TC = candidates.logp[0].shape
-        r_KTC = np.zeros((len(self.pairs), *shape_TC), np.float32)
-        valid_KT = np.zeros((len(self.pairs), shape_TC[0]), np.bool_)
-        for index, pair in enumerate(self.pairs):
-            r_KTC[index], valid_KT[index] = self._shift(pair, shard, place, number, trajectory)
+        sources = self.sources if self.dealt_R is None else [self.sources[self.dealt_R[number]]]
+        r_KTC = np.zeros((len(sources), *shape_TC), np.float32)
+        valid_KT = np.zeros((len(sources), shape_TC[0]), np.bool_)
+        for index, source in enumerate(sources):
+            scores = [self._scores(stage, shard, place, number, trajectory) for stage in source.stages]
+            r_KTC[index], valid_KT[index] = source.shift(candidates, scores)
+            self._check_finite(r_KTC[index][valid_KT[index]], source, shard, number)
         return Row(
             number,
             rollouts.prompt_ids[0],
@@ -98,25 +112,18 @@ class Cache:
         shard = int(np.searchsorted(self.starts, number, side="right")) - 1
         return shard, number - int(self.starts[shard])
 
-    def _shift(
-        self, pair: Pair, shard: int, place: int, number: int, trajectory: np.uint32
-    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """A pair's shift is post minus pre, valid where both its models are (cross-tokenizer-shift)."""
-        logps, mapped = [], []
-        for stage in (pair.post, pair.pre):
-            scores = self._open(stage.folder, shard, Scores).read(place, place + 1)
-            self._check_same(trajectory, scores.trajectory_R[0], stage, number)
-            logps.append(scores.logp[0])
-            mapped.append(scores.mapped[0])
-        mapped_TC = mapped[0] & mapped[1]
-        r_TC = np.where(mapped_TC, logps[0] - logps[1], 0.0)
-        valid_T = mapped_TC.all(axis=-1) if pair.validity == "position" else mapped_TC.any(axis=-1)
-        if not np.isfinite(r_TC[valid_T]).all():
+    def _scores(self, stage: Stage, shard: int, place: int, number: int, trajectory: np.uint32) -> Scores:
+        scores = self._open(stage.folder, shard, Scores).read(place, place + 1)
+        self._check_same(trajectory, scores.trajectory_R[0], stage, number)
+        return scores
+
+    def _check_finite(self, r_NC: NDArray[np.float32], source: Source, shard: int, number: int) -> None:
+        if not np.isfinite(r_NC).all():
+            where = " or ".join(str(stage.folder) for stage in source.stages) or str(self.reference.folder)
             raise CorruptData(
-                f"{pair.post.folder} or {pair.pre.folder}: row {number} has a score that is not finite. "
-                f"Remove its shard ({shard:05d}.safetensors) there and score again"
+                f"{where}: row {number} has a score that is not finite. "
+                f"Remove its shard ({shard:05d}.safetensors) there and make it again"
             )
-        return r_TC, valid_T
 
     def _check_same(self, expected: np.uint32, found: np.uint32, stage: Stage, number: int) -> None:
         if expected != found:
@@ -125,5 +132,5 @@ class Cache:
             )
 
     def _open_shard(self, folder: object, shard: int, kind: type) -> Shard:
-        stages = [self.rollouts, self.reference, *(stage for pair in self.pairs for stage in (pair.post, pair.pre))]
+        stages = [self.rollouts, self.reference, *(stage for source in self.sources for stage in source.stages)]
         return next(stage for stage in stages if stage.folder == folder).open(kind, shard)

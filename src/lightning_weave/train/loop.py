@@ -16,7 +16,7 @@ from lightning_weave.errors import WeaveError
 from lightning_weave.maths import log_residual_loss
 from lightning_weave.store import write_json
 from lightning_weave.store.ledger import peak_memory
-from lightning_weave.train.cache import Cache, Row
+from lightning_weave.train.cache import Row, Rows
 from lightning_weave.train.data import Batch, compose, kept_decisions, tokens_needed
 from lightning_weave.train.objectives import Loss, Trainee, distances
 from lightning_weave.train.parallel import Ranks, clip_gradients
@@ -32,7 +32,7 @@ class Fit:
 
     trainee: Trainee
     optimizer: torch.optim.Optimizer
-    cache: Cache
+    cache: Rows
     loss: Loss
     clip: float
     token_budget: int

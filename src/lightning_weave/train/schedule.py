@@ -23,6 +23,7 @@ class Schedule:
     updates_per_round: int
     seed: int
     validation: float = 0.0
+    first: int = 0  # group to begin with; the groups before it belong to somebody else
 
     def __post_init__(self) -> None:
         if len(self._held_out_groups()) >= self.groups:
@@ -49,6 +50,17 @@ class Schedule:
         """Rows of the prompts that are kept for validation."""
         return self._rows_of(self._held_out_groups()).tolist()
 
+    def round_of(self, update: int) -> range:
+        """The updates that replay the same round as this one."""
+        epoch, place = divmod(update, self._per_epoch)
+        begin = place - place % self.updates_per_round
+        end = min(begin + self.updates_per_round, self._per_epoch)
+        return range(epoch * self._per_epoch + begin, epoch * self._per_epoch + end)
+
+    def epoch_of(self, update: int) -> int:
+        """How often all prompts have been seen before."""
+        return update // self._per_epoch
+
     @property
     def _size(self) -> int:
         return self.prompts_per_round * self.responses // self.updates_per_round
@@ -62,7 +74,7 @@ class Schedule:
         return np.sort(np.random.default_rng([self.seed, 1]).permutation(self.groups)[:count])
 
     def _rows_of(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
-        return (groups[:, None] * self.responses + np.arange(self.responses)).ravel()
+        return ((self.first + groups[:, None]) * self.responses + np.arange(self.responses)).ravel()
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:

@@ -10,7 +10,8 @@ from lightning_weave.stages.alignment import student_tokenizer
 from lightning_weave.stages.checks.findings import Finding, Verdict
 from lightning_weave.stages.checks.sample import prompts_by_line, spread
 from lightning_weave.stages.steps import Steps
-from lightning_weave.train.cache import Cache, Pair, Row
+from lightning_weave.train.cache import Cache, Row
+from lightning_weave.train.sources import Pair
 
 ROWS = 2048
 CHANCE = 2.0  # standard errors from one half that are still chance
