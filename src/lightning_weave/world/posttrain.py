@@ -35,6 +35,7 @@ class Practice:
     rounds: int
     prompts: int  # fresh ones in each round
     rate: float
+    temperature: float = 1.0
     batch: int = 64
 
 
@@ -92,7 +93,9 @@ def post_train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=practice.rate, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(practice.rounds):
         asked = list(islice(problems, practice.prompts))
-        settings = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS, seed=int(rng.integers(2**31)))
+        settings = SamplingSettings(
+            practice.temperature, top_p=1.0, max_tokens=MAX_TOKENS, seed=int(rng.integers(2**31))
+        )
         answered = sample_attempts(model, tokenizer, asked, SAMPLES, settings)
         chosen = [
             Example(tokenizer.encode(problem.prompt), attempt.ids)
