@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from lightning_weave.errors import InputError
 from lightning_weave.models.hf import Scorer
 from lightning_weave.models.load import load_model, load_tokenizer, vocabulary_size
 from lightning_weave.progress import Progress
@@ -42,5 +43,8 @@ def find_candidates(scorer: Scorer, rows: Rollouts, count: int) -> Candidates:
 def _open_scorer(steps: Steps) -> Scorer:
     device, section = set_up(steps.recipe, steps.store), steps.recipe.reference
     path, trust = steps.student_path, steps.recipe.student.trust_remote_code
+    vocabulary = vocabulary_size(load_tokenizer(path, trust))
+    if section.candidates > vocabulary:
+        raise InputError(f"reference.candidates = {section.candidates}: the student has only {vocabulary} tokens")
     model = load_model(path, dtype=compute_dtype(section.dtype, path, device), device=device, trust_remote_code=trust)
-    return Scorer(model, vocabulary_size(load_tokenizer(path, trust)), section.token_budget)
+    return Scorer(model, vocabulary, section.token_budget)
