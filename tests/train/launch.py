@@ -1,0 +1,104 @@
+"""Train in processes of their own: alone or as ranks of a group, and killed without warning where a test says so."""
+
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_weave.progress import Progress
+from lightning_weave.stages import train
+from lightning_weave.stages.steps import Steps
+from lightning_weave.train import checkpoint, export, loop, schedule
+
+# One server imports everything once; its children are forked from it before they have any threads.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["lightning_weave.stages.train", "transformers.models.qwen3.modeling_qwen3", "peft"])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a process does: train these runs, with rows dealt unevenly, or until it is killed."""
+
+    runs: Sequence[Steps]
+    lopsided: bool = False
+    kill: str | None = None  # one of the places below ...
+    after: int = 0  # ... when it has been passed so often
+
+
+def train_all(plan: Plan) -> None:
+    if plan.lopsided:
+        loop.share_rows = lopsided
+    if plan.kill:
+        KILLS[plan.kill](plan.after)
+    for steps in plan.runs:
+        train.run(steps, Progress(quiet=True))
+
+
+def lopsided(lengths: Sequence[int], rank: int, world: int) -> list[int]:
+    """Deal the longest row to rank 0 and all the others to the last rank."""
+    order = schedule.share_rows(lengths, 0, 1)
+    return order[:1] if rank == 0 else order[1:] if rank == world - 1 else []
+
+
+def start(plan: Plan, ranks: int = 1) -> list[int]:
+    """Run a plan to its end, as one process or as a group; returns the exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    members = [SERVER.Process(target=_as_rank, args=(plan, rank, ranks, port)) for rank in range(ranks)]
+    for member in members:
+        member.start()
+    for member in members:
+        member.join()
+    return [member.exitcode or 0 for member in members]
+
+
+def _as_rank(plan: Plan, rank: int, ranks: int, port: int) -> None:
+    if ranks > 1:
+        names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
+    train_all(plan)
+
+
+def _kill_on(module: Any, name: str) -> Callable[[int], None]:
+    """Die when `module.name` is called for the nth time, just before it does anything."""
+
+    def arm(after: int) -> None:
+        original, calls = getattr(module, name), []
+
+        def dying(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            if len(calls) > after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(module, name, dying)
+
+    return arm
+
+
+def _kill_in_state(after: int) -> None:
+    """Die in the middle of a checkpoint: its tensors are there, cut short, and nothing that says what they are."""
+    original, calls = checkpoint.save_state, []
+
+    def dying(folder: Any, *args: Any) -> None:
+        calls.append(folder)
+        original(folder, *args)
+        if len(calls) > after:
+            for file in folder.iterdir():
+                os.truncate(file, file.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.save_state = dying
+
+
+KILLS: dict[str, Callable[[int], None]] = {
+    "update": _kill_on(loop, "clip_gradients"),  # gradients are there, no weight has moved
+    "state": _kill_in_state,
+    "position": _kill_on(checkpoint, "write_json"),
+    "sync": _kill_on(checkpoint, "sync_directory"),  # once before a checkpoint gets its name, once after
+    "export": _kill_on(export, "sync_folder"),
+}

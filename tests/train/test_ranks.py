@@ -1,0 +1,94 @@
+"""Two ranks are one process, whatever the rows they get; a run goes on with another number of ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cached import make_run
+from launch import Plan, lopsided, start
+from safetensors.torch import load_file
+
+from lightning_weave.stages.steps import Steps
+from lightning_weave.stages.train import make_schedule, open_cache
+
+pytestmark = pytest.mark.slow
+
+UNEVEN = {"prompts_per_round": 3, "updates_per_round": 1, "token_budget": 1, "epochs": 5}
+
+
+def patchy(anchor: str, row: int, decisions: int) -> np.ndarray:
+    """Some decisions are masked by one anchor, and every third row by both."""
+    valid = np.ones(decisions, dtype=bool)
+    if anchor == "short":
+        valid[decisions // 2 :: 3] = False
+    return valid & (row % 3 != 0)
+
+
+def losses(steps: Steps, name: str) -> list[float]:
+    lines = (steps.store.run_dir / "train" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def weights(steps: Steps, name: str) -> dict[str, torch.Tensor]:
+    return load_file(steps.store.run_dir / "train" / name / "final" / "model.safetensors")
+
+
+def assert_same(one: Steps, other: Steps, updates: int) -> None:
+    for name in one.recipe.compositions:
+        assert len(losses(one, name)) == updates
+        np.testing.assert_allclose(losses(one, name), losses(other, name), rtol=0, atol=1e-5)
+        moved = weights(other, name)
+        for key, tensor in weights(one, name).items():
+            torch.testing.assert_close(moved[key], tensor, rtol=0, atol=1e-5)
+
+
+def runs(root: Path) -> list[Steps]:
+    """Both heads, every way of training, and a second composition in the same processes."""
+    shared: dict[str, Any] = {"groups": 12, "valid": patchy}
+    short = {**UNEVEN, "epochs": 1}
+    naive = {"weights": {"long": 1.0}, "objective": "direct-opd"}
+    both = {"weights": {"long": 0.5, "short": 0.5}}
+    untied = {"tie_word_embeddings": False}
+    return [
+        make_run(root / "tied", **shared, train=UNEVEN),
+        make_run(
+            root / "untied",
+            **shared,
+            compositions={"both": both, "naive": naive},
+            train={**short, "gradient_checkpointing": True, "validation": 0.1},
+            student=untied,
+        ),
+        make_run(root / "lora", **shared, train={**short, "lora": {"rank": 2}, "objective": "reverse-kl"}),
+    ]
+
+
+def test_two_ranks_train_as_one_process(tmp_path: Path) -> None:
+    alone, together = runs(tmp_path / "alone"), runs(tmp_path / "together")
+    assert start(Plan(alone)) == [0]
+    assert start(Plan(together, lopsided=True), ranks=2) == [0, 0]
+    for one, other, updates in zip(alone, together, (20, 4, 4), strict=True):
+        assert_same(one, other, updates)
+
+    # Rank 0 ran one row against five, and at some updates that one had nothing to learn from.
+    cache = open_cache(alone[0], "both")
+    schedule = make_schedule(alone[0].recipe, groups=12)
+    dealt = [lopsided([cache.length(row) for row in schedule.rows(update)], 0, 2) for update in range(20)]
+    longest = [schedule.rows(update)[share[0]] for update, share in enumerate(dealt)]
+    assert {row % 3 == 0 for row in longest} == {True, False}
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    settings = {"prompts_per_round": 2, "updates_per_round": 1, "epochs": 2, "checkpoint_every": 2}
+    undisturbed, shrunk, grown = (
+        make_run(tmp_path / name, valid=patchy, train=settings) for name in ("undisturbed", "shrunk", "grown")
+    )
+    assert start(Plan([undisturbed])) == [0]
+    assert -9 in start(Plan([shrunk], kill="update", after=3), ranks=2)
+    assert start(Plan([shrunk])) == [0]
+    assert start(Plan([grown], kill="update", after=3)) == [-9]
+    assert start(Plan([grown]), ranks=2) == [0, 0]
+    assert_same(undisturbed, shrunk, 6)
+    assert_same(undisturbed, grown, 6)

@@ -1,0 +1,52 @@
+"""A run that is killed anywhere, as often as one likes, ends with the very weights of one that was left in peace."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cached import make_run
+from launch import Plan, start
+from safetensors.torch import load_file
+
+from lightning_weave.progress import Progress
+from lightning_weave.stages import train
+from lightning_weave.stages.steps import Steps
+from lightning_weave.store import read_lines
+
+SETTINGS = {"prompts_per_round": 1, "updates_per_round": 1, "epochs": 2, "checkpoint_every": 2, "validation": 0.2}
+DROPOUT = {"attention_dropout": 0.3}  # so that the random state matters
+
+
+def folder(steps: Steps) -> Path:
+    return steps.store.run_dir / "train" / "both"
+
+
+def checkpoints(steps: Steps) -> list[str]:
+    return sorted(path.name for path in (folder(steps) / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
+    left_alone = make_run(tmp_path / "alone", groups=5, train=SETTINGS, student=DROPOUT)
+    killed = make_run(tmp_path / "killed", groups=5, train=SETTINGS, student=DROPOUT)
+    train.run(left_alone, Progress(quiet=True))
+    assert start(Plan([killed], kill="update", after=2)) == [-9]
+    assert checkpoints(killed) == ["000002"]
+    assert start(Plan([killed], kill="state", after=0)) == [-9]
+    assert checkpoints(killed) == [".tmp-000004", "000002"]
+    assert start(Plan([killed], kill="position", after=0)) == [-9]
+    assert start(Plan([killed], kill="sync", after=2)) == [-9]
+    assert checkpoints(killed) == [".tmp-000006", "000002", "000004"]
+    assert start(Plan([killed], kill="export")) == [-9]
+    assert start(Plan([killed])) == [0]
+
+    assert checkpoints(killed) == ["000006", "000008"]
+    expected = load_file(folder(left_alone) / "final" / "model.safetensors")
+    found = load_file(folder(killed) / "final" / "model.safetensors")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    rows = [list(read_lines(folder(steps) / "metrics.jsonl")) for steps in (left_alone, killed)]
+    assert [row["step"] for row in rows[1]] == list(range(1, 9))
+    for one, other in zip(*rows, strict=True):
+        same = one.keys() - {"seconds", "tokens_per_s", "loading", "memory"}
+        assert {key: one[key] for key in same} == {key: other[key] for key in same}
