@@ -227,6 +227,23 @@ def world_build(
 
 
 @app.command()
+def preview(
+    recipe: Files,
+    set_: Sets = None,
+    only: Only = None,
+    problems: Annotated[int, typer.Option(min=1, help="of each benchmark")] = 20,
+) -> None:
+    """Sample from the tilted targets themselves, with live anchors: what a composition aims at, before training."""
+    steps = _load(recipe, set_)
+    from rich.console import Console
+
+    from lightning_weave.stages import preview as stage
+
+    with _writing(steps):
+        stage.run(steps, _progress(), Console(), problems, only)
+
+
+@app.command()
 def interpolate(
     first: Annotated[str, typer.Argument(metavar="A", help="checkpoint at 0")],
     second: Annotated[str, typer.Argument(metavar="B", help="checkpoint at 1, of the same shape")],
@@ -255,9 +272,11 @@ def sweep(
     steps = _load(recipe, set_)
     from rich.console import Console
 
+    from lightning_weave.stages.sweep_plan import plan_sweep
+
+    plan = plan_sweep(steps.recipe, wanted[0], anchor, wanted[1])
     from lightning_weave.stages import sweep as stage
 
-    plan = stage.plan_sweep(steps.recipe, wanted[0], anchor, wanted[1])
     with _writing(steps):
         stage.run(steps, plan, _progress(), Console())
 

@@ -4,6 +4,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ STYLE = {
     "legend.fontsize": 8.5,
     "figure.constrained_layout.use": True,
 }
+Ends = tuple[tuple[float, float], tuple[float, float]]
 Kind = Literal["base", "single", "composition", "baseline", "other"]
 MARKERS: dict[Kind, tuple[str, str, str]] = {
     "base": ("s", GREY, "student, untrained"),
@@ -72,10 +74,12 @@ class Point:
 def frontier(points: Sequence[Point], title: str = "") -> Any:
     """Draw accuracy against tokens: the front of all policies solid, what is dominated hollow and dashed."""
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(5.6, 4.0))
-        places = [(point.accuracy, point.tokens) for point in points]
-        on_front = set(pareto_front(places))
-        _draw_families(axes, points)
+        figure, axes = pyplot.subplots(figsize=(4.7, 3.9))
+        on_front = set(pareto_front([(point.accuracy, point.tokens) for point in points]))
+        families = _families(points)
+        dashed = {"color": VERMILION, "linewidth": 0.9, "linestyle": (0, (4, 3)), "alpha": 0.7, "zorder": 1}
+        for members in families:
+            axes.plot([p.tokens for p in members], [p.accuracy for p in members], **dashed)
         front = sorted((points[index] for index in on_front), key=lambda point: point.tokens)
         axes.plot([p.tokens for p in front], [p.accuracy for p in front], color=VERMILION, linewidth=1.4, zorder=2)
         for index, point in enumerate(points):
@@ -83,22 +87,34 @@ def frontier(points: Sequence[Point], title: str = "") -> Any:
         for kind in dict.fromkeys(point.kind for point in points):
             marker, colour, meaning = MARKERS[kind]
             axes.scatter([], [], marker=marker, color=colour, s=30, label=meaning)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, handletextpad=0.2, columnspacing=1.2)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.15), ncols=3, handletextpad=0.1, columnspacing=0.9)
         axes.set_xlabel("mean response tokens (fewer is better)")
         axes.set_ylabel("accuracy, %")
         axes.set_title(title)
         axes.margins(0.17, 0.16)
         _freeze(figure)
-        annotate(axes, [(p.tokens, p.accuracy) for p in points], [literal(p.name) for p in points], 8.5, INK)
+        drawn = [*_bars(points), *(ends for line in (front, *families) for ends in _segments(line))]
+        places = [(point.tokens, point.accuracy) for point in points]
+        annotate(axes, places, [literal(point.name) for point in points], drawn, 9, INK)
     return figure
 
 
-def _draw_families(axes: Any, points: Sequence[Point]) -> None:
-    families = {point.family for point in points if point.family}
-    for family in sorted(families):
-        members = sorted((p for p in points if p.family == family), key=lambda point: point.share)
-        style = {"color": VERMILION, "linewidth": 0.9, "linestyle": (0, (4, 3)), "alpha": 0.7, "zorder": 1}
-        axes.plot([p.tokens for p in members], [p.accuracy for p in members], **style)
+def _families(points: Sequence[Point]) -> list[list[Point]]:
+    """Sweeps of weights, each in its order."""
+    names = sorted({point.family for point in points if point.family})
+    return [sorted((p for p in points if p.family == name), key=lambda point: point.share) for name in names]
+
+
+def _segments(line: Sequence[Point]) -> list[Ends]:
+    places = [(point.tokens, point.accuracy) for point in line]
+    return list(pairwise(places))
+
+
+def _bars(points: Sequence[Point]) -> list[Ends]:
+    """The error bars, as lines that names keep away from."""
+    across = [((p.tokens - p.tokens_error, p.accuracy), (p.tokens + p.tokens_error, p.accuracy)) for p in points]
+    along = [((p.tokens, p.accuracy - p.accuracy_error), (p.tokens, p.accuracy + p.accuracy_error)) for p in points]
+    return across + along
 
 
 def _draw_point(axes: Any, point: Point, on_front: bool) -> None:

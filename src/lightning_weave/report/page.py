@@ -103,6 +103,7 @@ class Page:
     """Everything on the page."""
 
     title: str
+    subject: str  # the policy that the headline is about
     headline: str
     lead: str
     facts: Sequence[Fact]
@@ -124,6 +125,7 @@ def render(page: Page) -> str:
         .render(
             page=page,
             lines=list(zip(page.rows, cells(page.rows), strict=True)) if page.rows else [],
+            wide=bool(page.rows) and len(page.rows[0].scores) > 1,
             style=Markup(_read("page.css")),
             script=Markup(script),
             script_hash=Markup(f"'sha256-{digest}'"),

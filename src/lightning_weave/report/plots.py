@@ -6,11 +6,12 @@ from itertools import cycle
 from typing import Any
 
 from matplotlib import pyplot
+from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
 from lightning_weave.report.figures import BLUE, GREY, INK, ORANGE, PALETTE, STYLE, VERMILION, literal
 
 Line = Sequence[tuple[float, float]]
-WIDTH = 5.6
+WIDTH = 4.7
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 
 
@@ -38,6 +39,7 @@ def profile(policies: Sequence[str], columns: Mapping[str, Sequence[Bar]]) -> An
             axes.set_title(literal(name))
             axes.set_yticks(places, [literal(policy) for policy in policies])
             axes.tick_params(axis="y", length=0)
+            axes.xaxis.set_major_locator(MaxNLocator(3))
             axes.margins(0.12, 0.6 / max(len(policies), 1))
             if name == "AES":
                 axes.axvline(0, color=INK, linewidth=0.7)
@@ -65,13 +67,20 @@ def lines(panels: Mapping[str, Mapping[str, Line]], x: str, y: str, *, logarithm
             axes.set_title(literal(title))
             axes.set_xlabel(x)
             axes.set_ylabel(y)
-            if logarithmic and all(value > 0 for panel_line in panel.values() for _, value in panel_line):
+            if logarithmic and all(value > 0 for line in panel.values() for _, value in line):
                 axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(ScalarFormatter())
+                axes.yaxis.set_minor_formatter(NullFormatter() if _spans_decade(panel) else ScalarFormatter())
         for axes in list(grid.flat)[len(panels) :]:
             axes.remove()
         handles = [pyplot.Line2D([], [], color=c, linestyle=d, label=literal(n)) for n, (c, d) in styles.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return figure
+
+
+def _spans_decade(panel: Mapping[str, Line]) -> bool:
+    values = [value for line in panel.values() for _, value in line]
+    return max(values) >= 10 * min(values)
 
 
 def _dashes(count: int) -> list[Any]:
@@ -84,7 +93,10 @@ def stacked(
 ) -> Any:
     """Draw horizontal bars made of parts; with `shares`, each bar is a whole and its parts are labelled in percent."""
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(WIDTH, 0.95 + 0.3 * len(rows)))
+        used = dict.fromkeys(part for parts in rows.values() for part, value in parts.items() if value > 0)
+        columns = 4 if max(map(len, used), default=0) < 12 else 1
+        legend = -(-len(used) // columns)
+        figure, axes = pyplot.subplots(figsize=(WIDTH, 0.75 + 0.3 * len(rows) + 0.19 * legend))
         for place, parts in enumerate(rows.values()):
             start, total = 0.0, sum(parts.values()) or 1.0
             for part, value in parts.items():
@@ -100,9 +112,8 @@ def stacked(
         axes.set_xlabel(x)
         if shares:
             axes.set_xlim(0, 100)
-        used = dict.fromkeys(part for parts in rows.values() for part, value in parts.items() if value > 0)
         handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[part], label=part) for part in used]
-        figure.legend(handles=handles, loc="outside lower center", ncols=2)
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns)
     return figure
 
 
@@ -128,7 +139,7 @@ def grouped(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str],
     """Draw a group of horizontal bars for each row, one bar per series."""
     series = list(colours)
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(WIDTH, 0.9 + len(rows) * (0.16 + 0.15 * len(series))))
+        figure, axes = pyplot.subplots(figsize=(WIDTH, 0.9 + len(rows) * (0.2 + 0.15 * len(series))))
         height = 0.8 / max(len(series), 1)
         for number, name in enumerate(series):
             places = [-row + 0.4 - (number + 0.5) * height for row in range(len(rows))]

@@ -70,7 +70,13 @@ class PairSums:
         return self.covariance / scale if scale > 0 else float("nan")
 
     def agreement(self, where: str) -> float:
+        """How often both pull the sampled or the top token the same way."""
         return self.agreed[where] / self.compared[where] if self.compared[where] else float("nan")
+
+    def agreement_on(self, kind: TokenKind) -> float:
+        """How often both pull a sampled token of this kind the same way."""
+        compared, agreed = self.compared_by_kind[KINDS.index(kind)], self.agreed_by_kind[KINDS.index(kind)]
+        return float(agreed / compared) if compared else float("nan")
 
 
 class Survey:

@@ -16,33 +16,51 @@ from lightning_weave.stages.cost import summary as cost_summary
 from lightning_weave.stages.results import Found, merge, overalls, points, policy_rows, summaries
 from lightning_weave.stages.shifts import CachedShifts
 from lightning_weave.stages.steps import Steps
-from lightning_weave.stages.sweep import with_sweep
+from lightning_weave.stages.sweep_plan import with_sweep
 from lightning_weave.store import write_atomic, write_json
 from lightning_weave.store.ledger import read_ledger
+
+TRAINING_WORDS = {
+    "reverse_kl": (
+        "How far each student is from its target",
+        "KL of student and target on the decisions of each update, a running mean; logarithmic.",
+        "Training curves of every composition: KL to the target by update.",
+    ),
+    "loss": (
+        "Loss",
+        "The objective itself, a running mean; logarithmic. It scales with alpha and the dose.",
+        "Training curves of every composition: loss by update.",
+    ),
+}
 
 
 def run(recipes: Sequence[Steps], progress: Progress) -> Path:
     """Write the report of one run, or of several runs of one student, into the first one's folder."""
     runs = [with_sweep(steps) for steps in recipes]
     _check_one_student(runs)
+    for steps in runs:
+        report_cases.check_cases(steps)
     found = [summaries(steps) for steps in runs]
-    for steps, own in zip(runs, found, strict=True):
-        report_cases.check_cases(steps, own)
     merged = merge(found)
     writer = Writer(runs[0].store.run_dir / "report")
     combined = overalls(merged)
     rows = policy_rows(merged, combined)
     results = writer.results(runs[0], merged, combined, rows) if rows else []
-    groups = [group for steps in runs for group in report_cases.case_groups(steps, progress)]
+    groups = [
+        group
+        for steps, own in zip(runs, found, strict=True)
+        for group in report_cases.case_groups(steps, own, progress)
+    ]
     views = [_run_view(steps, own, writer, progress, len(runs) > 1) for steps, own in zip(runs, found, strict=True)]
     if not rows and not any(view.loom or view.cost for view in views):
         raise InputError(
             f"{runs[0].store.run_dir}: there is nothing to report yet. Start with: lweave run {runs[0].arguments}"
         )
-    title, lead = report_results.headline(runs[0].recipe, rows) if rows else (runs[0].recipe.name, "")
+    subject, headline, lead = report_results.headline(runs[0].recipe, rows)
     page = Page(
         title=" + ".join(steps.recipe.name for steps in runs),
-        headline=title,
+        subject=subject,
+        headline=headline,
         lead=lead,
         facts=_facts(runs),
         rows=rows,
@@ -135,12 +153,10 @@ def _run_view(steps: Steps, found: Found, writer: Writer, progress: Progress, se
         loom = report_cache.loom_data(steps, cache, vocabulary, start, progress)
     if steps.recipe.anchors and (cache is None or len(cache.anchors) < len(steps.recipe.anchors)):
         notes.append(f"The cache is not complete, so not every anchor is shown. Next: lweave score {steps.arguments}")
-    training = report_cost.training_figure(steps)
-    details = []
-    if training is not None:
-        caption = "Mean over the decisions of each update; the scale is logarithmic."
-        alt = "Training curves of every composition: KL to the target, and loss, by update."
-        details.append(writer.figure(training, f"training{suffix}", "Training", caption, alt))
+    details = [
+        writer.figure(drawing, f"training-{key}{suffix}", *TRAINING_WORDS[key])
+        for key, drawing in report_cost.training_figures(steps).items()
+    ]
     ledger = read_ledger(steps.store.run_dir)
     return RunView(
         name=steps.recipe.name,

@@ -1,5 +1,6 @@
 """What a run's cache shows: the loom, and what its anchors want and disagree on."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from lightning_weave.models.hf import Scorer, ScoreRow
 from lightning_weave.models.load import load_model, load_tokenizer, stop_ids, vocabulary_size
 from lightning_weave.progress import Progress
 from lightning_weave.report.figures import BLUE, GREEN, GREY, ORANGE, PALETTE, VERMILION
-from lightning_weave.report.kinds import KINDS, Vocabulary
+from lightning_weave.report.kinds import KINDS, TokenKind, Vocabulary
 from lightning_weave.report.loom import Setting, Thread, bytes_per_decision, draw_rows, longest_that_fits, pack
 from lightning_weave.report.page import PairView, Push, Wishes
 from lightning_weave.report.plots import grouped, stacked
@@ -93,10 +94,12 @@ def positions_figure(survey: Survey) -> Any:
     """Where the decisions went: kept or masked for each anchor by reason, and what each composition keeps."""
     rows: dict[str, dict[str, float]] = {}
     for anchor, counts in zip(survey.anchors, survey.reasons_KR, strict=True):
-        rows[f"anchor {anchor}"] = dict(zip(REASON_WORDS, counts.tolist(), strict=True))
+        rows[anchor] = dict(zip(REASON_WORDS, counts.tolist(), strict=True))
     colours = {**REASON_COLOURS, "masked by one of its anchors": "#9aa0a6"}
-    for name, kept in survey.kept.items():
-        rows[name] = {"kept": kept, "masked by one of its anchors": survey.decisions - kept}
+    for name, kept in survey.kept.items():  # compositions of the same anchors keep the same
+        used = [anchor for anchor, weight in zip(survey.anchors, survey.compositions[name], strict=True) if weight]
+        if len(used) > 1:
+            rows[" + ".join(used)] = {"kept": kept, "masked by one of its anchors": survey.decisions - kept}
     assert len(REASON_WORDS) == len(REASONS)
     return stacked(rows, colours, "share of all decisions, %", shares=True)
 
@@ -106,10 +109,19 @@ def kinds_figure(survey: Survey) -> Any:
     sizes = {anchor: survey.size_by_kind(anchor) for anchor in survey.anchors}
     kinds = [kind for kind in KINDS if any(kind in found for found in sizes.values())]
     rows: dict[str, dict[str, float]] = {
-        kind: {anchor: found.get(kind, 0.0) for anchor, found in sizes.items()} for kind in kinds
+        _with_agreement(survey, kind): {anchor: found.get(kind, 0.0) for anchor, found in sizes.items()}
+        for kind in kinds
     }
     colours = dict(zip(survey.anchors, (PALETTE * len(survey.anchors))[: len(survey.anchors)], strict=True))
     return grouped(rows, colours, "mean size of the pull on the sampled token, nats")
+
+
+def _with_agreement(survey: Survey, kind: TokenKind) -> str:
+    """Say beside a kind how often two anchors agree on it."""
+    if len(survey.pairs) != 1:
+        return kind
+    share = next(iter(survey.pairs.values())).agreement_on(kind)
+    return kind if math.isnan(share) else f"{kind}\nagree {100 * share:.0f} %"
 
 
 def loom_data(

@@ -1,10 +1,9 @@
 """Cases: read verdicts and lengths, choose, and only then read the texts that were chosen."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from lightning_weave.bench.definitions import Problem, load_benchmark
 from lightning_weave.bench.samples import Sample, read_samples
-from lightning_weave.bench.summary import Summary
 from lightning_weave.config import Case
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
@@ -12,31 +11,25 @@ from lightning_weave.report.cases import Outcome, Panel, Place, Shown, choose, e
 from lightning_weave.report.page import CaseGroup
 from lightning_weave.stages.steps import Steps
 
-Evaluated = Mapping[str, Sequence[Summary]]  # policy -> its benchmarks
 
-
-def check_cases(steps: Steps, found: Evaluated) -> None:
-    """Refuse a case that names a policy or a benchmark which is not there, before anything slow is done."""
+def check_cases(steps: Steps) -> None:
+    """Refuse a case that names a policy or a benchmark which the recipe does not have."""
     for name, case in steps.recipe.report.cases.items():
-        for policy in named_policies(case):
-            if policy not in steps.policies:
-                raise InputError(
-                    f"report.cases.{name} names the policy {policy!r}; this recipe has {', '.join(steps.policies)}"
-                )
-            if policy not in found:
-                raise InputError(
-                    f"report.cases.{name} needs {policy}, which is not evaluated yet. "
-                    f"Do that first: lweave eval {steps.arguments} --only {policy}"
-                )
+        if unknown := [policy for policy in named_policies(case) if policy not in steps.policies]:
+            known = ", ".join(steps.policies)
+            raise InputError(f"report.cases.{name} names the policy {unknown[0]!r}; this recipe has {known}")
         if case.benchmark is not None and case.benchmark not in steps.recipe.eval.benchmarks:
             known = ", ".join(steps.recipe.eval.benchmarks)
             raise InputError(f"report.cases.{name}.benchmark = {case.benchmark!r}; this recipe evaluates on {known}")
 
 
-def case_groups(steps: Steps, progress: Progress) -> list[CaseGroup]:
-    """Choose and read every case of a recipe."""
+def case_groups(steps: Steps, evaluated: Collection[str], progress: Progress) -> list[CaseGroup]:
+    """Choose and read every case whose policies are all evaluated."""
     groups = []
     for name, case in steps.recipe.report.cases.items():
+        if not set(named_policies(case)) <= set(evaluated):
+            progress.say(f"report: report.cases.{name} waits for policies that are not evaluated yet")
+            continue
         places = choose(case, outcomes(steps, case))
         if not places:
             progress.say(f"report: no sample meets report.cases.{name} ({rule(case)})")

@@ -1,5 +1,6 @@
 """What a run spent, and how its training went: figures from the ledger and the metrics."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_weave.report.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
@@ -11,24 +12,29 @@ from lightning_weave.store import read_lines
 COLOURS = {"rollout": BLUE, "reference": SKY, "score": GREEN, "train": ORANGE, "online": PURPLE}
 UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
 CURVES = {"reverse_kl": "KL of student and target, nats", "loss": "loss"}
+WINDOWS = 25  # a curve is the running mean over one of so many parts of the training
 
 
-def training_panels(steps: Steps) -> dict[str, dict[str, Line]]:
-    """Curves of every composition that has begun training."""
-    panels: dict[str, dict[str, Line]] = {title: {} for title in CURVES.values()}
-    for name in steps.recipe.compositions:
-        rows = list(read_lines(steps.store.run_dir / "train" / name / "metrics.jsonl"))
-        for key, title in CURVES.items():
-            points = [(float(row["step"]), float(row[key])) for row in rows if key in row]
-            if points:
-                panels[title][name] = points
-    return {title: panel for title, panel in panels.items() if panel}
+def training_figures(steps: Steps) -> dict[str, Any]:
+    """Draw how far each student still was from its target, and its loss, for every composition that has begun."""
+    figures = {}
+    for key, title in CURVES.items():
+        curves = {name: _curve(steps, name, key) for name in steps.recipe.compositions}
+        drawn = {name: curve for name, curve in curves.items() if curve}
+        if drawn:
+            figures[key] = lines({"": drawn}, "update", title, logarithmic=True)
+    return figures
 
 
-def training_figure(steps: Steps) -> Any | None:
-    """Draw how far each student still was from its target."""
-    panels = training_panels(steps)
-    return lines(panels, "update", "", logarithmic=True) if panels else None
+def _curve(steps: Steps, name: str, key: str) -> Line:
+    rows = read_lines(steps.store.run_dir / "train" / name / "metrics.jsonl")
+    points = [(float(row["step"]), float(row[key])) for row in rows if key in row]
+    window = -(-len(points) // WINDOWS)
+    return [(points[last][0], _mean(points[max(last + 1 - window, 0) : last + 1])) for last in range(len(points))]
+
+
+def _mean(points: Sequence[tuple[float, float]]) -> float:
+    return sum(value for _, value in points) / len(points)
 
 
 def cost_figures(rows: list[dict[str, Any]]) -> tuple[Any, Any] | None:

@@ -87,21 +87,22 @@ def budgets_figure(found: Found) -> Any | None:
     return lines(panels, "token budget", "accuracy, %") if panels else None
 
 
-def headline(recipe: Recipe, rows: Sequence[PolicyRow]) -> tuple[str, str]:
-    """Say the result in two sentences: the trained policy of the highest AES against the student as it was."""
+def headline(recipe: Recipe, rows: Sequence[PolicyRow]) -> tuple[str, str, str]:
+    """Say the result: a policy, what it does, and how sure that is. It is the trained one of the highest AES."""
     base = next((row for row in rows if row.policy == "base"), None)
     trained = [row for row in rows if row.policy in recipe.compositions]
     if not trained:
-        return recipe.name, "No trained policy is evaluated yet."
+        return recipe.name, "", "No trained policy is evaluated yet."
     best = max(trained, key=lambda row: (row.aes if _is_known(row.aes) else -math.inf, row.accuracy, -row.tokens))
-    first = f"{best.policy} answers {best.accuracy:.1f} % in {best.tokens:,.0f} tokens"
+    first = f"answers {best.accuracy:.1f} % in {best.tokens:,.0f} tokens"
     if base is None:
-        return f"{first}.", "The student as it was is not evaluated, so there is nothing to compare with."
+        return best.policy, f"{first}.", "The student as it was is not evaluated, so there is nothing to compare with."
     first += f"; the student alone {base.accuracy:.1f} % in {base.tokens:,.0f}."
     if best.aes is None or not _is_known(best.aes):
-        return first, "AES is not defined here: the student had no correct answer on some benchmark."
+        return best.policy, first, "AES is not defined here: the student had no correct answer on some benchmark."
     sure = f" (95 % interval {best.aes_low:.2f} to {best.aes_high:.2f})" if _is_known(best.aes_low) else ""
-    return first, f"Accuracy-efficiency score {best.aes:+.2f}{sure}, the highest of {len(trained)} trained policies."
+    among = f", the highest of {len(trained)} trained policies" if len(trained) > 1 else ""
+    return best.policy, first, f"Accuracy-efficiency score {best.aes:+.2f}{sure}{among}."
 
 
 def start_composition(recipe: Recipe, rows: Sequence[PolicyRow]) -> str | None:
