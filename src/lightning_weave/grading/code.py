@@ -48,9 +48,10 @@ def grade_code(code: str, problem: Mapping[str, Any], sandbox: Sandbox) -> Verdi
     inputs = [_stdin(test, problem) for test in tests]  # a row that cannot be read is found before anything runs
     if not code.strip():
         return Verdict(False, "no code")
-    with sandbox.load(Program(code, method)) as runner:
+    program = Program(code, method)
+    with sandbox.slot() as slot:
         for number, test in enumerate(tests):
-            verdict = _judge(runner.run(inputs[number]), test, number)
+            verdict = _judge(slot.run(program, inputs[number]), test, number)
             if not verdict.correct:
                 return verdict
     return Verdict(True, "passed", official=None if method else official_failure(code))

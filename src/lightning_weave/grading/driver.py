@@ -1,8 +1,9 @@
 """The half of the sandbox that lives inside it: warm up an interpreter once, then fork it for every test.
 
-Standard library only; started as a script with its settings as one JSON argument. A test arrives as one byte with three
-file descriptors (input, output, errors); the answer is one line of JSON about how the program ended. Nothing here knows
-an expected output, so a program that takes this process over gains nothing but its own wrong answer.
+Standard library only; started as a script with its settings as one JSON argument. A test arrives as one byte with four
+file descriptors (input, output, errors, program); the answer is one line of JSON about how it ended. No program runs in
+this process, which is process 1 of its namespace: programs can neither signal it nor look into it nor change its limits
+or priority. And no expected output ever comes here, so there is nothing to be found.
 """
 
 import _sitebuiltins
@@ -36,22 +37,28 @@ _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000  # seccomp; the errno is added to the s
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF
 _NAMESPACES, _THREAD = 0x7E020000, 0x00010000  # clone flags
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Memory outside RLIMIT_AS, namespaces, mounts, sockets, keys, tracing: nothing a program of a contest needs.
+# Memory outside RLIMIT_AS, namespaces, mounts, sockets, keys, other processes: nothing a program of a contest needs.
 _REFUSED = {
     "x86_64": (
         *(319, 29, 30, 31, 64, 68, 240),  # memfd_create, shm*, semget, msgget, mq_open
         *(272, 308, 165, 166, 155, 161),  # unshare, setns, mount, umount2, pivot_root, chroot
-        *(101, 310, 311, 312, 41, 248, 249, 250, 303, 304),  # ptrace, process_vm_*, kcmp, socket, keys, file handles
+        *(41, 248, 249, 250, 303, 304),  # socket, keys, file handles
+        *(101, 310, 311, 312, 256, 279),  # ptrace, process_vm_*, kcmp, migrate_pages, move_pages
+        *(141, 142, 144, 203, 314, 251),  # setpriority, sched_set*, ioprio_set
         *(298, 321, 323),  # perf_event_open, bpf, userfaultfd
     ),
     "aarch64": (
         *(279, 194, 195, 196, 190, 186, 180),
         *(97, 268, 40, 39, 41, 51),
-        *(117, 270, 271, 272, 198, 217, 218, 219, 264, 265),
+        *(198, 217, 218, 219, 264, 265),
+        *(117, 270, 271, 272, 238, 239),
+        *(140, 118, 119, 122, 274, 30),
         *(241, 280, 282),
     ),
 }
-_REFUSED_EVERYWHERE = (425, 428, 429, 430, 432, 433, 438, 442, 447)  # io_uring, new mounts, pidfd_getfd, memfd_secret
+# io_uring_setup, the new mount calls, pidfd_getfd, process_madvise, memfd_secret, process_mrelease
+_REFUSED_EVERYWHERE = (425, 428, 429, 430, 432, 433, 438, 440, 442, 447, 448)
+_PRLIMIT = {"x86_64": 302, "aarch64": 261}  # of itself only
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _ALONE = {"x86_64": (57, 58, 62), "aarch64": (129,)}  # fork, vfork, kill: without a process namespace
@@ -97,6 +104,7 @@ def syscall_filter(machine: str, alone: bool) -> bytes | None:
     ]
     for number in numbers:
         steps += [step(_EQUAL, number, 0, 1), refuse]
+    steps += [step(_EQUAL, _PRLIMIT[machine], 0, 4), step(_LOAD, 16), step(_EQUAL, 0, 1), refuse, step(_LOAD, 0)]
     steps += [step(_EQUAL, _CLONE[machine], 1), step(_RETURN, _ALLOW), step(_LOAD, 16)]
     steps += [step(_ANY_BIT, _THREAD, 1), refuse] if alone else [step(_ANY_BIT, _NAMESPACES, 0, 1), refuse]
     return b"".join([*steps, step(_RETURN, _ALLOW)])
@@ -144,38 +152,43 @@ def _prelude() -> dict[str, Any]:
 
 
 def _become(uid: int | None) -> None:
-    """Give up root for good, and die with the process outside."""
+    """Give up root for good, and let no program look into this process."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
     _prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    _prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)  # changing the uid has cleared it
-    _prctl(_DUMPABLE, 0, 0, 0, 0)  # programs cannot look into this process
+    _prctl(_DUMPABLE, 0, 0, 0, 0)
 
 
-def _resident() -> int:
-    """Add up the private memory of every process in this namespace but this one."""
-    pages = 0
-    for pid in os.listdir("/proc"):
-        if pid.isdigit() and pid != "1":
-            try:
-                with open(f"/proc/{pid}/statm") as file:
-                    fields = file.read().split()
-            except OSError:
-                continue  # it has just ended
-            pages += int(fields[1]) - int(fields[2])
-    return pages * resource.getpagesize()
+def _added_memory() -> int:
+    """Add up the memory that each process in this namespace has beyond what it shares with this one."""
+    shared = _private_pages("self")
+    others = [pid for pid in os.listdir("/proc") if pid.isdigit() and pid != "1"]
+    return sum(max(0, _private_pages(pid) - shared) for pid in others) * resource.getpagesize()
 
 
-def _left_behind() -> bool:
-    """Say whether the test left processes or files; then the next one gets a fresh sandbox."""
+def _private_pages(pid: str) -> int:
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            fields = file.read().split()
+    except OSError:  # it has just ended
+        return 0
+    return int(fields[1]) - int(fields[2])
+
+
+def _scratch_state() -> int:
+    """Any change in /tmp, undone or not, changes this."""
+    return os.stat("/tmp").st_ctime_ns if os.getpid() == 1 else 0
+
+
+def _processes_left() -> bool:
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
         return True
     except ChildProcessError:
-        return os.getpid() == 1 and bool(os.listdir("/tmp"))
+        return False
 
 
 def _watch(child: int, control: socket.socket, memory: int) -> dict[str, Any]:
@@ -186,21 +199,22 @@ def _watch(child: int, control: socket.socket, memory: int) -> dict[str, Any]:
     poller.register(pidfd, select.POLLIN)
     poller.register(control, select.POLLIN)
     while not (events := poller.poll(100)):
-        if os.getpid() == 1 and not over and _resident() > memory:
+        if os.getpid() == 1 and not over and _added_memory() > memory:
             over = True
             os.kill(-1, signal.SIGKILL)  # everything in this namespace but process 1, which this is
     os.close(pidfd)
     if any(fd == control.fileno() for fd, _ in events):
         os._exit(0)  # the grader is gone, and with process 1 so is everything here
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return {"exit": status, "memory": over, "stale": _left_behind()}
+    return {"exit": status, "memory": over}
 
 
-def _serve(control: socket.socket, limits: dict[str, Any]) -> list[int]:
-    """Fork for every test that arrives. Returns in the fork, with its three descriptors; never in the parent."""
+def _serve(control: socket.socket, limits: dict[str, Any], reusable: bool) -> list[int]:
+    """Fork for every test that arrives. Returns in the fork, with its descriptors; never in the parent."""
+    pristine = _scratch_state()
     control.sendall(b"ready\n")
     while True:
-        request, descriptors, _, _ = socket.recv_fds(control, 1, 3)
+        request, descriptors, _, _ = socket.recv_fds(control, 1, 4)
         if not request:
             os._exit(0)
         child = os.fork()
@@ -209,7 +223,9 @@ def _serve(control: socket.socket, limits: dict[str, Any]) -> list[int]:
             return descriptors
         for descriptor in descriptors:
             os.close(descriptor)
-        control.sendall(json.dumps(_watch(child, control, limits["memory"])).encode() + b"\n")
+        report = _watch(child, control, limits["memory"])
+        report["stale"] = not reusable or _processes_left() or _scratch_state() != pristine
+        control.sendall(json.dumps(report).encode() + b"\n")
 
 
 def _call(source: str, method: str, namespace: dict[str, Any]) -> None:
@@ -252,10 +268,8 @@ def _leave(program: types.ModuleType) -> None:
 
 
 def main() -> None:
-    """Read the program, give up all rights, then run it once per request."""
+    """Give up all rights, then run a program per request."""
     settings = json.loads(sys.argv[1])
-    with open(settings["source"], "rb") as file:
-        source = file.read().decode("utf-8", "surrogatepass")
     control = _only_socket(settings["control"])
     sys.path[:] = [*(path for path in sys.path if path), *settings["packages"]]
     sys.argv[:] = ["program"]
@@ -263,15 +277,20 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # the forks need not copy what they never touch
     sys.setrecursionlimit(_RECURSION)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets from inside only what it has a handler for
     refusals = syscall_filter(os.uname().machine, alone=os.getpid() != 1)
     _become(settings["uid"])
-    for target, descriptor in enumerate(_serve(control, settings["limits"])):
+    *streams, program_file = _serve(control, settings["limits"], reusable=refusals is not None)
+    with open(program_file, encoding="utf-8") as file:
+        file.seek(0)  # the forks share its position
+        program = json.load(file)
+    for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
     os.closerange(3, 64)
-    _prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
+    _prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)  # where there is no namespace that ends with its process 1
     _limit(settings["limits"])
     _install(refusals)
-    _run(source, settings["method"], names)
+    _run(program["source"], program["method"], names)
 
 
 def _only_socket(descriptor: int) -> socket.socket:

@@ -12,7 +12,7 @@ import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_weave.errors import WeaveError
 
@@ -62,26 +62,27 @@ class Outcome:
 
 
 class Jail:
-    """A sandbox for one program; `close` ends everything in it."""
+    """A sandbox that runs one test after another, as long as each leaves it as it was."""
 
-    def __init__(self, program: Program, limits: Limits, slot: int, bubblewrap: str | None) -> None:
+    def __init__(self, limits: Limits, slot: int, bubblewrap: str | None) -> None:
         """Start it and wait until it is ready for a test. Without bubblewrap there are limits only."""
         self._limits = limits
         self._first: int | None = None  # pidfd of process 1 inside
+        uid = _uid(slot) if bubblewrap else None
         with ExitStack() as held:
             self._control, theirs = socket.socketpair()
             held.callback(theirs.close)
             status, status_end = os.pipe()
             log = os.memfd_create("log")
-            source = _memory_file(program.source.encode("utf-8", "surrogatepass"))
-            for file in (status, status_end, log, source):
+            for file in (status, status_end, log):
                 held.callback(os.close, file)
-            uid = _uid(slot) if bubblewrap else None
-            settings = {"control": theirs.fileno(), "source": source, "method": program.method, "uid": uid}
-            command = _driver_command(settings | {"limits": asdict(limits)}, boxed=bool(bubblewrap))
-            if bubblewrap:
-                command = [*_bubblewrap(bubblewrap, limits, uid, status_end), *command]
-            self._process = _spawned(command, log, (theirs.fileno(), source, status_end))
+            command = _driver_command(theirs.fileno(), limits, uid, boxed=bool(bubblewrap))
+            try:
+                outer = _bubblewrap(bubblewrap, limits, uid, status_end) if bubblewrap else []
+                self._process = _spawned([*outer, *command], log, (theirs.fileno(), status_end))
+            except OSError as error:
+                self._control.close()
+                raise SandboxError(f"the sandbox cannot be started: {error}") from error
             theirs.close()  # so that an early end is seen as the end of the conversation
             try:
                 self._await_ready(status if bubblewrap else None)
@@ -104,9 +105,10 @@ class Jail:
             line += part
         return line
 
-    def run(self, stdin: bytes) -> tuple[Outcome, bool]:
+    def run(self, program: Program, stdin: bytes) -> tuple[Outcome, bool]:
         """Run one test, and say whether this sandbox may serve another."""
         files = [_memory_file(stdin), os.memfd_create("output"), os.memfd_create("errors")]
+        files.append(_memory_file(json.dumps(asdict(program)).encode()))
         try:
             socket.send_fds(self._control, [b"t"], files)
             report = json.loads(self._line(self._limits.seconds))
@@ -123,7 +125,7 @@ class Jail:
         errors = _tail(files[2], _ERRORS_KEPT)
         if report["memory"]:
             return Outcome("memory", errors=errors)
-        if max(os.fstat(file).st_size for file in files[1:]) >= self._limits.output:
+        if max(os.fstat(file).st_size for file in files[1:3]) >= self._limits.output:
             return Outcome("output", errors=errors)
         return Outcome("exited", int(report["exit"]), _tail(files[1], self._limits.output), errors)
 
@@ -146,23 +148,21 @@ class Jail:
 
 def _spawned(command: list[str], log: int, passed: tuple[int, ...]) -> subprocess.Popen[bytes]:
     """Start a process with nothing of ours but the passed descriptors."""
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            env=_ENVIRONMENT,
-            pass_fds=passed,
-            start_new_session=True,  # no terminal to type into
-        )
-    except OSError as error:
-        raise SandboxError(f"the sandbox cannot be started: {error}") from error
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+        env=_ENVIRONMENT,
+        pass_fds=passed,
+        start_new_session=True,  # no terminal to type into
+    )
 
 
-def _driver_command(settings: dict[str, Any], boxed: bool) -> list[str]:
-    settings["packages"] = ["/packages"] if boxed else _package_parents()
-    return [_interpreter(), *_FLAGS, "/driver.py" if boxed else str(_DRIVER), json.dumps(settings)]
+def _driver_command(control: int, limits: Limits, uid: int | None, boxed: bool) -> list[str]:
+    packages = ["/packages"] if boxed else _package_parents()
+    settings = json.dumps({"control": control, "limits": asdict(limits), "uid": uid, "packages": packages})
+    return [_interpreter(), *_FLAGS, "/driver.py" if boxed else str(_DRIVER), settings]
 
 
 def _memory_file(content: bytes) -> int:
@@ -205,12 +205,13 @@ def _package_parents() -> list[str]:
 
 @functools.cache
 def _options(bubblewrap: str) -> str:
+    """List what this version of bubblewrap can do."""
     return subprocess.run([bubblewrap, "--help"], capture_output=True, text=True, check=False).stdout
 
 
 def _bubblewrap(bubblewrap: str, limits: Limits, uid: int | None, status: int) -> list[str]:
     """Say to bubblewrap what a program may see: nothing that is not listed here exists inside."""
-    command = [bubblewrap, "--die-with-parent", "--as-pid-1", "--json-status-fd", str(status)]
+    command = [bubblewrap, "--as-pid-1", "--json-status-fd", str(status)]
     command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     if uid is None:
         command += ["--unshare-user", *(["--disable-userns"] if "--disable-userns" in _options(bubblewrap) else [])]

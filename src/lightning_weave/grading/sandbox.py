@@ -2,101 +2,118 @@
 
 A program gets its own process, network, IPC and host-name namespaces; a read-only view of /usr and of the interpreter;
 a small /tmp of its own; an empty environment; limits on time, memory, processes, open files and output; a filter on
-system calls; and, when the grader is root, a user id that nothing else has (otherwise a user namespace). One sandbox
-serves one program: the interpreter is warmed up once and forked for every test, which costs a fraction of starting one
-per test. A test that leaves a process or a file behind gets its successor a fresh sandbox. The clock, the comparison and
-the expected outputs stay outside.
+system calls; and, when the grader is root, a user id that nothing else has (otherwise a user namespace). The clock, the
+comparison and the expected outputs stay outside.
+
+Each slot keeps a warm interpreter that is forked for every test, which costs a fraction of starting one; it runs no
+program itself. A test that ends otherwise than by itself, or leaves a process or any trace in /tmp behind, has its
+sandbox thrown away with everything in it.
 
 The interpreter is the one this package runs on, from its base prefix: the standard library and numpy, nothing else.
 """
 
+import functools
 import itertools
 import os
 import queue
 import shutil
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_weave.errors import InputError
 from lightning_weave.grading.jail import BrokenError, Jail, Limits, Outcome, Program, SandboxError
 
-__all__ = ["Limits", "Outcome", "Program", "Runner", "Sandbox", "SandboxError", "open_sandbox"]
+__all__ = ["Limits", "Outcome", "Program", "Sandbox", "SandboxError", "Slot", "open_sandbox"]
 
 _HARMLESS = Program("print(input())")
 _slot_numbers = itertools.count()  # across all sandboxes of this process
 
 
-class Sandbox:
-    """A number of slots in which programs run at the same time. Safe to use from several threads."""
+class Slot:
+    """A place for one program at a time, with its sandbox kept between tests while nothing has touched it."""
 
-    def __init__(self, limits: Limits, slots: int, bubblewrap: str | None) -> None:
-        self.limits = limits
-        self.slots = slots
-        self._bubblewrap = bubblewrap
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for _ in range(slots):
-            self._free.put(next(_slot_numbers))
+    def __init__(self, limits: Limits, bubblewrap: str | None) -> None:
+        self._start = functools.partial(Jail, limits, next(_slot_numbers), bubblewrap)
+        self._jail: Jail | None = None
 
-    @contextmanager
-    def load(self, program: Program) -> Iterator["Runner"]:
-        """Take a slot for one program, waiting for a free one."""
-        slot = self._free.get()
-        runner = Runner(self, slot, program)
-        try:
-            yield runner
-        finally:
-            runner.close()
-            self._free.put(slot)
+    def run(self, program: Program, stdin: bytes) -> Outcome:
+        """Run one test. Trouble with the sandbox is tried again once, then raised unless the program is to blame."""
+        outcome = self._attempt(program, stdin) or self._attempt(program, stdin)
+        if outcome is not None:
+            return outcome
+        self.check()
+        return Outcome("broken")
 
-    def start(self, program: Program, slot: int) -> Jail:
-        """Start a program's sandbox; what fails is tried once more."""
-        try:
-            return Jail(program, self.limits, slot, self._bubblewrap)
-        except SandboxError:
-            return Jail(program, self.limits, slot, self._bubblewrap)
-
-    def check(self, slot: int) -> None:
+    def check(self) -> None:
         """Raise unless a harmless program runs as it should."""
-        jail = self.start(_HARMLESS, slot)
-        try:
-            outcome, _ = jail.run(b"ready\n")
-        except BrokenError as error:
-            raise SandboxError("a sandbox breaks down under any program; is the machine out of memory?") from error
-        finally:
-            jail.close()
+        outcome = self._attempt(_HARMLESS, b"ready\n")
+        if outcome is None:
+            raise SandboxError("a sandbox breaks down under any program; is the machine out of memory?")
         if outcome.output != b"ready\n":
             raise SandboxError(f"a harmless program failed in a sandbox: {outcome}")
 
+    def _attempt(self, program: Program, stdin: bytes) -> Outcome | None:
+        """Run one test, or return nothing if the sandbox broke down under it."""
+        self._jail = self._jail or self._started()
+        try:
+            outcome, pristine = self._jail.run(program, stdin)
+        except BrokenError:
+            self.close()
+            return None
+        if not pristine:
+            self.close()
+        return outcome
 
-class Runner:
-    """One program in one slot; every `run` is one test in a new process."""
-
-    def __init__(self, sandbox: Sandbox, slot: int, program: Program) -> None:
-        self._sandbox, self._slot, self._program = sandbox, slot, program
-        self._jail: Jail | None = None
-
-    def run(self, stdin: bytes) -> Outcome:
-        """Run one test. Trouble with the sandbox is tried again once, then raised unless the program is to blame."""
-        for _ in range(2):
-            self._jail = self._jail or self._sandbox.start(self._program, self._slot)
-            try:
-                outcome, reusable = self._jail.run(stdin)
-            except BrokenError:
-                self.close()
-                continue
-            if not reusable:
-                self.close()
-            return outcome
-        self._sandbox.check(self._slot)
-        return Outcome("broken")
+    def _started(self) -> Jail:
+        try:
+            return self._start()
+        except SandboxError:
+            return self._start()
 
     def close(self) -> None:
         """End everything that runs in the slot."""
         if self._jail is not None:
             self._jail.close()
             self._jail = None
+
+
+class Sandbox:
+    """A number of slots in which programs run at the same time. Safe to use from several threads."""
+
+    def __init__(self, limits: Limits, slots: int, bubblewrap: str | None) -> None:
+        self.slots = slots
+        self._all = [Slot(limits, bubblewrap) for _ in range(slots)]
+        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for slot in self._all:
+            self._free.put(slot)
+        weakref.finalize(self, _close_all, self._all)  # when forgotten, and at exit
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the sandboxes that wait for work; more work starts new ones."""
+        _close_all(self._all)
+
+    @contextmanager
+    def slot(self) -> Iterator[Slot]:
+        """Take a slot, waiting for a free one."""
+        slot = self._free.get()
+        try:
+            yield slot
+        finally:
+            self._free.put(slot)
+
+
+def _close_all(slots: list[Slot]) -> None:
+    for slot in slots:
+        slot.close()
 
 
 def open_sandbox(unsafe_local: bool = False, slots: int | None = None, limits: Limits | None = None) -> Sandbox:
@@ -113,11 +130,13 @@ def open_sandbox(unsafe_local: bool = False, slots: int | None = None, limits: L
     elif bubblewrap is None:
         raise InputError(
             "bubblewrap (bwrap), which grading code needs, is not installed. Install it with: "
-            "apt-get install bubblewrap (or dnf, pacman); or accept the risk with --unsafe-local, which limits programs but does not contain them."
+            "apt-get install bubblewrap (or dnf, pacman); "
+            "or accept the risk with --unsafe-local, which limits programs but does not contain them."
         )
     sandbox = Sandbox(limits, slots or _default_slots(limits), bubblewrap)
     try:
-        sandbox.check(slot=next(_slot_numbers))
+        with sandbox.slot() as slot:
+            slot.check()
     except SandboxError as error:
         raise InputError(
             f"programs cannot be run here: {error}. Containers need --cap-add SYS_ADMIN --security-opt "

@@ -1,0 +1,202 @@
+"""Programs that attack the grader, each run in the real sandbox: the right verdict, and the host as it was before."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_weave
+from grading import problems
+from lightning_weave.grading.code import grade_code, grade_many
+from lightning_weave.grading.jail import Jail
+from lightning_weave.grading.sandbox import Limits, Program, Sandbox, SandboxError, open_sandbox
+
+HOSTILE = problems.programs("hostile")
+USES_ALL = """
+import os, threading
+a, b = map(int, input().split())
+assert os.listdir("/tmp") == [] and os.getpriority(os.PRIO_PROCESS, 0) == 0
+open("/tmp/x", "wb").write(bytes(1 << 20))
+parts = []
+workers = [threading.Thread(target=parts.append, args=(x,)) for x in [a, b] * 10]
+for worker in workers: worker.start()
+for worker in workers: worker.join()
+if os.fork() == 0:
+    os._exit(0)
+print(sum(parts) // 10)
+"""
+ONE_SUM = problems.row("one sum", [("1 2\n", "3\n")])
+GRADE_AS_USER = """
+import json, sys
+sys.path.insert(0, "")
+from lightning_weave.grading.code import grade_many
+from lightning_weave.grading.sandbox import Limits, open_sandbox
+sandbox = open_sandbox(slots=2, limits=Limits(seconds=6, memory=512 << 20, output=4 << 20, scratch=4 << 20))
+print(json.dumps([verdict.reason for verdict in grade_many(json.load(open("jobs.json")), sandbox)]))
+"""
+AS_USER = [title for title in HOSTILE if "timeout" not in title and " / add / " in title]
+SLOW = "import time\na, b = map(int, input().split())\ntime.sleep(0.3)\nprint(a + b)"
+
+
+def descendants(of: int) -> set[str]:
+    """List the processes that descend from one or run as a user of its sandboxes, as the kernel shows them."""
+    seen: dict[str, tuple[str, int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            lines = (folder / "status").read_text().splitlines()
+        except OSError:
+            continue
+        fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        seen[folder.name] = (fields["PPid"], int(fields["Uid"].split()[0]))
+    found, first = {str(of)}, 1_000_000_000 + (of << 8)
+    for _ in range(8):  # generations
+        found |= {pid for pid, (parent, uid) in seen.items() if parent in found or first <= uid < first + 256}
+    return found - {str(of)}
+
+
+def planted() -> list[Path]:
+    """List the files of this host that a program below would have written, had it been able to."""
+    places = [Path("/"), Path("/tmp"), Path("/dev/shm"), Path("/usr"), Path.home(), Path.cwd()]
+    found = [place / name for place in places for name in ("x", "0", "planted-for-the-host")]
+    return [path for path in found if path.is_symlink() or path.exists()]
+
+
+@pytest.fixture(autouse=True)
+def unharmed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test that leaves processes, files or open descriptors behind."""
+    sandboxes = [request.getfixturevalue(name) for name in ("sandbox", "hasty")]
+    monkeypatch.setenv("GRADER_SECRET", "GRADER_SECRET")
+    for used in sandboxes:
+        used.close()
+    processes, descriptors = descendants(os.getpid()), len(os.listdir("/proc/self/fd"))
+    yield
+    for used in sandboxes:
+        used.close()
+    assert descendants(os.getpid()) <= processes
+    assert planted() == []
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("title", HOSTILE)
+def test_a_hostile_program_gets_its_verdict_and_does_no_harm(sandbox: Sandbox, hasty: Sandbox, title: str) -> None:
+    _, name, reason = title.split(" / ")
+    used = hasty if reason == "timeout" else sandbox
+    verdict = grade_code(HOSTILE[title], problems.PROBLEMS[name][0], used)
+    assert verdict.reason == reason, verdict
+    if reason != "timeout":  # whose sandbox is thrown away
+        assert grade_code(USES_ALL, ONE_SUM, used).reason == "passed"  # the next program in the same slot
+
+
+def test_an_untouched_sandbox_is_kept_and_a_touched_one_is_not(sandbox: Sandbox) -> None:
+    def process_after(source: str) -> int:
+        with sandbox.slot() as slot:
+            slot.run(Program(source), b"")
+            return 0 if slot._jail is None else slot._jail._process.pid
+
+    first = process_after("print(1)")
+    assert process_after("raise ValueError") == first != 0
+    assert process_after("open('/tmp/x', 'w').close()") == 0
+    assert process_after("open('/tmp/x', 'w').close()\nimport os; os.remove('/tmp/x')") == 0
+    assert process_after("import os, time\nif os.fork() == 0: time.sleep(60)") == 0
+    assert process_after("print(1)") not in (0, first)
+
+
+def test_parallel_slots_do_not_interfere() -> None:
+    bomb, killer = HOSTILE["patient fork bomb / add / timeout"], HOSTILE["kill everything, then answer / add / passed"]
+    files = HOSTILE["symlink planted for the host / add / passed"]
+    jobs = [bomb, USES_ALL, killer, files, bomb, killer, files, USES_ALL]
+    with open_sandbox(slots=3, limits=Limits(seconds=4, memory=512 << 20)) as crowded:
+        verdicts = grade_many([(code, problems.ADD) for code in jobs], crowded)
+        assert [verdict.reason for verdict in verdicts] == ["timeout" if job == bomb else "passed" for job in jobs]
+
+
+def kill_inside(jail: Jail) -> None:
+    assert jail._first is not None
+    signal.pidfd_send_signal(jail._first, signal.SIGKILL)
+    jail._process.wait()
+
+
+def test_a_sandbox_that_is_killed_from_outside_is_tried_again(sandbox: Sandbox) -> None:
+    with sandbox.slot() as slot:
+        assert slot.run(Program(SLOW), b"1 2\n").output == b"3\n"
+        assert slot._jail is not None
+        killer = threading.Timer(0.1, kill_inside, [slot._jail])
+        killer.start()
+        assert slot.run(Program(SLOW), b"2 3\n").output == b"5\n"
+        killer.join()
+
+
+def test_a_program_whose_sandbox_always_breaks_fails_but_only_if_others_run(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Jail.run
+
+    def broken(jail: Jail, program: Program, stdin: bytes) -> object:
+        if stdin != spared:
+            kill_inside(jail)
+        return run(jail, program, stdin)
+
+    monkeypatch.setattr(Jail, "run", broken)
+    spared = b"ready\n"
+    verdict = grade_code(SLOW, problems.ADD, sandbox)
+    assert (verdict.reason, verdict.detail) == ("runtime error", "the program destroyed its own sandbox")
+    spared = b""
+    with pytest.raises(SandboxError, match="any program"):
+        grade_code(SLOW, problems.ADD, sandbox)
+
+
+def test_a_killed_grader_leaves_nothing_running(sandbox: Sandbox) -> None:
+    script = (
+        "from lightning_weave.grading.sandbox import Program, open_sandbox\n"
+        "with open_sandbox(slots=1).slot() as slot:\n"
+        "    print('running', flush=True)\n"
+        "    slot.run(Program('while True: pass'), b'')\n"
+    )
+    grader = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert grader.stdout is not None
+    assert grader.stdout.readline() == b"running\n"
+    while len(before := descendants(grader.pid)) < 3:  # bubblewrap, process 1, the program
+        time.sleep(0.02)
+    grader.kill()
+    grader.communicate()
+    while any(Path("/proc", pid).exists() for pid in before):
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="every other test has already run as a user who is not root")
+def test_it_works_for_a_user_who_is_not_root(sandbox: Sandbox) -> None:
+    """Repeat some verdicts as another user, in a user namespace, with the system's interpreter."""
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    recent = "import sys; sys.exit(sys.version_info < (3, 11))"
+    if python is None or subprocess.run([python, "-c", recent], check=False).returncode:
+        pytest.skip("the system has no Python 3.11 that another user could run")
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(lightning_weave.__file__).parent
+        shutil.copytree(package / "grading", Path(folder, "lightning_weave", "grading"))
+        for name in ("__init__.py", "errors.py"):
+            shutil.copy(package / name, Path(folder, "lightning_weave"))
+        jobs = [(code, problems.ADD, title.split(" / ")[2]) for title, code in HOSTILE.items() if title in AS_USER]
+        jobs += [(solution, problem, "passed") for problem, solution in problems.PROBLEMS.values()]
+        Path(folder, "jobs.json").write_text(json.dumps([job[:2] for job in jobs]))
+        subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
+        done = subprocess.run(
+            [python, "-c", GRADE_AS_USER],
+            cwd=folder,
+            user=65534,
+            group=65534,
+            extra_groups=[],
+            env={},
+            capture_output=True,
+        )
+    if b"cannot be run here" in done.stderr:
+        pytest.skip(f"this machine gives other users no namespaces: {done.stderr.decode()[-200:]}")
+    assert json.loads(done.stdout) == [reason for _, _, reason in jobs], done.stderr.decode()
