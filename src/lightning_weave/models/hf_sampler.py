@@ -23,6 +23,10 @@ from lightning_weave.types import Request, Response, SamplingSettings
 log = logging.getLogger(__name__)
 
 
+# From requests, what each has answered so far, and the model's logits to the logits to draw from.
+Tilt = Callable[[list[Request], list[list[int]], Tensor], Tensor]
+
+
 class HFSampler:
     """Sample from a causal language model on its own device."""
 
@@ -33,11 +37,13 @@ class HFSampler:
         vocabulary: int,
         batch_size: int = 64,
         on_tokens: Callable[[int], None] | None = None,
+        tilt: Tilt | None = None,
     ) -> None:
         self.model = model
         self.vocabulary = vocabulary
         self.batch_size = batch_size
         self.on_tokens = on_tokens
+        self.tilt = tilt
         self.limit = context_limit(model)
         self.is_stop_V = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
         self.is_stop_V[[token for token in sorted(stop) if token < vocabulary]] = True
@@ -88,6 +94,7 @@ class HFSampler:
         for position in count(first):
             step_N = position - start_B[rows_N]  # negative while the prompt is not over
             uniform_N = uniform_BS[rows_N, step_N.clamp(0, max(room) - 1)]
+            logits_NV = self._tilted(logits_NV, batch, rows_N, step_N, tokens_BT[:, :position])
             sampled_N = self._draw(logits_NV, uniform_N, settings, batch, rows_N)
             token_N = torch.where(step_N < 0, tokens_BT[rows_N, position], sampled_N)
             tokens_BT[rows_N, position] = token_N
@@ -129,6 +136,18 @@ class HFSampler:
     def _forward(self, ids_NT: Tensor, cache: DynamicCache) -> Tensor:
         output = self.model(input_ids=ids_NT, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1, : self.vocabulary]
+
+    def _tilted(
+        self, logits_NV: Tensor, batch: list[Request], rows_N: Tensor, step_N: Tensor, tokens_BT: Tensor
+    ) -> Tensor:
+        """Let somebody else have a say in the rows whose prompt is over."""
+        deciding = (step_N >= 0).nonzero()[:, 0]
+        if self.tilt is None or len(deciding) == 0:
+            return logits_NV
+        rows = rows_N[deciding].tolist()
+        responses = [tokens_BT[row, len(batch[row].prompt_ids) :].tolist() for row in rows]
+        tilted = self.tilt([batch[row] for row in rows], responses, logits_NV[deciding])
+        return logits_NV.float().index_copy(0, deciding, tilted)
 
     def _draw(
         self, logits_NV: Tensor, uniform_N: Tensor, settings: SamplingSettings, batch: list[Request], rows_N: Tensor

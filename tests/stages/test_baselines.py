@@ -1,0 +1,216 @@
+"""The alternatives to the paper's method: each does what its name says, on the same cache and the same budget."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_weave.config import check_recipe, dump_recipe
+from lightning_weave.errors import InputError
+from lightning_weave.maths import expected_kl
+from lightning_weave.progress import Progress
+from lightning_weave.stages import reference, rollout, score, train
+from lightning_weave.stages.online import LiveRows
+from lightning_weave.stages.train import make_fit, make_schedule, open_cache, open_trainee
+from lightning_weave.store import read_lines
+from lightning_weave.train.data import compose
+from lightning_weave.train.parallel import Ranks
+from lightning_weave.train.sources import deal_groups
+from lightning_weave.types import Scores
+from tiny import make_world, steps_of
+
+QUIET = Progress(quiet=True)
+HALF = {"acc": 0.5, "brief": 0.5}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    recipe = make_world(tmp_path_factory.mktemp("baselines"))
+    steps = steps_of(recipe)
+    for stage in (rollout, reference, score):
+        stage.run(steps, QUIET)
+    return recipe
+
+
+def trained(recipe: dict, **compositions: dict) -> dict[str, dict[str, torch.Tensor]]:
+    recipe = {**recipe, "compositions": compositions}
+    steps = steps_of(recipe)
+    train.run(steps, QUIET)
+    folder = steps.store.run_dir / "train"
+    return {name: load_file(folder / name / "final" / "model.safetensors") for name in compositions}
+
+
+def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_degenerate_baselines_are_the_single_anchor_run_bit_for_bit(recipe: dict) -> None:
+    models = trained(
+        recipe,
+        single={"weights": {"acc": 1.0}},
+        mixture={"weights": {"acc": 1.0, "brief": 0.0}, "mixture": True},
+        sequence={"weights": {"acc": 1.0}, "sequence": ["acc"]},
+        other={"weights": {"brief": 1.0}},
+    )
+    assert same(models["single"], models["mixture"])
+    assert same(models["single"], models["sequence"])
+    assert not same(models["single"], models["other"])
+
+
+def test_a_mixture_gives_each_prompt_one_anchor_in_exact_shares(recipe: dict) -> None:
+    steps = steps_of({**recipe, "compositions": {"mix": {"weights": {"acc": 0.25, "brief": 0.75}, "mixture": True}}})
+    cache = open_cache(steps, "mix")
+    singles = {
+        anchor: open_cache(steps_of({**recipe, "compositions": {"x": {"weights": {anchor: 1.0}}}}), "x")
+        for anchor in ("acc", "brief")
+    }
+    found = []
+    for number in range(len(cache)):
+        row = cache.read(number)
+        matches = [
+            anchor
+            for anchor, single in singles.items()
+            if np.array_equal(row.r_KTC, single.read(number).r_KTC)
+            and np.array_equal(row.valid_KT, single.read(number).valid_KT)
+        ]
+        assert len(matches) == 1
+        found.append(matches[0])
+    assert all(found[2 * group] == found[2 * group + 1] for group in range(12)), "prompt groups stay together"
+    assert found.count("acc") == 6, "a quarter of 12 prompts x 2 responses"
+    assert cache.weights == [1.0]
+
+
+def test_dealing_is_exact_and_by_seed() -> None:
+    dealt = deal_groups(100, [0.2, 0.3, 0.5], seed=1)
+    assert np.bincount(dealt).tolist() == [20, 30, 50]
+    assert not np.array_equal(dealt, deal_groups(100, [0.2, 0.3, 0.5], seed=2))
+    assert np.array_equal(dealt, deal_groups(100, [0.2, 0.3, 0.5], seed=1))
+
+
+def test_a_teacher_target_is_the_teachers_own_distribution(recipe: dict) -> None:
+    steps = steps_of({**recipe, "compositions": {"opd": {"weights": {"acc": 1.0}, "teacher": True, "alpha": 3.0}}})
+    cache = open_cache(steps, "opd")
+    post = steps.store.stage(steps.scores_of("acc")[0])
+    for number in range(8):
+        batch = compose([cache.read(number)], cache.weights, 3.0)
+        scores = post.open(Scores, number // 8).read(number % 8, number % 8 + 1)
+        kept = scores.mapped[0].all(axis=-1)
+        logp_NC, mass_N = torch.from_numpy(scores.logp[0][kept]), torch.from_numpy(scores.mass[0][kept])
+        torch.testing.assert_close(batch.log_q_NO[:, :-1], logp_NC, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(batch.log_q_NO[:, -1].exp(), 1 - mass_N, atol=1e-5, rtol=1e-4)
+
+
+def test_self_distillation_aims_at_the_student_at_another_temperature(recipe: dict) -> None:
+    steps = steps_of({**recipe, "compositions": {"self": {"sharpen": 0.5, "alpha": 3.0}}})
+    cache = open_cache(steps, "self")
+    batch = compose([cache.read(0)], cache.weights, 3.0)
+    torch.testing.assert_close(batch.log_q_NO, torch.log_softmax(2 * batch.log_b_NO, dim=-1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_contrast_subtracts_a_shift(recipe: dict) -> None:
+    weights = {"acc": 1.5, "brief": -0.5}
+    steps = steps_of({**recipe, "compositions": {"minus": {"weights": weights, "allow_negative": True}}})
+    row = (cache := open_cache(steps, "minus")).read(0)
+    batch = compose([row], cache.weights, 2.0)
+    kept = row.valid_KT.all(axis=0)
+    expected = 1.5 * row.r_KTC[0][kept] - 0.5 * row.r_KTC[1][kept]
+    torch.testing.assert_close(batch.r_NC, torch.from_numpy(expected))
+
+
+def test_a_kl_budget_is_hit_within_one_percent_on_the_cache(recipe: dict) -> None:
+    budget = 0.02
+    trained(recipe, budget={"weights": HALF, "kl_budget": budget})
+    steps = steps_of({**recipe, "compositions": {"budget": {"weights": HALF, "kl_budget": budget}}})
+    manifest = steps.store.stage(steps.train("budget")).require()
+    cache = open_cache(steps, "budget")
+    rows = [cache.read(number) for number in range(len(cache))]
+    batch = compose(rows, cache.weights, manifest["alpha"])
+    assert expected_kl(batch.log_q_NO, batch.log_b_NO).mean().item() == pytest.approx(budget, rel=0.01)
+    assert manifest["target_kl"] == pytest.approx(budget, rel=0.01)
+
+
+def test_an_unreachable_kl_budget_names_the_range(recipe: dict) -> None:
+    with pytest.raises(InputError, match=r"compositions\.far\.kl_budget = 1e\+06: .* spends"):
+        trained(recipe, far={"weights": HALF, "kl_budget": 1e6})
+
+
+def test_online_begins_with_the_offline_gradient(recipe: dict) -> None:
+    """The paper's claim about initialisation: on the first round, live and cached updates are the same."""
+    compositions = {"live": {"weights": HALF, "online": True}, "cached": {"weights": HALF}}
+    steps = steps_of({**recipe, "compositions": compositions})
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    gradients, losses = {}, {}
+    for name in compositions:
+        trainee = open_trainee(steps, ranks, torch.float32)
+        schedule = make_schedule(steps.recipe, 12)
+        if name == "live":
+            from lightning_weave.stages import prompts
+
+            rows = LiveRows(steps, name, trainee, prompts.make(steps, QUIET), schedule)
+            rows.refresh(0)
+        else:
+            rows = open_cache(steps, name)
+        numbers = schedule.rows(0)
+        fit = make_fit(steps, name, trainee, rows, 2.0, ranks, steps.store.stage(steps.train(name)))
+        batch = compose([rows.read(number) for number in numbers], rows.weights, 2.0)
+        loss, _ = trainee(batch, fit.loss, float(len(batch)))
+        loss.backward()
+        losses[name] = loss.item()
+        gradients[name] = torch.cat([p.grad.flatten() for p in trainee.parameters() if p.grad is not None])
+        if name == "live":
+            tokens = [rows.read(number).response_ids.tolist() for number in numbers]
+        else:
+            assert tokens == [rows.read(number).response_ids.tolist() for number in numbers], "the same trajectories"
+    gap = (gradients["live"] - gradients["cached"]).norm() / gradients["cached"].norm()
+    assert gap < 1e-5
+    assert math.isfinite(losses["live"])
+
+
+def test_a_sequence_is_trained_on_matched_budgets(recipe: dict) -> None:
+    models = trained(
+        recipe,
+        forth={"weights": HALF, "sequence": ["acc", "brief"]},
+        back={"weights": HALF, "sequence": ["brief", "acc"]},
+        gentle={"weights": HALF, "sequence": ["acc", "brief"], "dose": "matched"},
+        cached={"weights": HALF, "sequence": ["acc", "brief"], "resample": False},
+    )
+    names = list(models)
+    assert not any(same(models[one], models[two]) for one in names for two in names if one < two)
+    folder = Path(recipe["runs"]) / "tiny" / "train" / "forth"
+    legs = [folder / "leg-1" / "metrics.jsonl", folder / "leg-2" / "train" / "leg" / "metrics.jsonl"]
+    updates = [len(list(read_lines(path))) for path in legs]
+    assert updates == [6, 6], "half of the 12 updates each"
+    first = next(iter(read_lines(folder / "leg-2" / "train" / "leg" / "metrics.jsonl")))
+    assert first["reverse_kl"] < 1, "the second leg starts from the first one's student, on its own samples"
+    rows = [row for row in read_lines(Path(recipe["runs"]) / "tiny" / "ledger.jsonl") if row["name"] == "forth"]
+    assert {row["method"] for row in rows} == {"sequential"}
+
+
+@pytest.mark.slow
+def test_an_online_run_killed_between_rounds_ends_the_same(recipe: dict, tmp_path: Path) -> None:
+    live = {**recipe, "compositions": {"live": {"weights": HALF, "online": True}}}
+    live["train"] = {**recipe["train"], "checkpoint_every": 1, "epochs": 4}
+    expected = trained({**live, "runs": str(tmp_path / "whole")}, **live["compositions"])["live"]
+
+    live["runs"] = str(tmp_path / "killed")
+    file = tmp_path / "live.toml"
+    file.write_text(dump_recipe(check_recipe(live)))
+    command = [sys.executable, "-m", "lightning_weave.cli", "train", str(file)]
+    checkpoints = tmp_path / "killed" / "tiny" / "train" / "live" / "checkpoints"
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not any(checkpoints.glob("[0-9]*")):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "killed after its first round, before its last"
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "goes on after update" in done.stderr
+    found = load_file(tmp_path / "killed" / "tiny" / "train" / "live" / "final" / "model.safetensors")
+    assert same(found, expected)
