@@ -1,0 +1,95 @@
+"""The paper's runs: every combination loads, says what the paper says, and docs/paper.md names only what exists."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from lightning_weave.config import Recipe, load_recipe
+
+ROOT = Path(__file__).parents[2]
+PAPER = ROOT / "recipes" / "paper"
+STUDENTS = {
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
+    "qwen3-4b": "Qwen/Qwen3-4B",
+    "qwen3-4b-thinking-2507": "Qwen/Qwen3-4B-Thinking-2507",
+    "qwen3.5-4b": "Qwen/Qwen3.5-4B",
+    "olmo-3-7b-think": "allenai/Olmo-3-7B-Think",
+}
+PAIRS = {
+    "klear": ("Kwai-Klear/Klear-Reasoner-8B", "Qwen/Qwen3-8B-Base"),
+    "decs": ("pixas/DECS_1.5B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
+    "mimo": ("XiaomiMiMo/MiMo-7B-RL-0530", "XiaomiMiMo/MiMo-7B-Base"),
+}
+SUBSETS = ["-".join(names) for count in (1, 2, 3) for names in itertools.combinations(PAIRS, count)]
+
+
+def paper(*names: str) -> Recipe:
+    return load_recipe([PAPER / f"{name}.toml" for name in names])
+
+
+@pytest.mark.parametrize("domain", ["math", "code"])
+@pytest.mark.parametrize("student", STUDENTS)
+def test_every_student_domain_and_composition_loads(student: str, domain: str) -> None:
+    for composition in [*SUBSETS, "sweep", "ablation"]:
+        recipe = paper("base", student, domain, composition)
+        assert recipe.student.model == STUDENTS[student]
+        assert (recipe.runs, recipe.name) == (f"runs/{domain}", student)
+        assert recipe.prompts.max_tokens == {"math": 1024, "code": 4096}[domain]
+        used = {anchor for section in recipe.compositions.values() for anchor in section.weights}
+        assert used == set(recipe.anchors)  # an anchor that nobody uses would be scored for nothing
+        for name, anchor in recipe.anchors.items():
+            assert (anchor.post, anchor.pre) == PAIRS[name]
+        assert {section.alpha for section in recipe.compositions.values()} == {2.0}
+        assert (recipe.prompts.take, recipe.rollout.responses, recipe.rollout.max_tokens) == (3200, 4, 2048)
+
+
+def test_an_anchor_is_the_same_in_every_file_that_names_it() -> None:
+    seen: dict[str, set[str]] = {}
+    for composition in [*SUBSETS, "sweep", "ablation"]:
+        for name, anchor in paper("base", "qwen3-4b", "math", composition).anchors.items():
+            seen.setdefault(name, set()).add(anchor.model_dump_json())
+    assert {name: len(versions) for name, versions in seen.items()} == dict.fromkeys(PAIRS, 1)
+
+
+def test_equal_compositions_and_the_sweep_have_the_papers_weights() -> None:
+    for names in SUBSETS:
+        anchors = names.split("-")
+        weights = paper("base", "qwen3-4b", "math", names).compositions[names].weights
+        assert weights == pytest.approx(dict.fromkeys(anchors, 1 / len(anchors)))
+    sweep = paper("base", "qwen3-4b", "math", "sweep").compositions
+    shares = [0.25, 0.375, 0.5, 0.625, 0.75]
+    assert {name: section.weights["decs"] for name, section in sweep.items()} == {
+        f"rho-{share:.3f}": share for share in shares
+    }
+
+
+def test_the_ablation_table_is_whole() -> None:
+    compositions = paper("base", "qwen3-4b", "math", "ablation").compositions
+    methods = {name: (section.method, section.objective) for name, section in compositions.items()}
+    for setting in ("klear", "decs", "klear-decs"):
+        assert methods[setting] == ("joint", None)
+        assert methods[f"{setting}-naive"] == ("joint", "direct-opd")
+        assert methods[f"{setting}-online"] == ("online", None)
+    assert methods["mixture"] == ("mixture", None)
+    assert compositions["klear-then-decs"].sequence == ["klear", "decs"]
+    assert compositions["decs-then-klear"].sequence == ["decs", "klear"]
+    assert len(methods) == 12
+
+
+def test_the_page_names_only_recipes_and_policies_that_exist() -> None:
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    commands = re.findall(r"lweave (\w+) +recipes/paper/\{([^}]*)\}\.toml", text)
+    assert len(commands) > 25
+    known: set[str] = set()
+    for _, files in commands:
+        recipe = paper(*files.split(","))
+        known |= {*recipe.compositions, *recipe.policies}
+    rows = re.findall(r"^\| [^|]* \| ((?:`[\w.-]+` ?)+) \|$", text, flags=re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([\w.-]+)`", row)}
+    assert {"rho-0.375", "interpolated-0.8", "mixture", "decs-then-klear"} <= named <= known
+    files = set(
+        re.findall(r"`([\w.-]+)`", next(line for line in text.splitlines() if line.startswith("| `qwen3-1.7b")))
+    )
+    assert files == {path.stem for path in PAPER.glob("*.toml")} - {"base"}
