@@ -10,6 +10,7 @@ from lightning_weave.bench.statistics import (
     ProblemMeans,
     clustered_error,
     compare,
+    contrast,
     resample,
     resampled_means,
 )
@@ -194,3 +195,20 @@ def test_aes_of_an_equal_policy_is_negative_by_its_kink():
     ratio = math.sqrt((ability * (1 - ability)).sum() / 4) / ability.sum()
     assert np.mean(scores) < -10 * error
     assert np.mean(scores) == pytest.approx(4 * ratio**2 - 2 * ratio / math.sqrt(math.pi), abs=4 * error)
+
+
+def test_a_contrast_of_two_policies_is_the_difference_of_their_scores() -> None:
+    rng = np.random.default_rng(3)
+
+    def means(name: str, level: float) -> ProblemMeans:
+        ids = tuple(f"p{n}" for n in range(40))
+        return ProblemMeans(name, ids, rng.uniform(level, 100, 40), rng.uniform(10, 60, 40))
+
+    base, one, two = ([means(name, level) for name in ("x", "y")] for level in (20.0, 50.0, 30.0))
+    found = contrast(one, two, base, resamples=400)
+    scores = [compare(policy, base, resamples=400).average for policy in (one, two)]
+    assert found.aes.estimate == pytest.approx(scores[0].aes.estimate - scores[1].aes.estimate)
+    assert found.accuracy.estimate == pytest.approx(scores[0].accuracy.estimate - scores[1].accuracy.estimate)
+    assert found.aes.low < found.aes.estimate < found.aes.high
+    same = contrast(one, one, base, resamples=400)
+    assert (same.aes.low, same.aes.high, same.tokens.high) == (0.0, 0.0, 0.0)

@@ -74,12 +74,7 @@ def compare(
     level: float = 0.95,
 ) -> Comparison:
     """Bootstrap differences and AES over problems, base and policy resampled together."""
-    pairs = [_paired(mine, theirs) for mine, theirs in zip(policy, base, strict=True)]
-    point = np.stack([values.mean(axis=0) for values in pairs])[:, None]  # (benchmarks, 1, 4)
-    drawn = np.stack(
-        [resampled_means(values, resamples, seed, mine.benchmark) for values, mine in zip(pairs, policy, strict=True)]
-    )  # (benchmarks, resamples, 4)
-    both = np.concatenate([point, drawn], axis=1)
+    both = _bootstrap(policy, base, resamples, seed)
     accuracy, tokens, scores = both[..., 0] - both[..., 2], both[..., 1] - both[..., 3], _scores(both)
     contrasts = {
         mine.benchmark: Contrast(*(_interval(values[k], level) for values in (accuracy, tokens, scores)))
@@ -87,6 +82,30 @@ def compare(
     }
     average = Contrast(*(_interval(values.mean(axis=0), level) for values in (accuracy, tokens, scores)))
     return Comparison(contrasts, average, _interval(_scores(both.mean(axis=0)), level))
+
+
+def contrast(
+    one: Sequence[ProblemMeans],
+    two: Sequence[ProblemMeans],
+    base: Sequence[ProblemMeans],
+    resamples: int = 10_000,
+    seed: int = 0,
+    level: float = 0.95,
+) -> Contrast:
+    """Bootstrap one policy minus another, averaged over benchmarks, both scored against the same base."""
+    first, second = (_bootstrap(policy, base, resamples, seed) for policy in (one, two))
+    differences = (first[..., 0] - second[..., 0], first[..., 1] - second[..., 1], _scores(first) - _scores(second))
+    return Contrast(*(_interval(values.mean(axis=0), level) for values in differences))
+
+
+def _bootstrap(policy: Sequence[ProblemMeans], base: Sequence[ProblemMeans], resamples: int, seed: int) -> Floats:
+    """Means of (accuracy, tokens, base accuracy, base tokens): benchmarks x (1 + resamples) x 4, as measured first."""
+    pairs = [_paired(mine, theirs) for mine, theirs in zip(policy, base, strict=True)]
+    point = np.stack([values.mean(axis=0) for values in pairs])[:, None]  # (benchmarks, 1, 4)
+    drawn = np.stack(
+        [resampled_means(values, resamples, seed, mine.benchmark) for values, mine in zip(pairs, policy, strict=True)]
+    )  # (benchmarks, resamples, 4)
+    return np.concatenate([point, drawn], axis=1)
 
 
 def resample(n: int, resamples: int, seed: int, name: str) -> Iterator[NDArray[np.int64]]:

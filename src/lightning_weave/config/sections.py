@@ -73,6 +73,7 @@ class Composition(Strict):
         None, gt=0, allow_inf_nan=False, description="instead of alpha: mean KL(target || behaviour), nats per token"
     )
     objective: Objective | None = Field(None, description="instead of train.objective, for this composition only")
+    epochs: Count | None = Field(None, description="instead of train.epochs, for this composition only")
     online: bool = Field(False, description="sample and score anew every round, with live anchors")
     mixture: bool = Field(False, description="each prompt is supervised by one anchor only; weights are their shares")
     sequence: list[str] = Field([], description="anchors one after the other, half the budget each")

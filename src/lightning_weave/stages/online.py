@@ -36,7 +36,7 @@ def train_online(steps: Steps, name: str, stage: Stage, ranks: Ranks, dtype: tor
         raise InputError(f"compositions.{name}: online training runs on one rank; start it without torchrun")
     composition = steps.recipe.compositions[name]
     prompts = prompts_stage.make(steps, progress)
-    schedule = make_schedule(steps.recipe, len(prompts))
+    schedule = make_schedule(steps.recipe, len(prompts), epochs=composition.epochs)
     trainee = open_trainee(steps, ranks, dtype)
     live = LiveRows(steps, name, trainee, prompts, schedule)
     fit = make_fit(steps, name, trainee, live, composition.alpha, ranks, stage)

@@ -49,7 +49,11 @@ def train_in_sequence(
 def _leg_composition(composition: Composition, anchor: str) -> Composition:
     weight = composition.weights[anchor] if composition.dose == "matched" else 1.0
     return Composition(
-        weights={anchor: weight}, normalize=False, alpha=composition.alpha, objective=composition.objective
+        weights={anchor: weight},
+        normalize=False,
+        alpha=composition.alpha,
+        objective=composition.objective,
+        epochs=composition.epochs,
     )
 
 

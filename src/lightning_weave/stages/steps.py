@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
-from lightning_weave.config import Anchor, Composition, Objective, Recipe, benchmark_folder, slug
+from lightning_weave.config import Anchor, Composition, Objective, Recipe, Train, benchmark_folder, slug
 from lightning_weave.errors import InputError
 from lightning_weave.models.load import resolve_model
 from lightning_weave.store import Step, Store, file_identity, model_identity
@@ -158,7 +158,7 @@ class Steps:
         composition = self.recipe.compositions[name]
         used = [anchor for anchor, weight in sorted(composition.weights.items()) if weight != 0]
         settings = {
-            "train": self.recipe.train.model_dump(mode="json", exclude=TRAIN_EXECUTION),
+            "train": self.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION),
             "objective": self.objective(name),
             "weights": {anchor: composition.weights[anchor] for anchor in used},
             "alpha": composition.alpha if composition.kl_budget is None else None,
@@ -170,6 +170,11 @@ class Steps:
         cached = (self.reference, *scores.values())
         inputs = (self.prompts,) if composition.method == "online" else cached
         return Step(f"train/{name}", settings, inputs, f"{self._command('train')} --only {name}")
+
+    def train_section(self, name: str) -> Train:
+        """[train], with what a composition has of its own."""
+        epochs = self.recipe.compositions[name].epochs
+        return self.recipe.train if epochs is None else self.recipe.train.model_copy(update={"epochs": epochs})
 
     def objective(self, name: str) -> Objective:
         """What a composition minimises: its own choice, or the recipe's."""

@@ -99,7 +99,8 @@ def train_offline(
     """Fit one composition to the cache."""
     leg = leg or Leg()
     cache = open_cache(steps, name)
-    schedule = make_schedule(steps.recipe, len(cache) // steps.recipe.rollout.responses, leg.part)
+    groups, epochs = len(cache) // steps.recipe.rollout.responses, steps.recipe.compositions[name].epochs
+    schedule = make_schedule(steps.recipe, groups, leg.part, epochs)
     dose = find_dose(steps, name, cache, schedule)
     fit = make_fit(steps, name, open_trainee(steps, ranks, dtype, leg.start), cache, dose.alpha, ranks, stage)
     job = Job(steps, name, stage, schedule, fit, progress)
@@ -170,13 +171,15 @@ def _compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
             return getattr(torch, named)
 
 
-def make_schedule(recipe: Recipe, groups: int, part: tuple[float, float] = (0.0, 1.0)) -> Schedule:
+def make_schedule(
+    recipe: Recipe, groups: int, part: tuple[float, float] = (0.0, 1.0), epochs: int | None = None
+) -> Schedule:
     """The updates of a run: the same rows in the same order for every composition."""
     train, first = recipe.train, round(part[0] * groups)
     return Schedule(
         round(part[1] * groups) - first,
         recipe.rollout.responses,
-        train.epochs,
+        epochs or train.epochs,
         train.prompts_per_round,
         train.updates_per_round,
         train.seed,
