@@ -193,19 +193,29 @@ def run(recipe: Files, set_: Sets = None) -> None:
 @app.command()
 def demo(
     set_: Sets = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="build every checkpoint from nothing first")] = False,
-    seed: Annotated[int, typer.Option(help="of the world, with --fresh")] = 0,
+    full: Annotated[bool, typer.Option("--full", help="a third anchor, the sweep and every baseline")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="with --full: training seeds per world")] = 1,
+    world: Annotated[list[int] | None, typer.Option(help="also build and use the world of this seed")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="use no shipped checkpoint: build a world first")] = False,
 ) -> None:
     """Weave two capabilities into a student on a tiny world, in minutes."""
     from rich.console import Console
 
     from lightning_weave.stages import demo as stage
 
-    progress = _progress()
-    stage.lay_out_world(fresh, seed, progress)
-    steps = stage.load_demo(set_ or [])
-    with _writing(steps):
-        stage.run(steps, progress, Console())
+    progress, out = _progress(), Console()
+    worlds = [] if fresh else [stage.World()]
+    worlds += [stage.World(seed) for seed in (world or ([1] if fresh else []))]
+    runs: dict[stage.World, list[Steps]] = {}
+    for each in worlds:
+        each.lay_out(progress)
+        runs[each] = [stage.load_demo(each, full, number, set_ or []) for number in range(seeds)]
+        for steps in runs[each]:
+            with _writing(steps):
+                stage.run(steps, progress, out)
+    if full:
+        command = " ".join(["lweave", *sys.argv[1:]])
+        out.print(f"Claims:    {stage.write_claims(runs, progress, command)}", soft_wrap=True)
 
 
 world_app = typer.Typer(help="The tiny world of the demo.", no_args_is_help=True)

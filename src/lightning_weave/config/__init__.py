@@ -1,6 +1,6 @@
 """Recipes: pydantic models of the TOML that users write. Importing this never imports torch."""
 
-from lightning_weave.config.load import check_recipe, dump_recipe, load_recipe, merge_overrides
+from lightning_weave.config.load import check_recipe, dump_recipe, load_recipe, merge_overrides, merge_tables
 from lightning_weave.config.sections import (
     Anchor,
     Case,
@@ -48,5 +48,6 @@ __all__ = [
     "dump_recipe",
     "load_recipe",
     "merge_overrides",
+    "merge_tables",
     "slug",
 ]

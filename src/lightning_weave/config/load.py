@@ -22,7 +22,7 @@ def load_recipe(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> R
     """Read recipe files, merge them left to right, apply `key=value` overrides, and check the result."""
     merged: dict[str, Any] = {}
     for file in files:
-        merged = _merge(merged, _read_toml(Path(file)))
+        merged = merge_tables(merged, _read_toml(Path(file)))
     return check_recipe(merge_overrides(merged, overrides), where=" + ".join(str(file) for file in files))
 
 
@@ -30,7 +30,7 @@ def merge_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     """Apply `key=value` overrides from left to right."""
     merged = dict(data)
     for override in overrides:
-        merged = _merge(merged, _parse_override(override))
+        merged = merge_tables(merged, _parse_override(override))
     return merged
 
 
@@ -77,11 +77,12 @@ def _parse_override(override: str) -> dict[str, Any]:
     raise InputError(f"--set {override}: {key.strip()!r} is not a dotted key such as train.learning_rate")
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay one recipe over another; tables are merged, but for those that only make sense whole."""
     merged = dict(base)
     for key, value in over.items():
         both_tables = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merge(merged[key], value) if both_tables and key not in WHOLE_TABLES else value
+        merged[key] = merge_tables(merged[key], value) if both_tables and key not in WHOLE_TABLES else value
     return merged
 
 

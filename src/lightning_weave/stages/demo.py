@@ -2,40 +2,72 @@
 
 import shutil
 import time
+import tomllib
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from rich.console import Console
 
-from lightning_weave.config import load_recipe
+from lightning_weave.bench.summary import Summary, combine
+from lightning_weave.config import check_recipe, merge_overrides, merge_tables
 from lightning_weave.progress import Progress, duration
+from lightning_weave.stages import preview
 from lightning_weave.stages import report as report_stage
 from lightning_weave.stages import run as run_stage
+from lightning_weave.stages.claims import check, claims_table, pooled, results_table
 from lightning_weave.stages.cost import summary
-from lightning_weave.stages.results import show_results
+from lightning_weave.stages.results import show_results, summaries
 from lightning_weave.stages.steps import Steps
+from lightning_weave.store import write_atomic
 from lightning_weave.store.ledger import read_ledger
 from lightning_weave.world.build import build_world
 from lightning_weave.world.layout import shipped_world
 
-WORLD = Path("runs/demo-world")
+WORLD = "runs/demo-world"  # as the recipes call it
+PREVIEWED = ("accuracy-only", "weave-50", "brevity-only")
 
 
-def load_demo(sets: list[str]) -> Steps:
-    """The demo's recipe, as the package brings it."""
-    recipe = files("lightning_weave.recipes") / "demo.toml"
-    return Steps(load_recipe([str(recipe)], sets), "recipes/demo.toml")
+@dataclass(frozen=True)
+class World:
+    """A world to weave in: the one that comes with the package, or one built from a seed."""
+
+    seed: int | None = None
+
+    @property
+    def folder(self) -> str:
+        return WORLD if self.seed is None else f"{WORLD}-{self.seed}"
+
+    @property
+    def label(self) -> str:
+        return "shipped world" if self.seed is None else f"world of seed {self.seed}"
+
+    def lay_out(self, progress: Progress) -> None:
+        """Put the checkpoints where the recipe looks for them, building them if they do not come with the package."""
+        folder = Path(self.folder)
+        if self.seed is not None:
+            build_world(folder, self.seed, progress)
+        elif not folder.exists():
+            unfinished = folder.with_name(f".tmp-{folder.name}")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.copytree(shipped_world(), unfinished)
+            unfinished.rename(folder)
 
 
-def lay_out_world(fresh: bool, seed: int, progress: Progress) -> None:
-    """Put the shipped checkpoints where the recipe looks for them, or build a world from nothing."""
-    if fresh:
-        build_world(WORLD, seed, progress)
-    elif not WORLD.exists():
-        unfinished = WORLD.with_name(f".tmp-{WORLD.name}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.copytree(shipped_world(), unfinished)
-        unfinished.rename(WORLD)
+def load_demo(world: World, full: bool, number: int, sets: list[str]) -> Steps:
+    """The demo's recipe as the package brings it, for one world and one training seed."""
+    data: dict = {}
+    for name in ["demo.toml", "demo-full.toml"] if full else ["demo.toml"]:
+        text = (files("lightning_weave.recipes") / name).read_text(encoding="utf-8")
+        data = merge_tables(data, tomllib.loads(text.replace(WORLD, world.folder)))
+    data["name"] = (
+        "demo" + (f"-world-{world.seed}" if world.seed is not None else "") + (f"-{number}" if number else "")
+    )
+    for section, seed in (("rollout", 42), ("train", 1234), ("eval", 42)):
+        data[section]["seed"] = seed + number
+    recipe = check_recipe(merge_overrides(data, sets), "demo")
+    arguments = "recipes/demo.toml" + (" recipes/demo-full.toml" if full else "")
+    return Steps(recipe, arguments)
 
 
 def run(steps: Steps, progress: Progress, out: Console) -> None:
@@ -51,3 +83,30 @@ def run(steps: Steps, progress: Progress, out: Console) -> None:
     out.print(f"\nReport:    {page}", soft_wrap=True)
     out.print(f"Frontier:  {page.parent / 'figures' / 'frontier.png'}", soft_wrap=True)
     out.print("Your own:  copy recipes/demo.toml, name your models and prompts, then  lweave doctor RECIPE")
+
+
+def write_claims(worlds: dict[World, list[Steps]], progress: Progress, command: str) -> Path:
+    """Hold the paper's claims against every world, with previews of three targets, and write it all down."""
+    findings, parts = {}, []
+    for world, seeds in worlds.items():
+        policies = pooled([summaries(steps) for steps in seeds])
+        findings[world.label] = check(policies)
+        aims = preview.run(seeds[0], progress, Console(quiet=True), problems=50, only=PREVIEWED)
+        costs = "\n".join(f"- {line}" for line in summary(read_ledger(seeds[0].store.run_dir)))
+        parts.append(
+            f"## The {world.label}\n\nMeans over {len(seeds)} training seeds.\n\n{results_table(policies)}\n\n"
+            "Sampled from the targets themselves, with live anchors and no training, 50 problems of each benchmark:\n\n"
+            f"{_preview_table(aims)}\n\nCost of the first seed:\n\n{costs}\n"
+        )
+    text = f"Made by `{command}`.\n\n{claims_table(findings)}\n\n" + "\n".join(parts)
+    path = next(iter(worlds.values()))[0].store.run_dir / "report" / "claims.md"
+    write_atomic(path, text.encode())
+    return path
+
+
+def _preview_table(aims: dict[str, list[Summary]]) -> str:
+    lines = ["| target | accuracy | tokens |", "| --- | --- | --- |"]
+    for name, found in aims.items():
+        overall = combine(found)
+        lines.append(f"| {name} | {overall.accuracy:.1f} | {overall.tokens:.1f} |")
+    return "\n".join(lines)
