@@ -158,7 +158,12 @@ def inline(figure: Any) -> str:
             out, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
         )
     text = out.getvalue()
-    text = text[text.index("<svg") :].replace(INK, "currentColor").replace(PALE, "var(--rule)")
+    text = (
+        text[text.index("<svg") :]
+        .replace(INK, "currentColor")
+        .replace(PALE, "var(--rule)")
+        .replace("xlink:href", "href")
+    )
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(
         r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true" focusable="false">', text, count=1
