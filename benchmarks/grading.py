@@ -1,8 +1,8 @@
-"""Verdicts per second: the sandbox against plain subprocesses with the same limits on nothing, side by side in one run.
+"""Verdicts per second: the sandbox against plain subprocesses without one, side by side in one run.
 
-Plain starts one unlimited, unconfined interpreter per test, without site packages: once bare, and once with the imports
-that the official runner puts before every program (which the sandbox always provides). Rounds alternate; the median of
-each is kept. Goal: the sandbox takes no more than 1.5 times as long as the plain way that offers the same.
+The plain way starts one interpreter per test, with no limits and no site packages: once `bare`, and once (`plain`) with
+the imports that the official runner puts before every program and the sandbox always provides. Rounds alternate and
+medians are kept. Goal: at most 1.5 times as long as plain.
 """
 
 import json

@@ -203,6 +203,13 @@ def test_right_programs_that_the_official_runner_fails_pass_and_say_so(sandbox: 
     assert verdict.official is not None
 
 
+def test_a_result_that_would_judge_itself_is_named_as_such(sandbox: Sandbox) -> None:
+    code = "class Same:\n    def __eq__(self, other): return True\ndef double(xs): return Same()"
+    verdict = grade_code(code, problems.DOUBLE, sandbox)
+    assert not verdict.correct
+    assert verdict.official is not None
+
+
 USUAL = problems.programs("usual")
 
 

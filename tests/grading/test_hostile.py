@@ -110,6 +110,7 @@ def test_an_untouched_sandbox_is_kept_and_a_touched_one_is_not(sandbox: Sandbox)
     assert process_after("print(1)") not in (0, first)
 
 
+@pytest.mark.slow
 def test_parallel_slots_do_not_interfere() -> None:
     bomb, killer = HOSTILE["patient fork bomb / add / timeout"], HOSTILE["kill everything, then answer / add / passed"]
     files = HOSTILE["symlink planted for the host / add / passed"]
@@ -172,6 +173,14 @@ def test_a_killed_grader_leaves_nothing_running(sandbox: Sandbox) -> None:
         time.sleep(0.02)
 
 
+def test_a_test_that_cannot_be_set_up_is_an_error_and_never_a_verdict(bubblewrap: str) -> None:
+    """The kernel refuses an impossible limit in the process that is to become the program."""
+    failing = Sandbox(Limits(files=-5), 1, bubblewrap)
+    with pytest.raises(SandboxError, match="any program"):
+        grade_code(problems.ADD_SOLUTION, problems.ADD, failing)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="every other test has already run as a user who is not root")
 def test_it_works_for_a_user_who_is_not_root(sandbox: Sandbox) -> None:
     """Repeat some verdicts as another user, in a user namespace, with the system's interpreter."""

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -248,6 +249,8 @@ def test_math_verify_grants_what_the_paper_does_not() -> None:
     assert not grade_with("paper", response, r"\frac{1}{2}")
     assert grade_with("math-verify", response, r"\frac{1}{2}")
     assert not grade_with("math-verify", response, r"\frac{1}{3}")
+    with ThreadPoolExecutor(1) as pool:  # where it can set no alarm
+        assert pool.submit(grade_with, "math-verify", response, r"\frac{1}{2}").result()
 
 
 def test_a_missing_math_verify_is_said_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,35 +33,6 @@ _MODULES = tuple(name for name in _STARRED if name not in ("builtins", "typing")
 _RECURSION = 50_000
 
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER, _DEATH_SIGNAL, _DUMPABLE = 38, 22, 2, 1, 4  # prctl
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000  # seccomp; the errno is added to the second
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF
-_NAMESPACES, _THREAD = 0x7E020000, 0x00010000  # clone flags
-_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Memory outside RLIMIT_AS, namespaces, mounts, sockets, keys, other processes: nothing a program of a contest needs.
-_REFUSED = {
-    "x86_64": (
-        *(319, 29, 30, 31, 64, 68, 240),  # memfd_create, shm*, semget, msgget, mq_open
-        *(272, 308, 165, 166, 155, 161),  # unshare, setns, mount, umount2, pivot_root, chroot
-        *(41, 248, 249, 250, 303, 304),  # socket, keys, file handles
-        *(101, 310, 311, 312, 256, 279),  # ptrace, process_vm_*, kcmp, migrate_pages, move_pages
-        *(141, 142, 144, 203, 314, 251),  # setpriority, sched_set*, ioprio_set
-        *(298, 321, 323),  # perf_event_open, bpf, userfaultfd
-    ),
-    "aarch64": (
-        *(279, 194, 195, 196, 190, 186, 180),
-        *(97, 268, 40, 39, 41, 51),
-        *(198, 217, 218, 219, 264, 265),
-        *(117, 270, 271, 272, 238, 239),
-        *(140, 118, 119, 122, 274, 30),
-        *(241, 280, 282),
-    ),
-}
-# io_uring_setup, the new mount calls, pidfd_getfd, process_madvise, memfd_secret, process_mrelease
-_REFUSED_EVERYWHERE = (425, 428, 429, 430, 432, 433, 438, 440, 442, 447, 448)
-_PRLIMIT = {"x86_64": 302, "aarch64": 261}  # of itself only
-_CLONE = {"x86_64": 56, "aarch64": 220}
-_CLONE3 = 435
-_ALONE = {"x86_64": (57, 58, 62), "aarch64": (129,)}  # fork, vfork, kill: without a process namespace
 
 
 def plain(value: object, top: bool = True) -> Any:
@@ -87,37 +58,13 @@ def plain(value: object, top: bool = True) -> Any:
     return {"object": kind.__name__}
 
 
-def syscall_filter(machine: str, alone: bool) -> bytes | None:
-    """Assemble the BPF program that refuses `_REFUSED`; None for a machine whose numbers are not listed."""
-    if machine not in _ARCHITECTURES:
-        return None
-
-    def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-        return struct.pack("HBBI", code, if_true, if_false, value)
-
-    refuse = step(_RETURN, _REFUSE + 1)  # EPERM
-    numbers = _REFUSED[machine] + _REFUSED_EVERYWHERE + (_ALONE[machine] if alone else ())
-    steps = [
-        *(step(_LOAD, 4), step(_EQUAL, _ARCHITECTURES[machine], 1), refuse),  # no other calling convention
-        *(step(_LOAD, 0), step(_AT_LEAST, 0x40000000, 0, 1), refuse),
-        *(step(_EQUAL, _CLONE3, 0, 1), step(_RETURN, _REFUSE + 38)),  # ENOSYS: libc falls back to clone
-    ]
-    for number in numbers:
-        steps += [step(_EQUAL, number, 0, 1), refuse]
-    steps += [step(_EQUAL, _PRLIMIT[machine], 0, 4), step(_LOAD, 16), step(_EQUAL, 0, 1), refuse, step(_LOAD, 0)]
-    steps += [step(_EQUAL, _CLONE[machine], 1), step(_RETURN, _ALLOW), step(_LOAD, 16)]
-    steps += [step(_ANY_BIT, _THREAD, 1), refuse] if alone else [step(_ANY_BIT, _NAMESPACES, 0, 1), refuse]
-    return b"".join([*steps, step(_RETURN, _ALLOW)])
-
-
 def _prctl(*arguments: Any) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(*arguments) != 0:
         raise OSError(ctypes.get_errno(), f"prctl{arguments}")
 
 
-def _install(program: bytes | None) -> None:
-    if program is None:
-        return
+def _refuse(program: bytes) -> None:
+    """Put this process and its children under a filter of system calls, for good."""
     held = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(held))
     _prctl(_SECCOMP, _FILTER, ctypes.create_string_buffer(header, len(header)), 0, 0)
@@ -133,7 +80,9 @@ def _limit(limits: dict[str, Any]) -> None:
         (resource.RLIMIT_NPROC, limits["processes"]),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(what, (amount, amount))
+        hard = resource.getrlimit(what)[1]
+        most = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+        resource.setrlimit(what, (most, most))
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     stack = limits["memory"] if hard == resource.RLIM_INFINITY else min(hard, limits["memory"])
     resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))  # deep recursion through C needs more than the usual 8 MB
@@ -210,20 +159,26 @@ def _watch(child: int, control: socket.socket, memory: int) -> dict[str, Any]:
 
 
 def _serve(control: socket.socket, limits: dict[str, Any], reusable: bool) -> list[int]:
-    """Fork for every test that arrives. Returns in the fork, with its descriptors; never in the parent."""
+    """Fork for every test that arrives. Returns only in the fork, with the test's descriptors.
+
+    The last of them is to be written to when all is ready for the program: a failure before that is ours.
+    """
     pristine = _scratch_state()
     control.sendall(b"ready\n")
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 1, 4)
         if not request:
             os._exit(0)
+        begun, mark = os.pipe()
         child = os.fork()
         if child == 0:
             control.detach()
-            return descriptors
-        for descriptor in descriptors:
+            return [*descriptors, mark]
+        for descriptor in (*descriptors, mark):
             os.close(descriptor)
         report = _watch(child, control, limits["memory"])
+        report["begun"] = os.read(begun, 1) != b""
+        os.close(begun)
         report["stale"] = not reusable or _processes_left() or _scratch_state() != pristine
         control.sendall(json.dumps(report).encode() + b"\n")
 
@@ -278,18 +233,20 @@ def main() -> None:
     gc.freeze()  # the forks need not copy what they never touch
     sys.setrecursionlimit(_RECURSION)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets from inside only what it has a handler for
-    refusals = syscall_filter(os.uname().machine, alone=os.getpid() != 1)
+    refusals = bytes.fromhex(settings["refusals"])
     _become(settings["uid"])
-    *streams, program_file = _serve(control, settings["limits"], reusable=refusals is not None)
+    *streams, program_file, mark = _serve(control, settings["limits"], reusable=bool(refusals))
     with open(program_file, encoding="utf-8") as file:
         file.seek(0)  # the forks share its position
         program = json.load(file)
     for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
-    os.closerange(3, 64)
     _prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)  # where there is no namespace that ends with its process 1
     _limit(settings["limits"])
-    _install(refusals)
+    if refusals:
+        _refuse(refusals)
+    os.write(mark, b"!")
+    os.closerange(3, 64)
     _run(program["source"], program["method"], names)
 
 

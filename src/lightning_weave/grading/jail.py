@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_weave.errors import WeaveError
+from lightning_weave.grading.syscalls import syscall_filter
 
 _DRIVER = Path(__file__).with_name("driver.py")
 _FLAGS = ("-s", "-P", "-S", "-B", "-X", "utf8")  # no packages, no bytecode files
@@ -86,7 +87,7 @@ class Jail:
             theirs.close()  # so that an early end is seen as the end of the conversation
             try:
                 self._await_ready(status if bubblewrap else None)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, LookupError) as error:
                 self.close()
                 said = _tail(log, 2000).decode(errors="replace").strip()
                 raise SandboxError(f"the sandbox did not start: {said or error}") from error
@@ -112,6 +113,8 @@ class Jail:
         try:
             socket.send_fds(self._control, [b"t"], files)
             report = json.loads(self._line(self._limits.seconds))
+            if not report["begun"]:
+                raise BrokenError(f"a test could not begin: {_tail(files[2], _ERRORS_KEPT)!r}")
             return self._outcome(report, files), not (report["stale"] or report["memory"])
         except TimeoutError:
             return Outcome("timeout", errors=_tail(files[2], _ERRORS_KEPT)), False
@@ -161,8 +164,15 @@ def _spawned(command: list[str], log: int, passed: tuple[int, ...]) -> subproces
 
 def _driver_command(control: int, limits: Limits, uid: int | None, boxed: bool) -> list[str]:
     packages = ["/packages"] if boxed else _package_parents()
-    settings = json.dumps({"control": control, "limits": asdict(limits), "uid": uid, "packages": packages})
-    return [_interpreter(), *_FLAGS, "/driver.py" if boxed else str(_DRIVER), settings]
+    refusals = syscall_filter(os.uname().machine, alone=not boxed)
+    settings = {
+        "control": control,
+        "limits": asdict(limits),
+        "uid": uid,
+        "packages": packages,
+        "refusals": refusals.hex(),
+    }
+    return [_interpreter(), *_FLAGS, "/driver.py" if boxed else str(_DRIVER), json.dumps(settings)]
 
 
 def _memory_file(content: bytes) -> int:

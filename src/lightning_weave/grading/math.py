@@ -5,6 +5,7 @@ nested wrappers are taken off a fixed number of times.
 """
 
 import re
+import threading
 from typing import Literal, assert_never
 
 from lightning_weave.errors import InputError
@@ -69,7 +70,10 @@ def _math_verify(response: str, reference: str) -> bool:
             "grading profile 'math-verify' needs the package math-verify, which is not installed. "
             "Install it with: pip install 'lightning-weave[math-verify]'"
         ) from error
-    return bool(verify(parse(f"${reference}$"), parse(response)))
+    # Its clock is an alarm signal, which only the main thread can have.
+    seconds = 5 if threading.current_thread() is threading.main_thread() else None
+    gold, answer = (parse(text, parsing_timeout=seconds) for text in (f"${reference}$", response))
+    return bool(verify(gold, answer, timeout_seconds=seconds))
 
 
 _PLAIN = str.maketrans({"−": "-", "–": "-", "°": " ", "$": " ", "~": " "})
