@@ -11,7 +11,7 @@ ROOT = Path(lightning_weave.__file__).parent
 TIERS = [
     {"errors", "types", "config", "maths", "progress"},
     {"tokens", "store", "heads"},
-    {"train", "models", "grading", "bench", "report", "world", "prompts"},
+    {"train", "models", "grading", "bench", "report", "world", "prompts", "plan"},
     {"stages"},
     {"cli"},
 ]

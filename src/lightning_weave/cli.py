@@ -337,6 +337,39 @@ def doctor(recipe: Files, set_: Sets = None, json: Json = False) -> None:
 
 
 @app.command()
+def plan(
+    recipe: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="TOML files")] = None,
+    set_: Sets = None,
+    gpus: Annotated[int, typer.Option(min=1, help="how many")] = 8,
+    gpu: Annotated[str, typer.Option(help="which: H100, A100, RTX4090, ...")] = "H100",
+    prompt_tokens: Annotated[float | None, typer.Option(min=1, help="mean length of a prompt")] = None,
+    utilisation: Annotated[float | None, typer.Option(min=0.01, max=1, help="of the peak, in forward passes")] = None,
+    rate: Annotated[float | None, typer.Option(min=1, help="tokens per second that one GPU samples")] = None,
+    calibration: Annotated[bool, typer.Option("--calibration", help="predictions beside the paper's table")] = False,
+    json: Json = False,
+) -> None:
+    """Predict work, memory, disk and GPU hours from the architectures alone."""
+    if calibration:
+        from lightning_weave.stages.plan_calibration import calibration_page
+
+        print(calibration_page(), end="")
+        return
+    from rich.console import Console
+
+    from lightning_weave.config import load_recipe
+    from lightning_weave.errors import InputError
+
+    if not recipe:
+        raise InputError("plan needs a RECIPE, or --calibration")
+    loaded = load_recipe(recipe, set_ or ())
+    from lightning_weave.plan.costs import Machine
+    from lightning_weave.plan.gpus import find_gpu
+    from lightning_weave.stages import plan as stage
+
+    stage.run(loaded, Machine(find_gpu(gpu), gpus, utilisation, rate), prompt_tokens, json, Console())
+
+
+@app.command()
 def inspect(
     run: Annotated[str, typer.Argument(metavar="RUN", help="a run directory or a recipe")],
     row: Annotated[int, typer.Option(help="which trajectory, from 0")],

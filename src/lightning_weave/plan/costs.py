@@ -1,0 +1,122 @@
+"""GPU hours of every stage: one formula each, with at most two constants that the paper's own table gives.
+
+A forward pass costs a fixed time per token (everything that does not grow with the model) and its operations at a share
+of the peak. Training is a number of forward passes. Sampling is proportional to the parameters that every token is
+multiplied with. Online training does all of it for every round, at a share of those costs, and loses a fixed time
+whenever a round changes hands between sampling, scoring and training.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_weave.plan.architecture import Shape
+from lightning_weave.plan.gpus import CALIBRATED, GPU
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How much is sampled, scored and trained on."""
+
+    trajectories: int
+    prompt_tokens: float  # mean
+    response_tokens: float  # mean
+    epochs: int
+    rounds: int
+    trajectories_per_round: int
+
+    @property
+    def tokens(self) -> float:
+        return self.trajectories * (self.prompt_tokens + self.response_tokens)
+
+    def forward_work(self, shape: Shape) -> float:
+        """Count the operations of one forward pass over the whole cache."""
+        return self.trajectories * shape.work(self.prompt_tokens, self.response_tokens)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the formulas need, for the calibrated GPU. `forward_*` serve reference and anchor scoring alike."""
+
+    forward_seconds_per_token: float
+    forward_utilisation: float  # of the peak, for what grows with the model
+    passes_per_epoch: float  # of training, in forward passes
+    sampling_seconds: float  # per token and per parameter
+    online_share: float  # of the same work done offline
+    online_seconds_per_round: float  # lost by every GPU
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it runs. An utilisation of one's own replaces the calibrated forward pass, a rate the sampling."""
+
+    gpu: GPU
+    gpus: int
+    utilisation: float | None = None
+    tokens_per_second: float | None = None  # sampled by one GPU
+
+
+@dataclass(frozen=True)
+class Hours:
+    """GPU hours of one composition, stage by stage."""
+
+    rollout: float
+    reference: float
+    score: tuple[float, ...]  # per model
+    train: float
+
+    @property
+    def cache(self) -> float:
+        """What is paid once, however many compositions follow."""
+        return self.rollout + self.reference + sum(self.score)
+
+    @property
+    def total(self) -> float:
+        return self.cache + self.train
+
+
+def forward_hours(shape: Shape, load: Workload, constants: Constants, machine: Machine) -> float:
+    """Predict one forward pass over the cache."""
+    work = load.forward_work(shape)
+    if machine.utilisation is not None:
+        return work / (machine.gpu.peak * machine.utilisation) / HOUR
+    fixed = load.tokens * constants.forward_seconds_per_token * CALIBRATED.peak / machine.gpu.peak
+    return (fixed + work / (machine.gpu.peak * constants.forward_utilisation)) / HOUR
+
+
+def sampling_hours(shape: Shape, tokens: float, constants: Constants, machine: Machine) -> float:
+    """Predict sampling, which waits for memory more than for arithmetic."""
+    if machine.tokens_per_second is not None:
+        return tokens / machine.tokens_per_second / HOUR
+    slower = CALIBRATED.bandwidth / machine.gpu.bandwidth
+    return tokens * shape.multiplied * constants.sampling_seconds * slower / HOUR
+
+
+def training_hours(shape: Shape, load: Workload, constants: Constants, machine: Machine) -> float:
+    """Predict training on the cache."""
+    return load.epochs * constants.passes_per_epoch * forward_hours(shape, load, constants, machine)
+
+
+def offline_hours(
+    student: Shape, models: Sequence[Shape], load: Workload, constants: Constants, machine: Machine
+) -> Hours:
+    """Predict every stage of one composition; `models` are the distinct checkpoints that are scored."""
+    return Hours(
+        rollout=sampling_hours(student, load.trajectories * load.response_tokens, constants, machine),
+        reference=forward_hours(student, load, constants, machine),
+        score=tuple(forward_hours(model, load, constants, machine) for model in models),
+        train=training_hours(student, load, constants, machine),
+    )
+
+
+def online_work(offline: Hours, load: Workload) -> float:
+    """Count what online training does: the cache anew for every trajectory of every round, and the same updates."""
+    fresh = load.rounds * load.trajectories_per_round / load.trajectories
+    return fresh * offline.cache + offline.train
+
+
+def online_hours(offline: Hours, load: Workload, constants: Constants, machine: Machine) -> float:
+    """Predict the same composition trained online, all its anchors alive."""
+    lost = load.rounds * machine.gpus * constants.online_seconds_per_round / HOUR
+    return lost + constants.online_share * online_work(offline, load)
