@@ -30,7 +30,15 @@ def everywhere(anchor: str, row: int, decisions: int) -> np.ndarray:
     return np.ones(decisions, dtype=bool)
 
 
-def save_student(folder: Path, *, family: str = "qwen3", seed: int = 0, dtype: torch.dtype, **config: Any) -> Path:
+def save_student(
+    folder: Path,
+    *,
+    family: str = "qwen3",
+    seed: int = 0,
+    dtype: torch.dtype,
+    generation: dict[str, Any] | None = None,
+    **config: Any,
+) -> Path:
     """Save a small random model whose next-token distributions are neither flat nor certain."""
     shape = {
         "vocab_size": PADDED,
@@ -54,6 +62,8 @@ def save_student(folder: Path, *, family: str = "qwen3", seed: int = 0, dtype: t
             if parameter.ndim >= 2:
                 parameter.normal_(0, 0.3)
     model.to(dtype).save_pretrained(folder)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import oracle
 import pytest
 import torch
 
+import oracle
 from lightning_weave.train.cache import Row
 from lightning_weave.train.data import compose, tokens_needed
 

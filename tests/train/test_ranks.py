@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cached import make_run
-from launch import Plan, lopsided, start
 from safetensors.torch import load_file
 
 from lightning_weave.stages.steps import Steps
 from lightning_weave.stages.train import make_schedule, open_cache
+from train.cached import make_run
+from train.launch import Plan, lopsided, start
 
 pytestmark = pytest.mark.slow
 

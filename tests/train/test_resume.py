@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from cached import make_run
-from launch import Plan, start
 from safetensors.torch import load_file
 
 from lightning_weave.progress import Progress
 from lightning_weave.stages import train
 from lightning_weave.stages.steps import Steps
 from lightning_weave.store import read_lines
+from train.cached import make_run
+from train.launch import Plan, start
 
 SETTINGS = {"prompts_per_round": 1, "updates_per_round": 1, "epochs": 2, "checkpoint_every": 2, "validation": 0.2}
 DROPOUT = {"attention_dropout": 0.3}  # so that the random state matters

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cached import VOCABULARY, make_run
 from scipy.optimize import brentq
 from torch import Tensor, nn
 
@@ -17,6 +16,7 @@ from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.loop import Fit, adam
 from lightning_weave.train.objectives import Loss
 from lightning_weave.train.parallel import Ranks
+from train.cached import VOCABULARY, make_run
 
 LONGEST = 9
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lightning_weave.errors import CorruptData
+from lightning_weave.errors import CorruptData, WeaveError
 from lightning_weave.store import read_json, write_json
 from lightning_weave.store.files import sync_directory
 from lightning_weave.train.parallel import Ranks, load_state, save_state
@@ -38,7 +38,10 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
             unfinished.mkdir(parents=True)
         ranks.wait()
-        save_state(unfinished, module, optimizer)
+        try:
+            save_state(unfinished, module, optimizer)
+        except OSError as error:
+            raise WeaveError(f"{final}: the checkpoint cannot be written ({error}). The one before is kept") from error
         ranks.wait()
         if ranks.first:
             write_json(unfinished / "position.json", asdict(Position(update, self.fingerprint)))
@@ -58,7 +61,7 @@ class Checkpoints:
         folder = self.folder / f"{update:06d}"
         try:
             load_state(folder, module, optimizer)
-        except Exception as error:
+        except Exception as error:  # unpickling what is damaged can raise anything
             raise CorruptData(
                 f"{folder}: this checkpoint cannot be read ({str(error).strip().splitlines()[0]}). Remove it "
                 f"(rm -r {folder}) and train again: it goes on from the one before"

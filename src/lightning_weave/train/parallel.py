@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -118,18 +119,14 @@ def clip_gradients(module: nn.Module, largest: float) -> float:
 
 def save_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write model and optimizer, each rank its own shards."""
-    model_state, optimizer_state = get_state_dict(module, optimizer, options=_only_trained(module))
-    with warnings.catch_warnings():  # that there is only one process is as it should be
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, no_dist=not _grouped())
+    with _plain_errors():
+        save(_state(module, optimizer), checkpoint_id=folder, no_dist=not _grouped())
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read model and optimizer as any number of ranks wrote them."""
-    model_state, optimizer_state = get_state_dict(module, optimizer, options=_only_trained(module))
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    state = _state(module, optimizer)
+    with _plain_errors():
         load(state, checkpoint_id=folder, no_dist=not _grouped())
     set_state_dict(
         module,
@@ -138,6 +135,24 @@ def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer
         optim_state_dict=state["optimizer"],
         options=_only_trained(module),
     )
+
+
+def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(module, optimizer, options=_only_trained(module))
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise what went wrong on a rank itself: torch wraps it into an exception that `except Exception` lets pass."""
+    with warnings.catch_warnings():
+        # That there is only one process is as it should be.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        try:
+            yield
+        except CheckpointException as error:
+            reason, _ = next(iter(error.failures.values()))
+            raise OSError(f"{type(reason).__name__}: {reason}") from error
 
 
 def whole_weights(module: nn.Module) -> dict[str, Any]:

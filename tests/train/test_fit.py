@@ -1,0 +1,258 @@
+"""One update of the real loop against the plain formula, and what it does when something is wrong."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_weave.errors import WeaveError
+from lightning_weave.maths import direct_opd_loss, log_residual_loss, reverse_kl, tilted_target, with_other
+from lightning_weave.models.load import load_model
+from lightning_weave.stages.steps import Steps
+from lightning_weave.stages.train import make_fit, make_schedule, open_cache, open_trainee
+from lightning_weave.train.cache import Cache, Row
+from lightning_weave.train.loop import BAD_ROWS, Fit, check_agreement
+from lightning_weave.train.parallel import Ranks
+from train.cached import VOCABULARY, make_run
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+CAPPED = {"family": "gemma3", "final_logit_softcapping": 5.0}
+ROWS = list(range(12))
+
+
+def patchy(anchor: str, row: int, decisions: int) -> np.ndarray:
+    return (np.arange(decisions) % 4 != (1 if anchor == "long" else 2)) & (row % 5 != 0)
+
+
+def open_fit(steps: Steps, name: str = "both") -> Fit:
+    stage = steps.store.stage(steps.train(name))
+    trainee = open_trainee(steps, ALONE, torch.float32)
+    return make_fit(steps, name, trainee, open_cache(steps, name), 2.0, ALONE, stage)
+
+
+def gradients(fit: Fit) -> dict[str, Tensor]:
+    """Run one update with the optimizer held, to see what it would have been given."""
+    fit.clip = 1e9
+    seen: dict[str, Tensor] = {}
+    fit.optimizer.step = lambda: seen.update(  # type: ignore[method-assign,assignment]
+        {name: p.grad.clone() for name, p in fit.trainee.named_parameters() if p.grad is not None}
+    )
+    fit.update(1, ROWS)
+    return {name.removeprefix("model."): gradient for name, gradient in seen.items()}
+
+
+def plain_loss(model: Any, rows: list[Row], objective: str) -> Tensor:
+    """Say the objective again: a row at a time, whole logits, everything through autograd, mean over kept decisions."""
+    losses = []
+    for row in rows:
+        ids = torch.tensor([*row.prompt_ids, *row.response_ids])
+        logp_TV = torch.log_softmax(model(input_ids=ids[None]).logits[0, :, :VOCABULARY], dim=-1)
+        for t in range(len(row.response_ids)):
+            if row.valid_KT[:, t].all():
+                losses.append(plain_loss_of(logp_TV[len(row.prompt_ids) + t - 1], row, t, objective))
+    return torch.cat(losses).mean()
+
+
+def plain_loss_of(logp_V: Tensor, row: Row, t: int, objective: str) -> Tensor:
+    chosen = torch.tensor(row.candidate_ids_TC[t]).long()
+    others = [v for v in range(VOCABULARY) if v not in set(chosen.tolist())]
+    other = torch.logsumexp(logp_V[others], dim=0) if others else torch.tensor(-100.0)
+    log_pi_NO = with_other(logp_V[chosen][None], other[None])
+    log_b_NO = with_other(torch.tensor(row.logp_TC[t])[None], torch.tensor([row.other_logp_T[t]]))
+    r_NC = torch.tensor(0.5 * row.r_KTC[0, t] + 0.5 * row.r_KTC[1, t])[None]
+    match objective:
+        case "tilted":
+            return log_residual_loss(log_pi_NO, log_b_NO, tilted_target(log_b_NO, r_NC, 2.0), 2.0)
+        case "reverse-kl":
+            return reverse_kl(log_pi_NO, tilted_target(log_b_NO, r_NC, 2.0), 2.0)
+        case "reverse-kl-full":
+            return reverse_kl(log_pi_NO[:, :-1], torch.log_softmax(log_b_NO[:, :-1] + r_NC / 2, dim=-1), 2.0)
+    sampled = logp_V[row.response_ids[t]][None], torch.tensor([row.sampled_logp_T[t]])
+    return direct_opd_loss(log_pi_NO[:, :-1], r_NC, *sampled, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("objective", "student", "candidates"),
+    [
+        ("tilted", {}, 4),
+        ("tilted", {"tie_word_embeddings": False}, 4),
+        ("tilted", CAPPED, 4),
+        ("reverse-kl", {}, 4),
+        ("direct-opd", {}, 4),
+        ("reverse-kl-full", {}, VOCABULARY),
+    ],
+)
+def test_an_update_follows_the_plain_formula_whatever_the_token_budget(
+    objective: str, student: dict[str, Any], candidates: int, tmp_path: Path
+) -> None:
+    steps = make_run(tmp_path, valid=patchy, candidates=candidates, student=student, train={"objective": objective})
+    model = load_model(steps.student_path, dtype=torch.float32, device=torch.device("cpu")).requires_grad_(True)
+    rows = [open_cache(steps, "both").read(number) for number in ROWS]
+    loss = plain_loss(model, rows, objective)
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for budget in (1, 20, 10_000):
+        fit = open_fit(steps)
+        fit.token_budget = budget
+        found = gradients(fit)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+        assert fit.update(1, ROWS)["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_what_is_watched_is_what_the_batch_says(tmp_path: Path) -> None:
+    steps = make_run(tmp_path, valid=patchy)
+    fit = open_fit(steps)
+    rows = [fit.cache.read(number) for number in ROWS]
+    masks = [row.valid_KT.all(axis=0) for row in rows]
+    figures = fit.update(1, ROWS)
+    assert figures["kept"] == pytest.approx(np.concatenate(masks).mean())
+    assert figures["rows_without"] == sum(not mask.any() for mask in masks) > 0
+    assert figures["tokens"] == sum(len(row.prompt_ids) + len(row.response_ids) for row in rows)
+    covered = np.concatenate([np.exp(row.logp_TC).sum(axis=1)[mask] for row, mask in zip(rows, masks, strict=True)])
+    assert figures["covered_mass"] == pytest.approx(covered.mean(), rel=1e-5)
+    assert min(figures["reverse_kl"], figures["forward_kl"], figures["total_variation"]) > 0
+
+
+def test_one_update_at_the_papers_learning_rate_moves_nearly_all_master_weights(tmp_path: Path) -> None:
+    settings = {"learning_rate": 1e-6, "allow_disagreement": True}
+    steps = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=settings)
+    fit = open_fit(steps)
+    before = {name: p.detach().clone() for name, p in fit.trainee.named_parameters()}
+    assert all(torch.equal(p, p.bfloat16().float()) for p in before.values()), "the checkpoint is in bfloat16"
+    has_gradient = {name: gradient != 0 for name, gradient in gradients(open_fit(steps)).items()}
+    fit.update(1, ROWS)
+    moved = total = 0
+    for name, p in fit.trainee.named_parameters():
+        mask = has_gradient[name.removeprefix("model.")]
+        moved += int(((p != before[name]) & mask).sum())
+        total += int(mask.sum())
+    assert total > 2000
+    assert moved > 0.99 * total
+    stuck = sum(int((p.bfloat16() == before[name].bfloat16()).sum()) for name, p in fit.trainee.named_parameters())
+    assert stuck > 0.99 * sum(p.numel() for p in before.values()), "in bfloat16 nothing would have happened"
+
+
+def test_an_update_without_a_single_kept_decision_changes_nothing(tmp_path: Path) -> None:
+    steps = make_run(tmp_path, valid=lambda anchor, row, decisions: np.zeros(decisions, dtype=bool))
+    fit = open_fit(steps)
+    before = [p.detach().clone() for p in fit.trainee.parameters()]
+    figures = fit.update(1, ROWS)
+    assert (figures["loss"], figures["kept"], figures["rows_without"]) == (0, 0, len(ROWS))
+    assert all(torch.equal(p, old) for p, old in zip(fit.trainee.parameters(), before, strict=True))
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """A cache of which one number of one row is not a number."""
+
+    cache: Cache
+    row: int
+    place: int
+
+    @property
+    def weights(self) -> list[float]:
+        return self.cache.weights
+
+    def length(self, number: int) -> int:
+        return self.cache.length(number)
+
+    def read(self, number: int) -> Row:
+        row = self.cache.read(number)
+        if number != self.row:
+            return row
+        logp_TC = row.logp_TC.copy()
+        logp_TC[self.place, 1] = np.nan
+        return replace(row, logp_TC=logp_TC)
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_rows_that_caused_it(tmp_path: Path) -> None:
+    steps = make_run(tmp_path)
+    fit = open_fit(steps)
+    cache = open_cache(steps, "both")
+    bad = next(number for number in ROWS if len(cache.read(number).response_ids) > 3)
+    fit.cache = Spoilt(cache, bad, place=2)
+    before = [p.detach().clone() for p in fit.trainee.parameters()]
+    with pytest.raises(WeaveError, match=rf"the loss is nan, from the rows {bad} "):
+        fit.update(1, ROWS)
+    written = json.loads((fit.folder / BAD_ROWS).read_text())
+    assert written == {"what": "loss", "value": "nan", "rows": [{"row": bad, "positions": [2]}]}
+    assert all(torch.equal(p, old) for p, old in zip(fit.trainee.parameters(), before, strict=True))
+
+
+def test_a_gradient_that_is_not_finite_does_not_reach_the_weights(tmp_path: Path) -> None:
+    fit = open_fit(make_run(tmp_path))
+    parameter = next(fit.trainee.parameters())
+    parameter.register_hook(lambda gradient: gradient / 0)
+    before = [p.detach().clone() for p in fit.trainee.parameters()]
+    with pytest.raises(WeaveError, match=r"the gradient is (nan|inf)"):
+        fit.update(1, ROWS)
+    assert all(torch.equal(p, old) for p, old in zip(fit.trainee.parameters(), before, strict=True))
+
+
+def test_too_little_memory_halves_the_micro_batches_and_not_the_loss(tmp_path: Path) -> None:
+    steps = make_run(tmp_path)
+    expected = open_fit(steps).update(1, ROWS)["loss"]
+    fit = open_fit(steps)
+    forward = fit.trainee.forward
+
+    def small_memory(batch: Any, *rest: Any) -> Any:
+        if batch.input_ids_RT.numel() > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(batch, *rest)
+
+    fit.trainee.forward = small_memory  # type: ignore[method-assign]
+    assert fit.update(1, ROWS)["loss"] == pytest.approx(expected, rel=1e-6)
+    assert fit.token_budget <= 40
+    assert f"halved to {fit.token_budget}" in fit.notes[-1]
+
+
+def test_no_memory_for_a_single_row_is_said(tmp_path: Path) -> None:
+    fit = open_fit(make_run(tmp_path))
+
+    def no_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    fit.trainee.forward = no_memory  # type: ignore[method-assign]
+    with pytest.raises(WeaveError, match=r"out of memory at update 1 .* train\.gradient_checkpointing = true"):
+        fit.update(1, ROWS)
+
+
+def test_a_trainer_that_sees_another_student_than_the_cache_is_found_out(tmp_path: Path) -> None:
+    fit = open_fit(make_run(tmp_path, valid=patchy))
+    found, complaint = check_agreement(fit, ROWS, 1e-4, torch.float32)
+    assert found < 1e-9
+    assert complaint is None
+    with torch.no_grad():
+        for parameter in fit.trainee.parameters():
+            parameter.mul_(1.02)
+    found, complaint = check_agreement(fit, ROWS, 1e-4, torch.float32)
+    assert found > 1e-4
+    assert complaint is not None
+    assert "over 0.0001 (train.agreement)" in complaint
+
+
+def test_a_frozen_head_gets_no_gradient_and_only_adapters_move(tmp_path: Path) -> None:
+    fit = open_fit(make_run(tmp_path, train={"lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}}))
+    before = {name: p.detach().clone() for name, p in fit.trainee.named_parameters()}
+    fit.update(1, ROWS)
+    fit.update(2, ROWS)  # the first one moves only one of the two factors
+    moved = {name for name, p in fit.trainee.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if "lora_" in name}
+    assert not fit.trainee.head().weight_VD.requires_grad
+
+
+def test_looking_leaves_the_student_as_it_was(tmp_path: Path) -> None:
+    steps = make_run(tmp_path, student={"attention_dropout": 0.5})
+    fit = open_fit(steps)
+    held_out = make_schedule(steps.recipe, groups=6).rows(0)
+    before = fit.distance(held_out)
+    assert fit.distance(held_out) == before, "no dropout while looking"
+    assert fit.disagreement(held_out) < 1e-9
+    assert fit.trainee.training
