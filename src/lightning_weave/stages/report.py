@@ -40,6 +40,7 @@ def run(recipes: Sequence[Steps], progress: Progress) -> Path:
     _check_one_student(runs)
     for steps in runs:
         report_cases.check_cases(steps)
+        report_cache.check_students(steps)
     found = [summaries(steps) for steps in runs]
     merged = merge(found)
     writer = Writer(runs[0].store.run_dir / "report")

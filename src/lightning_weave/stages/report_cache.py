@@ -162,11 +162,16 @@ def _settings(steps: Steps, cache: CachedShifts) -> list[Setting]:
     ]
 
 
-def _shown_students(steps: Steps) -> list[str]:
-    wanted, known = steps.recipe.report.students, list(steps.recipe.compositions)
-    if unknown := sorted(set(wanted or ()) - set(known)):
+def check_students(steps: Steps) -> None:
+    """Refuse a student that the recipe does not have."""
+    known = list(steps.recipe.compositions)
+    if unknown := sorted(set(steps.recipe.report.students or ()) - set(known)):
         raise InputError(f"report.students names {unknown[0]!r}; this recipe has {', '.join(known) or 'none'}")
-    names = known if wanted is None else wanted
+
+
+def _shown_students(steps: Steps) -> list[str]:
+    wanted = steps.recipe.report.students
+    names = list(steps.recipe.compositions) if wanted is None else wanted
     return [name for name in names if steps.store.stage(steps.train(name)).state() == "done"]
 
 
