@@ -36,6 +36,7 @@ install:
 
 dev:
 	@scripts/bootstrap "$(VENV)" dev
+	@scripts/install-sandbox
 
 clean:           ## remove the environment and caches (runs/ stays)
 	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ claim about a difference holds if its 95 % interval lies on the claimed side of 
 side, and is within noise otherwise.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -148,6 +149,8 @@ def _of(found: Contrast, quantity: Quantity) -> Interval:
 
 
 def _verdict(interval: Interval, side: Literal["above", "below", "close"]) -> Verdict:
+    if math.isnan(interval.low):
+        return "not measured"
     low, high = (-interval.high, -interval.low) if side == "below" else (interval.low, interval.high)
     if side == "close":
         if max(abs(low), abs(high)) <= CLOSE:
@@ -174,6 +177,8 @@ def _check_monotone(policies: Mapping[str, Sequence[ProblemMeans]]) -> Finding:
 
 def _check_undominated(policies: Mapping[str, Sequence[ProblemMeans]]) -> Finding:
     claim = "some composition is dominated by no single anchor"
+    if not all(single in policies for single in SINGLES):
+        return Finding(claim, "not measured", "")
     woven = [policy for policy in SWEEP if policy in policies and policy not in SINGLES]
     points = {policy: _point(policies[policy]) for policy in (*SINGLES, *woven) if policy in policies}
     free = [policy for policy in woven if 0 in pareto_front([points[policy], *(points[single] for single in SINGLES)])]

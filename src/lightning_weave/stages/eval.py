@@ -1,6 +1,8 @@
 """`lweave eval`: sample, grade and summarise every policy on every benchmark."""
 
+import os
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -115,7 +117,9 @@ def evaluate(steps: Steps, policy: Policy, benchmark: Benchmark, stage: Stage, p
                 write_block(folder, number, done)
                 meter.add(tokens=sum(sample.tokens for sample in done))
                 bar.advance()
-    if not pending_blocks(folder, len(todo)):
+    if os.environ.get("RANK", "0") == "0":  # the blocks go when they are merged: one rank does it
+        while pending_blocks(folder, len(todo)):
+            time.sleep(0.2)
         _summarise(stage, folder, len(todo), benchmark, grader, settings, section)
 
 

@@ -36,10 +36,10 @@ class Grader:
         """Grade responses; code runs in a sandbox, on all cores."""
         if self.benchmark.kind == "math":
             return [self._grade_maths(problem, text) for problem, text in responses]
-        sandbox = open_sandbox(self.unsafe_local)
         programs = [extract_code(text) for _, text in responses]
         jobs = [(code, problem.row or {}) for code, (problem, _) in zip(programs, responses, strict=True)]
-        verdicts = list(grade_many(jobs, sandbox))
+        with open_sandbox(self.unsafe_local) as sandbox:
+            verdicts = list(grade_many(jobs, sandbox))
         return [
             Graded(code or None, verdict.correct, verdict.reason)
             for code, verdict in zip(programs, verdicts, strict=True)

@@ -37,9 +37,9 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def remove_temporaries(folder: Path) -> None:
-    """Clear what killed writers left behind. Only for a folder that nobody else is writing to."""
-    for leftover in folder.glob(f"{TEMPORARY}*"):
+def remove_temporaries(folder: Path, suffix: str) -> None:
+    """Clear what killed writers of such files left behind. Only where nobody is writing any more of them."""
+    for leftover in folder.glob(f"{TEMPORARY}*{suffix}"):
         leftover.unlink(missing_ok=True)
 
 

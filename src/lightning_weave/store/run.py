@@ -112,7 +112,7 @@ class Stage:
         self._write_manifest(entries, {**counts, **(extra or {})})
         for path in set(self.folder.glob("*.safetensors")) - set(paths):
             path.unlink()  # left from a recipe with more shards
-        remove_temporaries(self.folder)
+        remove_temporaries(self.folder, ".safetensors")
         return True
 
     def record(self, files: Sequence[Path], extra: Mapping[str, Any] | None = None) -> None:
