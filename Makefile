@@ -1,11 +1,12 @@
 # Two commands need nothing but Python 3.11 and make: `make demo` and `make test`.
 VENV ?= .venv
+PEERS_VENV ?= .venv-peers
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
 WORKERS ?= 2
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test check format lint bench install dev clean
+.PHONY: help demo test test-peers check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -15,6 +16,10 @@ demo: install    ## the whole method on a tiny world, in minutes
 
 test: dev        ## every test that needs no extra environment
 	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not real and not vllm and not peers and not faults" tests
+
+test-peers:      ## against other libraries, in an environment of its own
+	@scripts/peers-env "$(PEERS_VENV)"
+	OMP_NUM_THREADS=1 $(PEERS_VENV)/bin/python -m pytest -m peers tests
 
 check: dev lint  ## format, lint, types and the fast tests
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m "not slow and not real and not vllm and not peers and not faults" tests
