@@ -1,7 +1,7 @@
 """The whole-vocabulary objective against an independent implementation (`make test-peers`).
 
-TRL's GKDTrainer with lmbda = 0 and beta = 1 minimises KL(student || teacher) on tokens that it is given. A teacher whose
-logits are  log b + sum_i w_i (log p_i+ - log p_i-) / alpha  is the composed target, so its loss is ours over alpha.
+TRL's GKDTrainer with lmbda = 0 and beta = 1 minimises KL(student || teacher) on tokens that it is given. A teacher with
+logits  log b + sum_i w_i (log p_i+ - log p_i-) / alpha  is the composed target, so its loss is ours over alpha.
 """
 
 from pathlib import Path
