@@ -49,7 +49,7 @@ MARKERS: dict[Kind, tuple[str, str, str]] = {
     "base": ("s", GREY, "student, untrained"),
     "single": ("^", BLUE, "one anchor"),
     "composition": ("o", VERMILION, "several anchors"),
-    "baseline": ("D", GREEN, "other objective"),
+    "baseline": ("D", GREEN, "baseline"),
     "other": ("v", ORANGE, "other checkpoint"),
 }
 

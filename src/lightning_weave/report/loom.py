@@ -47,7 +47,7 @@ def draw_rows(rows: int, count: int, seed: int) -> list[int]:
 def bytes_per_decision(candidates: int, anchors: int, students: int) -> int:
     """What one decision takes in the page: candidates and scores, as base64."""
     numbers = candidates * (2 + anchors + students) + 2 + students  # ids, behaviour, shifts, students; other, sampled
-    return (4 * numbers + anchors) * 4 // 3
+    return (4 * numbers + anchors * (candidates + 1)) * 4 // 3  # and a byte each for what is mapped and valid
 
 
 def longest_that_fits(lengths: Sequence[int], decisions: int) -> int:
@@ -83,7 +83,6 @@ def pack(
         "floor": RESIDUAL_FLOOR,
         "candidates": ids_PC.shape[1],
         "texts": [vocabulary.text(int(id)) for id in known],
-        "kinds": [vocabulary.kind(int(id)) for id in known],
         "threads": [
             {"name": thread.name, "prompt": thread.prompt, "tokens": thread.tokens, "finish": thread.finish,
              "shown": len(thread.view.sampled_P)}

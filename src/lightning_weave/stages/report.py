@@ -52,7 +52,7 @@ def run(recipes: Sequence[Steps], progress: Progress) -> Path:
         for steps, own in zip(runs, found, strict=True)
         for group in report_cases.case_groups(steps, own, progress)
     ]
-    views = [_run_view(steps, own, writer, progress, len(runs) > 1) for steps, own in zip(runs, found, strict=True)]
+    views = [_run_view(steps, rows, writer, progress, len(runs) > 1) for steps in runs]
     if not rows and not any(view.loom or view.cost for view in views):
         raise InputError(
             f"{runs[0].store.run_dir}: there is nothing to report yet. Start with: lweave run {runs[0].arguments}"
@@ -104,7 +104,7 @@ class Writer:
         self.text("tables/results.tex", tables.latex(rows))
         self.text("tables/results.csv", tables.to_csv(rows))
         write_json(self.folder / "points.json", points(steps, rows))
-        front = frontier(report_results.frontier_points(steps.recipe, found, combined))
+        front = frontier(report_results.frontier_points(steps, found, combined))
         described = "; ".join(f"{row.policy}: {row.accuracy:.1f} % in {row.tokens:,.0f} tokens" for row in rows)
         figures = [
             self.figure(
@@ -139,7 +139,9 @@ class Writer:
                     path.unlink()
 
 
-def _run_view(steps: Steps, found: Found, writer: Writer, progress: Progress, several: bool) -> RunView:
+def _run_view(
+    steps: Steps, rows: Sequence[tables.PolicyRow], writer: Writer, progress: Progress, several: bool
+) -> RunView:
     """Everything that one run shows beside its results."""
     suffix = f"-{steps.recipe.name}" if several else ""
     cache = CachedShifts.open(steps)
@@ -150,7 +152,7 @@ def _run_view(steps: Steps, found: Found, writer: Writer, progress: Progress, se
         survey = report_cache.survey_cache(steps, cache, vocabulary, progress)
         pairs, wishes = report_cache.pair_views(survey), report_cache.wishes(survey)
         why = _why_figures(survey, writer, suffix)
-        start = report_results.start_composition(steps.recipe, policy_rows(found))
+        start = report_results.start_composition(steps.recipe, rows)
         loom = report_cache.loom_data(steps, cache, vocabulary, start, progress)
     if steps.recipe.anchors and (cache is None or len(cache.anchors) < len(steps.recipe.anchors)):
         notes.append(f"The cache is not complete, so not every anchor is shown. Next: lweave score {steps.arguments}")

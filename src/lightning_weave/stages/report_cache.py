@@ -19,6 +19,7 @@ from lightning_weave.report.page import PairView, Push, Wishes
 from lightning_weave.report.plots import grouped, stacked
 from lightning_weave.report.survey import REASONS, ShardView, Survey
 from lightning_weave.stages.machine import compute_dtype, set_up
+from lightning_weave.stages.results import alpha_of
 from lightning_weave.stages.shifts import CachedShifts
 from lightning_weave.stages.steps import Steps
 from lightning_weave.store import read_lines
@@ -53,12 +54,7 @@ def student_vocabulary(steps: Steps) -> Vocabulary:
 
 def survey_cache(steps: Steps, cache: CachedShifts, vocabulary: Vocabulary, progress: Progress) -> Survey:
     """Read the whole cache once, a shard at a time."""
-    known = set(cache.names)
-    woven = {
-        name: composition.weights
-        for name, composition in steps.recipe.compositions.items()
-        if {anchor for anchor, weight in composition.weights.items() if weight} <= known
-    }
+    woven = {setting.name: setting.weights for setting in _settings(steps, cache)}
     survey = Survey(cache.names, woven, vocabulary)
     with progress.bar("report: anchors", len(cache.rows), "shard") as bar:
         for shard in range(len(cache.rows)):
@@ -153,12 +149,13 @@ def loom_data(
 
 
 def _settings(steps: Steps, cache: CachedShifts) -> list[Setting]:
-    """The compositions whose anchors are all there to weave."""
+    """The compositions that weave cached shifts, where all their anchors are there."""
     known = set(cache.names)
     return [
-        Setting(name, composition.weights, composition.alpha)
+        Setting(name, composition.weights, alpha_of(steps, name))
         for name, composition in steps.recipe.compositions.items()
-        if {anchor for anchor, weight in composition.weights.items() if weight} <= known
+        if composition.method == "joint"
+        and {anchor for anchor, weight in composition.weights.items() if weight} <= known
     ]
 
 
@@ -171,7 +168,8 @@ def check_students(steps: Steps) -> None:
 
 def _shown_students(steps: Steps) -> list[str]:
     wanted = steps.recipe.report.students
-    names = list(steps.recipe.compositions) if wanted is None else wanted
+    woven = [name for name, composition in steps.recipe.compositions.items() if composition.method == "joint"]
+    names = woven if wanted is None else [name for name in woven if name in wanted]
     return [name for name in names if steps.store.stage(steps.train(name)).state() == "done"]
 
 

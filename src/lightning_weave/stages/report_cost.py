@@ -41,7 +41,7 @@ def cost_figures(rows: list[dict[str, Any]]) -> tuple[Any, Any] | None:
     """Draw cost per stage for one composition and for those that share a cache, and the cost over their number."""
     by_stage = {stage: cost.seconds for (stage,), cost in costs(rows, "stage").items()}
     trained = costs([row for row in rows if row["stage"] == "train"], "name", "method")
-    offline = [cost.seconds for (_, method), cost in trained.items() if method != "online"]
+    offline = [cost.seconds for (_, method), cost in trained.items() if method == "joint"]
     online = [cost.seconds for (_, method), cost in trained.items() if method == "online"]
     if not offline:
         return None

@@ -5,20 +5,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_weave.bench.summary import Overall, Summary
-from lightning_weave.config import Composition, Recipe
+from lightning_weave.config import Recipe
 from lightning_weave.report.figures import Kind, Point
 from lightning_weave.report.plots import Bar, Line, lines, profile
 from lightning_weave.report.tables import PolicyRow
 from lightning_weave.stages.results import Found
+from lightning_weave.stages.steps import Steps
 
 
-def frontier_points(recipe: Recipe, found: Found, combined: Mapping[str, Overall]) -> list[Point]:
+def frontier_points(steps: Steps, found: Found, combined: Mapping[str, Overall]) -> list[Point]:
     """One point per policy; compositions of two anchors at one alpha are a family, ordered by their weights."""
-    families = [_family(recipe, recipe.compositions.get(policy)) for policy in found]
+    families = [_family(steps, policy) for policy in found]
     return [
         Point(
             name=policy,
-            kind=kind_of(recipe, policy),
+            kind=kind_of(steps, policy),
             accuracy=combined[policy].accuracy,
             tokens=combined[policy].tokens,
             accuracy_error=_or_zero(combined[policy].accuracy_error),
@@ -30,25 +31,27 @@ def frontier_points(recipe: Recipe, found: Found, combined: Mapping[str, Overall
     ]
 
 
-def kind_of(recipe: Recipe, policy: str) -> Kind:
-    """Sort a policy: the student, one anchor, several, another objective, another checkpoint."""
+def kind_of(steps: Steps, policy: str) -> Kind:
+    """Sort a policy: the student, one anchor, several, a baseline trained another way, another checkpoint."""
     if policy == "base":
         return "base"
-    composition = recipe.compositions.get(policy)
+    composition = steps.recipe.compositions.get(policy)
     if composition is None:
         return "other"
-    if (composition.objective or recipe.train.objective) != "tilted":
+    if composition.method != "joint" or steps.objective(policy) != "tilted":
         return "baseline"
     return "single" if sum(weight != 0 for weight in composition.weights.values()) == 1 else "composition"
 
 
-def _family(recipe: Recipe, composition: Composition | None) -> tuple[str, float]:
-    """Name the family of a composition and its place in it; the single-anchor runs are the ends."""
-    if composition is None or len(recipe.anchors) != 2:
+def _family(steps: Steps, policy: str) -> tuple[str, float]:
+    """Name the family of a composition, of the first two anchors only, and its place; single anchors are the ends."""
+    if kind_of(steps, policy) not in ("single", "composition") or len(steps.recipe.anchors) < 2:
         return "", 0.0
-    objective = composition.objective or recipe.train.objective
-    weights = [composition.weights.get(anchor, 0.0) for anchor in recipe.anchors]
-    return f"{composition.alpha:g} {objective} {sum(weights):g}", weights[1]
+    composition, pair = steps.recipe.compositions[policy], list(steps.recipe.anchors)[:2]
+    weights = [composition.weights.get(anchor, 0.0) for anchor in pair]
+    if any(weight for anchor, weight in composition.weights.items() if anchor not in pair):
+        return "", 0.0
+    return f"{composition.alpha:g} {composition.kl_budget} {composition.epochs} {sum(weights):g}", weights[1]
 
 
 def _size(families: Sequence[tuple[str, float]], family: tuple[str, float]) -> int:
@@ -113,7 +116,8 @@ def start_composition(recipe: Recipe, rows: Sequence[PolicyRow]) -> str | None:
         weights = recipe.compositions[name].weights
         return sum(weight != 0 for weight in weights.values()), scores.get(name, -math.inf)
 
-    return max(recipe.compositions, key=worth, default=None)
+    woven = [name for name, composition in recipe.compositions.items() if composition.method == "joint"]
+    return max(woven, key=worth, default=None)
 
 
 def _is_known(value: float | None) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 from rich.console import Console
 
 from lightning_weave.bench.summary import Overall, Summary, combine, read_summary
-from lightning_weave.config import Composition
 from lightning_weave.errors import InputError
 from lightning_weave.report.tables import PolicyRow, Score, console
 from lightning_weave.stages.steps import Steps
@@ -62,20 +61,29 @@ def policy_rows(found: Found, combined: Mapping[str, Overall] | None = None) -> 
 
 def points(steps: Steps, rows: Sequence[PolicyRow]) -> list[dict[str, Any]]:
     """points.json: a list of policies with weights, alpha, accuracy, tokens and AES with its interval."""
-    return [_point(row, steps.recipe.compositions.get(row.policy)) for row in rows]
+    return [_point(steps, row) for row in rows]
 
 
-def _point(row: PolicyRow, composition: Composition | None) -> dict[str, Any]:
+def _point(steps: Steps, row: PolicyRow) -> dict[str, Any]:
+    composition = steps.recipe.compositions.get(row.policy)
     return {
         "policy": row.policy,
         "weights": composition.weights if composition else {},
-        "alpha": composition.alpha if composition else None,
+        "alpha": alpha_of(steps, row.policy) if composition else None,
         "accuracy": row.accuracy,
         "tokens": row.tokens,
         "aes": _number(row.aes),
         "aes_low": _number(row.aes_low if row.policy != "base" else row.aes),
         "aes_high": _number(row.aes_high if row.policy != "base" else row.aes),
     }
+
+
+def alpha_of(steps: Steps, name: str) -> float:
+    """The alpha of a composition: as said, or as training solved it for a KL budget."""
+    composition = steps.recipe.compositions[name]
+    if composition.kl_budget is None:
+        return composition.alpha
+    return float((steps.store.stage(steps.train(name)).manifest() or {}).get("alpha", composition.alpha))
 
 
 def _number(value: float | None) -> float | None:

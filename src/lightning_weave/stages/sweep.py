@@ -39,7 +39,7 @@ def forecast(steps: Steps, plan: Sequence[Planned]) -> list[str]:
     if known:
         lines.append(f"Already in the recipe: {', '.join(known)}")
     rows = read_ledger(steps.store.run_dir)
-    train_cost = _mean_cost([row for row in rows if row["stage"] == "train" and row.get("method") != "online"])
+    train_cost = _mean_cost([row for row in rows if row["stage"] == "train" and row.get("method") == "joint"])
     eval_cost = _mean_cost([{**row, "name": row["name"].split("/")[0]} for row in rows if row["stage"] == "eval"])
     lines.append(f"To train: {len(to_train)}, {_cost_words(len(to_train), train_cost)}")
     lines.append(f"To evaluate: {len(to_eval)}, {_cost_words(len(to_eval), eval_cost)}")

@@ -52,7 +52,8 @@ def plan_sweep(
 
 def _usual_alpha(recipe: Recipe) -> float:
     """The alpha that all compositions of the recipe share, else the paper's."""
-    used = {composition.alpha for composition in recipe.compositions.values()}
+    woven = [one for one in recipe.compositions.values() if one.method == "joint" and one.kl_budget is None]
+    used = {composition.alpha for composition in woven}
     return used.pop() if len(used) == 1 else float(Composition.model_fields["alpha"].default)
 
 
@@ -81,13 +82,13 @@ def _share_text(share: float) -> str:
 def _same(one: Composition, two: Composition) -> bool:
     names = {*one.weights, *two.weights}
     near = all(abs(one.weights.get(name, 0.0) - two.weights.get(name, 0.0)) < 1e-9 for name in names)
-    return near and one.alpha == two.alpha and one.objective == two.objective
+    return near and one.model_dump(exclude={"weights"}) == two.model_dump(exclude={"weights"})
 
 
 def remember(steps: Steps, plan: Sequence[Planned]) -> Steps:
     """Write the new settings beside the run, so that a later report or sweep knows them; returns the longer recipe."""
     kept = _kept(steps)
-    kept |= {one.name: one.composition.model_dump(mode="json", exclude_none=True) for one in plan if not one.known}
+    kept |= {one.name: one.composition.model_dump(mode="json", exclude_defaults=True) for one in plan if not one.known}
     write_atomic(steps.store.run_dir / FILE, tomli_w.dumps({"compositions": kept}).encode())
     return _extend(steps, kept)
 

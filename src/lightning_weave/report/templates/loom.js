@@ -156,7 +156,9 @@ class Loom {
     const rest = make("p", "caption", "Moving a slider leaves the composition; “trained” stays the student that was trained on it.");
     left.append(rest);
     right.append(make("span", "loom-label", "Weights and alpha"));
-    this.sliders = this.cache.anchors.map((anchor, k) => this.slider(anchor, this.most(), 0.01, (value) => this.setWeight(k, value)));
+    const known = this.cache.settings.flatMap((one) => one.weights);
+    const most = Math.max(1, ...known), least = Math.min(0, ...known);
+    this.sliders = this.cache.anchors.map((anchor, k) => this.slider(anchor, most, 0.01, (value) => this.setWeight(k, value), least));
     this.alphaSlider = this.slider("alpha", 3, 0.01, (value) => { this.alpha = Number((2 ** value).toFixed(3)); }, -3);
     right.append(...this.sliders.map((one) => one.box));
     if (this.cache.anchors.length > 1) right.append(this.sumBox());
@@ -164,10 +166,6 @@ class Loom {
     box.append(left, right);
     this.showSliders();
     return box;
-  }
-
-  most() {
-    return Math.max(1, ...this.cache.settings.flatMap((one) => one.weights));
   }
 
   labelled(text, row) {
