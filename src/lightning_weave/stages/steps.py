@@ -140,14 +140,13 @@ class Steps:
     def score_names(self) -> dict[ScoredModel, str]:
         """Folder names of the models to score: short, and distinct where two would clash."""
         models = [ScoredModel.of(anchor, role) for anchor in self.recipe.anchors.values() for role in ROLES]
-        distinct = list(dict.fromkeys(models))
-        slugs = [slug(scored.model) for scored in distinct]
-        return {
-            scored: name
-            if slugs.count(name) == 1
-            else f"{name}-{hashlib.sha256(repr(scored).encode()).hexdigest()[:6]}"
-            for scored, name in zip(distinct, slugs, strict=True)
-        }
+        names: dict[ScoredModel, str] = {}
+        for scored in dict.fromkeys(models):
+            name = slug(scored.model)
+            if name in names.values():  # the first keeps it: an anchor that is added later renames no other
+                name = f"{name}-{hashlib.sha256(repr(scored).encode()).hexdigest()[:6]}"
+            names[scored] = name
+        return names
 
     def scores_of(self, anchor: str) -> tuple[Step, Step]:
         """The steps of a pair: post, then pre."""

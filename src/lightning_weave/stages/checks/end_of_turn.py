@@ -3,7 +3,8 @@
 import json
 import tomllib
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,34 +26,47 @@ ENDS = 2048  # rows that are looked at
 
 @dataclass(frozen=True)
 class Ends:
-    """The last decision of each finished row: what was drawn, what could have been, whether the pair is valid there."""
+    """The last decision of each finished row: what was drawn, what could have been, and what the pair can map."""
 
     sampled_R: NDArray[np.int32]
     candidate_ids_RC: NDArray[np.int32]
-    valid_R: NDArray[np.bool_]
+    mapped_RC: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, sampled: Sequence[int], candidates: Sequence[NDArray], mapped: Sequence[NDArray], count: int) -> "Ends":
+        """Stack what was collected row by row; there may be nothing."""
+        shape = (len(sampled), count)
+        return cls(
+            np.array(sampled, np.int32),
+            np.array(candidates, np.int32).reshape(shape),
+            np.array(mapped, bool).reshape(shape),
+        )
+
+    def supervised(self, validity: str) -> NDArray[np.bool_]:
+        """Say which decisions carry a shift; candidate by candidate, it is the sampled one that must."""
+        if validity == "position":
+            return np.all(self.mapped_RC, axis=1)
+        return np.any(self.mapped_RC & (self.candidate_ids_RC == self.sampled_R[:, None]), axis=1)
+
+    def only(self, wanted_R: NDArray[np.bool_]) -> "Ends":
+        """Take some of them."""
+        return Ends(self.sampled_R[wanted_R], self.candidate_ids_RC[wanted_R], self.mapped_RC[wanted_R])
 
 
 def scored_ends(steps: Steps, anchor: str) -> Ends:
     """Read the ends of finished rows and where a scored pair is valid."""
     rollout, reference = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
     scores = [steps.store.stage(step) for step in steps.scores_of(anchor)]
-    sampled, candidates, valid, validity = [], [], [], steps.recipe.anchors[anchor].validity
+    sampled, candidates, mapped = [], [], []
     for shard, place in places(steps, ENDS):
         rows = rollout.open(Rollouts, shard).read(place, place + 1)
         if rows.finish_R[0] != STOP or not len(rows.response_ids[0]):
             continue
-        mapped = [stage.open(Scores, shard).read(place, place + 1).mapped[0][-1] for stage in scores]
+        post, pre = (stage.open(Scores, shard).read(place, place + 1).mapped[0][-1] for stage in scores)
         sampled.append(rows.response_ids[0][-1])
         candidates.append(reference.open(Candidates, shard).read(place, place + 1).ids[0][-1])
-        valid.append(is_supervised(validity, mapped[0] & mapped[1], candidates[-1] == sampled[-1]))
-    count = steps.recipe.reference.candidates
-    ids_RC = np.array(candidates, dtype=np.int32).reshape(len(candidates), count)
-    return Ends(np.array(sampled, dtype=np.int32), ids_RC, np.array(valid, dtype=np.bool_))
-
-
-def is_supervised(validity: str, mapped_C: NDArray[np.bool_], sampled_C: NDArray[np.bool_]) -> bool:
-    """Say whether a decision carries a shift; candidate by candidate, it is the sampled one that must."""
-    return bool(mapped_C.all() if validity == "position" else mapped_C[sampled_C].any())
+        mapped.append(post & pre)
+    return Ends.of(sampled, candidates, mapped, steps.recipe.reference.candidates)
 
 
 def warn_if_masked(steps: Steps, anchor: str) -> Finding | None:
@@ -64,16 +78,16 @@ def warn_if_masked(steps: Steps, anchor: str) -> Finding | None:
 
 def judge_ends(steps: Steps, anchor: str, ends: Ends) -> Finding:
     """Say how many end-of-turn decisions a pair cannot supervise, and the line that changes it."""
-    about, check, finished = f"anchors.{anchor}", "end of turn", len(ends.valid_R)
+    about, check, finished = f"anchors.{anchor}", "end of turn", len(ends.sampled_R)
     if not finished:
         return Finding(about, check, "note", "no sampled row has ended by itself: nothing to learn about stopping here")
-    share = 1 - float(ends.valid_R.mean())
+    supervised_R = ends.supervised(steps.recipe.anchors[anchor].validity)
+    share = 1 - float(supervised_R.mean())
     figures: dict[str, Any] = {"masked": share, "finished": finished}
     said = f"{percent(share)} of the end-of-turn decisions of {finished:,} finished rows are masked"
     if share <= MASKED_SHARE:
         return Finding(about, check, "note" if share else "ok", said, figures)
-    masked = ~ends.valid_R
-    advice, found = _advice(steps, anchor, ends.sampled_R[masked], ends.candidate_ids_RC[masked], finished)
+    advice, found = _advice(steps, anchor, ends.only(~supervised_R), finished)
     return Finding(about, check, "warning", f"{said}: stopping is not supervised there. {advice}", figures | found)
 
 
@@ -96,24 +110,27 @@ def judge_stops(steps: Steps, anchor: str) -> Finding:
     if line is None:
         return Finding(about, check, "note", said, {"stops": alone})
     verdict: Any = "warning" if not mapped[0] else "note"
-    return Finding(about, check, verdict, f"{said}. To supervise stopping, add to [anchors.{anchor}]: {line}", figures)
+    return Finding(
+        about, check, verdict, f"{said}. To supervise stopping, add to [anchors.{anchor}]: {_in_words(line)}", figures
+    )
 
 
-def _advice(
-    steps: Steps, anchor: str, sampled_R: NDArray, candidate_ids_RC: NDArray, finished: int
-) -> tuple[str, dict[str, Any]]:
+def _advice(steps: Steps, anchor: str, masked: Ends, finished: int) -> tuple[str, dict[str, Any]]:
     """Find what masks these decisions, and whether an alias would help."""
-    section, ids_RC = steps.recipe.anchors[anchor], torch.from_numpy(candidate_ids_RC)
+    section, ids_RC = steps.recipe.anchors[anchor], torch.from_numpy(masked.candidate_ids_RC)
     student, other = student_tokenizer(steps), _anchor_tokenizer(steps, anchor)
     tokens = TokenMap.between(student, other, section.aliases)
-    line, figures = alias_line(steps, anchor, sampled_R.tolist())
+    line, figures = alias_line(steps, anchor, masked.sampled_R.tolist())
     advice = ""
     if line is not None:
         tokens = TokenMap.between(student, other, tomllib.loads(line)["aliases"])
-        _, valid_R = tokens.candidates(ids_RC)
-        figures["masked_with_alias"] = (~valid_R).sum().item() / finished
-        advice = f"Add to [anchors.{anchor}]: {line}  (then {percent(figures['masked_with_alias'])} are masked). "
-        if figures["masked_with_alias"] <= MASKED_SHARE:
+        # Where not one candidate is mapped, it is the context that cannot be read: no alias changes that.
+        readable_R1 = masked.mapped_RC.any(axis=1, keepdims=True)
+        after = replace(masked, mapped_RC=tokens.candidate_map(ids_RC)[1].numpy() & readable_R1)
+        left = int((~after.supervised(section.validity)).sum()) / finished
+        figures["masked_with_alias"] = left
+        advice = f"Add to [anchors.{anchor}]: {_in_words(line)} (then {percent(left)} are masked). "
+        if left <= MASKED_SHARE:
             return advice, figures
     figures["breaking"] = breaking = [visible(text) for text, _ in breaking_tokens(tokens, ids_RC)]
     if breaking:
@@ -137,8 +154,14 @@ def alias_line(steps: Steps, anchor: str, sampled: list[int]) -> tuple[str | Non
     )
     line = f"aliases = {{ {', '.join(pairs)} }}"
     if section.untrained is None and _ends_untrained(steps, anchor, other):
-        line += '\nuntrained = "mask"'
+        line += '\nuntrained = "keep"'
     return line, {"alias": line}
+
+
+def _in_words(line: str) -> str:
+    """Say the lines of a recipe in one, with what to mind about them."""
+    caution = "; but that row looks untrained in the pre-anchor, so its shift is arbitrary" if "\n" in line else ""
+    return line.replace("\n", " and ") + caution
 
 
 def _ends_untrained(steps: Steps, anchor: str, tokenizer: Any) -> bool:

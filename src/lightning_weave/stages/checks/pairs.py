@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lightning_weave.config import Anchor
 from lightning_weave.models.untrained import OutputMatrix
 from lightning_weave.stages.alignment import Alignment, open_tokenizer, student_tokenizer
-from lightning_weave.stages.checks.end_of_turn import Ends, is_supervised, judge_ends, judge_stops, warn_if_masked
+from lightning_weave.stages.checks.end_of_turn import Ends, judge_ends, judge_stops, warn_if_masked
 from lightning_weave.stages.checks.findings import Finding, Verdict, listed, percent, visible
 from lightning_weave.stages.checks.models import check_checkpoint, config_at, context_limit_at
 from lightning_weave.stages.checks.sample import Sample, SampleRow
@@ -192,10 +192,7 @@ def _check_end_of_turn(steps: Steps, name: str, sample: Sample, pair: PairSample
 
 def _sampled_ends(steps: Steps, name: str, sample: Sample, pair: PairSample) -> Ends:
     """Take the ends of the sample's finished rows, before anything is scored."""
-    validity = steps.recipe.anchors[name].validity
     rows = [(row, mapped) for row, mapped in zip(sample.rows, pair.mapped, strict=True) if row.finished]
-    sampled = np.array([row.response_ids[-1] for row, _ in rows], np.int32)
-    ids = [row.candidate_ids_TC[-1] for row, _ in rows]
-    ids_RC = np.array(ids, np.int32).reshape(len(rows), steps.recipe.reference.candidates)
-    valid = [is_supervised(validity, mapped[-1], ids_RC[n] == sampled[n]) for n, (_, mapped) in enumerate(rows)]
-    return Ends(sampled, ids_RC, np.array(valid, bool))
+    sampled = [int(row.response_ids[-1]) for row, _ in rows]
+    ids, maps = [row.candidate_ids_TC[-1] for row, _ in rows], [mapped[-1] for _, mapped in rows]
+    return Ends.of(sampled, ids, maps, steps.recipe.reference.candidates)
