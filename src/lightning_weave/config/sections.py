@@ -187,6 +187,9 @@ class Rollout(Strict):
     from_: str | None = Field(None, alias="from", description="your own trajectories as token ids (JSONL)")
     engine: Engine = "hf"
     python: str | None = Field(None, description="Python executable of the engine's own environment")
+    parity: float = Field(
+        0.05, gt=0, description="largest mean difference of an engine's log-probs from the scorer's, in nats"
+    )
     dtype: Dtype = "auto"
     prompts_per_shard: Count = 16
     batch_size: Count = 64
@@ -269,6 +272,7 @@ class Eval(Strict):
     budgets: list[Count] = Field([], description="token budgets at which the same samples are graded again")
     engine: Engine = "hf"
     python: str | None = None
+    parity: float = Field(0.05, gt=0, description="as rollout.parity")
     dtype: Dtype = "auto"
     block: Count = Field(64, description="(problem, sample) pairs sampled as one batch: the unit of resume")
     batch_size: Count = 64
@@ -329,6 +333,8 @@ class Machine(Strict):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Count | None = Field(None, description="CPU threads; unsaid: measured once per run and kept")
+    workers: Count | None = Field(None, description="on a Ray cluster: how many; unsaid: as many as its GPUs or CPUs")
+    gpus_per_worker: float = Field(1.0, ge=0, description="on a Ray cluster with GPUs")
 
 
 class Recipe(Strict):

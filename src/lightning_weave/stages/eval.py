@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,18 @@ from lightning_weave.config import Policy as PolicySection
 from lightning_weave.errors import InputError
 from lightning_weave.models.load import load_tokenizer
 from lightning_weave.models.protocols import Sampler
+from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import chatml, encode, livecodebench, question_answer, render
-from lightning_weave.stages.engines import open_sampler
+from lightning_weave.stages.engines import close_sampler, longest_context, open_sampler
 from lightning_weave.stages.grade import Grader
-from lightning_weave.stages.machine import my_share
 from lightning_weave.stages.steps import Steps
+from lightning_weave.stages.work import Do, Job, Made, do_here
 from lightning_weave.store import Stage
-from lightning_weave.store.ledger import measure
 from lightning_weave.types import Request, SamplingSettings
 
 
-def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:
+def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None, do: Do = do_here) -> None:
     """Evaluate every policy that is not up to date. Resumable block by block."""
     if unknown := sorted(set(only or ()) - set(steps.policies)):
         raise InputError(f"--only {unknown[0]}: no such policy; this recipe has {', '.join(steps.policies)}")
@@ -51,10 +52,13 @@ def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> 
         waiting = {name: stage for name, stage in stages.items() if stage.state() != "done"}
         if waiting:
             student = Policy.open(steps, policy)
-            for name, stage in waiting.items():
-                benchmark = load_benchmark(name, section.sources.get(name))
-                check_lock(benchmark, steps.store.run_dir / "eval" / "benchmarks.json")
-                evaluate(steps, student, benchmark, stage, progress)
+            try:
+                for name, stage in waiting.items():
+                    benchmark = load_benchmark(name, section.sources.get(name))
+                    check_lock(benchmark, steps.store.run_dir / "eval" / "benchmarks.json")
+                    evaluate(steps, student, benchmark, stage, progress, do)
+            finally:
+                student.close()
 
 
 @dataclass
@@ -77,22 +81,25 @@ class Policy:
         section: PolicySection | Student = recipe.policies.get(name) or recipe.student
         return cls(name, steps.path_of(section.model, section.revision), section.trust_remote_code)
 
-    def sampler(self, steps: Steps) -> Sampler:
+    def sampler(self, steps: Steps, prompts: Sequence[list[int]], max_tokens: int) -> Sampler:
+        """Load the checkpoint, or keep it from the benchmark before where its engine has room for these prompts."""
+        needed = longest_context(self.path, prompts, max_tokens)
+        if isinstance(self._sampler, VLLMSampler) and self._sampler.limit < needed:
+            self.close()
         if self._sampler is None:
             section = steps.recipe.eval
-            self._sampler = open_sampler(
-                steps,
-                self.path,
-                engine=section.engine,
-                python=section.python,
-                dtype=section.dtype,
-                batch_size=section.batch_size,
-                trust_remote_code=self.trust_remote_code,
-            )
+            self._sampler = open_sampler(steps, self.path, section, prompts, max_tokens, self.trust_remote_code)
         return self._sampler
 
+    def close(self) -> None:
+        """Let the engine end."""
+        close_sampler(self._sampler)
+        self._sampler = None
 
-def evaluate(steps: Steps, policy: Policy, benchmark: Benchmark, stage: Stage, progress: Progress) -> None:
+
+def evaluate(
+    steps: Steps, policy: Policy, benchmark: Benchmark, stage: Stage, progress: Progress, do: Do = do_here
+) -> None:
     """Sample what is missing of one benchmark, then write samples.jsonl and summary.json."""
     section = steps.recipe.eval
     samples = section.samples or benchmark.samples
@@ -102,62 +109,79 @@ def evaluate(steps: Steps, policy: Policy, benchmark: Benchmark, stage: Stage, p
     todo = blocks(len(benchmark.problems), samples, section.block)
     folder = stage.folder / f"blocks-{stage.step.fingerprint}"
     grader = Grader(benchmark, section.profile, section.unsafe_local)
-    pending = my_share(pending_blocks(folder, len(todo)))
-    if pending:
-        what = f"eval {policy.name} on {benchmark.label}"
-        tokenizer = load_tokenizer(policy.path, policy.trust_remote_code)
-        prompts = encode(prompt_texts(benchmark, tokenizer, section), tokenizer, _is_rendered(benchmark, section))
-        with (
-            measure(steps.store.run_dir, "eval", f"{policy.name}/{stage.folder.name}") as meter,
-            progress.bar(what, len(pending), "block") as bar,
-        ):
-            sampler = policy.sampler(steps)
-            for number in pending:
-                done = _sample_block(todo[number], prompts, sampler, settings, benchmark, grader, tokenizer, section)
-                write_block(folder, number, done)
-                meter.add(tokens=sum(sample.tokens for sample in done))
-                bar.advance()
+    opener = partial(open_exam, policy=policy, benchmark=benchmark, settings=settings, todo=todo, folder=folder)
+    name = f"{policy.name}/{stage.folder.name}"
+    do(Job("eval", name, "block", pending_blocks(folder, len(todo)), opener), steps, progress)
     if os.environ.get("RANK", "0") == "0":  # the blocks go when they are merged: one rank does it
         while pending_blocks(folder, len(todo)):
             time.sleep(0.2)
         _summarise(stage, folder, len(todo), benchmark, grader, settings, section)
 
 
-def _sample_block(
-    pairs: Sequence[Pair],
-    prompts: Sequence[list[int]],
-    sampler: Sampler,
-    settings: SamplingSettings,
+@dataclass(frozen=True)
+class Exam:
+    """One policy answering one benchmark."""
+
+    section: Eval
+    benchmark: Benchmark
+    settings: SamplingSettings
+    todo: Sequence[Sequence[Pair]]
+    folder: Path
+    grader: Grader
+    tokenizer: Any
+    prompts: Sequence[list[int]]
+    sampler: Sampler
+
+    def make(self, block: int) -> Made:
+        """Sample a fixed block of (problem, sample) pairs as one batch, and grade it."""
+        done = self._samples(self.todo[block])
+        write_block(self.folder, block, done)
+        return Made(sum(sample.tokens for sample in done))
+
+    def close(self) -> None:
+        """The policy keeps its engine for the next benchmark."""
+
+    def _samples(self, pairs: Sequence[Pair]) -> list[Sample]:
+        problems = self.benchmark.problems
+        requests = [Request(self.prompts[problem], problem, sample) for problem, sample in pairs]
+        responses = self.sampler.sample(requests, self.settings)
+        texts = [self._decode(response.ids) for response in responses]
+        graded = self.grader.grade([(problems[problem], text) for (problem, _), text in zip(pairs, texts, strict=True)])
+        return [
+            Sample(
+                problem=problems[problem].id,
+                sample=sample,
+                seed=self.settings.seed,
+                tokens=len(response.ids),
+                finish=response.finish,
+                text=text,
+                answer=verdict.answer,
+                correct=verdict.correct,
+                why=verdict.why,
+                cuts=cut_points(response.ids, self._decode, self.section.budgets),
+            )
+            for (problem, sample), response, text, verdict in zip(pairs, responses, texts, graded, strict=True)
+        ]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def open_exam(
+    steps: Steps,
+    policy: Policy,
     benchmark: Benchmark,
-    grader: Grader,
-    tokenizer: Any,
-    section: Eval,
-) -> list[Sample]:
-    """Sample a fixed block of (problem, sample) pairs as one batch, and grade it."""
-
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-    responses = sampler.sample([Request(prompts[problem], problem, sample) for problem, sample in pairs], settings)
-    texts = [decode(response.ids) for response in responses]
-    graded = grader.grade(
-        [(benchmark.problems[problem], text) for (problem, _), text in zip(pairs, texts, strict=True)]
-    )
-    return [
-        Sample(
-            problem=benchmark.problems[problem].id,
-            sample=sample,
-            seed=settings.seed,
-            tokens=len(response.ids),
-            finish=response.finish,
-            text=text,
-            answer=verdict.answer,
-            correct=verdict.correct,
-            why=verdict.why,
-            cuts=cut_points(response.ids, decode, section.budgets),
-        )
-        for (problem, sample), response, text, verdict in zip(pairs, responses, texts, graded, strict=True)
-    ]
+    settings: SamplingSettings,
+    todo: Sequence[Sequence[Pair]],
+    folder: Path,
+) -> Exam:
+    """Load a policy and render what it is asked."""
+    section = steps.recipe.eval
+    tokenizer = load_tokenizer(policy.path, policy.trust_remote_code)
+    prompts = encode(prompt_texts(benchmark, tokenizer, section), tokenizer, _is_rendered(benchmark, section))
+    grader = Grader(benchmark, section.profile, section.unsafe_local)
+    sampler = policy.sampler(steps, prompts, settings.max_tokens)
+    return Exam(section, benchmark, settings, todo, folder, grader, tokenizer, prompts, sampler)
 
 
 def _summarise(

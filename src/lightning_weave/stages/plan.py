@@ -127,7 +127,7 @@ def make_plan(recipe: Recipe, machine: Machine, prompt_tokens: float | None = No
 
 def _scored_models(recipe: Recipe) -> dict[str, Shape]:
     """Every checkpoint that is scored, once."""
-    named = {}
+    named: dict[str, str | None] = {}
     for anchor in recipe.anchors.values():
         named |= {anchor.post: anchor.post_revision, anchor.pre: anchor.pre_revision}
     return {model: find_shape(model, revision) for model, revision in named.items()}

@@ -1,36 +1,49 @@
 """`lweave reference`: the student's own candidates on its own trajectories, in one forward pass."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from lightning_weave.errors import InputError
 from lightning_weave.models.hf import Scorer
 from lightning_weave.models.load import load_model, load_tokenizer, vocabulary_size
 from lightning_weave.progress import Progress
-from lightning_weave.stages.machine import compute_dtype, my_share, set_up
+from lightning_weave.stages.machine import compute_dtype, set_up
 from lightning_weave.stages.steps import Steps
-from lightning_weave.store.ledger import measure
+from lightning_weave.stages.work import Do, Job, Made, do_here
 from lightning_weave.types import Candidates, Ragged, Rollouts
 
 
-def run(steps: Steps, progress: Progress) -> None:
+def run(steps: Steps, progress: Progress, do: Do = do_here) -> None:
     """Find candidates for every pending shard. Resumable."""
-    rollouts = steps.store.stage(steps.rollout)
-    shards = len(rollouts.require()["shards"])
+    shards = len(steps.store.stage(steps.rollout).require()["shards"])
     stage = steps.store.stage(steps.reference)
-    pending = my_share(stage.pending(shards))
-    if pending:
-        with (
-            measure(steps.store.run_dir, "reference") as meter,
-            progress.bar("reference", len(pending), "shard") as bar,
-        ):
-            scorer = _open_scorer(steps)
-            for shard in pending:
-                rows = rollouts.open(Rollouts, shard).read()
-                found = find_candidates(scorer, rows, steps.recipe.reference.candidates)
-                tokens = len(rows.prompt_ids.flat) + len(rows.response_ids.flat)
-                meter.add(tokens=tokens, written=stage.write(shard, found))
-                bar.advance()
+    do(Job("reference", "", "shard", stage.pending(shards), open_reader), steps, progress)
     stage.finish(Candidates, shards)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The student reading its own trajectories."""
+
+    steps: Steps
+    scorer: Scorer
+
+    def make(self, shard: int) -> Made:
+        """Find the candidates of one shard."""
+        store = self.steps.store
+        rows = store.stage(self.steps.rollout).open(Rollouts, shard).read()
+        found = find_candidates(self.scorer, rows, self.steps.recipe.reference.candidates)
+        tokens = len(rows.prompt_ids.flat) + len(rows.response_ids.flat)
+        return Made(tokens, store.stage(self.steps.reference).write(shard, found))
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def open_reader(steps: Steps) -> Reader:
+    """Load the student."""
+    return Reader(steps, _open_scorer(steps))
 
 
 def find_candidates(scorer: Scorer, rows: Rollouts, count: int) -> Candidates:

@@ -1,68 +1,70 @@
 """`lweave rollout`: sample the student's own trajectories, once (appendix: Behavior trajectories)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_weave.models.load import load_tokenizer
+from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.stages import prompts as prompts_stage
-from lightning_weave.stages.engines import open_sampler
-from lightning_weave.stages.machine import my_share
+from lightning_weave.stages.engines import close_sampler, open_sampler
 from lightning_weave.stages.steps import Steps
-from lightning_weave.store.ledger import measure
+from lightning_weave.stages.work import Do, Job, Made, do_here
 from lightning_weave.types import FINISH_REASONS, Prompt, Ragged, Request, Response, Rollouts, SamplingSettings
 
-Respond = Callable[[list[Request]], list[Response]]
 
-
-def run(steps: Steps, progress: Progress) -> None:
+def run(steps: Steps, progress: Progress, do: Do = do_here) -> None:
     """Sample every pending shard. Resumable: a shard is always sampled whole, in the same order."""
     prompts = prompts_stage.make(steps, progress)
     stage = steps.store.stage(steps.rollout)
-    per_shard = steps.recipe.rollout.prompts_per_shard
-    shards = -(-len(prompts) // per_shard)
-    pending = my_share(stage.pending(shards))
-    if pending:
-        with (
-            measure(steps.store.run_dir, "rollout") as meter,
-            progress.bar("rollout", len(pending), "shard") as bar,
-        ):
-            respond = _own_responses(steps, prompts) if steps.recipe.rollout.from_ else _sampled_responses(steps)
-            for shard in pending:
-                wanted = range(len(prompts))[shard * per_shard : (shard + 1) * per_shard]
-                requests = [
-                    Request(prompts[prompt].token_ids, prompt, response)
-                    for prompt in wanted
-                    for response in range(steps.recipe.rollout.responses)
-                ]
-                responses = respond(requests)
-                written = stage.write(shard, pack_rollouts(requests, responses))
-                meter.add(tokens=sum(len(response.ids) for response in responses), written=written)
-                bar.advance()
+    shards = -(-len(prompts) // steps.recipe.rollout.prompts_per_shard)
+    do(Job("rollout", "", "shard", stage.pending(shards), open_student), steps, progress)
     stage.finish(Rollouts, shards)
 
 
-def _sampled_responses(steps: Steps) -> Respond:
-    section = steps.recipe.rollout
-    sampler = open_sampler(
-        steps,
-        steps.student_path,
-        engine=section.engine,
-        python=section.python,
-        dtype=section.dtype,
-        batch_size=section.batch_size,
-        trust_remote_code=steps.recipe.student.trust_remote_code,
-    )
+@dataclass(frozen=True)
+class Student:
+    """The student answering prompts, or the user's own trajectories in its place."""
+
+    steps: Steps
+    prompts: Sequence[Prompt]
+    respond: Callable[[list[Request]], list[Response]]
+    sampler: Sampler | None = None
+
+    def make(self, shard: int) -> Made:
+        """Sample one shard."""
+        section = self.steps.recipe.rollout
+        wanted = range(len(self.prompts))[shard * section.prompts_per_shard : (shard + 1) * section.prompts_per_shard]
+        requests = [
+            Request(self.prompts[prompt].token_ids, prompt, response)
+            for prompt in wanted
+            for response in range(section.responses)
+        ]
+        responses = self.respond(requests)
+        stage = self.steps.store.stage(self.steps.rollout)
+        written = stage.write(shard, pack_rollouts(requests, responses))
+        return Made(sum(len(response.ids) for response in responses), written)
+
+    def close(self) -> None:
+        close_sampler(self.sampler)
+
+
+def open_student(steps: Steps) -> Student:
+    """Load what answers the prompts, which are there already."""
+    section, student = steps.recipe.rollout, steps.recipe.student
+    prompts = prompts_stage.make(steps, Progress(quiet=True))
+    if section.from_ is not None:
+        groups = prompts_stage.own_trajectories(steps, load_tokenizer(steps.student_path, student.trust_remote_code))
+        assert len(groups) == len(prompts), "prompts/ was made from the same file"
+        return Student(
+            steps, prompts, lambda requests: [groups[each.prompt].responses[each.response] for each in requests]
+        )
+    texts = [prompt.token_ids for prompt in prompts]
+    sampler = open_sampler(steps, steps.student_path, section, texts, section.max_tokens, student.trust_remote_code)
     settings = SamplingSettings(section.temperature, section.top_p, section.max_tokens, section.seed)
-    return lambda requests: sampler.sample(requests, settings)
-
-
-def _own_responses(steps: Steps, prompts: Sequence[Prompt]) -> Respond:
-    tokenizer = load_tokenizer(steps.student_path, steps.recipe.student.trust_remote_code)
-    groups = prompts_stage.own_trajectories(steps, tokenizer)
-    assert len(groups) == len(prompts), "prompts/ was made from the same file"
-    return lambda requests: [groups[request.prompt].responses[request.response] for request in requests]
+    return Student(steps, prompts, lambda requests: sampler.sample(requests, settings), sampler)
 
 
 def pack_rollouts(requests: Sequence[Request], responses: Sequence[Response]) -> Rollouts:

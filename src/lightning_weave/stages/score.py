@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,45 +14,58 @@ from lightning_weave.models.untrained import untrained_rows
 from lightning_weave.progress import Progress
 from lightning_weave.stages.alignment import Alignment
 from lightning_weave.stages.checks.end_of_turn import warn_if_masked
-from lightning_weave.stages.machine import compute_dtype, my_share, set_up
+from lightning_weave.stages.machine import compute_dtype, set_up
 from lightning_weave.stages.steps import ScoredModel, Steps
-from lightning_weave.store.ledger import measure
+from lightning_weave.stages.work import Do, Job, Made, do_here
 from lightning_weave.types import Candidates, Ragged, Rollouts, Scores
 
 
-def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:
+def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None, do: Do = do_here) -> None:
     """Score the cached candidates under every anchor model, one model at a time. Resumable."""
     names = steps.score_names
     if unknown := sorted(set(only or ()) - set(names.values())):
         raise InputError(f"--only {unknown[0]}: no such model; this recipe scores {', '.join(names.values())}")
     for scored, name in names.items():
         if only is None or name in only:
-            score_model(steps, scored, progress)
+            score_model(steps, scored, progress, do)
     for anchor in steps.recipe.anchors:
         finding = warn_if_masked(steps, anchor)
         if finding is not None and finding.verdict == "warning":
             progress.say(f"{finding.verdict}: {finding.about}: {finding.text}")
 
 
-def score_model(steps: Steps, scored: ScoredModel, progress: Progress) -> None:
+def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do = do_here) -> None:
     """Score every pending shard under one model."""
-    rollouts, reference = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
-    shards = len(reference.require()["shards"])
+    shards = len(steps.store.stage(steps.reference).require()["shards"])
     stage, name = steps.store.stage(steps.score(scored)), steps.score_names[scored]
-    pending = my_share(stage.pending(shards))
-    if pending:
-        with (
-            measure(steps.store.run_dir, "score", name) as meter,
-            progress.bar(f"score {name}", len(pending), "shard") as bar,
-        ):
-            reader = AnchorReader.open(steps, scored)
-            for shard in pending:
-                rows, candidates = rollouts.open(Rollouts, shard).read(), reference.open(Candidates, shard).read()
-                scores = reader.score(rows, candidates)
-                tokens = len(rows.prompt_ids.flat) + len(rows.response_ids.flat)
-                meter.add(tokens=tokens, written=stage.write(shard, scores))
-                bar.advance()
+    do(Job("score", name, "shard", stage.pending(shards), partial(open_anchor, scored=scored)), steps, progress)
     stage.finish(Scores, shards)
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """One anchor model scoring the cache."""
+
+    steps: Steps
+    scored: ScoredModel
+    reader: "AnchorReader"
+
+    def make(self, shard: int) -> Made:
+        """Score the candidates of one shard."""
+        steps, store = self.steps, self.steps.store
+        rows = store.stage(steps.rollout).open(Rollouts, shard).read()
+        candidates = store.stage(steps.reference).open(Candidates, shard).read()
+        scores = self.reader.score(rows, candidates)
+        tokens = len(rows.prompt_ids.flat) + len(rows.response_ids.flat)
+        return Made(tokens, store.stage(steps.score(self.scored)).write(shard, scores))
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def open_anchor(steps: Steps, scored: ScoredModel) -> Anchor:
+    """Load one anchor model."""
+    return Anchor(steps, scored, AnchorReader.open(steps, scored))
 
 
 @dataclass(frozen=True)
