@@ -73,12 +73,12 @@ def find_head(model: Any, vocabulary: int) -> Head:
     finally:
         model.train(was_training)
     # A model of low precision rounds its logits, ours are not rounded.
-    tolerance = max(1e-4, 4 * torch.finfo(head.weight_VD.dtype).eps) * max(1.0, theirs.abs().max().item())
+    tolerance = max(1e-4, 2 * torch.finfo(head.weight_VD.dtype).eps) * max(1.0, theirs.abs().max().item())
     worst = (ours - theirs).abs().max().item()
     if not worst <= tolerance:
         raise Mismatch(
             f"the logits of {type(model).__name__} are not scale * h W^T + bias with an optional soft cap: "
-            f"ours differ by {worst:.3g} (scale {head.scale:g}, bias {head.bias_V is not None}, soft cap {head.softcap}). "
+            f"ours differ by {worst:.3g} at scale {head.scale:g}, bias {head.bias_V is not None}, cap {head.softcap}. "
             f"This architecture cannot be scored or trained; use another checkpoint."
         )
     return head

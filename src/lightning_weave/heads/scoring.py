@@ -89,7 +89,7 @@ class _Room:
         """Take what so many positions need, in groups: (T, N, G, GROUP) and (N, G, GROUP)."""
         size = rows * groups * GROUP
         return (
-            self.logits[:, :size].view(-1, rows, groups, GROUP),
+            self.logits[:, :size].view(len(self.logits), rows, groups, GROUP),
             self.exponentials[:size].view(rows, groups, GROUP),
         )
 
@@ -100,7 +100,10 @@ def _top_of_chunk(logits: Logits, sampled_N: Tensor, count: int, room: _Room) ->
     best_NM, mass_NM, top_N1 = _scan_groups(logits, held_TNGg, exponentials_NGg)
 
     # The best `count` tokens are in the best `count` groups, in the same order of preference: by value, then by id.
-    chosen_NK = _largest(best_NM, min(count, best_NM.shape[1])).sort(dim=1).values
+    if best_NM.shape[1] > count:
+        chosen_NK = _largest(best_NM, count).sort(dim=1).values
+    else:
+        chosen_NK = torch.arange(best_NM.shape[1], device=best_NM.device).expand(best_NM.shape)
     row_N1 = torch.arange(rows, device=sampled_N.device)[:, None]
     inside_Ng = held_TNGg[chosen_NK // groups, row_N1, chosen_NK % groups].flatten(1)
     place_NC = _largest(inside_Ng, count)
@@ -119,7 +122,7 @@ def _top_of_chunk(logits: Logits, sampled_N: Tensor, count: int, room: _Room) ->
 
 
 def _scan_groups(logits: Logits, held_TNGg: Tensor, exponentials_NGg: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make all logits of a chunk; return the maximum and the mass of each group, and what the masses are relative to."""
+    """Make a chunk's logits; return the maximum and the mass of each group, and what the masses are relative to."""
     best, mass, peaks = [], [], []
     for start, tile_NGg in zip(logits.starts, held_TNGg, strict=True):
         tile_NW = tile_NGg.flatten(1)
@@ -137,10 +140,12 @@ def _scan_groups(logits: Logits, held_TNGg: Tensor, exponentials_NGg: Tensor) ->
 
 def _largest(values_NM: Tensor, count: int) -> Tensor:
     """Find the places of the largest values, largest first, equal ones in their order (`topk` promises none)."""
-    top = values_NM.topk(min(count + 1, values_NM.shape[1]), dim=1)
-    if bool((top.values[:, 1:] == top.values[:, :-1]).any()):
+    top = values_NM.topk(count, dim=1)
+    tied = (top.values[:, 1:] == top.values[:, :-1]).any()
+    tied |= (values_NM >= top.values[:, -1:]).sum() > top.values.numel()
+    if bool(tied):
         return values_NM.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    return top.indices[:, :count]
+    return top.indices
 
 
 def _logprobs(scores_NC: Tensor, other_N1: Tensor) -> tuple[Tensor, Tensor]:
