@@ -227,8 +227,11 @@ def test_scaled_accumulated_and_repeated_backward_passes():
 def test_the_normalizer_may_be_a_tensor():
     case = make_case(6)
     wanted = with_gradients(fused, case, "reverse-kl", 5)
-    got = with_gradients(fused, case, "reverse-kl", 5, torch.tensor(NORMALIZER, dtype=torch.float64))
-    assert max(relative_errors(got, wanted)) < 1e-14
+    for dtype in (torch.float64, torch.int64):
+        got = with_gradients(fused, case, "reverse-kl", 5, torch.tensor(NORMALIZER, dtype=dtype))
+        assert max(relative_errors(got, wanted)) < 1e-14
+    single = fused(case.to(torch.float32), "reverse-kl", 5, torch.tensor(NORMALIZER, dtype=torch.float64))
+    assert single.dtype == torch.float32
 
 
 @pytest.mark.parametrize("loss", LOSSES)

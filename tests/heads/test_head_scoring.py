@@ -177,3 +177,10 @@ def test_what_cannot_be_asked_for():
         candidate_logprobs(hidden_ND, head, torch.tensor([[3, -1], [0, 1]]))
     with pytest.raises(ValueError, match="to 10 in a vocabulary of 10"):
         top_candidates(hidden_ND, head, torch.tensor([0, 10]), 5)
+
+
+def test_ids_as_they_are_stored_are_welcome():
+    torch.manual_seed(6)
+    head, hidden_ND = make_head("plain", 1500, 16), torch.randn(4, 16)
+    ids_NC = torch.randint(0, 1500, (4, 5), dtype=torch.int32)
+    close(candidate_logprobs(hidden_ND, head, ids_NC)[0], full_logprobs(hidden_ND, head).gather(1, ids_NC.long()))

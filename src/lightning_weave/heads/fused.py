@@ -18,7 +18,7 @@ from lightning_weave.heads.tiles import (
     Logits,
     Scan,
     add_product,
-    check_ids,
+    checked_ids,
     maths_dtype,
     normalised,
     product_dtype,
@@ -107,11 +107,13 @@ def _fused(
     vocabulary: int | None,
 ) -> Tensor:
     head = Head(weight_VD.detach(), weight_VD.shape[0] if vocabulary is None else vocabulary)
-    check_ids(candidate_ids_NC, head.vocabulary)
+    ids_NC = checked_ids(candidate_ids_NC, head.vocabulary)
+    if isinstance(normalizer, Tensor):
+        normalizer = normalizer.to(maths_dtype(hidden_ND))
     device = hidden_ND.device
     rows = chunk or min(rows_within_cache(head.vocabulary, device), rows_within_budget(head.vocabulary, device))
     wanted = (torch.is_grad_enabled() and hidden_ND.requires_grad, torch.is_grad_enabled() and weight_VD.requires_grad)
-    return _OnePass.apply(hidden_ND, weight_VD, head, candidate_ids_NC, objective, normalizer, rows, wanted)
+    return _OnePass.apply(hidden_ND, weight_VD, head, ids_NC, objective, normalizer, rows, wanted)
 
 
 class _OnePass(torch.autograd.Function):

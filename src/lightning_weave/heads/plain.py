@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_weave.heads.head import Head
-from lightning_weave.heads.tiles import check_ids, rows_within_budget
+from lightning_weave.heads.tiles import checked_ids, rows_within_budget
 from lightning_weave.maths import with_other
 
 
@@ -14,7 +14,7 @@ def outcome_logprobs(hidden_ND: Tensor, head: Head, candidate_ids_NC: Tensor, ch
 
     Candidates may repeat, so a sampled token can be asked for beside them.
     """
-    check_ids(candidate_ids_NC, head.vocabulary)
+    candidate_ids_NC = checked_ids(candidate_ids_NC, head.vocabulary)
     rows = chunk or rows_within_budget(head.vocabulary, hidden_ND.device)
     chunks = zip(hidden_ND.split(rows), candidate_ids_NC.split(rows), strict=True)
     return torch.cat([checkpoint(_outcomes, h_ND, head, ids_NC, use_reentrant=False) for h_ND, ids_NC in chunks])

@@ -10,7 +10,7 @@ from lightning_weave.heads.head import Head
 from lightning_weave.heads.tiles import (
     LN2,
     Logits,
-    check_ids,
+    checked_ids,
     normalised,
     product_dtype,
     rows_within_budget,
@@ -31,7 +31,7 @@ def candidate_logprobs(
 
     Candidates may repeat: each counts once.
     """
-    check_ids(candidate_ids_NC, head.vocabulary)
+    candidate_ids_NC = checked_ids(candidate_ids_NC, head.vocabulary)
     rows = chunk or rows_within_cache(head.vocabulary, hidden_ND.device)
     dtype = product_dtype(hidden_ND)
     room = Logits.of(hidden_ND[:rows], head, dtype).room(keep=False)
@@ -56,7 +56,7 @@ def top_candidates(
     Returns their ids and log-probs (N, C), the log-mass of everything else (N,), at least log 1e-30, and the log-prob
     of the sampled token (N,).
     """
-    check_ids(sampled_ids_N, head.vocabulary)
+    sampled_ids_N = checked_ids(sampled_ids_N, head.vocabulary)
     if not 0 < count <= head.vocabulary:
         raise ValueError(f"{count} candidates asked for in a vocabulary of {head.vocabulary}")
     device = hidden_ND.device

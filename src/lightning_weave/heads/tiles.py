@@ -56,10 +56,11 @@ def product_dtype(hidden_ND: Tensor) -> torch.dtype:
     return hidden_ND.dtype
 
 
-def check_ids(ids: Tensor, vocabulary: int) -> None:
-    """Refuse ids that have no row in the head."""
+def checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
+    """Refuse ids that have no row in the head; return them as indices."""
     if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
         raise ValueError(f"token ids from {int(ids.min())} to {int(ids.max())} in a vocabulary of {vocabulary}")
+    return ids.long()
 
 
 def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, fresh: bool) -> None:
