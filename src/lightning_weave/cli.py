@@ -14,6 +14,8 @@ import typer
 from lightning_weave.errors import WeaveError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from lightning_weave.progress import Progress
     from lightning_weave.stages.steps import Steps
 
@@ -78,6 +80,13 @@ def _load(files: list[str], sets: list[str] | None) -> "Steps":
 
     words = [*files, *(word for value in sets or () for word in ("--set", value))]
     return Steps(recipe, shlex.join(words))
+
+
+def _console() -> "Console":
+    """Tables want room: a pipe has no width of its own, and 80 columns would cut them."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=140)
 
 
 def _progress() -> "Progress":
@@ -151,8 +160,6 @@ def evaluate(
     from datetime import datetime
     from pathlib import Path
 
-    from rich.console import Console
-
     from lightning_weave.stages import eval as stage
     from lightning_weave.stages.results import show_results
 
@@ -160,7 +167,7 @@ def evaluate(
         stage.run(steps, _progress(), only)
         if lm_eval:
             stage.export_lm_eval(steps, Path(lm_eval), datetime.now())
-    show_results(steps, Console())
+    show_results(steps, _console())
 
 
 def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list[str] | None) -> "Steps":
@@ -180,14 +187,12 @@ def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list
 def run(recipe: Files, set_: Sets = None) -> None:
     """Bring every stale stage up to date: the whole recipe, or what is left of it."""
     steps = _load(recipe, set_)
-    from rich.console import Console
-
     from lightning_weave.stages import run as stage
     from lightning_weave.stages.results import show_results
 
     with _writing(steps):
         stage.run(steps, _progress())
-    show_results(steps, Console())
+    show_results(steps, _console())
 
 
 @app.command()
@@ -199,11 +204,9 @@ def demo(
     fresh: Annotated[bool, typer.Option("--fresh", help="use no shipped checkpoint: build a world first")] = False,
 ) -> None:
     """Weave two capabilities into a student on a tiny world, in minutes."""
-    from rich.console import Console
-
     from lightning_weave.stages import demo as stage
 
-    progress, out = _progress(), Console()
+    progress, out = _progress(), _console()
     worlds = [] if fresh else [stage.World()]
     worlds += [stage.World(seed) for seed in (world or ([1] if fresh else []))]
     runs: dict[stage.World, list[Steps]] = {}
@@ -245,12 +248,10 @@ def preview(
 ) -> None:
     """Sample from the tilted targets themselves, with live anchors: what a composition aims at, before training."""
     steps = _load(recipe, set_)
-    from rich.console import Console
-
     from lightning_weave.stages import preview as stage
 
     with _writing(steps):
-        stage.run(steps, _progress(), Console(), problems, only)
+        stage.run(steps, _progress(), _console(), problems, only)
 
 
 @app.command()
@@ -280,15 +281,13 @@ def sweep(
     """Train and evaluate a row of weights from one cache, and print their frontier as it grows."""
     wanted = _numbers("--shares", shares), _numbers("--alphas", alphas) if alphas else None
     steps = _load(recipe, set_)
-    from rich.console import Console
-
     from lightning_weave.stages.sweep_plan import plan_sweep
 
     plan = plan_sweep(steps.recipe, wanted[0], anchor, wanted[1])
     from lightning_weave.stages import sweep as stage
 
     with _writing(steps):
-        stage.run(steps, plan, _progress(), Console())
+        stage.run(steps, plan, _progress(), _console())
 
 
 def _numbers(option: str, text: str) -> list[float]:
@@ -318,22 +317,18 @@ def report(
 def status(recipe: Files, set_: Sets = None) -> None:
     """Say what is done, stale or missing, and what to type next."""
     steps = _load(recipe, set_)
-    from rich.console import Console
-
     from lightning_weave.stages import status as stage
 
-    stage.run(steps, Console())
+    stage.run(steps, _console())
 
 
 @app.command()
 def doctor(recipe: Files, set_: Sets = None, json: Json = False) -> None:
     """Say before any GPU time whether the anchors are usable."""
     steps = _load(recipe, set_)
-    from rich.console import Console
-
     from lightning_weave.stages import doctor as stage
 
-    stage.run(steps, Console(), json)
+    stage.run(steps, _console(), json)
 
 
 @app.command()
@@ -354,8 +349,6 @@ def plan(
 
         print(calibration_page(), end="")
         return
-    from rich.console import Console
-
     from lightning_weave.config import load_recipe
     from lightning_weave.errors import InputError
 
@@ -366,7 +359,7 @@ def plan(
     from lightning_weave.plan.gpus import find_gpu
     from lightning_weave.stages import plan as stage
 
-    stage.run(loaded, Machine(find_gpu(gpu), gpus, utilisation, rate), prompt_tokens, json, Console())
+    stage.run(loaded, Machine(find_gpu(gpu), gpus, utilisation, rate), prompt_tokens, json, _console())
 
 
 @app.command()
@@ -380,11 +373,9 @@ def inspect(
     """Show one decision: candidates, behaviour, every model, every pair's shift, the targets."""
     file, here = _recipe_of_run(run)
     steps = _load([file], [*here, *(set_ or ())])
-    from rich.console import Console
-
     from lightning_weave.stages import inspect as stage
 
-    stage.run(steps, row, position, Console(), json)
+    stage.run(steps, row, position, _console(), json)
 
 
 def _recipe_of_run(run: str) -> tuple[str, list[str]]:
@@ -407,22 +398,18 @@ def _recipe_of_run(run: str) -> tuple[str, list[str]]:
 def verify(recipe: Files, set_: Sets = None) -> None:
     """Check every stored byte against its checksum."""
     steps = _load(recipe, set_)
-    from rich.console import Console
-
     from lightning_weave.stages import verify as stage
 
-    stage.run(steps, _progress(), Console())
+    stage.run(steps, _progress(), _console())
 
 
 @app.command()
 def cost(recipe: Files, set_: Sets = None) -> None:
     """Print what every stage cost, from what was measured."""
     steps = _load(recipe, set_)
-    from rich.console import Console
-
     from lightning_weave.stages import cost as stage
 
-    stage.run(steps, Console())
+    stage.run(steps, _console())
 
 
 if __name__ == "__main__":
