@@ -89,7 +89,7 @@ def expected(one: ShardView, weights: list[float], alpha: float) -> tuple[torch.
 
 def column(opened: Opened, kind: str) -> list[float]:
     texts = opened.page.locator(f".decision td.{kind}").all_inner_texts()
-    return [float(text.removesuffix(" %")) / 100 for text in texts]
+    return [float(text) / 100 for text in texts]
 
 
 def slide(page: Any, name: str, value: str) -> None:

@@ -53,7 +53,7 @@ def test_chosen_places_meet_the_rule_and_no_fitting_place_was_passed_over() -> N
 
     def fits(place: tuple) -> bool:
         acc, brief, both = (known[policy, *place] for policy in ("acc", "brief", "both"))
-        return acc.correct and both.correct and not brief.correct and both.tokens < min(acc.tokens, brief.tokens)
+        return acc.correct and both.correct and not brief.correct and both.tokens <= min(acc.tokens, brief.tokens)
 
     fitting = {place for place in places if fits(place)}
     chosen = choose(CASE, outcomes())

@@ -164,3 +164,15 @@ def test_rows_of_other_benchmarks_are_refused():
         markdown([one("a", 1.0), other])
     with pytest.raises(InputError, match="Run eval"):
         latex([])
+
+
+@pytest.mark.parametrize("width", [80, 100, 250])
+def test_a_narrow_terminal_cuts_no_number(width: int) -> None:
+    rows, _ = paper_rows(MAIN)
+    screen = io.StringIO()
+    Console(file=screen, width=width).print(console(rows, width=width))
+    text = screen.getvalue()
+    assert "…" not in text
+    assert "55.90" in text
+    assert "15,723" in text
+    assert ("72.9" in text) == (width == 250)  # the benchmarks only where there is room

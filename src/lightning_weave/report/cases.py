@@ -91,7 +91,7 @@ def _meets(case: Case, found: Mapping[str, Outcome]) -> bool:
     if not verdicts or case.shortest is None:
         return verdicts
     others = [outcome.tokens for name, outcome in found.items() if name != case.shortest]
-    return all(found[case.shortest].tokens < tokens for tokens in others)
+    return all(found[case.shortest].tokens <= tokens for tokens in others)
 
 
 def _lot(seed: int, place: Place) -> bytes:

@@ -43,6 +43,7 @@ STYLE = {
     "legend.fontsize": 8.5,
     "figure.constrained_layout.use": True,
 }
+CROWD = 12  # points that fit a column of the page
 Ends = tuple[tuple[float, float], tuple[float, float]]
 Kind = Literal["base", "single", "composition", "baseline", "other"]
 MARKERS: dict[Kind, tuple[str, str, str]] = {
@@ -74,7 +75,8 @@ class Point:
 def frontier(points: Sequence[Point], title: str = "") -> Any:
     """Draw accuracy against tokens: the front of all policies solid, what is dominated hollow and dashed."""
     with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(4.7, 3.9))
+        crowd = max(1.0, (len(points) / CROWD) ** 0.5)  # every name needs its room
+        figure, axes = pyplot.subplots(figsize=(4.7 * crowd, 3.9 * crowd))
         on_front = set(pareto_front([(point.accuracy, point.tokens) for point in points]))
         families = _families(points)
         dashed = {"color": VERMILION, "linewidth": 0.9, "linestyle": (0, (4, 3)), "alpha": 0.7, "zorder": 1}
@@ -87,7 +89,8 @@ def frontier(points: Sequence[Point], title: str = "") -> Any:
         for kind in dict.fromkeys(point.kind for point in points):
             marker, colour, meaning = MARKERS[kind]
             axes.scatter([], [], marker=marker, color=colour, s=30, label=meaning)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.15), ncols=3, handletextpad=0.1, columnspacing=0.9)
+        columns = {"ncols": 3 if crowd == 1 else 5, "handletextpad": 0.1, "columnspacing": 0.9}
+        axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.15 / crowd), **columns)
         axes.set_xlabel("mean response tokens (fewer is better)")
         axes.set_ylabel("accuracy, %")
         axes.set_title(title)

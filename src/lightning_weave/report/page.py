@@ -18,6 +18,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from lightning_weave.report.cases import Panel
+from lightning_weave.report.figures import CROWD
 from lightning_weave.report.tables import MISSING, Cell, PolicyRow, cells
 
 TEMPLATES = files("lightning_weave.report") / "templates"
@@ -126,6 +127,7 @@ def render(page: Page) -> str:
             page=page,
             lines=list(zip(page.rows, cells(page.rows), strict=True)) if page.rows else [],
             wide=bool(page.rows) and len(page.rows[0].scores) > 1,
+            crowded=len(page.rows) > CROWD,
             style=Markup(_read("page.css")),
             script=Markup(script),
             script_hash=Markup(f"'sha256-{digest}'"),

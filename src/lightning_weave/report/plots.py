@@ -26,10 +26,10 @@ class Bar:
 
 def profile(policies: Sequence[str], columns: Mapping[str, Sequence[Bar]]) -> Any:
     """Draw one panel per column (AES, then each benchmark), one row per policy."""
-    across = min(len(columns), 3)
+    across = 2 if len(columns) == 4 else min(len(columns), 3)
     down = -(-len(columns) // across)
     with pyplot.rc_context(STYLE):
-        size = (WIDTH, down * (0.75 + 0.24 * len(policies)))
+        size = (WIDTH, down * (0.95 + 0.22 * len(policies)))
         figure, grid = pyplot.subplots(down, across, figsize=size, sharey=True, squeeze=False)
         places = list(range(len(policies)))[::-1]
         for axes, (name, bars) in zip(grid.flat, columns.items(), strict=False):
@@ -37,6 +37,7 @@ def profile(policies: Sequence[str], columns: Mapping[str, Sequence[Bar]]) -> An
             axes.hlines(places, [bar.low for bar in bars], [bar.high for bar in bars], color=colour, linewidth=1.0)
             axes.scatter([bar.value for bar in bars], places, color=colour, s=22, zorder=3)
             axes.set_title(literal(name))
+            axes.set_xlabel("" if name == "AES" else "accuracy, %")
             axes.set_yticks(places, [literal(policy) for policy in policies])
             axes.tick_params(axis="y", length=0)
             axes.xaxis.set_major_locator(MaxNLocator(3))

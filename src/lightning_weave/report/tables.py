@@ -123,22 +123,24 @@ def plain(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
     return "\n".join("  ".join(line).rstrip() for line in padded) + "\n"
 
 
-def console(rows: Sequence[PolicyRow], marks: Scope = "group") -> "RichTable":
-    """Build the table for a terminal."""
+def console(rows: Sequence[PolicyRow], marks: Scope = "group", width: int | None = None) -> "RichTable":
+    """Build the table for a terminal; where it is too narrow for every benchmark, with the averages only."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
 
     styles = {"best": "bold", "second": "underline", "": ""}
+    fits = width is None or max(map(len, plain(rows, marks).splitlines())) + 2 * len(_columns(rows)) <= width
+    first = 0 if fits else 2 * len(_benchmarks(rows))
     table = Table(box=SIMPLE)
-    table.add_column("Policy", no_wrap=True)
-    for name in _flat_header(_benchmarks(rows)):
-        table.add_column(name, justify="right")
+    for name in ["Policy", *_flat_header(_benchmarks(rows))[first:]]:
+        table.add_column(name, justify="left" if name == "Policy" else "right", no_wrap=True)
     for group, members in _groups(rows, cells(rows, marks)):
         if group:
             table.add_row(Text(group, style="bold italic"))
         for row, line in members:
-            texts = [Text.assemble((cell.text, styles[cell.mark]), f" {cell.interval}".rstrip()) for cell in line]
+            shown = line[first:]
+            texts = [Text.assemble((cell.text, styles[cell.mark]), f" {cell.interval}".rstrip()) for cell in shown]
             table.add_row(Text(row.policy), *texts)
     return table
 

@@ -32,6 +32,7 @@ REASON_WORDS = (
     "masked: a candidate is no single token",
     "masked: context beyond the anchor",
 )
+SMALLEST_PUSH = 0.05  # tokens per 1,000 decisions
 REASON_COLOURS = dict(zip(REASON_WORDS, (BLUE, GREEN, VERMILION, ORANGE, GREY), strict=True))
 
 
@@ -76,14 +77,17 @@ def wishes(survey: Survey) -> list[Wishes]:
     """What every anchor wants more and less of."""
     views = []
     for anchor in survey.anchors:
-        up, down = (_pushes(survey, found) for found in survey.wishes(anchor))
+        up, down = (_pushes(survey, anchor, found) for found in survey.wishes(anchor))
         views.append(Wishes(anchor, up, down))
     return views
 
 
-def _pushes(survey: Survey, found: Sequence[tuple[int, float]]) -> list[Push]:
+def _pushes(survey: Survey, anchor: str, found: Sequence[tuple[int, float]]) -> list[Push]:
+    """Per 1,000 decisions that the anchor can score; what would print as nothing is left out."""
+    scored = int(survey.count_KJ[survey.anchors.index(anchor)].sum())
     most = max((abs(amount) for _, amount in found), default=1.0)
-    return [Push(survey.vocabulary.text(id), amount, abs(amount) / most) for id, amount in found]
+    pushes = [Push(survey.vocabulary.text(id), 1000 * amount / scored, abs(amount) / most) for id, amount in found]
+    return [push for push in pushes if abs(push.amount) >= SMALLEST_PUSH]
 
 
 def positions_figure(survey: Survey) -> Any:

@@ -11,7 +11,7 @@ from lightning_weave.store import read_lines
 
 COLOURS = {"rollout": BLUE, "reference": SKY, "score": GREEN, "train": ORANGE, "online": PURPLE}
 UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
-CURVES = {"reverse_kl": "KL of student and target, nats", "loss": "loss"}
+CURVES = {"reverse_kl": "KL to the target, nats", "loss": "loss"}
 WINDOWS = 25  # a curve is the running mean over one of so many parts of the training
 
 

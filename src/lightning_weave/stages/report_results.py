@@ -65,7 +65,7 @@ def profile_figure(rows: Sequence[PolicyRow], found: Found) -> Any:
         columns["AES"] = [_aes_bar(row) for row in rows]
     for place, first in enumerate(next(iter(found.values()))):
         results = [found[row.policy][place] for row in rows]
-        columns[f"{first.label}, accuracy %"] = [_accuracy_bar(result) for result in results]
+        columns[first.label] = [_accuracy_bar(result) for result in results]
     return profile([row.policy for row in rows], columns)
 
 

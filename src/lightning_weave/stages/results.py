@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lightning_weave.bench.summary import Overall, Summary, combine, read_summary
 from lightning_weave.errors import InputError
-from lightning_weave.report.tables import PolicyRow, Score, console
+from lightning_weave.report.tables import PolicyRow, Score, console, plain
 from lightning_weave.stages.steps import Steps
 
 Found = dict[str, list[Summary]]  # policy -> its benchmarks
@@ -94,5 +94,8 @@ def show_results(steps: Steps, out: Console) -> None:
     """Print the table of everything evaluated so far."""
     rows = policy_rows(summaries(steps))
     if rows:
-        out.print(console(rows))
+        if out.is_terminal:
+            out.print(console(rows, width=out.width))
+        else:
+            out.print(plain(rows), soft_wrap=True, markup=False, highlight=False)
         out.print(f"Samples and summaries: {steps.store.run_dir / 'eval'}", soft_wrap=True, markup=False)

@@ -23,7 +23,7 @@ function shown(text) {
   return text.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/[\u0000-\u001f\u007f]/g, "␀") || "∅";
 }
 
-const percent = (value) => (100 * value).toFixed(2) + " %";
+const percent = (value) => (100 * value).toFixed(2);
 const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(2);
 
 class Cache {
@@ -412,8 +412,8 @@ class Loom {
     const title = make("h3", "", "Decision ");
     title.append(`${this.place + 1} of ${thread.tokens}: `, make("code", "", shown(cache.texts[cache.sampled[p]])));
     const table = make("table"), head = make("tr");
-    const titles = ["candidate", "student", ...cache.anchors.map((anchor) => anchor + ", shift"), "target"];
-    if (student) titles.push("trained");
+    const titles = ["candidate", "student, %", ...cache.anchors.map((anchor) => anchor + " shift"), "target, %"];
+    if (student) titles.push("trained, %");
     titles.forEach((text) => { const cell = make("th", "", text); cell.scope = "col"; head.append(cell); });
     table.createTHead().append(head);
     const rows = table.createTBody();
