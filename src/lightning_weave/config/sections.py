@@ -187,6 +187,9 @@ class Rollout(Strict):
     from_: str | None = Field(None, alias="from", description="your own trajectories as token ids (JSONL)")
     engine: Engine = "hf"
     python: str | None = Field(None, description="Python executable of the engine's own environment")
+    options: dict[str, bool | int | float | str] = Field(
+        {}, description="for vLLM as they are, such as tensor_parallel_size or gpu_memory_utilization"
+    )
     parity: float = Field(
         0.05, gt=0, description="largest mean difference of an engine's log-probs from the scorer's, in nats"
     )
@@ -272,6 +275,7 @@ class Eval(Strict):
     budgets: list[Count] = Field([], description="token budgets at which the same samples are graded again")
     engine: Engine = "hf"
     python: str | None = None
+    options: dict[str, bool | int | float | str] = Field({}, description="as rollout.options")
     parity: float = Field(0.05, gt=0, description="as rollout.parity")
     dtype: Dtype = "auto"
     block: Count = Field(64, description="(problem, sample) pairs sampled as one batch: the unit of resume")

@@ -47,6 +47,7 @@ def open_sampler(
         max_length=longest_context(model, prompts, max_tokens),
         python=section.python,
         trust_remote_code=trust_remote_code,
+        options=dict(section.options),
     )
     try:
         check_parity(sampler, model, prompts, section, trust_remote_code)

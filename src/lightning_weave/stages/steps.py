@@ -214,7 +214,7 @@ class Steps:
     def eval(self, policy: str, benchmark: str) -> Step:
         section = self.recipe.eval
         settings = section.model_dump(
-            mode="json", exclude={"benchmarks", "sources", "python", "parity", "batch_size", "unsafe_local"}
+            mode="json", exclude={"benchmarks", "sources", "python", "options", "parity", "batch_size", "unsafe_local"}
         )
         source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
         settings["benchmark"] = _data_identity(source, f"eval.sources.{benchmark}")
