@@ -314,6 +314,22 @@ def report(
 
 
 @app.command()
+def card(
+    recipe: Files,
+    composition: Annotated[str, typer.Option(help="which trained student")],
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="unsaid: publish/ in the run directory")] = None,
+    set_: Sets = None,
+) -> None:
+    """Make a directory that is ready for the hub: the student, its card with evaluation, its recipe."""
+    steps = _load(recipe, set_)
+    from pathlib import Path
+
+    from lightning_weave.stages import publish as stage
+
+    stage.run(steps, composition, Path(out) if out else None, _progress())
+
+
+@app.command()
 def status(recipe: Files, set_: Sets = None) -> None:
     """Say what is done, stale or missing, and what to type next."""
     steps = _load(recipe, set_)

@@ -9,8 +9,8 @@ from lightning_weave.stages.dose import anchor_doses
 from lightning_weave.stages.steps import Steps
 
 
-def model_card(steps: Steps, name: str, figures: dict[str, Any]) -> str:
-    """State recipe, anchors, weights, alpha, cache fingerprint and figures."""
+def model_card(steps: Steps, name: str, figures: dict[str, Any], evaluation: str = "") -> str:
+    """State recipe, anchors, weights, alpha, cache fingerprint, figures and, if known, the evaluation."""
     recipe, composition = steps.recipe, steps.recipe.compositions[name]
     student = recipe.student.model
     # The hub wants names of its own here, not directories of somebody's disk.
@@ -38,7 +38,7 @@ tags: [lightning-weave]
 | | |
 | --- | --- |
 {rows}
-
+{evaluation}
 The recipe, with everything that it left unsaid:
 
 ```toml

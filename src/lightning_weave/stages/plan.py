@@ -226,7 +226,10 @@ def _memory_plans(recipe: Recipe, student: Shape, models: dict[str, Shape], mach
             ("score", model): scoring_memory(shape, recipe.score.token_budget, _bytes(recipe.score.dtype, shape))
             for model, shape in models.items()
         },
-        ("train", f"{'LoRA' if lora else 'all weights'}, {machine.gpus} GPUs"): training_memory(
+        (
+            "train",
+            f"{'LoRA' if lora else 'all weights'}, {machine.gpus} GPU{'s' * (machine.gpus > 1)}",
+        ): training_memory(
             student,
             recipe.train.token_budget,
             machine.gpus,
@@ -267,9 +270,18 @@ def _stage_table(plan: Plan) -> Table:
 def _memory_table(plan: Plan) -> Table:
     table = Table("stage", "what", "weights", "working", "each GPU", "", title=f"Memory, {plan.gpu}", box=None)
     for row in plan.memory:
-        sizes = [f"{size / 1e9:.1f} GB" for size in (row.weights, row.working, row.weights + row.working)]
+        sizes = [_size(size) for size in (row.weights, row.working, row.weights + row.working)]
         table.add_row(row.stage, row.what, *sizes, "fits" if row.fits else "does not fit")
     return table
+
+
+def _size(count: float) -> str:
+    """Write bytes as people say them.
+
+    >>> _size(104_600_000_000), _size(3_200_000), _size(41_000)
+    ('104.6 GB', '3.2 MB', '0.0 MB')
+    """
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def _words(plan: Plan) -> list[str]:
