@@ -51,7 +51,7 @@ def _full() -> Plan:
             "student": Base("qwen3", Shape(layers=3, width=64, heads=4, feed_forward=128), "student", steps=450),
             "accuracy-pre": Base("qwen3", Shape(layers=3, width=56, heads=4, feed_forward=128), "accuracy", steps=450),
             "brevity-pre": Base("llama", Shape(layers=3, width=48, heads=4, feed_forward=128), "brevity", steps=450),
-            "thorough-pre": Base("olmo2", Shape(layers=3, width=48, heads=4, feed_forward=128), "thorough", steps=450),
+            "thorough-pre": Base("llama", Shape(layers=3, width=56, heads=4, feed_forward=128), "thorough", steps=450),
         },
         specialists={
             "accuracy-post": Specialist("accuracy-pre", correct_ones, practice),
