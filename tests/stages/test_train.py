@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_weave.config import check_recipe
-from lightning_weave.errors import CorruptData, InputError, Mismatch
+from lightning_weave.errors import CorruptData, InputError, Mismatch, WeaveError
 from lightning_weave.progress import Progress
 from lightning_weave.stages import train
 from lightning_weave.stages.steps import Steps
@@ -223,3 +223,20 @@ def test_wrong_wishes_are_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r'train\.dtype = "float16"'):
         train.run(with_train(steps, dtype="float16"), quiet)
     assert json.loads((steps.student_path / "config.json").read_text())["vocab_size"] > VOCABULARY
+
+
+def test_a_full_disk_is_said_and_costs_nothing_that_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_weave.train import export
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    steps = make_run(tmp_path, train={"epochs": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(export.shutil, "copyfile", full)
+        with pytest.raises(WeaveError, match=r"final: cannot be written .*No space left on device.*train again"):
+            train.run(steps, Progress(quiet=True))
+    progress = Heard()
+    train.run(steps, progress)
+    assert "goes on after update 3" in " ".join(progress.said)
+    assert steps.store.stage(steps.train("both")).verify() == []

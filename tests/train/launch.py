@@ -4,10 +4,13 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_weave.config import dump_recipe
 from lightning_weave.progress import Progress
 from lightning_weave.stages import train
 from lightning_weave.stages.steps import Steps
@@ -54,6 +57,15 @@ def start(plan: Plan, ranks: int = 1) -> list[int]:
     for member in members:
         member.join()
     return [member.exitcode or 0 for member in members]
+
+
+def torchrun(steps: Steps, ranks: int) -> None:
+    """Train a run as a user does: the command line, under torchrun."""
+    recipe = steps.store.run_dir / "again.toml"
+    recipe.write_text(dump_recipe(steps.recipe))
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", *launcher, "-m", "lightning_weave.cli", "train", str(recipe)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def _as_rank(plan: Plan, rank: int, ranks: int, port: int) -> None:

@@ -33,23 +33,23 @@ class Checkpoints:
     def save(self, update: int, module: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
         """Write under a temporary name, sync, rename; then drop the oldest."""
         unfinished, final = self.folder / f".tmp-{update:06d}", self.folder / f"{update:06d}"
-        if ranks.first:
-            for leftover in (*self.folder.glob(".tmp-*"), final):  # of writers that were killed
-                shutil.rmtree(leftover, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-        ranks.wait()
         try:
+            if ranks.first:
+                for leftover in (*self.folder.glob(".tmp-*"), final):  # of writers that were killed
+                    shutil.rmtree(leftover, ignore_errors=True)
+                unfinished.mkdir(parents=True)
+            ranks.wait()
             save_state(unfinished, module, optimizer)
+            ranks.wait()
+            if ranks.first:
+                write_json(unfinished / "position.json", asdict(Position(update, self.fingerprint)))
+                sync_folder(unfinished)
+                os.rename(unfinished, final)
+                sync_directory(self.folder)
+                for old in self._complete()[: -self.keep]:
+                    shutil.rmtree(old)
         except OSError as error:
             raise WeaveError(f"{final}: the checkpoint cannot be written ({error}). The one before is kept") from error
-        ranks.wait()
-        if ranks.first:
-            write_json(unfinished / "position.json", asdict(Position(update, self.fingerprint)))
-            sync_folder(unfinished)
-            os.rename(unfinished, final)
-            sync_directory(self.folder)
-            for old in self._complete()[: -self.keep]:
-                shutil.rmtree(old)
         ranks.wait()
 
     def latest(self) -> int | None:

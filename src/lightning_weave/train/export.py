@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import GenerationConfig
 
 from lightning_weave.config import Lora
-from lightning_weave.errors import InputError
+from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.heads import find_head, hidden_states
 from lightning_weave.maths import reverse_kl
 from lightning_weave.models.load import load_model
@@ -63,17 +64,22 @@ def round_weights(model: Any, dtype: torch.dtype, batch: Batch, vocabulary: int)
 def write_model(folder: Path, model: Any, dtype: torch.dtype, student: Path, card: str) -> list[Path]:
     """Write a model beside the student's own tokenizer, config and generation settings; whole or not at all."""
     unfinished = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
     if (student / "generation_config.json").exists():
         model.generation_config = GenerationConfig()  # the student's may be one that transformers refuses to save
-    model.to(dtype).save_pretrained(unfinished)
-    for file in (file for pattern in KEPT_FILES for file in student.glob(pattern)):
-        shutil.copyfile(file, unfinished / file.name)
-    (unfinished / "README.md").write_text(card, encoding="utf-8")
-    for file in unfinished.iterdir():
-        file.chmod(0o644)  # safetensors makes its files for their owner only
-    sync_folder(unfinished)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(unfinished, folder)
-    sync_directory(folder.parent)
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        model.to(dtype).save_pretrained(unfinished)
+        for file in (file for pattern in KEPT_FILES for file in student.glob(pattern)):
+            shutil.copyfile(file, unfinished / file.name)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        for file in unfinished.iterdir():
+            file.chmod(0o644)  # safetensors makes its files for their owner only
+        sync_folder(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(unfinished, folder)
+        sync_directory(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise WeaveError(
+            f"{folder}: cannot be written ({error}). The last checkpoint is kept: train again, and only this is done"
+        ) from error
     return sorted(folder.iterdir())

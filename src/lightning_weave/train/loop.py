@@ -187,7 +187,7 @@ class Fit:
 def check_agreement(fit: Fit, numbers: Sequence[int], largest: float, dtype: torch.dtype) -> tuple[float, str | None]:
     """Measure the loss at zero shift; also say what is wrong where trainer and cache see two different students.
 
-    The bound is for float32. Rounding in bfloat16 alone is worth a hundred times as much.
+    The bound is for float32. Rounding to bfloat16 alone is worth more: 1.3e-3 on SmolLM2-135M.
     """
     found = fit.disagreement(numbers)
     bound = largest if dtype == torch.float32 else ROUNDING * largest
