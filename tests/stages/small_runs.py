@@ -24,7 +24,7 @@ from lightning_weave.stages.steps import Role, ScoredModel, Steps
 from lightning_weave.store import Step
 from lightning_weave.types import Candidates, Rollouts, Scores
 from models.small_models import small_model
-from tokens.conftest import byte_level, sentencepiece
+from tokens.samples import byte_level, sentencepiece
 
 QUIET = Progress(quiet=True)
 TEMPLATE = (
@@ -140,12 +140,13 @@ class Words:
     fallback: set[int] = field(default_factory=set)
 
     @classmethod
+    @lru_cache(maxsize=2)
     def of(cls, folder: Path) -> "Words":
         words = cls(AutoTokenizer.from_pretrained(folder))
         letters = {char: byte for byte, char in bytes_to_unicode().items()}
-        is_pieces = "<0x00>" in words.tokenizer.get_vocab()
-        for string, id in words.tokenizer.get_vocab().items():
-            added = words.tokenizer.added_tokens_decoder.get(id)
+        is_pieces, registered = "<0x00>" in words.vocabulary, words.tokenizer.added_tokens_decoder
+        for string, id in words.vocabulary.items():
+            added = registered.get(id)
             if added is not None:
                 if words.tokenizer.decode([id]) == string:  # else its text is lost
                     words.bytes_of[id] = string.encode()
@@ -175,8 +176,12 @@ class Words:
     def pieces(self, spelling: bytes) -> list[int]:
         try:
             return self.tokenizer.encode(spelling.decode(), add_special_tokens=False)
-        except UnicodeDecodeError:
-            return [id for byte in spelling for id in [self.id_of(bytes([byte]), special=False)] if id is not None]
+        except UnicodeDecodeError:  # part of a character
+            if self.fallback:
+                return [id for byte in spelling for id in [self.id_of(bytes([byte]), special=False)] if id is not None]
+            letters = bytes_to_unicode()
+            model = self.tokenizer.backend_tokenizer.model
+            return [token.id for token in model.tokenize("".join(letters[byte] for byte in spelling))]
 
 
 def project(ids: Iterable[int], student: Words, anchor: Words) -> tuple[list[int], list[int]]:
@@ -230,7 +235,7 @@ def read_cache(steps: Steps, role: Role | None = "post") -> list[dict[str, Any]]
     return rows
 
 
-def check_reference(steps: Steps, rows: list[dict[str, Any]]) -> int:
+def check_reference(steps: Steps, rows: list[dict[str, Any]], tolerance: float = 1e-5) -> int:
     """Hold every number of the reference against whole logits; returns the number of positions."""
     path, count = Path(steps.recipe.student.model), steps.recipe.reference.candidates
     vocabulary = len(AutoTokenizer.from_pretrained(path))
@@ -242,11 +247,12 @@ def check_reference(steps: Steps, rows: list[dict[str, Any]]) -> int:
             ids = row["ids"][t].tolist()
             assert len(set(ids)) == count
             best = logp_TV[t].sort(descending=True).values[:count]
-            rest = torch.tensor([id not in ids for id in range(vocabulary)])
-            _close(row["logp"][t], logp_TV[t][ids])
-            _close(row["logp"][t], best)
-            _close(row["other"][t], torch.logsumexp(logp_TV[t][rest], dim=0))
-            _close(row["sampled"][t], logp_TV[t][token])
+            rest = torch.ones(vocabulary, dtype=torch.bool)
+            rest[ids] = False
+            _close(row["logp"][t], logp_TV[t][ids], tolerance)
+            _close(row["logp"][t], best, tolerance)
+            _close(row["other"][t], torch.logsumexp(logp_TV[t][rest], dim=0), tolerance)
+            _close(row["sampled"][t], logp_TV[t][token], tolerance)
     return sum(len(row["response_ids"]) for row in rows)
 
 
@@ -259,6 +265,7 @@ def check_scores(
     bos: tuple[int, ...] = (),
     aliases: Mapping[int, int] | None = None,
     limit: int | None = None,
+    tolerance: float = 1e-5,
 ) -> tuple[int, int]:
     """Hold every number of one anchor model against whole logits; returns positions with all and with no candidate."""
     section = steps.recipe.anchors["one"]
@@ -279,8 +286,8 @@ def check_scores(
             mapped = [to is not None and seen and 0 <= last < len(fed) for to in images]
             assert row["mapped"][t].tolist() == mapped
             expected = [logp_TV[last][to].item() if known else 0.0 for to, known in zip(images, mapped, strict=True)]
-            _close(row["score"][t], torch.tensor(expected))
-            _close(row["mass"][t], torch.tensor(expected)[mapped].exp().sum())
+            _close(row["score"][t], torch.tensor(expected), tolerance)
+            _close(row["mass"][t], torch.tensor(expected)[mapped].exp().sum(), tolerance)
             whole, nothing = whole + all(mapped), nothing + (not any(mapped))
     return whole, nothing
 
@@ -292,5 +299,5 @@ def image(id: int, student: Words, anchor: Words) -> int | None:
     return anchor.id_of(student.bytes_of[id], id in student.special) if id in student.bytes_of else None
 
 
-def _close(found: Any, expected: torch.Tensor) -> None:
-    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5, rtol=0)
+def _close(found: Any, expected: torch.Tensor, tolerance: float) -> None:
+    np.testing.assert_allclose(found, expected.numpy(), atol=tolerance, rtol=0)

