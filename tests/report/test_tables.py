@@ -176,3 +176,12 @@ def test_a_narrow_terminal_cuts_no_number(width: int) -> None:
     assert "55.90" in text
     assert "15,723" in text
     assert ("72.9" in text) == (width == 250)  # the benchmarks only where there is room
+
+
+def test_short_responses_are_told_apart() -> None:
+    rows = [
+        PolicyRow(name, (Score("sums", 70.0, tokens),), 70.0, tokens) for name, tokens in (("a", 21.4), ("b", 20.8))
+    ]
+    assert [[cell.text for cell in line][1] for line in cells(rows)] == ["21.4", "20.8"]
+    longer = [*rows, PolicyRow("c", (Score("sums", 70.0, 1234.4),), 70.0, 1234.4)]
+    assert [[cell.text for cell in line][1] for line in cells(longer)] == ["21", "21", "1,234"]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Mark = Literal["best", "second", ""]
 Scope = Literal["group", "table"]
 MISSING = "–"
+SHORT = 100  # tokens
 
 
 @dataclass(frozen=True)
@@ -175,11 +176,17 @@ def _columns(rows: Sequence[PolicyRow]) -> list[_Column]:
     columns = []
     for k in range(len(_benchmarks(rows))):
         columns.append(_Column(tuple(row.scores[k].accuracy for row in rows), _one_decimal))
-        columns.append(_Column(tuple(row.scores[k].tokens for row in rows), _whole, lower_is_better=True))
+        columns.append(_tokens_column([row.scores[k].tokens for row in rows]))
     columns.append(_Column(tuple(row.accuracy for row in rows), _two_decimals))
-    columns.append(_Column(tuple(row.tokens for row in rows), _whole, lower_is_better=True))
+    columns.append(_tokens_column([row.tokens for row in rows]))
     columns.append(_Column(tuple(row.aes for row in rows), _two_decimals))
     return columns
+
+
+def _tokens_column(values: Sequence[float]) -> _Column:
+    """Whole tokens as the paper prints them; where all are short, a decimal tells them apart."""
+    short = max((value for value in values if not _is_missing(value)), default=0.0) < SHORT
+    return _Column(tuple(values), _one_decimal if short else _whole, lower_is_better=True)
 
 
 def _rank(texts: Sequence[str], scopes: Sequence[str], lower_is_better: bool) -> list[Mark]:

@@ -8,7 +8,7 @@ from lightning_weave.bench.summary import Overall, Summary
 from lightning_weave.config import Recipe
 from lightning_weave.report.figures import Kind, Point
 from lightning_weave.report.plots import Bar, Line, lines, profile
-from lightning_weave.report.tables import PolicyRow
+from lightning_weave.report.tables import SHORT, PolicyRow
 from lightning_weave.stages.results import Found
 from lightning_weave.stages.steps import Steps
 
@@ -97,10 +97,11 @@ def headline(recipe: Recipe, rows: Sequence[PolicyRow]) -> tuple[str, str, str]:
     if not trained:
         return recipe.name, "", "No trained policy is evaluated yet."
     best = max(trained, key=lambda row: (row.aes if _is_known(row.aes) else -math.inf, row.accuracy, -row.tokens))
-    first = f"answers {best.accuracy:.1f} % in {best.tokens:,.0f} tokens"
+    digits = 1 if best.tokens < SHORT else 0
+    first = f"answers {best.accuracy:.1f} % in {best.tokens:,.{digits}f} tokens"
     if base is None:
         return best.policy, f"{first}.", "The student as it was is not evaluated, so there is nothing to compare with."
-    first += f"; the student alone {base.accuracy:.1f} % in {base.tokens:,.0f}."
+    first += f"; the student alone {base.accuracy:.1f} % in {base.tokens:,.{digits}f}."
     if best.aes is None or not _is_known(best.aes):
         return best.policy, first, "AES is not defined here: the student had no correct answer on some benchmark."
     sure = f" (95 % interval {best.aes_low:.2f} to {best.aes_high:.2f})" if _is_known(best.aes_low) else ""

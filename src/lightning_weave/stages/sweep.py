@@ -24,10 +24,13 @@ def run(steps: Steps, plan: Sequence[Planned], progress: Progress, out: Console)
     reference.run(extended, progress)
     score.run(extended, progress)
     eval_stage.run(extended, progress, ["base"])
-    for one in plan:
-        train.run(extended, progress, [one.name])
-        eval_stage.run(extended, progress, [one.name])
-        out.print("\n".join(running_front(extended, ["base", *(other.name for other in plan)])), markup=False)
+    missing = [one.name for one in plan if not _is_evaluated(extended, one.name)]
+    policies = ["base", *(one.name for one in plan)]
+    out.print("\n".join(running_front(extended, policies)), markup=False, soft_wrap=True)
+    for name in missing:
+        train.run(extended, progress, [name])
+        eval_stage.run(extended, progress, [name])
+        out.print("\n".join(running_front(extended, policies)), markup=False, soft_wrap=True)
 
 
 def forecast(steps: Steps, plan: Sequence[Planned]) -> list[str]:
@@ -74,5 +77,5 @@ def running_front(steps: Steps, policies: Sequence[str]) -> list[str]:
     for row in sorted(rows, key=lambda row: row.tokens):
         sign = "*" if row.policy in front else " "
         aes = "" if row.aes is None or row.aes != row.aes else f"  AES {row.aes:+.2f}"
-        lines.append(f" {sign} {row.policy:<{width}}  {row.accuracy:6.2f} %  {row.tokens:>8,.0f} tokens{aes}")
+        lines.append(f" {sign} {row.policy:<{width}}  {row.accuracy:6.2f} %  {row.tokens:>9,.1f} tokens{aes}")
     return lines

@@ -412,7 +412,7 @@ class Loom {
     const title = make("h3", "", "Decision ");
     title.append(`${this.place + 1} of ${thread.tokens}: `, make("code", "", shown(cache.texts[cache.sampled[p]])));
     const table = make("table"), head = make("tr");
-    const titles = ["candidate", "student, %", ...cache.anchors.map((anchor) => anchor + " shift"), "target, %"];
+    const titles = ["token", "student, %", ...cache.anchors.map((anchor) => anchor + " shift"), "target, %"];
     if (student) titles.push("trained, %");
     titles.forEach((text) => { const cell = make("th", "", text); cell.scope = "col"; head.append(cell); });
     table.createTHead().append(head);
