@@ -4,6 +4,7 @@ PEERS_VENV ?= .venv-peers
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
 WORKERS ?= 2
+HERE = not real and not vllm and not ray and not peers and not faults
 export TOKENIZERS_PARALLELISM = false
 
 .PHONY: help demo test test-peers check format lint bench install dev clean
@@ -15,14 +16,14 @@ demo: install    ## the whole method on a tiny world, in minutes
 	$(VENV)/bin/lweave demo
 
 test: dev        ## every test that needs no extra environment
-	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "not real and not vllm and not peers and not faults" tests
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "$(HERE)" tests
 
 test-peers:      ## against other libraries, in an environment of its own
 	@scripts/peers-env "$(PEERS_VENV)"
 	OMP_NUM_THREADS=1 $(PEERS_VENV)/bin/python -m pytest -m peers tests
 
 check: dev lint  ## format, lint, types and the fast tests
-	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m "not slow and not real and not vllm and not peers and not faults" tests
+	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m "not slow and $(HERE)" tests
 
 lint: dev
 	$(VENV)/bin/ruff format --check .
