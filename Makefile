@@ -1,13 +1,14 @@
 # Two commands need nothing but Python 3.11 and make: `make demo` and `make test`.
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
+RAY_VENV ?= $(VENV)-ray
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
 WORKERS ?= 2
 HERE = not real and not vllm and not ray and not peers and not faults
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-peers check format lint bench install dev clean
+.PHONY: help demo test test-peers test-ray check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -21,6 +22,10 @@ test: dev        ## every test that needs no extra environment
 test-peers:      ## against other libraries, in an environment of its own
 	@scripts/peers-env "$(PEERS_VENV)"
 	OMP_NUM_THREADS=1 $(PEERS_VENV)/bin/python -m pytest -m peers tests
+
+test-ray: dev    ## shards on a Ray cluster of two nodes, one of them killed
+	@scripts/ray-env "$(VENV)" "$(RAY_VENV)"
+	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m ray tests
 
 check: dev lint  ## format, lint, types and the fast tests
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m "not slow and $(HERE)" tests

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from lightning_weave.progress import Progress
     from lightning_weave.stages.steps import Steps
+    from lightning_weave.stages.work import Do
 
 app = typer.Typer(
     help="Compose what independently post-trained models have learned into one student.",
@@ -31,6 +32,8 @@ INTERRUPTED = 130
 Files = Annotated[list[str], typer.Argument(metavar="RECIPE...", help="TOML files, merged left to right")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the recipe")]
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="only these, by name")]
+Cluster = Annotated[Literal["ray"] | None, typer.Option(help="hand the shards to a cluster")]
+Address = Annotated[str | None, typer.Option(help="of the cluster; unsaid: RAY_ADDRESS, or one on this machine")]
 Json = Annotated[bool, typer.Option("--json", help="for machines")]
 
 
@@ -95,6 +98,17 @@ def _progress() -> "Progress":
     return Progress()
 
 
+def _crew(cluster: str | None, address: str | None) -> "Do":
+    """Say who makes the shards."""
+    if cluster is None:
+        from lightning_weave.stages.work import do_here
+
+        return do_here
+    from lightning_weave.stages.cluster import connect
+
+    return connect(address)
+
+
 @contextmanager
 def _writing(steps: "Steps") -> Iterator[None]:
     """Hold the run directory and write the resolved recipe before anything else."""
@@ -107,33 +121,35 @@ def _writing(steps: "Steps") -> Iterator[None]:
 
 
 @app.command()
-def rollout(recipe: Files, set_: Sets = None) -> None:
+def rollout(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
     """Sample the student's own trajectories."""
     steps = _load(recipe, set_)
     from lightning_weave.stages import rollout as stage
 
     with _writing(steps):
-        stage.run(steps, _progress())
+        stage.run(steps, _progress(), _crew(cluster, address))
 
 
 @app.command()
-def reference(recipe: Files, set_: Sets = None) -> None:
+def reference(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
     """Find the student's candidates on its own trajectories."""
     steps = _load(recipe, set_)
     from lightning_weave.stages import reference as stage
 
     with _writing(steps):
-        stage.run(steps, _progress())
+        stage.run(steps, _progress(), _crew(cluster, address))
 
 
 @app.command()
-def score(recipe: Files, set_: Sets = None, only: Only = None) -> None:
+def score(
+    recipe: Files, set_: Sets = None, only: Only = None, cluster: Cluster = None, address: Address = None
+) -> None:
     """Score the cached candidates under every anchor model."""
     steps = _load(recipe, set_)
     from lightning_weave.stages import score as stage
 
     with _writing(steps):
-        stage.run(steps, _progress(), only)
+        stage.run(steps, _progress(), only, _crew(cluster, address))
 
 
 @app.command()
@@ -154,6 +170,8 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="any checkpoint, without a recipe")] = None,
     bench: Annotated[list[str] | None, typer.Option(help="with --model: aime-2024, ..., file:PATH")] = None,
     lm_eval: Annotated[str | None, typer.Option(metavar="DIR", help="also write lm-evaluation-harness files")] = None,
+    cluster: Cluster = None,
+    address: Address = None,
 ) -> None:
     """Sample, grade and summarise policies on benchmarks."""
     steps = _load(recipe, set_) if recipe else _load_model_only(model, bench, set_)
@@ -164,7 +182,7 @@ def evaluate(
     from lightning_weave.stages.results import show_results
 
     with _writing(steps):
-        stage.run(steps, _progress(), only)
+        stage.run(steps, _progress(), only, _crew(cluster, address))
         if lm_eval:
             stage.export_lm_eval(steps, Path(lm_eval), datetime.now())
     show_results(steps, _console())
@@ -184,14 +202,14 @@ def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list
 
 
 @app.command()
-def run(recipe: Files, set_: Sets = None) -> None:
+def run(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
     """Bring every stale stage up to date: the whole recipe, or what is left of it."""
     steps = _load(recipe, set_)
     from lightning_weave.stages import run as stage
     from lightning_weave.stages.results import show_results
 
     with _writing(steps):
-        stage.run(steps, _progress())
+        stage.run(steps, _progress(), _crew(cluster, address))
     show_results(steps, _console())
 
 

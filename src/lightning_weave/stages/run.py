@@ -7,20 +7,21 @@ from lightning_weave.progress import Progress
 from lightning_weave.stages import eval as eval_stage
 from lightning_weave.stages import reference, rollout, score, train
 from lightning_weave.stages.steps import Steps
+from lightning_weave.stages.work import Do, do_here
 from lightning_weave.store import Step
 
 
-def run(steps: Steps, progress: Progress) -> None:
-    """Do what is missing; what is up to date is not touched."""
+def run(steps: Steps, progress: Progress, do: Do = do_here) -> None:
+    """Do what is missing; what is up to date is not touched. `do` may hand shards out; training happens here."""
     if steps.recipe.compositions:
-        rollout.run(steps, progress)
+        rollout.run(steps, progress, do)
         _wait_for([steps.rollout], steps)
-        reference.run(steps, progress)
+        reference.run(steps, progress, do)
         _wait_for([steps.reference], steps)
-        score.run(steps, progress)
+        score.run(steps, progress, do=do)
         _wait_for([steps.score(scored) for scored in steps.score_names], steps)
         train.run(steps, progress)
-    eval_stage.run(steps, progress)
+    eval_stage.run(steps, progress, do=do)
 
 
 def _wait_for(made: list[Step], steps: Steps) -> None:
