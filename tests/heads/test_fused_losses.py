@@ -303,3 +303,13 @@ def test_ids_outside_the_vocabulary_are_refused():
     case.ids_NC[4, 2] = 300  # a row of the matrix, but of no token
     with pytest.raises(ValueError, match=r"300 in a vocabulary of 300"):
         fused(case, "log-residual")
+
+
+def test_an_onlooker_sees_the_students_outcomes():
+    case = make_case(11)
+    wanted_NO = outcome_logprobs(case.hidden_ND, Head(case.weight_VD, 300), case.ids_NC)
+    start, rest = (case.hidden_ND, case.weight_VD, case.ids_NC), (case.log_q_NO, ALPHA, NORMALIZER, 5, 300)
+    for function, logs in ((fused_log_residual_loss, (case.log_b_NO,)), (fused_reverse_kl, ())):
+        watch_NO = torch.full_like(case.log_q_NO, torch.nan)
+        function(*start, *logs, *rest, watch_NO=watch_NO)
+        torch.testing.assert_close(watch_NO, wanted_NO, rtol=1e-12, atol=1e-12)

@@ -48,12 +48,13 @@ def maths_dtype(hidden_ND: Tensor) -> torch.dtype:
 
 
 def product_dtype(hidden_ND: Tensor) -> torch.dtype:
-    """Choose what to multiply in: the input's own precision, but a CPU gains nothing from less than float32."""
-    if hidden_ND.device.type == "cpu":
-        return maths_dtype(hidden_ND)
-    if torch.is_autocast_enabled(hidden_ND.device.type):
-        return torch.get_autocast_dtype(hidden_ND.device.type)
-    return hidden_ND.dtype
+    """Choose what to multiply in: bfloat16 where that is the input's precision, else that of the maths.
+
+    A CPU gains nothing from less than float32, and small gradients vanish in float16.
+    """
+    device = hidden_ND.device.type
+    asked_for = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
+    return asked_for if asked_for == torch.bfloat16 and device != "cpu" else maths_dtype(hidden_ND)
 
 
 def checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
