@@ -1,6 +1,8 @@
 # Two commands need nothing but Python 3.11 and make: `make demo` and `make test`.
 VENV ?= .venv
 PEERS_VENV ?= .venv-peers
+VLLM_VENV ?= .venv-vllm
+REAL_MODELS ?= .real-models
 RAY_VENV ?= $(VENV)-ray
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
@@ -8,7 +10,7 @@ WORKERS ?= 2
 HERE = not real and not vllm and not ray and not peers and not faults
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-peers test-ray check format lint bench install dev clean
+.PHONY: help demo test test-real test-vllm test-peers test-ray check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -18,6 +20,14 @@ demo: install    ## the whole method on a tiny world, in minutes
 
 test: dev        ## every test that needs no extra environment
 	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "$(HERE)" tests
+
+test-real: dev   ## a real checkpoint end to end; fetches 100 MB the first time
+	@scripts/real-models "$(PY)" "$(REAL_MODELS)"
+	LWEAVE_REAL_MODELS="$(abspath $(REAL_MODELS))" $(PYTEST) -s -m real tests
+
+test-vllm: dev   ## the vLLM engine, in an environment of its own
+	@scripts/vllm-env "$(VLLM_VENV)"
+	LWEAVE_VLLM_PYTHON="$(abspath $(VLLM_VENV))/bin/python" VLLM_CPU_KVCACHE_SPACE=1 $(PYTEST) -m vllm tests
 
 test-peers:      ## against other libraries, in an environment of its own
 	@scripts/peers-env "$(PEERS_VENV)"
@@ -50,4 +60,4 @@ dev:
 	@scripts/install-sandbox
 
 clean:           ## remove the environment and caches (runs/ stays)
-	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .real-models build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

