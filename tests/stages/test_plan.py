@@ -45,6 +45,21 @@ def test_more_compositions_cost_only_their_training() -> None:
     assert five.all_compositions == pytest.approx(one.cache_hours + 5 * training)
 
 
+def test_a_composition_may_train_longer_or_sample_again() -> None:
+    recipe = paper("base", "qwen3-4b", "math", "ablation").model_dump(by_alias=True, exclude_none=True)
+    recipe["compositions"]["mixture"]["epochs"] = 6
+    recipe["compositions"]["decs-then-klear"]["resample"] = False
+    plan = make_plan(check_recipe(recipe), EIGHT)
+    hours = {row.what: row.gpu_hours for row in plan.stages}
+    assert hours["mixture"] == pytest.approx(3 * hours["klear-decs"])
+    assert hours["decs-then-klear"] == hours["klear-decs"]
+    # The second leg samples half of the trajectories anew, and scores them under its own pair.
+    student = sum(row.gpu_hours for row in plan.stages if row.stage in ("rollout", "reference"))
+    pair = hours["pixas/DECS_1.5B"] + hours["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"]
+    assert hours["klear-then-decs"] == pytest.approx(hours["klear-decs"] + (student + pair) / 2)
+    assert plan.compositions == 9  # online ones need no cache
+
+
 def test_a_checkpoint_that_two_pairs_share_is_scored_once() -> None:
     extra = {"anchors": {"other": {"post": "Qwen/Qwen3-4B", "pre": "Qwen/Qwen3-8B-Base"}}}
     recipe = paper("base", "qwen3-4b", "math", "klear").model_dump(by_alias=True, exclude_none=True)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -161,16 +161,19 @@ def _training_hours(
         pairs = [recipe.anchors[name] for name in anchors]
         return tuple(costs[model] for model in {pair.post for pair in pairs} | {pair.pre for pair in pairs})
 
+    epochs = composition.epochs or load.epochs
+    training = hours.train * epochs / load.epochs
     used = [name for name, weight in composition.weights.items() if weight != 0]
     if composition.online:
-        live = Hours(hours.rollout, hours.reference, scoring(used), hours.train)
-        return online_hours(live, load, constants, machine)
+        live = Hours(hours.rollout, hours.reference, scoring(used), training)
+        rounds = load.rounds * epochs // load.epochs
+        return online_hours(live, replace(load, epochs=epochs, rounds=rounds), constants, machine)
     if not composition.sequence or not composition.resample:
-        return hours.train
+        return training
     # Every later leg samples, and scores under its own anchor, its share of the trajectories.
     legs = len(composition.sequence)
     anew = [hours.rollout + hours.reference + sum(scoring([name])) for name in composition.sequence[1:]]
-    return hours.train + sum(anew) / legs
+    return training + sum(anew) / legs
 
 
 def _evaluation_tokens(recipe: Recipe) -> float:
