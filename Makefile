@@ -10,7 +10,7 @@ WORKERS ?= 2
 HERE = not real and not vllm and not ray and not peers and not faults
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-real test-vllm test-peers test-ray check format lint bench install dev clean
+.PHONY: help demo docs test test-real test-vllm test-peers test-ray check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -51,6 +51,10 @@ format: dev      ## rewrite the sources in the project's format
 
 bench: dev       ## speed, as ratios measured side by side
 	for script in benchmarks/*.py; do $(PY) $$script || exit 1; done
+
+docs: install    ## run the demo and put its table and figure into README and docs
+	$(VENV)/bin/lweave demo
+	$(PY) scripts/demo-docs runs/demo
 
 install:
 	@scripts/bootstrap "$(VENV)"
