@@ -15,7 +15,7 @@ from lightning_weave.plan.gpus import find_gpu
 from lightning_weave.plan.memory import cache_bytes
 from lightning_weave.progress import Progress
 from lightning_weave.stages import reference, rollout, score
-from lightning_weave.stages.plan import make_plan
+from lightning_weave.stages.plan_recipe import make_plan
 
 PAPER = Path(__file__).parents[2] / "recipes" / "paper"
 STUDENTS = ["qwen3-1.7b", "qwen3-4b", "qwen3-4b-thinking-2507", "qwen3.5-4b", "olmo-3-7b-think"]

@@ -73,7 +73,7 @@ def calibrate(settings: Sequence[Setting] = PAPER) -> Constants:
     draft = Constants(per_token, utilisation, passes, draft.sampling_seconds, 1.0, 0.0)
     work = [online_work(predict(setting, draft), PAPER_LOAD) for setting in settings]
     lost, share = _fit_line(work, [1.0] * len(work), [setting.online for setting in settings])
-    per_round = lost * HOUR / (PAPER_LOAD.rounds * PAPER_MACHINE.gpus)
+    per_round = lost * HOUR / PAPER_LOAD.rounds
     return Constants(per_token, utilisation, passes, draft.sampling_seconds, share, per_round)
 
 

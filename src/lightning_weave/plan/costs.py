@@ -44,7 +44,7 @@ class Constants:
     passes_per_epoch: float  # of training, in forward passes
     sampling_seconds: float  # per token and per parameter
     online_share: float  # of the same work done offline
-    online_seconds_per_round: float  # lost by every GPU
+    online_seconds_per_round: float  # of GPU time, lost
 
 
 @dataclass(frozen=True)
@@ -118,5 +118,5 @@ def online_work(offline: Hours, load: Workload) -> float:
 
 def online_hours(offline: Hours, load: Workload, constants: Constants, machine: Machine) -> float:
     """Predict the same composition trained online, all its anchors alive."""
-    lost = load.rounds * machine.gpus * constants.online_seconds_per_round / HOUR
+    lost = load.rounds * constants.online_seconds_per_round * CALIBRATED.peak / machine.gpu.peak / HOUR
     return lost + constants.online_share * online_work(offline, load)

@@ -45,7 +45,7 @@ def _constant_lines() -> list[str]:
         "training, forward passes per epoch": f"{constants.passes_per_epoch:.2f}",
         "sampling, per token and 10⁹ parameters": f"{constants.sampling_seconds * 1e15:.0f} µs",
         "online, share of the same work offline": f"{constants.online_share:.2f}",
-        "online, lost per round by every GPU": f"{constants.online_seconds_per_round:.0f} s",
+        "online, lost per round": f"{constants.online_seconds_per_round:.0f} GPU seconds",
     }
     return [
         "| constant, fitted to all four | |",

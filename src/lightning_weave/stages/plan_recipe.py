@@ -1,0 +1,246 @@
+"""From a recipe to what each of its stages will cost."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightning_weave.bench.definitions import KNOWN
+from lightning_weave.config import Composition, Dtype, Recipe
+from lightning_weave.plan.architecture import Shape
+from lightning_weave.plan.calibration import calibrate
+from lightning_weave.plan.costs import (
+    Constants,
+    Hours,
+    Machine,
+    Workload,
+    offline_hours,
+    online_hours,
+    sampling_hours,
+)
+from lightning_weave.plan.find import find_shape
+from lightning_weave.plan.memory import (
+    Memory,
+    cache_bytes,
+    lora_parameters,
+    sampling_memory,
+    scoring_memory,
+    training_bytes,
+    training_memory,
+)
+
+PROMPT_SHARE = 0.15  # mean length of a prompt, of the longest that is allowed
+USABLE = 0.9  # of a GPU's memory: the allocator and the driver take their share
+MOST_SEQUENCES = 256  # that vLLM runs together, unsaid
+ANSWER_SHARE = 0.5  # mean length of an answer in evaluation, of the longest that is allowed
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One line: a stage, or one model of it."""
+
+    stage: str
+    what: str
+    operations: float
+    gpu_hours: float
+    disk: float = 0.0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What one GPU holds in one stage."""
+
+    stage: str
+    what: str
+    weights: float
+    working: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is predicted of one recipe."""
+
+    name: str
+    gpu: str
+    gpus: int
+    prompt_tokens: float
+    response_tokens: float
+    trajectories: int
+    stages: list[StagePlan]
+    memory: list[MemoryPlan]
+    cache_hours: float
+    one_composition: float
+    compositions: int  # that share the cache
+    all_compositions: float
+    online: float  # one composition with all anchors, trained online
+    evaluation: float  # per policy
+    constants: Constants
+
+
+def make_plan(recipe: Recipe, machine: Machine, prompt_tokens: float | None = None) -> Plan:
+    """Predict work, bytes, memory and GPU hours of every stage."""
+    constants = calibrate()
+    student = find_shape(recipe.student.model, recipe.student.revision)
+    models = _scored_models(recipe)
+    load = _workload(recipe, prompt_tokens)
+    hours = offline_hours(student, list(models.values()), load, constants, machine)
+    trainings = {
+        name: _training_hours(recipe, section, hours, models, load, constants, machine)
+        for name, section in recipe.compositions.items()
+    }
+    offline = {name: cost for name, cost in trainings.items() if not recipe.compositions[name].online}
+    return Plan(
+        name=recipe.name,
+        gpu=machine.gpu.name,
+        gpus=machine.gpus,
+        prompt_tokens=load.prompt_tokens,
+        response_tokens=load.response_tokens,
+        trajectories=load.trajectories,
+        stages=_stage_plans(recipe, student, models, load, hours, trainings),
+        memory=_memory_plans(recipe, student, models, machine),
+        cache_hours=hours.cache,
+        one_composition=hours.total,
+        compositions=len(offline),
+        all_compositions=hours.cache + sum(offline.values()),
+        online=online_hours(hours, load, constants, machine),
+        evaluation=sampling_hours(student, _evaluation_tokens(recipe), constants, machine),
+        constants=constants,
+    )
+
+
+def _scored_models(recipe: Recipe) -> dict[str, Shape]:
+    """Every checkpoint that is scored, once."""
+    named: dict[str, str | None] = {}
+    for anchor in recipe.anchors.values():
+        named |= {anchor.post: anchor.post_revision, anchor.pre: anchor.pre_revision}
+    return {model: find_shape(model, revision) for model, revision in named.items()}
+
+
+def _workload(recipe: Recipe, prompt_tokens: float | None) -> Workload:
+    prompts, per_round = recipe.prompts.take or 3200, recipe.train.prompts_per_round
+    return Workload(
+        trajectories=prompts * recipe.rollout.responses,
+        prompt_tokens=prompt_tokens or round(PROMPT_SHARE * recipe.prompts.max_tokens),
+        response_tokens=recipe.rollout.max_tokens,
+        epochs=recipe.train.epochs,
+        rounds=prompts * recipe.train.epochs // per_round,
+        trajectories_per_round=per_round * recipe.rollout.responses,
+    )
+
+
+def _training_hours(
+    recipe: Recipe,
+    composition: Composition,
+    hours: Hours,
+    models: dict[str, Shape],
+    load: Workload,
+    constants: Constants,
+    machine: Machine,
+) -> float:
+    """GPU hours of one composition beyond the shared cache."""
+    costs = dict(zip(models, hours.score, strict=True))
+
+    def scoring(anchors: Iterable[str]) -> tuple[float, ...]:
+        pairs = [recipe.anchors[name] for name in anchors]
+        return tuple(costs[model] for model in {pair.post for pair in pairs} | {pair.pre for pair in pairs})
+
+    epochs = composition.epochs or load.epochs
+    training = hours.train * epochs / load.epochs
+    used = [name for name, weight in composition.weights.items() if weight != 0]
+    if composition.online:
+        live = Hours(hours.rollout, hours.reference, scoring(used), training)
+        rounds = load.rounds * epochs // load.epochs
+        return online_hours(live, replace(load, epochs=epochs, rounds=rounds), constants, machine)
+    if not composition.sequence or not composition.resample:
+        return training
+    # Every later leg samples, and scores under its own anchor, its share of the trajectories.
+    legs = len(composition.sequence)
+    anew = [hours.rollout + hours.reference + sum(scoring([name])) for name in composition.sequence[1:]]
+    return training + sum(anew) / legs
+
+
+def _evaluation_tokens(recipe: Recipe) -> float:
+    tokens = 0.0
+    for name in recipe.eval.benchmarks:
+        known = KNOWN.get(name)
+        code = known is not None and known.kind == "code"
+        path = Path(name.removeprefix("file:"))
+        count = known.count if known is not None else sum(1 for _ in path.open()) if path.is_file() else 0
+        longest = recipe.eval.max_tokens or (40960 if code else 32768)
+        tokens += count * (recipe.eval.samples or (4 if code else 64)) * ANSWER_SHARE * longest
+    return tokens
+
+
+def _stage_plans(
+    recipe: Recipe,
+    student: Shape,
+    models: dict[str, Shape],
+    load: Workload,
+    hours: Hours,
+    trainings: dict[str, float],
+) -> list[StagePlan]:
+    disk = cache_bytes(load.prompt_tokens, load.response_tokens, load.trajectories, recipe.reference.candidates)
+    forward = load.forward_work(student)
+    rows = [
+        StagePlan("rollout", recipe.student.model, forward, hours.rollout, disk["rollout"]),
+        StagePlan("reference", recipe.student.model, forward, hours.reference, disk["reference"]),
+    ]
+    for (model, shape), cost in zip(models.items(), hours.score, strict=True):
+        rows.append(StagePlan("score", model, load.forward_work(shape), cost, disk["score"]))
+    stored = training_bytes(student, recipe.train.keep)
+    rows += [
+        # Forward and backward are three forward passes of work, checkpointing a fourth.
+        StagePlan(
+            "train", name, load.epochs * forward * (4 if recipe.train.gradient_checkpointing else 3), cost, stored
+        )
+        for name, cost in trainings.items()
+    ]
+    return rows
+
+
+def _memory_plans(recipe: Recipe, student: Shape, models: dict[str, Shape], machine: Machine) -> list[MemoryPlan]:
+    lora, sequences = recipe.train.lora, _sequences(recipe, student, machine)
+    longest = recipe.prompts.max_tokens + recipe.rollout.max_tokens
+    plans = {
+        ("rollout", f"{sequences} sequences at once"): sampling_memory(
+            student, longest, sequences, _bytes(recipe.rollout.dtype, student)
+        ),
+        ("reference", recipe.student.model): scoring_memory(
+            student, recipe.reference.token_budget, _bytes(recipe.reference.dtype, student)
+        ),
+        **{
+            ("score", model): scoring_memory(shape, recipe.score.token_budget, _bytes(recipe.score.dtype, shape))
+            for model, shape in models.items()
+        },
+        (
+            "train",
+            f"{'LoRA' if lora else 'all weights'}, {machine.gpus} GPU{'s' * (machine.gpus > 1)}",
+        ): training_memory(
+            student,
+            recipe.train.token_budget,
+            machine.gpus,
+            recipe.train.gradient_checkpointing,
+            None if lora is None else lora_parameters(student, lora.rank),
+        ),
+    }
+    return [
+        MemoryPlan(stage, what, memory.weights, memory.working, _fits(memory, machine))
+        for (stage, what), memory in plans.items()
+    ]
+
+
+def _sequences(recipe: Recipe, student: Shape, machine: Machine) -> int:
+    """How many sequences are sampled together: the recipe's batch, or what vLLM finds room for."""
+    if recipe.rollout.engine == "hf":
+        return recipe.rollout.batch_size
+    longest = recipe.prompts.max_tokens + recipe.rollout.max_tokens
+    one = sampling_memory(student, longest, 1, _bytes(recipe.rollout.dtype, student))
+    return max(1, min(MOST_SEQUENCES, int((USABLE * machine.gpu.memory - one.weights) // one.working)))
+
+
+def _bytes(dtype: Dtype, shape: Shape) -> int:
+    return shape.bytes_per_weight if dtype == "auto" else 4 if dtype == "float32" else 2
+
+
+def _fits(memory: Memory, machine: Machine) -> bool:
+    return memory.total <= USABLE * machine.gpu.memory
