@@ -80,7 +80,8 @@ def test_a_world_is_complete(world: Path) -> None:
 def test_specialists_have_moved_from_bases_with_the_same_tokens(world: Path) -> None:
     for anchor in ("accuracy", "brevity", "thorough"):
         pre, post = world / f"{anchor}-pre", world / f"{anchor}-post"
-        assert (pre / "tokenizer.json").read_bytes() == (post / "tokenizer.json").read_bytes()
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            assert (pre / file).read_bytes() == (post / file).read_bytes()
         assert (pre / "model.safetensors").read_bytes() != (post / "model.safetensors").read_bytes()
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from lightning_weave.models.load import load_tokenizer
 from lightning_weave.progress import Progress
 from lightning_weave.world.corpus import Slips
 from lightning_weave.world.layout import (
@@ -25,7 +24,7 @@ from lightning_weave.world.layout import (
     write_report,
 )
 from lightning_weave.world.measure import TEMPERATURE, TOP_P, measure
-from lightning_weave.world.plan import PLANS, Plan, Size
+from lightning_weave.world.plan import PLANS, Base, Plan, Size
 from lightning_weave.world.posttrain import post_train
 from lightning_weave.world.pretrain import make_model, pretrain
 from lightning_weave.world.spellings import SPELLINGS, make_tokenizer
@@ -74,7 +73,7 @@ def _make_base(
     directory: Path, name: str, plan: Plan, seed: int, held_out: Collection[Problem], progress: Progress
 ) -> None:
     base = plan.bases[name]
-    tokenizer = make_tokenizer(SPELLINGS[base.spelling], random_numbers(seed, "tokenizer", base.spelling))
+    tokenizer = _tokenizer(base, seed)
     model = make_model(base.family, base.shape, tokenizer, random_numbers(seed, "weights", name))
     problems = endless_problems(random_numbers(seed, "problems", name), unlike=held_out)
     slips, rng = Slips.draw(random_numbers(seed, "slips")), random_numbers(seed, "corpus", name)
@@ -87,13 +86,17 @@ def _make_specialist(
     directory: Path, name: str, plan: Plan, seed: int, held_out: Collection[Problem], progress: Progress
 ) -> None:
     specialist = plan.specialists[name]
-    tokenizer = load_tokenizer(directory / specialist.base)
+    tokenizer = _tokenizer(plan.bases[specialist.base], seed)
     model = AutoModelForCausalLM.from_pretrained(directory / specialist.base, dtype=torch.float32)
     problems = endless_problems(random_numbers(seed, "problems", name), unlike=held_out)
     rng = random_numbers(seed, "practice", name)
     with progress.bar(f"post-train {name}", specialist.practice.rounds, "round") as bar:
         post_train(model, tokenizer, specialist.choose, problems, specialist.practice, rng, bar)
     save_checkpoint(directory / name, model, tokenizer)
+
+
+def _tokenizer(base: Base, seed: int) -> PreTrainedTokenizerFast:
+    return make_tokenizer(SPELLINGS[base.spelling], random_numbers(seed, "tokenizer", base.spelling))
 
 
 def _measure_all(

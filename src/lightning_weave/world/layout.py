@@ -31,7 +31,7 @@ class WorldReport:
     figures: dict[str, dict[str, Figures]]  # model -> benchmark
     sampling: dict[str, float]  # that the figures were measured with
     environment: dict[str, str]
-    seconds: float
+    seconds: float  # of the run that finished it: what an earlier, killed one had made is not counted
 
 
 def shipped_world() -> Path:

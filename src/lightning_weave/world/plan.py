@@ -73,7 +73,7 @@ def _miniature() -> Plan:
             "student": Base("qwen3", shape, "student", steps=60),
             "accuracy-pre": Base("qwen3", shape, "accuracy", steps=60),
             "brevity-pre": Base("llama", shape, "brevity", steps=60),
-            "thorough-pre": Base("olmo2", shape, "thorough", steps=60),
+            "thorough-pre": Base("llama", shape, "thorough", steps=60),
         },
         specialists={
             "accuracy-post": Specialist("accuracy-pre", correct_ones, practice),

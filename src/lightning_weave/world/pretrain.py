@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    Olmo2Config,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -22,7 +21,7 @@ from lightning_weave.progress import Bar
 from lightning_weave.world.corpus import Slips, draw_style, write_response
 from lightning_weave.world.task import Problem
 
-Family = Literal["qwen3", "llama", "olmo2"]
+Family = Literal["qwen3", "llama"]
 MAX_POSITIONS = 256
 MUON_RATE, ADAMW_RATE = 0.02, 4e-3
 TYPICAL_TOKENS = 40  # of one response: the constant that losses are divided by
@@ -73,8 +72,6 @@ def make_model(
             )
         case "llama":
             config = LlamaConfig(**common, num_key_value_heads=shape.heads, tie_word_embeddings=False)
-        case "olmo2":
-            config = Olmo2Config(**common, num_key_value_heads=shape.heads, tie_word_embeddings=False)
         case _:
             assert_never(family)
     with torch.random.fork_rng():
