@@ -27,7 +27,9 @@ test-real: dev   ## a real checkpoint end to end; fetches 100 MB the first time
 
 test-vllm: dev   ## the vLLM engine, in an environment of its own
 	@scripts/vllm-env "$(VLLM_VENV)"
-	LWEAVE_VLLM_PYTHON="$(abspath $(VLLM_VENV))/bin/python" VLLM_CPU_KVCACHE_SPACE=1 $(PYTEST) -m vllm tests
+	@scripts/real-models "$(PY)" "$(REAL_MODELS)"
+	LWEAVE_VLLM_PYTHON="$(abspath $(VLLM_VENV))/bin/python" VLLM_CPU_KVCACHE_SPACE=1 \
+	LWEAVE_SMOLLM2="$(abspath $(REAL_MODELS))/smollm2" $(PYTEST) -s -m vllm tests
 
 test-peers:      ## against other libraries, in an environment of its own
 	@scripts/peers-env "$(PEERS_VENV)"
