@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.progress import Bar, Progress
 from lightning_weave.stages import eval as eval_stage
 from lightning_weave.stages import reference, rollout, score
-from lightning_weave.stages.cluster import connect, crew_of
+from lightning_weave.stages.cluster import check_address, connect, crew_of
 from lightning_weave.stages.steps import Steps
 from lightning_weave.stages.work import Do, Job, Made
 from lightning_weave.store.ledger import read_ledger
@@ -73,6 +74,17 @@ def test_a_crew_is_as_large_as_the_cluster_or_as_the_recipe_says() -> None:
     assert crew_of(Machine(), {"CPU": 8.0}, 100).gpus == 0
     with pytest.raises(InputError, match=r"no worker of 1 CPUs and 32 GPUs fits into the cluster, which has CPU 64"):
         crew_of(Machine(gpus_per_worker=32.0), gpus, 100)
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        check_address(f"127.0.0.1:{port}")
+        check_address(f"ray://127.0.0.1:{port}")
+    with pytest.raises(InputError, match=rf"--address 127\.0\.0\.1:{port}: nobody answers there"):
+        check_address(f"127.0.0.1:{port}")
+    check_address("auto")
+    check_address(None)
 
 
 @pytest.fixture(scope="module")

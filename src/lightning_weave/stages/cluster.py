@@ -6,6 +6,7 @@ to the others at once, so a cluster that has shrunk goes on.
 
 import logging
 import os
+import socket
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,11 +31,26 @@ def connect(address: str | None) -> Do:
     except ModuleNotFoundError:
         raise InputError("--cluster ray needs Ray: pip install 'lightning-weave[ray]' on every node") from None
     if not ray.is_initialized():
+        check_address(address)
         try:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         except ConnectionError as error:
             raise InputError(f"--address {address}: no Ray cluster answers there ({error})") from None
     return _do_on_ray
+
+
+def check_address(address: str | None) -> None:
+    """Find out in seconds whether anybody listens at HOST:PORT; Ray would go on asking for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():  # none, or a word of Ray's own such as auto
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise InputError(
+            f"--address {address}: nobody answers there ({error.strerror or error}). Start a cluster (ray start --head), "
+            "or leave --address out for one on this machine"
+        ) from None
 
 
 def _do_on_ray(job: Job, steps: Steps, progress: Progress) -> None:
