@@ -48,8 +48,8 @@ def check_address(address: str | None) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
     except OSError as error:
         raise InputError(
-            f"--address {address}: nobody answers there ({error.strerror or error}). Start a cluster (ray start --head), "
-            "or leave --address out for one on this machine"
+            f"--address {address}: nobody answers there ({error.strerror or error}). Start a cluster there "
+            "(ray start --head), or leave --address out for one on this machine"
         ) from None
 
 
