@@ -5,6 +5,7 @@ fingerprint too, so shards of an earlier recipe are simply pending again, and a 
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,9 @@ class Stage:
         self._write_manifest(entries, {**counts, **(extra or {})})
         for path in set(self.folder.glob("*.safetensors")) - set(paths):
             path.unlink()  # left from a recipe with more shards
-        remove_temporaries(self.folder, ".safetensors")
+        # All shards are there, so nobody writes one; but another rank may be writing this very manifest.
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        remove_temporaries(self.folder, "" if alone else ".safetensors")
         return True
 
     def record(self, files: Sequence[Path], extra: Mapping[str, Any] | None = None) -> None:

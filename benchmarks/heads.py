@@ -1,0 +1,209 @@
+"""Speed and memory of the head alone, beside the obvious way and beside the bare matrix products as the limit.
+
+    python benchmarks/heads.py [--width 576] [--positions 256 1024 2048] [--rounds 3] [--threads 1] [--json FILE]
+
+All ways take turns in one process; each ratio is the median over the rounds, and the ratio of the fastest rounds is
+shown beside it (on a busy machine the truth is nearer to that one). Peak memory beyond the inputs is measured in a
+process of its own for every figure. The limits are bare products and the memory for what they make, the better of two:
+over whole rows of logits, and over tiles like the head's.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_weave.heads import Head, candidate_logprobs, fused_log_residual_loss, top_candidates
+from lightning_weave.heads.tiles import TILE_WIDTH, rows_within_budget
+from lightning_weave.maths import log_residual_loss, tilted_target, with_other
+
+VOCABULARY = 151_936
+CANDIDATES = 16
+ALPHA = 2.0
+Way = Callable[[], Any]
+
+LIMITS = ("one product", "two products", "three products")
+# (title, ours, others): each ratio is ours over theirs
+COMPARISONS = (
+    ("candidate log-probs", "candidates", ("one product", "log_softmax + gather")),
+    ("top candidates", "top", ("one product", "log_softmax + topk")),
+    ("loss and gradients", "one-pass", ("three products", "autograd")),
+    ("the same, head frozen", "one-pass, frozen", ("two products",)),
+)
+
+
+def make_ways(positions: int, width: int) -> dict[str, Way]:
+    """Make the inputs and give every way as a function of no argument."""
+    torch.manual_seed(0)
+    hidden_ND = torch.randn(positions, width)
+    weight_VD = torch.randn(VOCABULARY, width) * (3 / width**0.5)
+    ids_NC = torch.randint(0, VOCABULARY, (positions, CANDIDATES)).sort(dim=1).values
+    ids_NC += torch.arange(CANDIDATES)  # distinct
+    ids_NC.clamp_(max=VOCABULARY - 1)
+    sampled_N = ids_NC[:, 0]
+    log_b_NO = torch.log_softmax(3 * torch.randn(positions, CANDIDATES + 1), dim=1)
+    log_q_NO = tilted_target(log_b_NO, torch.randn(positions, CANDIDATES), ALPHA)
+    head = Head(weight_VD, VOCABULARY)
+
+    def one_pass(frozen: bool) -> None:
+        inputs = hidden_ND.detach().requires_grad_(), weight_VD.detach().requires_grad_(not frozen)
+        fused_log_residual_loss(*inputs, ids_NC, log_b_NO, log_q_NO, ALPHA, positions).backward()
+
+    def autograd() -> None:
+        h_ND, w_VD = hidden_ND.detach().requires_grad_(), weight_VD.detach().requires_grad_()
+        log_pi_NO = with_other(torch.log_softmax(h_ND @ w_VD.T, dim=1).gather(1, ids_NC))
+        (log_residual_loss(log_pi_NO, log_b_NO, log_q_NO, ALPHA).sum() / positions).backward()
+
+    def gathered() -> Tensor:
+        return torch.log_softmax(hidden_ND @ weight_VD.T, dim=1).gather(1, ids_NC)
+
+    def topmost() -> tuple[Any, Tensor]:
+        logp_NV = torch.log_softmax(hidden_ND @ weight_VD.T, dim=1)
+        return logp_NV.topk(CANDIDATES), logp_NV.gather(1, sampled_N[:, None])
+
+    return {
+        "candidates": lambda: candidate_logprobs(hidden_ND, head, ids_NC),
+        "top": lambda: top_candidates(hidden_ND, head, sampled_N, CANDIDATES),
+        "one-pass": lambda: one_pass(frozen=False),
+        "one-pass, frozen": lambda: one_pass(frozen=True),
+        "log_softmax + gather": gathered,
+        "log_softmax + topk": topmost,
+        "autograd": autograd,
+        **make_limits(hidden_ND, weight_VD),
+    }
+
+
+def make_limits(hidden_ND: Tensor, weight_VD: Tensor) -> dict[str, Way]:
+    """Give one, two and three bare products in chunks of positions, over whole rows and over tiles of logits."""
+    positions = len(hidden_ND)
+    chunk = min(rows_within_budget(VOCABULARY, hidden_ND.device), positions)
+
+    def products(width: int, count: int) -> None:
+        room, d_hidden_ND, d_weight_VD = (
+            torch.empty(shape) for shape in (chunk * VOCABULARY, hidden_ND.shape, weight_VD.shape)
+        )
+        columns = [slice(start, start + width) for start in range(0, VOCABULARY, width)]
+        for start in range(0, positions, chunk):
+            h_ND, d_h_ND = hidden_ND[start : start + chunk], d_hidden_ND[start : start + chunk]
+            tiles = []
+            for tile in columns:
+                w_WD = weight_VD[tile]
+                free = room[tile.start * len(h_ND) :][: len(w_WD) * len(h_ND)]
+                tiles.append(torch.mm(h_ND, w_WD.T, out=free.view(len(h_ND), len(w_WD))))
+            for tile, logits_NW in zip(columns, tiles, strict=True):
+                if count > 1:
+                    d_h_ND.addmm_(logits_NW, weight_VD[tile], beta=0 if tile.start == 0 else 1)
+                if count > 2:
+                    d_weight_VD[tile].addmm_(logits_NW.T, h_ND, beta=0 if start == 0 else 1)
+
+    return {
+        f"{name} ({layout})": lambda width=width, count=count: products(width, count)
+        for count, name in enumerate(LIMITS, start=1)
+        for layout, width in (("rows", VOCABULARY), ("tiles", TILE_WIDTH))
+    }
+
+
+def measure_times(positions: int, width: int, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Time every way once per round; one round more warms up."""
+    ways = make_ways(positions, width)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            begin = clock()
+            way()
+            times[name].append(clock() - begin)
+    times = {name: seconds[1:] for name, seconds in times.items()}
+    for name in LIMITS:
+        kinds = [seconds for other, seconds in times.items() if other.startswith(name + " (")]
+        times[name] = min(kinds, key=median)
+    return times
+
+
+def measure_memory(name: str, positions: int, width: int) -> float:
+    """Run one way in a process of its own and return its peak memory beyond the inputs, in MB."""
+    command = [sys.executable, __file__, "--memory-of", name, "--positions", str(positions), "--width", str(width)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def peak_beyond_inputs(name: str, positions: int, width: int) -> float:
+    """Measure this process: what a way needs at its worst beyond what was there before."""
+    way = make_ways(positions, width)[name]
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making the inputs
+    before = status("VmRSS")
+    way()
+    return (status("VmHWM") - before) / 1024
+
+
+def status(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1])
+
+
+def compare(times: dict[str, list[float]], positions: int) -> list[dict[str, Any]]:
+    """Turn times into ratios, ours over theirs."""
+    rows = []
+    for title, ours, others in COMPARISONS:
+        for other in others:
+            ratios = [a / b for a, b in zip(times[ours], times[other], strict=True)]
+            rows.append(
+                {
+                    "what": title,
+                    "positions": positions,
+                    "against": other,
+                    "ours_ms": 1e3 * median(times[ours]),
+                    "theirs_ms": 1e3 * median(times[other]),
+                    "ratio": median(ratios),
+                    "ratio_of_fastest": min(times[ours]) / min(times[other]),
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=576)
+    parser.add_argument("--positions", type=int, nargs="+", default=[256, 1024, 2048])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--processor-time", action="store_true", help="count own time only: for a busy machine")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.memory_of:
+        print(peak_beyond_inputs(options.memory_of, options.positions[0], options.width))
+        return
+
+    clock = time.process_time if options.processor_time else time.perf_counter
+    print(f"V = {VOCABULARY:,}, D = {options.width}, {CANDIDATES} candidates, float32, {options.threads} thread(s)")
+    print(f"{'':22} {'positions':>9} {'against':<22} {'ours ms':>9} {'theirs ms':>9} {'ratio':>7} {'fastest':>8}")
+    rows = []
+    for positions in options.positions:
+        for row in compare(measure_times(positions, options.width, options.rounds, clock), positions):
+            rows.append(row)
+            print(
+                f"{row['what']:22} {positions:9} {row['against']:<22} {row['ours_ms']:9.0f} {row['theirs_ms']:9.0f} "
+                f"{row['ratio']:7.3f} {row['ratio_of_fastest']:8.3f}",
+                flush=True,
+            )
+
+    print(f"\n{'peak MB beyond inputs':22} " + " ".join(f"{positions:>9}" for positions in options.positions))
+    memory = {}
+    for name in ("candidates", "log_softmax + gather", "top", "log_softmax + topk", "one-pass", "autograd"):
+        memory[name] = [measure_memory(name, positions, options.width) for positions in options.positions]
+        print(f"{name:22} " + " ".join(f"{megabytes:9.0f}" for megabytes in memory[name]), flush=True)
+    print(f"(the weight gradient alone is {VOCABULARY * options.width * 4 / 2**20:.0f} MB)")
+    if options.json:
+        options.json.write_text(json.dumps({"times": rows, "memory_mb": memory}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
