@@ -163,6 +163,14 @@ def test_an_unfinished_stage_has_no_manifest(tmp_path: Path) -> None:
         stage.require()
 
 
+def test_the_manifest_counts_rows_and_decisions(tmp_path: Path) -> None:
+    stage, written = make_stage(tmp_path), make_rollouts(7)
+    stage.write(0, written)
+    assert stage.finish(Rollouts, 1)
+    manifest = stage.require()
+    assert (manifest["rows"], manifest["positions"]) == (7, len(written.response_ids.flat))
+
+
 def test_a_broken_manifest_is_named(tmp_path: Path) -> None:
     stage = make_stage(tmp_path)
     stage.write(0, make_rollouts(4))

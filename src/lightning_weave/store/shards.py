@@ -87,9 +87,10 @@ class Shard(Generic[T]):
 
     @property
     def positions(self) -> int:
-        """The number of entries of the longest ragged field: tokens, for every shard this project writes."""
-        ragged = [name for name in self._names if name + OFFSETS in self._tensors]
-        return max((len(self._tensors[name]) for name in ragged), default=0)
+        """The number of entries of the last ragged field: decisions, in every kind of shard that this project writes."""
+        names = [field.name for field in fields(self.kind)]  # type: ignore[arg-type]
+        ragged = [name for name in names if name + OFFSETS in self._tensors]
+        return len(self._tensors[ragged[-1]]) if ragged else 0
 
 
 def _remedy(path: Path) -> str:
