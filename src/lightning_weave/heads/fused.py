@@ -110,9 +110,10 @@ def _fused(
     ids_NC = checked_ids(candidate_ids_NC, head.vocabulary)
     if isinstance(normalizer, Tensor):
         normalizer = normalizer.to(maths_dtype(hidden_ND))
-    device = hidden_ND.device
-    rows = chunk or min(rows_within_cache(head.vocabulary, device), rows_within_budget(head.vocabulary, device))
     wanted = (torch.is_grad_enabled() and hidden_ND.requires_grad, torch.is_grad_enabled() and weight_VD.requires_grad)
+    rows = chunk or rows_within_cache(head.vocabulary, hidden_ND.device)
+    if not chunk and wanted[1]:
+        rows = min(rows, rows_within_budget(head.vocabulary, hidden_ND.device))
     return _OnePass.apply(hidden_ND, weight_VD, head, ids_NC, objective, normalizer, rows, wanted)
 
 
@@ -131,28 +132,22 @@ class _OnePass(torch.autograd.Function):
         rows: int,
         wanted: tuple[bool, bool],
     ) -> Tensor:
-        dtype = maths_dtype(hidden_ND)
-        d_hidden_ND = torch.empty_like(hidden_ND, dtype=dtype) if wanted[0] else None
-        d_weight_VD = torch.empty_like(weight_VD, dtype=dtype) if wanted[1] else None
-        if d_weight_VD is not None:
-            d_weight_VD[head.vocabulary if len(hidden_ND) else 0 :] = 0.0  # what no chunk will write
-        sums = _Gradients(d_hidden_ND, d_weight_VD)
+        sums = _Gradients.of(hidden_ND, weight_VD, head.vocabulary, wanted)
+        loss = hidden_ND.new_zeros((), dtype=maths_dtype(hidden_ND))
         multiply_in = product_dtype(hidden_ND)
-        loss = hidden_ND.new_zeros((), dtype=dtype)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            room = Logits.of(hidden_ND[:rows], head, multiply_in).room(keep=any(wanted))
+            first = Logits.of(hidden_ND[:rows], head, multiply_in)
+            room = first.room(keep=sums.need_tiles(first))
             for start in range(0, len(hidden_ND), rows):
                 part = slice(start, start + rows)
-                seen = scan(Logits.of(hidden_ND[part], head, multiply_in), ids_NC[part], room)
+                logits = Logits.of(hidden_ND[part], head, multiply_in)
+                seen = scan(logits, ids_NC[part], room, sums.pull(logits, part))
                 log_pi_NO, pi_NO = normalised(torch.cat([seen.candidates_NC, seen.other_N1], dim=1))
                 loss_N, gradient_NO = objective(log_pi_NO, part)
                 loss += loss_N.sum()
                 if any(wanted):
                     sums.add(part, hidden_ND[part].to(multiply_in), seen, _of_logits(gradient_NO / normalizer, pi_NO))
-        ctx.save_for_backward(
-            None if d_hidden_ND is None else d_hidden_ND.to(hidden_ND.dtype),
-            None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype),
-        )
+        ctx.save_for_backward(*sums.rounded(hidden_ND.dtype, weight_VD.dtype))
         return loss / normalizer
 
     @staticmethod
@@ -195,21 +190,67 @@ def _of_logits(gradient_NO: Tensor, pi_NO: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Where the gradients of hidden states and weight are put together."""
+    """Where the gradients of hidden states and weight are put together, each only if it is wanted.
+
+    A vocabulary of one tile: the tile becomes the gradient of its logits, in place, and is multiplied out. Many tiles:
+    the exponentials are multiplied as they are, first by the matrix while the scan has it in cache, then, if the weight
+    learns, by the hidden states with the factor in these; the candidates, which have no exponential, are added to both.
+    """
 
     hidden_ND: Tensor | None
     weight_VD: Tensor | None
 
+    @classmethod
+    def of(cls, hidden_ND: Tensor, weight_VD: Tensor, vocabulary: int, wanted: tuple[bool, bool]) -> "_Gradients":
+        dtype = maths_dtype(hidden_ND)
+        d_hidden_ND = torch.empty_like(hidden_ND, dtype=dtype) if wanted[0] else None
+        d_weight_VD = torch.empty_like(weight_VD, dtype=dtype) if wanted[1] else None
+        if d_weight_VD is not None:
+            d_weight_VD[vocabulary if len(hidden_ND) else 0 :] = 0.0  # what no chunk will write
+        return cls(d_hidden_ND, d_weight_VD)
+
+    def need_tiles(self, logits: Logits) -> bool:
+        """Say whether exponentials are needed after the scan."""
+        return self.weight_VD is not None or len(logits.starts) == 1
+
+    def pull(self, logits: Logits, part: slice) -> Tensor | None:
+        """Give the scan a place for its product with the matrix, if it is to make one."""
+        return None if self.hidden_ND is None or len(logits.starts) == 1 else self.hidden_ND[part]
+
     def add(self, part: slice, hidden_ND: Tensor, seen: Scan, gradient_NO: Tensor) -> None:
-        """Turn each kept tile into the gradient of its logits, in place, and multiply it out."""
+        """Add what a chunk gives, from the gradient of its outcomes' logits."""
+        of_candidates_NC = gradient_NO[:, :-1]
         share_NT = gradient_NO[:, -1:] * (seen.peak_NT - seen.other_N1).exp2()
-        of_candidates = gradient_NO[:, :-1].flatten()
-        for number, (start, (there, here)) in enumerate(zip(seen.logits.starts, seen.places, strict=True)):
-            tile_NW = seen.tiles[number].mul_(share_NT[:, number, None])
-            tile_NW.view(-1)[here] = of_candidates[there]
-            tile_NW = tile_NW.to(hidden_ND.dtype)
-            if self.hidden_ND is not None:
-                add_product(self.hidden_ND[part], tile_NW, seen.logits.weight(start), fresh=start == 0)
-            if self.weight_VD is not None:
+        if len(seen.logits.starts) == 1:
+            self._add_dense(part, hidden_ND, seen, of_candidates_NC, share_NT)
+            return
+        ids_NC = seen.ids_NC
+        if self.hidden_ND is not None:
+            rows_NCD = seen.logits.head.weight_VD[ids_NC].to(hidden_ND.dtype)
+            d_hidden_ND = self.hidden_ND[part].mul_(share_NT[:, -1:])
+            d_hidden_ND += torch.bmm(of_candidates_NC[:, None], rows_NCD)[:, 0]
+        if self.weight_VD is not None:
+            for number, start in enumerate(seen.logits.starts):
+                tile_NW = seen.tiles[number]
                 d_weight_WD = self.weight_VD[start : start + tile_NW.shape[1]]
-                add_product(d_weight_WD, tile_NW.t(), hidden_ND, fresh=part.start == 0)
+                add_product(d_weight_WD, tile_NW.t(), hidden_ND * share_NT[:, number, None], fresh=part.start == 0)
+            self.weight_VD.index_add_(
+                0, ids_NC.flatten(), (of_candidates_NC[..., None] * hidden_ND[:, None]).flatten(0, 1)
+            )
+
+    def _add_dense(
+        self, part: slice, hidden_ND: Tensor, seen: Scan, of_candidates_NC: Tensor, share_N1: Tensor
+    ) -> None:
+        tile_NV = seen.tiles[0].mul_(share_N1).scatter_(1, seen.ids_NC, of_candidates_NC).to(hidden_ND.dtype)
+        if self.hidden_ND is not None:
+            add_product(self.hidden_ND[part], tile_NV, seen.logits.weight(0), fresh=True)
+        if self.weight_VD is not None:
+            d_weight_VD = self.weight_VD[: seen.logits.head.vocabulary]
+            add_product(d_weight_VD, tile_NV.t(), hidden_ND, fresh=part.start == 0)
+
+    def rounded(self, hidden: torch.dtype, weight: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Give both in the precision of what they belong to."""
+        return (
+            None if self.hidden_ND is None else self.hidden_ND.to(hidden),
+            None if self.weight_VD is None else self.weight_VD.to(weight),
+        )

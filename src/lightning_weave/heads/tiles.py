@@ -156,42 +156,40 @@ class Scan:
     """One pass over the vocabulary: the candidates' logits, and the others' exponentials tile by tile."""
 
     logits: Logits
-    places: list[tuple[Tensor, Tensor]]
-    candidates_NC: Tensor  # base-2 logits
+    ids_NC: Tensor
+    candidates_NC: Tensor  # their base-2 logits
     tiles: list[Tensor]  # (N, W): 2 ** (logit - peak), 0 at candidates; all in one place unless kept
-    peak_NT: Tensor
+    peak_NT: Tensor  # the largest logit up to and with that tile
     other_N1: Tensor  # base-2 logarithm of the sum over all that are no candidates
 
 
-def scan(logits: Logits, ids_NC: Tensor, room: Tensor) -> Scan:
+def scan(logits: Logits, ids_NC: Tensor, room: Tensor, pull_ND: Tensor | None = None) -> Scan:
     """Run over the tiles, in as many places of `room` as it has.
 
-    The candidates are left out of the sum, not subtracted from it: that loses all digits when the rest is small. Each
-    tile has its own peak, so nothing under- or overflows.
+    The candidates are left out of the sum, not subtracted from it: that loses all digits when the rest is small. Peaks
+    rise along the way and what was summed before is scaled down, so nothing overflows. `pull_ND` becomes the sum of the
+    others' matrix rows, each times its exponential, while these rows are in cache.
     """
-    places = _places(ids_NC, logits)
     candidates = torch.empty(ids_NC.numel(), dtype=logits.dtype, device=ids_NC.device)
-    peaks, sums, tiles = [], [], []
-    for number, (start, (there, here)) in enumerate(zip(logits.starts, places, strict=True)):
+    peak_N1 = torch.full((len(ids_NC), 1), NOTHING, dtype=logits.dtype, device=ids_NC.device)
+    sum_N1 = torch.zeros_like(peak_N1)
+    peaks, tiles = [], []
+    for number, (start, (there, here)) in enumerate(zip(logits.starts, _places(ids_NC, logits), strict=True)):
         width = min(logits.width, logits.head.vocabulary - start)
         flat = room[number % len(room)][: len(ids_NC) * width]
         tile_NW = logits.make(start, flat.view(len(ids_NC), width))
         candidates[there] = flat[here]
         flat[here] = -torch.inf
-        peak_N1 = tile_NW.amax(dim=1, keepdim=True).clamp_(min=NOTHING)
+        before_N1, peak_N1 = peak_N1, torch.maximum(peak_N1, tile_NW.amax(dim=1, keepdim=True))
+        down_N1 = (before_N1 - peak_N1).exp2_()
         tile_NW.sub_(peak_N1).exp2_()
+        sum_N1.mul_(down_N1).add_(tile_NW.sum(dim=1, keepdim=True))
+        if pull_ND is not None:
+            add_product(pull_ND.mul_(down_N1), tile_NW, logits.weight(start), fresh=start == 0)
         peaks.append(peak_N1)
-        sums.append(tile_NW.sum(dim=1, keepdim=True))
         tiles.append(tile_NW)
-    peak_NT = torch.cat(peaks, dim=1)
-    other_N1 = logsumexp2(peak_NT + torch.cat(sums, dim=1).log2())
-    return Scan(logits, places, candidates.view(ids_NC.shape), tiles, peak_NT, other_N1)
-
-
-def logsumexp2(x_NM: Tensor) -> Tensor:
-    """Add up in base 2, never below `NOTHING`."""
-    top_N1 = x_NM.amax(dim=1, keepdim=True).clamp(min=NOTHING)
-    return ((x_NM - top_N1).exp2().sum(dim=1, keepdim=True).log2() + top_N1).clamp(min=NOTHING)
+    other_N1 = (peak_N1 + sum_N1.log2()).clamp_(min=NOTHING)
+    return Scan(logits, ids_NC, candidates.view(ids_NC.shape), tiles, torch.cat(peaks, dim=1), other_N1)
 
 
 def normalised(scores_NO: Tensor) -> tuple[Tensor, Tensor]:
