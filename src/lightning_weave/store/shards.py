@@ -87,7 +87,7 @@ class Shard(Generic[T]):
 
     @property
     def positions(self) -> int:
-        """The number of entries of the last ragged field: decisions, in every kind of shard that this project writes."""
+        """The number of entries of the last ragged field: decisions, in every kind of shard that there is."""
         names = [field.name for field in fields(self.kind)]  # type: ignore[arg-type]
         ragged = [name for name in names if name + OFFSETS in self._tensors]
         return len(self._tensors[ragged[-1]]) if ragged else 0
