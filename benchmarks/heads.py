@@ -28,6 +28,15 @@ from lightning_weave.maths import log_residual_loss, tilted_target, with_other
 VOCABULARY = 151_936
 CANDIDATES = 16
 ALPHA = 2.0
+MEASURED = (  # for memory
+    "candidates",
+    "log_softmax + gather",
+    "top",
+    "log_softmax + topk",
+    "one-pass",
+    "one-pass, frozen",
+    "autograd",
+)
 Way = Callable[[], Any]
 
 LIMITS = ("one product", "two products", "three products")
@@ -197,7 +206,7 @@ def main() -> None:
 
     print(f"\n{'peak MB beyond inputs':22} " + " ".join(f"{positions:>9}" for positions in options.positions))
     memory = {}
-    for name in ("candidates", "log_softmax + gather", "top", "log_softmax + topk", "one-pass", "autograd"):
+    for name in MEASURED:
         memory[name] = [measure_memory(name, positions, options.width) for positions in options.positions]
         print(f"{name:22} " + " ".join(f"{megabytes:9.0f}" for megabytes in memory[name]), flush=True)
     print(f"(the weight gradient alone is {VOCABULARY * options.width * 4 / 2**20:.0f} MB)")

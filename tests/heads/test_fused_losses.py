@@ -179,8 +179,17 @@ def test_everything_is_a_candidate():
         assert max(errors) < 1e-12
 
 
-def test_a_frozen_head_and_a_frozen_body():
-    case = make_case(2)
+def test_a_tile_without_anything_but_candidates():
+    case = make_case(1, V=1025)
+    case.ids_NC[:, 5] = 1024  # the only column of the second tile
+    for loss in LOSSES:
+        errors = relative_errors(with_gradients(fused, case, loss, 4), with_gradients(plain, case, loss))
+        assert max(errors) < 1e-12
+
+
+@pytest.mark.parametrize("V", [300, 2500])
+def test_a_frozen_head_and_a_frozen_body(V):
+    case = make_case(2, V=V)
     _, d_hidden, d_weight = with_gradients(plain, case, "log-residual")
     case.weight_VD.requires_grad_(False)
     fused(case, "log-residual").backward()
@@ -244,12 +253,13 @@ def test_double_backward_is_refused_in_plain_words(loss):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_bfloat16_inputs_are_multiplied_and_summed_in_float32(loss):
-    case = make_case(7).to(torch.bfloat16)
+@pytest.mark.parametrize("V", [300, 2500])
+def test_bfloat16_inputs_are_multiplied_and_summed_in_float32(loss, V):
+    logs = make_case(7, V=V)
+    case = logs.to(torch.bfloat16)
     exact = case.to(torch.float64)
-    logs = make_case(7)
-    case = Case(case.hidden_ND, case.weight_VD, case.ids_NC, logs.log_b_NO, logs.log_q_NO, 300)
-    exact = Case(exact.hidden_ND, exact.weight_VD, case.ids_NC, logs.log_b_NO, logs.log_q_NO, 300)
+    case = Case(case.hidden_ND, case.weight_VD, case.ids_NC, logs.log_b_NO, logs.log_q_NO, V)
+    exact = Case(exact.hidden_ND, exact.weight_VD, case.ids_NC, logs.log_b_NO, logs.log_q_NO, V)
     wanted = with_gradients(plain, exact, loss)
     got = with_gradients(fused, case, loss, 5)
     assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.bfloat16]

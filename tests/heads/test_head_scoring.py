@@ -48,7 +48,13 @@ def close(got: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize(
     ("N", "V", "D", "C", "chunk"),
-    [(11, 40, 8, 16, 4), (5, 3 * TILE_WIDTH + 100, 48, 16, None), (7, TILE_WIDTH, 16, 1, 2), (3, 17, 4, 16, 1)],
+    [
+        (11, 40, 8, 16, 4),
+        (5, 3 * TILE_WIDTH + 100, 48, 16, None),
+        (7, TILE_WIDTH, 16, 1, 2),
+        (4, TILE_WIDTH + 1, 16, 5, 3),
+        (3, 17, 4, 16, 1),
+    ],
 )
 def test_every_number_equals_the_full_computation(name, N, V, D, C, chunk):
     torch.manual_seed(0)

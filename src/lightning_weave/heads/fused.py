@@ -2,8 +2,8 @@
 
 Let g be the gradient with respect to the outcomes' log-probs and pi their probabilities. A candidate's logit then has
 the gradient  g_c - pi_c sum(g),  and a token v that is no candidate has  (g_o - pi_o sum(g)) pi_v / pi_o:  the same
-expression for the outcome `other`, shared out among its tokens. Both are linear in what the product made, so a chunk's
-logits become its gradient in place, and the two gradients are two more products.
+expression for the outcome `other`, shared out among its tokens in proportion to the exponentials of their logits. So
+the two gradients are two more products with what the first one made, and nothing is computed again.
 """
 
 from collections.abc import Callable
