@@ -82,7 +82,7 @@ def recipe(models: Path, brief: Path) -> dict[str, Any]:
         "anchors": {"one": {"post": str(brief), "pre": str(models / "smollm2")}},
         "compositions": {"brief": {"weights": {"one": 1.0}}},
         "prompts": {"source": str(source), "columns": {"prompt": "question", "answer": "answer"}},
-        "rollout": {"responses": 2, "max_tokens": 32, "prompts_per_shard": 2},
+        "rollout": {"responses": 4, "max_tokens": 48, "prompts_per_shard": 2},
     }
 
 
@@ -132,7 +132,7 @@ def test_the_shift_is_towards_what_was_learned(run: Steps, recipe: dict[str, Any
         known = (post["ids"] == end) & post["mapped"] & pre["mapped"]
         shifts += (post["score"] - pre["score"])[known].tolist()
     print(f"shift on the end of turn: mean {np.mean(shifts):+.2f} nats over {len(shifts)} decisions")
-    assert len(shifts) > 4
+    assert len(shifts) > 10
     assert np.mean(np.array(shifts) > 0) > 0.7
 
 

@@ -70,6 +70,7 @@ class Steps:
     recipe: Recipe
     arguments: str = "RECIPE"
     _paths: dict[tuple[str, str | None], Path] = field(default_factory=dict, repr=False)
+    _identities: dict[Path, str] = field(default_factory=dict, repr=False)
 
     @property
     def store(self) -> Store:
@@ -82,13 +83,20 @@ class Steps:
             self._paths[key] = resolve_model(model, revision)
         return self._paths[key]
 
+    def identity_of(self, model: str, revision: str | None) -> str:
+        """Identify a model once per command."""
+        path = self.path_of(model, revision)
+        if path not in self._identities:
+            self._identities[path] = model_identity(path)
+        return self._identities[path]
+
     @property
     def student_path(self) -> Path:
         return self.path_of(self.recipe.student.model, self.recipe.student.revision)
 
-    @cached_property
+    @property
     def student_identity(self) -> str:
-        return model_identity(self.student_path)
+        return self.identity_of(self.recipe.student.model, self.recipe.student.revision)
 
     @cached_property
     def prompts(self) -> Step:
@@ -124,7 +132,7 @@ class Steps:
     def score(self, scored: ScoredModel) -> Step:
         settings = {
             "dtype": self.recipe.score.dtype,
-            "model": model_identity(self.path_of(scored.model, scored.revision)),
+            "model": self.identity_of(scored.model, scored.revision),
             "aliases": dict(scored.aliases),
             "untrained": scored.untrained,
             "bos": scored.bos,
@@ -223,7 +231,7 @@ class Steps:
             inputs = (self.train(policy),)
         elif policy in self.recipe.policies:
             other = self.recipe.policies[policy]
-            settings["model"] = model_identity(self.path_of(other.model, other.revision))
+            settings["model"] = self.identity_of(other.model, other.revision)
         else:
             settings["model"] = self.student_identity
         return Step(

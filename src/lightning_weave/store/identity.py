@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,7 @@ def file_identity(path: Path) -> str:
     stat = path.stat()
     key = f"{path.resolve()}"
     stamp = [stat.st_size, stat.st_mtime_ns]
-    cache = _load_cache()
-    known = cache.get(key)
+    known = _load_cache().get(key)
     if known and known[:2] == stamp:
         return str(known[2])
     digest = sha256_file(path)
@@ -61,10 +61,18 @@ def _cache_file() -> Path:
 
 
 def _load_cache() -> dict[str, list[Any]]:
+    """Read what is remembered, again only when another process has written it since."""
+    file = _cache_file()
     try:
-        cache = read_json(_cache_file())
+        stat = file.stat()
+        return _read_cache(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
     except (OSError, CorruptData):
         return {}
+
+
+@lru_cache(maxsize=1)
+def _read_cache(file: Path, *_stamp: int) -> dict[str, list[Any]]:
+    cache = read_json(file)
     return cache if isinstance(cache, dict) else {}
 
 

@@ -5,6 +5,8 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -58,14 +60,17 @@ def scored_ends(steps: Steps, anchor: str) -> Ends:
     rollout, reference = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
     scores = [steps.store.stage(step) for step in steps.scores_of(anchor)]
     sampled, candidates, mapped = [], [], []
-    for shard, place in places(steps, ENDS):
-        rows = rollout.open(Rollouts, shard).read(place, place + 1)
-        if rows.finish_R[0] != STOP or not len(rows.response_ids[0]):
-            continue
-        post, pre = (stage.open(Scores, shard).read(place, place + 1).mapped[0][-1] for stage in scores)
-        sampled.append(rows.response_ids[0][-1])
-        candidates.append(reference.open(Candidates, shard).read(place, place + 1).ids[0][-1])
-        mapped.append(post & pre)
+    for shard, group in groupby(sorted(places(steps, ENDS)), key=itemgetter(0)):
+        rollouts, references = rollout.open(Rollouts, shard), reference.open(Candidates, shard)
+        pair = [stage.open(Scores, shard) for stage in scores]
+        for _, place in group:
+            rows = rollouts.read(place, place + 1)
+            if rows.finish_R[0] != STOP or not len(rows.response_ids[0]):
+                continue
+            post, pre = (shift.read(place, place + 1).mapped[0][-1] for shift in pair)
+            sampled.append(rows.response_ids[0][-1])
+            candidates.append(references.read(place, place + 1).ids[0][-1])
+            mapped.append(post & pre)
     return Ends.of(sampled, candidates, mapped, steps.recipe.reference.candidates)
 
 
