@@ -1,0 +1,54 @@
+"""The demo, and the tiny world that it runs on."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from lightning_weave.cli.options import Sets, open_console, open_progress, writing
+
+if TYPE_CHECKING:
+    from lightning_weave.stages.steps import Steps
+
+app = typer.Typer()
+world_app = typer.Typer(help="The tiny world of the demo.", no_args_is_help=True)
+
+
+@app.command()
+def demo(
+    set_: Sets = None,
+    full: Annotated[bool, typer.Option("--full", help="a third anchor, the sweep and every baseline")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="with --full: training seeds per world")] = 1,
+    world: Annotated[list[int] | None, typer.Option(help="also build and use the world of this seed")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="use no shipped checkpoint: build a world first")] = False,
+) -> None:
+    """Weave two capabilities into a student on a tiny world, in minutes."""
+    from lightning_weave.stages import demo as stage
+
+    progress, out = open_progress(), open_console()
+    worlds = [] if fresh else [stage.World()]
+    worlds += [stage.World(seed) for seed in (world or ([1] if fresh else []))]
+    runs: dict[stage.World, list[Steps]] = {}
+    for each in worlds:
+        each.lay_out(progress)
+        runs[each] = [stage.load_demo(each, full, number, set_ or []) for number in range(seeds)]
+        for steps in runs[each]:
+            with writing(steps):
+                stage.run(steps, progress, out)
+    if full:
+        command = " ".join(["lweave", *sys.argv[1:]])
+        out.print(f"Claims:    {stage.write_claims(runs, progress, command)}", soft_wrap=True)
+
+
+@world_app.command("build")
+def world_build(
+    directory: Annotated[str, typer.Argument(metavar="DIR")],
+    seed: Annotated[int, typer.Option(help="another seed is another world")] = 0,
+    size: Annotated[Literal["full", "miniature"], typer.Option(help="miniature goes through the motions")] = "full",
+) -> None:
+    """Make every checkpoint, prompt and benchmark of a world from nothing."""
+
+    from lightning_weave.world.build import build_world
+
+    build_world(Path(directory), seed, open_progress(), size)

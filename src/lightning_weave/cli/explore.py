@@ -1,0 +1,69 @@
+"""What a recipe could become: a preview of its targets, mixed weights, a sweep of weights."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lightning_weave.cli.options import Files, Only, Sets, load_steps, open_console, open_progress, writing
+from lightning_weave.errors import InputError
+
+app = typer.Typer()
+
+
+@app.command()
+def preview(
+    recipe: Files,
+    set_: Sets = None,
+    only: Only = None,
+    problems: Annotated[int, typer.Option(min=1, help="of each benchmark")] = 20,
+) -> None:
+    """Sample from the tilted targets themselves, with live anchors: what a composition aims at, before training."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.stages import preview as stage
+
+    with writing(steps):
+        stage.run(steps, open_progress(), open_console(), problems, only)
+
+
+@app.command()
+def interpolate(
+    first: Annotated[str, typer.Argument(metavar="A", help="checkpoint at 0")],
+    second: Annotated[str, typer.Argument(metavar="B", help="checkpoint at 1, of the same shape")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="directory to make")],
+    share: Annotated[float, typer.Option("--lambda", help="how far to go from A to B")] = 0.5,
+) -> None:
+    """Mix the weights of two checkpoints; list OUT under [policies] to evaluate it."""
+
+    from lightning_weave.models.interpolate import interpolate as mix
+    from lightning_weave.models.load import resolve_model
+
+    mix(resolve_model(first), resolve_model(second), share, Path(out))
+
+
+@app.command()
+def sweep(
+    recipe: Files,
+    shares: Annotated[str, typer.Option(metavar="S,S,...", help="shares of one anchor, from 0 to 1")],
+    anchor: Annotated[str | None, typer.Option(help="whose share; unsaid: the last anchor's")] = None,
+    alphas: Annotated[str | None, typer.Option(metavar="A,A,...", help="every share at each of these alphas")] = None,
+    set_: Sets = None,
+) -> None:
+    """Train and evaluate a row of weights from one cache, and print their frontier as it grows."""
+    wanted = _numbers("--shares", shares), _numbers("--alphas", alphas) if alphas else None
+    steps = load_steps(recipe, set_)
+    from lightning_weave.stages.sweep_plan import plan_sweep
+
+    plan = plan_sweep(steps.recipe, wanted[0], anchor, wanted[1])
+    from lightning_weave.stages import sweep as stage
+
+    with writing(steps):
+        stage.run(steps, plan, open_progress(), open_console())
+
+
+def _numbers(option: str, text: str) -> list[float]:
+
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise InputError(f"{option} {text}: must be numbers with commas between, for example 0.25,0.5,0.75") from None

@@ -1,0 +1,133 @@
+"""What a run is, what came of it, and what it costs."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lightning_weave.cli.options import Files, Json, Sets, load_steps, open_console, open_progress
+from lightning_weave.errors import InputError
+
+app = typer.Typer()
+
+
+@app.command()
+def report(
+    recipe: Annotated[
+        list[str], typer.Argument(metavar="RECIPE...", help="one run each; several of one student merge")
+    ],
+    set_: Sets = None,
+) -> None:
+    """Draw what happened and why: one page that opens from disk."""
+    runs = [load_steps([file], set_) for file in recipe]
+    from lightning_weave.stages import report as stage
+
+    stage.run(runs, open_progress())
+
+
+@app.command()
+def card(
+    recipe: Files,
+    composition: Annotated[str, typer.Option(help="which trained student")],
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="unsaid: publish/ in the run directory")] = None,
+    set_: Sets = None,
+) -> None:
+    """Make a directory that is ready for the hub: the student, its card with evaluation, its recipe."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.stages import publish as stage
+
+    stage.run(steps, composition, Path(out) if out else None, open_progress())
+
+
+@app.command()
+def status(recipe: Files, set_: Sets = None) -> None:
+    """Say what is done, stale or missing, and what to type next."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.stages import status as stage
+
+    stage.run(steps, open_console())
+
+
+@app.command()
+def doctor(recipe: Files, set_: Sets = None, json: Json = False) -> None:
+    """Say before any GPU time whether the anchors are usable."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.stages import doctor as stage
+
+    stage.run(steps, open_console(), json)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="TOML files")] = None,
+    set_: Sets = None,
+    gpus: Annotated[int, typer.Option(min=1, help="how many")] = 8,
+    gpu: Annotated[str, typer.Option(help="which: H100, A100, RTX4090, ...")] = "H100",
+    prompt_tokens: Annotated[float | None, typer.Option(min=1, help="mean length of a prompt")] = None,
+    utilisation: Annotated[float | None, typer.Option(min=0.01, max=1, help="of the peak, in forward passes")] = None,
+    rate: Annotated[float | None, typer.Option(min=1, help="tokens per second that one GPU samples")] = None,
+    calibration: Annotated[bool, typer.Option("--calibration", help="predictions beside the paper's table")] = False,
+    json: Json = False,
+) -> None:
+    """Predict work, memory, disk and GPU hours from the architectures alone."""
+    if calibration:
+        from lightning_weave.stages.plan_calibration import calibration_page
+
+        print(calibration_page(), end="")
+        return
+    from lightning_weave.config import load_recipe
+
+    if not recipe:
+        raise InputError("plan needs a RECIPE, or --calibration")
+    loaded = load_recipe(recipe, set_ or ())
+    from lightning_weave.plan.costs import Machine
+    from lightning_weave.plan.gpus import find_gpu
+    from lightning_weave.stages import plan as stage
+
+    stage.run(loaded, Machine(find_gpu(gpu), gpus, utilisation, rate), prompt_tokens, json, open_console())
+
+
+@app.command()
+def inspect(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run directory or a recipe")],
+    row: Annotated[int, typer.Option(help="which trajectory, from 0")],
+    position: Annotated[int, typer.Option(help="which of its response tokens, from 0")],
+    set_: Sets = None,
+    json: Json = False,
+) -> None:
+    """Show one decision: candidates, behaviour, every model, every pair's shift, the targets."""
+    file, here = _recipe_of_run(run)
+    steps = load_steps([file], [*here, *(set_ or ())])
+    from lightning_weave.stages import inspect as stage
+
+    stage.run(steps, row, position, open_console(), json)
+
+
+def _recipe_of_run(run: str) -> tuple[str, list[str]]:
+    """Take a run directory by its own recipe.toml, wherever it stands now."""
+    folder = Path(run)
+    if not folder.is_dir():
+        return run, []
+    if not (folder / "recipe.toml").is_file():
+        raise InputError(f"{run}: no recipe.toml here, so no run directory. Give runs/NAME, or a recipe")
+    place = folder.resolve()
+    return str(folder / "recipe.toml"), [f"runs={json.dumps(str(place.parent))}", f"name={json.dumps(place.name)}"]
+
+
+@app.command()
+def verify(recipe: Files, set_: Sets = None) -> None:
+    """Check every stored byte against its checksum."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.stages import verify as stage
+
+    stage.run(steps, open_progress(), open_console())
+
+
+@app.command()
+def cost(recipe: Files, set_: Sets = None) -> None:
+    """Print what every stage cost, from what was measured."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.stages import cost as stage
+
+    stage.run(steps, open_console())

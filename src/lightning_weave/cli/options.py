@@ -1,0 +1,69 @@
+"""What the commands share: their options, and what those open. Nothing heavy is imported before a recipe is checked."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lightning_weave.progress import Progress
+    from lightning_weave.stages.steps import Steps
+    from lightning_weave.stages.work import Do
+
+Files = Annotated[list[str], typer.Argument(metavar="RECIPE...", help="TOML files, merged left to right")]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the recipe")]
+Only = Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="only these, by name")]
+Cluster = Annotated[Literal["ray"] | None, typer.Option(help="hand the shards to a cluster")]
+Address = Annotated[str | None, typer.Option(help="of the cluster; unsaid: RAY_ADDRESS, or one on this machine")]
+Json = Annotated[bool, typer.Option("--json", help="for machines")]
+
+
+def load_steps(files: list[str], sets: list[str] | None) -> "Steps":
+    """Check the recipe first, import what is heavy after."""
+    from lightning_weave.config import load_recipe
+
+    recipe = load_recipe(files, sets or ())
+    from lightning_weave.stages.steps import Steps
+
+    words = [*files, *(word for value in sets or () for word in ("--set", value))]
+    return Steps(recipe, shlex.join(words))
+
+
+def open_console() -> "Console":
+    """Tables want room: a pipe has no width of its own, and 80 columns would cut them."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=140)
+
+
+def open_progress() -> "Progress":
+    from lightning_weave.progress import Progress
+
+    return Progress()
+
+
+def choose_crew(cluster: str | None, address: str | None) -> "Do":
+    """Say who makes the shards."""
+    if cluster is None:
+        from lightning_weave.stages.work import do_here
+
+        return do_here
+    from lightning_weave.stages.cluster import connect
+
+    return connect(address)
+
+
+@contextmanager
+def writing(steps: "Steps") -> Iterator[None]:
+    """Hold the run directory and write the resolved recipe before anything else."""
+    from lightning_weave.config import dump_recipe
+    from lightning_weave.store import lock_run, write_atomic
+
+    with lock_run(steps.store.run_dir):
+        write_atomic(steps.store.run_dir / "recipe.toml", dump_recipe(steps.recipe).encode())
+        yield

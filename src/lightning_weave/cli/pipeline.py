@@ -1,0 +1,115 @@
+"""The stages of a recipe, one command each, and all of them in their order."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lightning_weave.cli.options import (
+    Address,
+    Cluster,
+    Files,
+    Only,
+    Sets,
+    choose_crew,
+    load_steps,
+    open_console,
+    open_progress,
+    writing,
+)
+from lightning_weave.errors import InputError
+
+if TYPE_CHECKING:
+    from lightning_weave.stages.steps import Steps
+
+app = typer.Typer()
+
+
+@app.command()
+def rollout(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
+    """Sample the student's own trajectories."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.stages import rollout as stage
+
+    with writing(steps):
+        stage.run(steps, open_progress(), choose_crew(cluster, address))
+
+
+@app.command()
+def reference(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
+    """Find the student's candidates on its own trajectories."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.stages import reference as stage
+
+    with writing(steps):
+        stage.run(steps, open_progress(), choose_crew(cluster, address))
+
+
+@app.command()
+def score(
+    recipe: Files, set_: Sets = None, only: Only = None, cluster: Cluster = None, address: Address = None
+) -> None:
+    """Score the cached candidates under every anchor model."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.stages import score as stage
+
+    with writing(steps):
+        stage.run(steps, open_progress(), only, choose_crew(cluster, address))
+
+
+@app.command()
+def train(recipe: Files, set_: Sets = None, only: Only = None) -> None:
+    """Fit the student to every composition of the cached shifts."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.stages import train as stage
+
+    with writing(steps):
+        stage.run(steps, open_progress(), only)
+
+
+@app.command("eval")
+def evaluate(
+    recipe: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="TOML files")] = None,
+    set_: Sets = None,
+    only: Only = None,
+    model: Annotated[str | None, typer.Option(help="any checkpoint, without a recipe")] = None,
+    bench: Annotated[list[str] | None, typer.Option(help="with --model: aime-2024, ..., file:PATH")] = None,
+    lm_eval: Annotated[str | None, typer.Option(metavar="DIR", help="also write lm-evaluation-harness files")] = None,
+    cluster: Cluster = None,
+    address: Address = None,
+) -> None:
+    """Sample, grade and summarise policies on benchmarks."""
+    steps = load_steps(recipe, set_) if recipe else _load_model_only(model, bench, set_)
+    from lightning_weave.stages import eval as stage
+    from lightning_weave.stages.results import show_results
+
+    with writing(steps):
+        stage.run(steps, open_progress(), only, choose_crew(cluster, address))
+        if lm_eval:
+            stage.export_lm_eval(steps, Path(lm_eval), datetime.now())
+    show_results(steps, open_console())
+
+
+def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list[str] | None) -> "Steps":
+    from lightning_weave.config import check_recipe, merge_overrides, slug
+
+    if model is None:
+        raise InputError("eval needs a RECIPE, or --model DIR with --bench NAME")
+    data = {"name": slug(model), "student": {"model": model}, "eval": {"benchmarks": benchmarks} if benchmarks else {}}
+    recipe = check_recipe(merge_overrides(data, sets or ()), "--model")
+    from lightning_weave.stages.steps import Steps
+
+    return Steps(recipe, f"--model {model}")
+
+
+@app.command()
+def run(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
+    """Bring every stale stage up to date: the whole recipe, or what is left of it."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.stages import run as stage
+    from lightning_weave.stages.results import show_results
+
+    with writing(steps):
+        stage.run(steps, open_progress(), choose_crew(cluster, address))
+    show_results(steps, open_console())
