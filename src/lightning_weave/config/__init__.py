@@ -1,17 +1,15 @@
 """Recipes: pydantic models of the TOML that users write. Importing this never imports torch."""
 
+from lightning_weave.config.composition import Composition
+from lightning_weave.config.fields import Dtype, Engine, Objective, benchmark_folder, slug
 from lightning_weave.config.load import check_recipe, dump_recipe, load_recipe, merge_overrides, merge_tables
 from lightning_weave.config.sections import (
     Anchor,
     Case,
     Columns,
-    Composition,
-    Dtype,
-    Engine,
     Eval,
     Lora,
     Machine,
-    Objective,
     Policy,
     Prompts,
     Recipe,
@@ -20,8 +18,6 @@ from lightning_weave.config.sections import (
     Score,
     Student,
     Train,
-    benchmark_folder,
-    slug,
 )
 
 __all__ = [

@@ -1,32 +1,21 @@
 """The sections of a recipe. Everything unsaid has the paper's value; unknown keys are errors."""
 
-import re
-from typing import Annotated, Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Engine = Literal["hf", "vllm"]
-Objective = Literal["tilted", "reverse-kl", "reverse-kl-full", "direct-opd"]
-PromptFormat = Literal["plain", "dapo", "question-answer", "livecodebench"]
-
-
-def _is_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name) or ".." in name:
-        raise ValueError("must be a plain name of letters, digits, '.', '_', '+', '-' (it becomes a folder)")
-    return name
-
-
-Name = Annotated[str, AfterValidator(_is_name)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Count = Annotated[int, Field(ge=1)]
-
-
-class Strict(BaseModel):
-    """A frozen section that refuses what it does not know and converts nothing behind the user's back."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+from lightning_weave.config.composition import Composition
+from lightning_weave.config.fields import (
+    Count,
+    Dtype,
+    Engine,
+    Name,
+    Objective,
+    PromptFormat,
+    Seed,
+    Strict,
+    benchmark_folder,
+)
 
 
 class Student(Strict):
@@ -56,98 +45,6 @@ class Anchor(Strict):
     validity: Literal["position", "candidate"] = Field(
         "position", description="an unmappable candidate masks its position, or only gets shift 0 itself"
     )
-
-
-class Composition(Strict):
-    """How cached shifts become one target, and how the student gets there.
-
-    Unsaid, all shifts act together on the cache (the paper's method). `online`, `mixture`, `sequence`, `teacher` and
-    `sharpen` are the alternatives that it is compared with; at most one of them can be chosen.
-    """
-
-    normalize: bool = Field(True, description="insist that weights sum to 1; false allows raw weights")
-    allow_negative: bool = Field(False, description="let a weight subtract an anchor's shift")
-    weights: dict[str, Finite] = Field({}, description="anchor name -> share of the shift")
-    alpha: float = Field(2.0, gt=0, allow_inf_nan=False, description="KL strength; larger stays nearer the student")
-    kl_budget: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="instead of alpha: mean KL(target || behaviour), nats per token"
-    )
-    objective: Objective | None = Field(None, description="instead of train.objective, for this composition only")
-    epochs: Count | None = Field(None, description="instead of train.epochs, for this composition only")
-    online: bool = Field(False, description="sample and score anew every round, with live anchors")
-    mixture: bool = Field(False, description="each prompt is supervised by one anchor only; weights are their shares")
-    sequence: list[str] = Field([], description="anchors one after the other, half the budget each")
-    dose: Literal["full", "matched"] = Field(
-        "full", description="of a sequence: weight 1 in every leg, or the weights of the joint run"
-    )
-    resample: bool = Field(True, description="of a sequence: later legs sample anew, or reuse the first cache")
-    teacher: bool = Field(False, description="aim at one anchor's own distribution instead of its shift (plain OPD)")
-    sharpen: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="aim at the student itself at this temperature; no anchors"
-    )
-
-    @property
-    def method(self) -> Literal["joint", "online", "mixture", "sequential", "teacher", "self"]:
-        """Name the way that this composition is trained."""
-        if self.online:
-            return "online"
-        if self.mixture:
-            return "mixture"
-        if self.sequence:
-            return "sequential"
-        if self.teacher:
-            return "teacher"
-        return "self" if self.sharpen is not None else "joint"
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        chosen = {
-            "online": self.online,
-            "mixture": self.mixture,
-            "sequence": bool(self.sequence),
-            "teacher": self.teacher,
-            "sharpen": self.sharpen is not None,
-        }
-        if sum(chosen.values()) > 1:
-            raise ValueError(f"only one of {', '.join(name for name, on in chosen.items() if on)} can be chosen")
-        if self.sharpen is not None and self.weights:
-            raise ValueError("sharpen needs no anchors: leave out weights")
-        if self.kl_budget is not None and "alpha" in self.model_fields_set:
-            raise ValueError("kl_budget stands instead of alpha: leave one of them out")
-        if self.kl_budget is not None and self.method not in ("joint", "mixture"):
-            raise ValueError(
-                f"kl_budget is solved on the cache, which {self.method} training does not keep to: set alpha"
-            )
-        if self.teacher and sum(weight != 0 for weight in self.weights.values()) != 1:
-            raise ValueError("teacher aims at one anchor: give exactly one of them a weight")
-        taking_part = {name for name, weight in self.weights.items() if weight != 0}
-        if self.sequence and (set(self.sequence) != taking_part or len(self.sequence) != len(taking_part)):
-            raise ValueError(f"sequence must name every anchor with a weight once: {', '.join(sorted(taking_part))}")
-        if self.online and self.objective not in (None, "direct-opd"):
-            raise ValueError('online trains with objective = "direct-opd"')
-        return self
-
-    @field_validator("weights")
-    @classmethod
-    def _are_shares(cls, weights: dict[str, float], info: ValidationInfo) -> dict[str, float]:
-        if weights and min(weights.values()) < 0 and not info.data.get("allow_negative"):
-            raise ValueError("weights must be non-negative; allow_negative = true lets one subtract")
-        total = sum(weights.values())
-        if weights and info.data.get("normalize") and abs(total - 1) > 1e-6:
-            raise ValueError(f"weights must sum to 1 but sum to {total:g}; normalize = false allows raw weights")
-        return weights
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_weights(cls, data: Any) -> Any:
-        if (
-            isinstance(data, dict)
-            and "sharpen" not in data
-            and not data.get("weights", {})
-            and data.get("weights") != []
-        ):
-            raise ValueError("weights is missing: give each anchor its share, such as weights = { a = 0.5, b = 0.5 }")
-        return data
 
 
 class Columns(Strict):
@@ -246,7 +143,7 @@ class Train(Strict):
         1e-4, gt=0, description="largest loss at zero shift before training: trainer against cache"
     )
     allow_disagreement: bool = False
-    trackers: list[Literal["tensorboard", "wandb"]] = []
+    trackers: list[Literal["tensorboard", "wandb"]] = Field([])
     keep_anchors: bool = Field(True, description="online: keep all anchors in memory, or load them one at a time")
 
     @field_validator("betas")
@@ -329,7 +226,7 @@ class Report(Strict):
     seed: Seed = 7
     megabytes: float = Field(2.0, gt=0, allow_inf_nan=False, description="of cached scores that the loom may embed")
     students: list[str] | None = Field(None, description="trained compositions shown in the loom; unsaid: all")
-    cases: dict[Name, Case] = {}
+    cases: dict[Name, Case] = Field({})
 
 
 class Machine(Strict):
@@ -347,9 +244,9 @@ class Recipe(Strict):
     name: Name
     runs: str = Field("runs", description="directory that holds run directories")
     student: Student
-    anchors: dict[Name, Anchor] = {}
-    compositions: dict[Name, Composition] = {}
-    policies: dict[Name, Policy] = {}
+    anchors: dict[Name, Anchor] = Field({})
+    compositions: dict[Name, Composition] = Field({})
+    policies: dict[Name, Policy] = Field({})
     prompts: Prompts = Prompts()
     rollout: Rollout = Rollout()
     reference: Reference = Reference()
@@ -383,22 +280,3 @@ class Recipe(Strict):
                 f"{self.train.prompts_per_round} prompts x {self.rollout.responses} responses = {rows} trajectories"
             )
         return self
-
-
-def slug(model: str) -> str:
-    """Turn a directory or hub name into a folder name.
-
-    >>> slug("Qwen/Qwen3-8B-Base"), slug("./my models/run 7/")
-    ('Qwen3-8B-Base', 'run-7')
-    """
-    last = re.split(r"[/\\]", model.rstrip("/\\"))[-1]
-    return re.sub(r"[^A-Za-z0-9._+-]+", "-", last).strip("-.") or "model"
-
-
-def benchmark_folder(benchmark: str) -> str:
-    """Name a benchmark's folder.
-
-    >>> benchmark_folder("aime-2024"), benchmark_folder("file:data/My set.jsonl")
-    ('aime-2024', 'My-set')
-    """
-    return slug(benchmark.removeprefix("file:").removesuffix(".jsonl"))

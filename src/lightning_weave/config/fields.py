@@ -1,0 +1,48 @@
+"""What the sections of a recipe are made of: checked names and numbers, choices, and the strictness of them all."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Engine = Literal["hf", "vllm"]
+Objective = Literal["tilted", "reverse-kl", "reverse-kl-full", "direct-opd"]
+PromptFormat = Literal["plain", "dapo", "question-answer", "livecodebench"]
+
+
+def _is_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name) or ".." in name:
+        raise ValueError("must be a plain name of letters, digits, '.', '_', '+', '-' (it becomes a folder)")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_is_name)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Strict(BaseModel):
+    """A frozen section that refuses what it does not know and converts nothing behind the user's back."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+
+def slug(model: str) -> str:
+    """Turn a directory or hub name into a folder name.
+
+    >>> slug("Qwen/Qwen3-8B-Base"), slug("./my models/run 7/")
+    ('Qwen3-8B-Base', 'run-7')
+    """
+    last = re.split(r"[/\\]", model.rstrip("/\\"))[-1]
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", last).strip("-.") or "model"
+
+
+def benchmark_folder(benchmark: str) -> str:
+    """Name a benchmark's folder.
+
+    >>> benchmark_folder("aime-2024"), benchmark_folder("file:data/My set.jsonl")
+    ('aime-2024', 'My-set')
+    """
+    return slug(benchmark.removeprefix("file:").removesuffix(".jsonl"))
