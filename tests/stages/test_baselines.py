@@ -18,8 +18,9 @@ from lightning_weave.errors import InputError
 from lightning_weave.maths import expected_kl
 from lightning_weave.progress import Progress
 from lightning_weave.stages import reference, rollout, score, train
+from lightning_weave.stages.offline import open_cache
 from lightning_weave.stages.online import LiveRows
-from lightning_weave.stages.train import make_fit, make_schedule, open_cache, open_trainee
+from lightning_weave.stages.train_job import make_fit, make_schedule, open_trainee
 from lightning_weave.store import read_lines
 from lightning_weave.train.data import compose
 from lightning_weave.train.parallel import Ranks

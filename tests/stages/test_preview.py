@@ -12,7 +12,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.models.load import load_model
 from lightning_weave.progress import Progress
 from lightning_weave.stages import preview, reference, rollout, score
-from lightning_weave.stages.train import open_cache
+from lightning_weave.stages.offline import open_cache
 from lightning_weave.train.data import compose, kept_decisions
 from lightning_weave.types import Request
 from tiny import make_tokenizer, make_world, steps_of

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightning_weave.stages.offline import open_cache
 from lightning_weave.stages.steps import Steps
-from lightning_weave.stages.train import make_schedule, open_cache
+from lightning_weave.stages.train_job import make_schedule
 from train.cached import make_run
 from train.launch import Plan, lopsided, start, torchrun
 

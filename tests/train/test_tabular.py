@@ -10,7 +10,8 @@ from scipy.optimize import brentq
 from torch import Tensor, nn
 
 from lightning_weave.heads import Head
-from lightning_weave.stages.train import make_schedule, open_cache
+from lightning_weave.stages.offline import open_cache
+from lightning_weave.stages.train_job import make_schedule
 from lightning_weave.train.cache import Row
 from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.loop import Fit, adam

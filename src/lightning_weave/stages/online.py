@@ -19,7 +19,7 @@ from lightning_weave.stages.reference import find_candidates
 from lightning_weave.stages.rollout import pack_rollouts
 from lightning_weave.stages.score import AnchorReader
 from lightning_weave.stages.steps import ScoredModel, Steps
-from lightning_weave.stages.train import Job, make_fit, make_schedule, open_trainee
+from lightning_weave.stages.train_job import Job, make_fit, make_schedule, open_trainee
 from lightning_weave.store import Stage
 from lightning_weave.store.ledger import measure
 from lightning_weave.train.cache import Row

@@ -14,8 +14,8 @@ from lightning_weave.config import Composition
 from lightning_weave.progress import Progress
 from lightning_weave.stages import reference, rollout, score
 from lightning_weave.stages.card import model_card
+from lightning_weave.stages.offline import Leg, train_offline
 from lightning_weave.stages.steps import Steps
-from lightning_weave.stages.train import Leg, train_offline
 from lightning_weave.store import Stage, append_line, write_atomic
 from lightning_weave.store.ledger import LEDGER, read_ledger
 from lightning_weave.train.parallel import Ranks
