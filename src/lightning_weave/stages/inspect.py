@@ -17,10 +17,10 @@ from lightning_weave.maths import compose_shifts, tilted_target, with_other
 from lightning_weave.stages.alignment import student_tokenizer
 from lightning_weave.stages.checks.findings import visible
 from lightning_weave.stages.checks.sample import prompts_by_line
+from lightning_weave.stages.shifts import anchor_pair, is_scored
 from lightning_weave.stages.steps import ROLES, ScoredModel, Steps
 from lightning_weave.tokens.spelling import Spelling
 from lightning_weave.train.cache import Cache, Row
-from lightning_weave.train.sources import Pair
 from lightning_weave.types import FINISH_REASONS, Rollouts, Scores
 
 SHOWN_BEFORE = 400  # characters of context on a terminal; all of it with --json
@@ -61,14 +61,13 @@ def run(steps: Steps, row: int, position: int, console: Console, as_json: bool =
 
 def look(steps: Steps, row: int, position: int) -> Decision:
     """Read one decision from the cache, and compose it as training would."""
-    pairs = [_pair(steps, name) for name in steps.recipe.anchors]
-    scored = [pair for pair in pairs if pair.post.state() == "done" and pair.pre.state() == "done"]
+    pairs = [anchor_pair(steps, name) for name in steps.recipe.anchors]
+    scored = [pair for pair in pairs if is_scored(pair)]
     cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), scored)
     _check_range("row", row, len(cache), "this run")
     read = cache.read(row)
     _check_range("position", position, len(read.response_ids), f"row {row}")
-    shard = int(np.searchsorted(cache.starts, row, side="right")) - 1
-    place = row - int(cache.starts[shard])
+    shard, place = cache.rows.find(row)
     rollouts = cache.rollouts.open(Rollouts, shard).read(place, place + 1)
     spelling, models = Spelling.of(student_tokenizer(steps)), _models(steps, shard, place, position)
     return Decision(
@@ -90,11 +89,6 @@ def look(steps: Steps, row: int, position: int) -> Decision:
         _targets(steps, read, [pair.name for pair in scored], position),
         [pair.name for pair in pairs if pair not in scored],
     )
-
-
-def _pair(steps: Steps, name: str) -> Pair:
-    post, pre = (steps.store.stage(step) for step in steps.scores_of(name))
-    return Pair(name, post, pre, 1.0, steps.recipe.anchors[name].validity)
 
 
 def _check_range(what: str, number: int, count: int, where: str) -> None:

@@ -8,13 +8,14 @@ import torch
 
 from lightning_weave.progress import Progress
 from lightning_weave.stages.dose import find_dose
+from lightning_weave.stages.shifts import anchor_pair
 from lightning_weave.stages.steps import Steps
 from lightning_weave.stages.train_job import Job, make_fit, make_schedule, open_trainee
 from lightning_weave.store import Stage
 from lightning_weave.store.ledger import measure
 from lightning_weave.train.cache import Cache
 from lightning_weave.train.parallel import Ranks
-from lightning_weave.train.sources import Pair, Sharpened, Source, Teacher, deal_groups
+from lightning_weave.train.sources import Sharpened, Source, Teacher, deal_groups
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,8 @@ def open_cache(steps: Steps, name: str) -> Cache:
     sources: list[Source] = []
     for anchor, weight in sorted(composition.weights.items()):
         if weight != 0:
-            post, pre = (steps.store.stage(step) for step in steps.scores_of(anchor))
-            if composition.teacher:
-                sources.append(Teacher(anchor, post, composition.alpha))
-            else:
-                sources.append(Pair(anchor, post, pre, weight, steps.recipe.anchors[anchor].validity))
+            pair = anchor_pair(steps, anchor, weight)
+            sources.append(Teacher(anchor, pair.post, composition.alpha) if composition.teacher else pair)
     if composition.sharpen is not None:
         sources.append(Sharpened(composition.sharpen, composition.alpha))
     rollouts, reference = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)

@@ -232,7 +232,7 @@ def _facts(runs: Sequence[Steps]) -> list[Fact]:
         cache = CachedShifts.open(steps)
         if cache is not None:
             positions = cache.reference.require().get("positions", 0)
-            facts.append(Fact(f"{prefix}Cache", f"{sum(cache.rows):,}", f"trajectories, {positions:,} decisions"))
+            facts.append(Fact(f"{prefix}Cache", f"{len(cache.rows):,}", f"trajectories, {positions:,} decisions"))
         seconds = sum(row["device_seconds"] for row in read_ledger(steps.store.run_dir))
         if seconds:
             facts.append(Fact(f"{prefix}Device time", duration(seconds), "evaluation included"))

@@ -57,8 +57,8 @@ def survey_cache(steps: Steps, cache: CachedShifts, vocabulary: Vocabulary, prog
     """Read the whole cache once, a shard at a time."""
     woven = {setting.name: setting.weights for setting in _settings(steps, cache)}
     survey = Survey(cache.names, woven, vocabulary)
-    with progress.bar("report: anchors", len(cache.rows), "shard") as bar:
-        for shard in range(len(cache.rows)):
+    with progress.bar("report: anchors", cache.rows.shards, "shard") as bar:
+        for shard in range(cache.rows.shards):
             survey.add(cache.read(shard)[1])
             bar.advance()
     return survey
@@ -129,7 +129,7 @@ def loom_data(
 ) -> dict[str, Any] | None:
     """Embed trajectories that the seed chose, as many decisions of each as there is room for."""
     section, settings = steps.recipe.report, _settings(steps, cache)
-    numbers = draw_rows(sum(cache.rows), section.trajectories, section.seed)
+    numbers = draw_rows(len(cache.rows), section.trajectories, section.seed)
     if not numbers or not settings or not cache.anchors:
         return None
     students = _shown_students(steps)
@@ -179,14 +179,14 @@ def _shown_students(steps: Steps) -> list[str]:
 
 def _read_rows(steps: Steps, cache: CachedShifts, numbers: Sequence[int], students: int) -> list[_Row]:
     """Read the chosen rows and cut them to what the page has room for."""
-    found = [(number, *cache.find(number)) for number in numbers]
-    lengths = [len(cache.read(shard, place, place + 1)[1].sampled_P) for _, shard, place in found]
+    found = [cache.rows.find(number) for number in numbers]
+    lengths = [len(cache.read(shard, place, place + 1)[1].sampled_P) for shard, place in found]
     candidates = steps.recipe.reference.candidates
     room = int(steps.recipe.report.megabytes * 1e6 / bytes_per_decision(candidates, len(cache.anchors), students))
     longest = longest_that_fits(lengths, room)
     names = _prompt_names(steps)
     rows = []
-    for _, shard, place in found:
+    for shard, place in found:
         rollouts, view = cache.read(shard, place, place + 1)
         prompt, response = int(rollouts.prompt_R[0]), int(rollouts.response_R[0])
         name = f"{names.get(prompt, f'prompt {prompt}')}, response {response + 1}"

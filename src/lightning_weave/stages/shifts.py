@@ -7,18 +7,20 @@ import numpy as np
 from lightning_weave.errors import Mismatch
 from lightning_weave.report.survey import ShardView
 from lightning_weave.stages.steps import Steps
-from lightning_weave.store import Stage
+from lightning_weave.store import RowIndex, Stage
+from lightning_weave.train.sources import Pair, pair_shift
 from lightning_weave.types import Candidates, Rollouts, Scores
 
 
-@dataclass(frozen=True)
-class AnchorStages:
-    """The two scored models of one anchor."""
+def anchor_pair(steps: Steps, anchor: str, weight: float = 1.0) -> Pair:
+    """Find the two scored models of one anchor."""
+    post, pre = (steps.store.stage(step) for step in steps.scores_of(anchor))
+    return Pair(anchor, post, pre, weight, steps.recipe.anchors[anchor].validity)
 
-    name: str
-    post: Stage
-    pre: Stage
-    validity: str
+
+def is_scored(pair: Pair) -> bool:
+    """Say whether both models are done."""
+    return all(stage.state() == "done" for stage in pair.stages)
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class CachedShifts:
 
     rollouts: Stage
     reference: Stage
-    anchors: tuple[AnchorStages, ...]
-    rows: tuple[int, ...]  # of each shard
+    anchors: tuple[Pair, ...]
+    rows: RowIndex
 
     @classmethod
     def open(cls, steps: Steps) -> "CachedShifts | None":
@@ -38,23 +40,12 @@ class CachedShifts:
         rollouts, reference = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
         if rollouts.state() != "done" or reference.state() != "done":
             return None
-        anchors = []
-        for name, section in steps.recipe.anchors.items():
-            post, pre = (steps.store.stage(step) for step in steps.scores_of(name))
-            if post.state() == "done" and pre.state() == "done":
-                anchors.append(AnchorStages(name, post, pre, section.validity))
-        rows = tuple(entry["rows"] for entry in reference.require()["shards"])
-        return cls(rollouts, reference, tuple(anchors), rows)
+        pairs = [anchor_pair(steps, name) for name in steps.recipe.anchors]
+        return cls(rollouts, reference, tuple(filter(is_scored, pairs)), RowIndex.of(reference.require()))
 
     @property
     def names(self) -> list[str]:
         return [anchor.name for anchor in self.anchors]
-
-    def find(self, row: int) -> tuple[int, int]:
-        """Turn a row of the cache into (shard, row of the shard)."""
-        starts = np.cumsum([0, *self.rows])
-        shard = int(np.searchsorted(starts, row, side="right")) - 1
-        return shard, row - int(starts[shard])
 
     def read(self, shard: int, start: int = 0, stop: int | None = None) -> tuple[Rollouts, ShardView]:
         """Read some rows of one shard from every stage, and check that all of them mean the same trajectories."""
@@ -67,13 +58,11 @@ class CachedShifts:
         mapped_KPC = np.zeros((len(self.anchors), *shape_PC), np.bool_)
         valid_KP = np.zeros((len(self.anchors), shape_PC[0]), np.bool_)
         for k, anchor in enumerate(self.anchors):
-            post, pre = (stage.open(Scores, shard).read(start, stop) for stage in (anchor.post, anchor.pre))
+            post, pre = (stage.open(Scores, shard).read(start, stop) for stage in anchor.stages)
             _check_same(trajectory_R, post.trajectory_R, anchor.post)
             _check_same(trajectory_R, pre.trajectory_R, anchor.pre)
             mapped_KPC[k] = post.mapped.flat & pre.mapped.flat
-            r_KPC[k] = np.where(mapped_KPC[k], post.logp.flat - pre.logp.flat, 0.0)
-            whole = anchor.validity == "position"
-            valid_KP[k] = mapped_KPC[k].all(axis=-1) if whole else mapped_KPC[k].any(axis=-1)
+            r_KPC[k], valid_KP[k] = pair_shift(post, pre, anchor.validity)
         view = ShardView(
             sampled_P=np.array(rollouts.response_ids.flat),
             ids_PC=np.array(candidates.ids.flat),

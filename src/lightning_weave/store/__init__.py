@@ -3,10 +3,12 @@
 from lightning_weave.store.files import append_line, read_json, read_lines, write_atomic, write_json
 from lightning_weave.store.identity import file_identity, fingerprint, model_identity
 from lightning_weave.store.lock import lock_run
+from lightning_weave.store.rows import RowIndex
 from lightning_weave.store.run import Stage, State, Step, Store
 from lightning_weave.store.shards import Shard
 
 __all__ = [
+    "RowIndex",
     "Shard",
     "Stage",
     "State",

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_weave.errors import CorruptData, Mismatch
-from lightning_weave.store import Shard, Stage
+from lightning_weave.store import RowIndex, Shard, Stage
 from lightning_weave.train.sources import Source
 from lightning_weave.types import Candidates, Rollouts, Scores
 
@@ -64,11 +64,11 @@ class Cache:
         self.dealt_R = dealt_R
         for stage in (rollouts, *(stage for source in sources for stage in source.stages)):
             stage.require()
-        self.starts = np.cumsum([0, *(entry["rows"] for entry in reference.require()["shards"])])
+        self.rows = RowIndex.of(reference.require())
         self._open = lru_cache(OPEN_SHARDS)(self._open_shard)
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return len(self.rows)
 
     @property
     def weights(self) -> list[float]:
@@ -77,13 +77,13 @@ class Cache:
 
     def length(self, number: int) -> int:
         """Tokens of one row, prompt and response."""
-        shard, place = self._find(number)
+        shard, place = self.rows.find(number)
         rollouts = self._open(self.rollouts.folder, shard, Rollouts).read(place, place + 1)
         return len(rollouts.prompt_ids.flat) + len(rollouts.response_ids.flat)
 
     def read(self, number: int) -> Row:
         """Read one row from every stage, checking CRCs and that all of them mean the same trajectory."""
-        shard, place = self._find(number)
+        shard, place = self.rows.find(number)
         rollouts = self._open(self.rollouts.folder, shard, Rollouts).read(place, place + 1)
         candidates = self._open(self.reference.folder, shard, Candidates).read(place, place + 1)
         trajectory = rollouts.trajectories()[0]
@@ -107,10 +107,6 @@ class Cache:
             r_KTC,
             valid_KT,
         )
-
-    def _find(self, number: int) -> tuple[int, int]:
-        shard = int(np.searchsorted(self.starts, number, side="right")) - 1
-        return shard, number - int(self.starts[shard])
 
     def _scores(self, stage: Stage, shard: int, place: int, number: int, trajectory: np.uint32) -> Scores:
         scores = self._open(stage.folder, shard, Scores).read(place, place + 1)

@@ -18,9 +18,9 @@ SMALLEST_MASS = 1e-8  # of what a teacher leaves to the tokens that are not cand
 
 
 def pair_shift(post: Scores, pre: Scores, validity: str) -> Shift:
-    """Subtract pre from post where both models can express the candidates (cross-tokenizer-shift)."""
-    mapped_TC = post.mapped[0] & pre.mapped[0]
-    r_TC = np.where(mapped_TC, post.logp[0] - pre.logp[0], np.float32(0))
+    """Subtract pre from post, at all their positions, where both can express the candidates (cross-tokenizer-shift)."""
+    mapped_TC = post.mapped.flat & pre.mapped.flat
+    r_TC = np.where(mapped_TC, post.logp.flat - pre.logp.flat, np.float32(0))
     valid_T = mapped_TC.all(axis=-1) if validity == "position" else mapped_TC.any(axis=-1)
     return r_TC, valid_T
 

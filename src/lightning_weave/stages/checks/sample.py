@@ -12,6 +12,7 @@ from lightning_weave.prompts import build_prompts, read_prompts
 from lightning_weave.stages.alignment import student_tokenizer
 from lightning_weave.stages.prompts import own_trajectories
 from lightning_weave.stages.steps import Steps
+from lightning_weave.store import RowIndex
 from lightning_weave.types import FINISH_REASONS, Candidates, Prompt, Rollouts
 
 ROWS = 256  # of a sample: enough for shares to a few percent, quick for any cache
@@ -83,11 +84,8 @@ def spread(count: int, most: int) -> list[int]:
 
 def places(steps: Steps, most: int) -> Iterator[tuple[int, int]]:
     """Choose rows of the cached rollouts by shard and place in it."""
-    manifest = steps.store.stage(steps.rollout).require()
-    starts = np.cumsum([0, *(entry["rows"] for entry in manifest["shards"])])
-    for number in spread(int(starts[-1]), most):
-        shard = int(np.searchsorted(starts, number, side="right")) - 1
-        yield shard, number - int(starts[shard])
+    index = RowIndex.of(steps.store.stage(steps.rollout).require())
+    return map(index.find, spread(len(index), most))
 
 
 def _cached_rows(steps: Steps, with_candidates: bool) -> Iterator[SampleRow]:

@@ -9,9 +9,9 @@ from lightning_weave.grading.math import grade
 from lightning_weave.stages.alignment import student_tokenizer
 from lightning_weave.stages.checks.findings import Finding, Verdict
 from lightning_weave.stages.checks.sample import prompts_by_line, spread
+from lightning_weave.stages.shifts import anchor_pair, is_scored
 from lightning_weave.stages.steps import Steps
 from lightning_weave.train.cache import Cache, Row
-from lightning_weave.train.sources import Pair
 
 ROWS = 2048
 CHANCE = 2.0  # standard errors from one half that are still chance
@@ -29,10 +29,9 @@ class Graded:
 
 def judge_separation(steps: Steps, anchor: str) -> Finding | None:
     """Judge a scored pair by how its summed shift ranks graded responses; None where nothing is scored or graded."""
-    post, pre = (steps.store.stage(step) for step in steps.scores_of(anchor))
-    if post.state() != "done" or pre.state() != "done":
+    pair = anchor_pair(steps, anchor)
+    if not is_scored(pair):
         return None
-    pair = Pair(anchor, post, pre, 1.0, steps.recipe.anchors[anchor].validity)
     graded = _grade(steps, Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), [pair]))
     return None if graded is None else _judge(f"anchors.{anchor}", graded)
 
