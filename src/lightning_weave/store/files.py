@@ -37,10 +37,16 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_alone() -> bool:
+    """Say whether no other rank writes beside this one."""
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
 def remove_temporaries(folder: Path, suffix: str) -> None:
-    """Clear what killed writers of such files left behind. Only where nobody is writing any more of them."""
-    for leftover in folder.glob(f"{TEMPORARY}*{suffix}"):
-        leftover.unlink(missing_ok=True)
+    """Clear what killed writers of such files left below a folder. Only where nobody is writing any more of them."""
+    for leftover in folder.rglob(f"{TEMPORARY}*{suffix}"):
+        if leftover.is_file():  # unfinished checkpoints are folders, and training's own
+            leftover.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

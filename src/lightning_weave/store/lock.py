@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.store.files import is_alone, remove_temporaries
 
 
 @contextmanager
@@ -28,6 +29,8 @@ def lock_run(run_dir: Path) -> Iterator[None]:
         except BlockingIOError:
             holder = os.pread(descriptor, 400, 0).decode(errors="replace").strip() or "another process"
             raise InputError(f"{run_dir} is in use by {holder}. Wait for it or stop it, then try again") from None
+        if is_alone():
+            remove_temporaries(run_dir, "")  # of killed holders
         os.ftruncate(descriptor, 0)
         command = " ".join(["lweave", *sys.argv[1:]])
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} ({command})\n".encode()[:400], 0)

@@ -5,14 +5,13 @@ fingerprint too, so shards of an earlier recipe are simply pending again, and a 
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from lightning_weave.errors import CorruptData, StaleInput
-from lightning_weave.store.files import read_json, remove_temporaries, sha256_file, write_atomic, write_json
+from lightning_weave.store.files import is_alone, read_json, remove_temporaries, sha256_file, write_atomic, write_json
 from lightning_weave.store.identity import fingerprint
 from lightning_weave.store.shards import FINGERPRINT, Shard, pack
 
@@ -105,6 +104,8 @@ class Stage:
         paths = [self.shard_path(index) for index in range(shards)]
         if not all(self._is_ours(path) for path in paths):
             return False
+        # All shards are there, so nobody writes one; but another rank may be writing this very manifest.
+        remove_temporaries(self.folder, "" if is_alone() else ".safetensors")
         entries = []
         for path in paths:
             shard = Shard(kind, path)
@@ -113,9 +114,6 @@ class Stage:
         self._write_manifest(entries, {**counts, **(extra or {})})
         for path in set(self.folder.glob("*.safetensors")) - set(paths):
             path.unlink()  # left from a recipe with more shards
-        # All shards are there, so nobody writes one; but another rank may be writing this very manifest.
-        alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        remove_temporaries(self.folder, "" if alone else ".safetensors")
         return True
 
     def record(self, files: Sequence[Path], extra: Mapping[str, Any] | None = None) -> None:

@@ -30,8 +30,9 @@ class Metrics:
 
     def add(self, step: int, figures: dict[str, float]) -> None:
         """Write one step."""
-        self.last |= figures
-        append_line(self.path, {"step": step, **{name: float(f"{value:.6g}") for name, value in figures.items()}})
+        row = {name: float(f"{value:.6g}") for name, value in figures.items()}
+        self.last |= row  # as written: a resumed run has no other digits to go by
+        append_line(self.path, {"step": step, **row})
         for tracker in self.trackers:
             tracker.log(step, figures)
 

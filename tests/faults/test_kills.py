@@ -1,0 +1,47 @@
+"""SIGKILL anywhere in any stage, again and again: the run ends with the bytes of one that was left in peace."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from faults.conftest import VERBS, Lab, Tally
+
+CHAINS = 6  # that begin in the first half of the stage's writes
+DELAYS = (0.0, 0.0005, 0.002, 0.01)  # seconds after the write or rename began
+LAST = 3  # writes and renames of the stage that get a kill of their own
+
+
+def place_of(event: str) -> str:
+    """Name a file of the run by its duty, without the names and numbers that differ."""
+    action, path = event.split(" ", 1)
+    name = re.sub(r"[0-9]+", "N", Path(path).name.removeprefix(".tmp-").lstrip("0123456789-"))
+    return f"{path.split('/')[0]}: {action} {name or 'checkpoint'}"
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "sweep"])
+def test_kills_leave_no_trace(lab: Lab, tally: Tally, verb: str) -> None:
+    expected = lab.contents(f"after-{verb}")
+    undisturbed = lab.copy(f"count-{verb}", f"before-{verb}")
+    events = lab.lweave(undisturbed, verb).events
+    assert lab.contents(undisturbed) == expected
+    chains = [[2 + chain * len(events) // 2 // CHAINS, 3, 2] for chain in range(CHAINS)]
+    alone = [[len(events) - place] for place in range(LAST)]
+    killed = 0
+    for trial, plan in enumerate([*chains, *alone]):
+        name = lab.copy(f"killed-{verb}-{trial}", f"before-{verb}")
+        for number, event in enumerate(plan):
+            delay = DELAYS[(trial + number) % len(DELAYS)] if len(plan) > 1 else 0
+            ended = lab.lweave(name, verb, fault={"kind": "SIGKILL", "event": event, "delay": delay})
+            assert ended.code in {-signal.SIGKILL, 0}, ended.said
+            if ended.code == 0:  # it was faster than the delay
+                break
+            killed += 1
+            tally.kills[place_of(ended.events[-1])] += 1
+        assert lab.lweave(name, "verify").code == 0
+        ended = lab.lweave(name, verb)
+        assert ended.code == 0, ended.said
+        assert lab.contents(name) == expected
+    tally.survived[f"SIGKILL during lweave {verb}"] += killed
+    assert killed >= 17, "too many kills came too late"
