@@ -5,7 +5,9 @@ so that a run started on two ranks resumes on one and the other way round.
 """
 
 import atexit
+import io
 import os
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,6 +34,24 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+# All that the index of a checkpoint consists of. It is a pickle: anything else in it could run code.
+INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
 PATIENCE = timedelta(hours=2)  # for rank 0 to write and hash a large export while the others wait
 
 
@@ -126,8 +148,10 @@ def save_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer
 def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read model and optimizer as any number of ranks wrote them."""
     state = _state(module, optimizer)
+    with open(folder / ".metadata", "rb") as index:
+        _IndexReader(index).load()  # refuses before torch reads it in its own, trusting way
     with _plain_errors():
-        load(state, checkpoint_id=folder, no_dist=not _grouped())
+        load(state, checkpoint_id=folder, planner=_DataOnly(), no_dist=not _grouped())
     set_state_dict(
         module,
         optimizer,
@@ -135,6 +159,24 @@ def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer
         optim_state_dict=state["optimizer"],
         options=_only_trained(module),
     )
+
+
+class _IndexReader(pickle.Unpickler):
+    """Read a checkpoint's index, and nothing that is not part of one."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in INDEX_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it holds {module}.{name}, which no checkpoint of ours does")
+        return super().find_class(module, name)
+
+
+class _DataOnly(DefaultLoadPlanner):
+    """Let torch read the settings beside the tensors only where they are plain data: it would run anything else."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
 
 
 def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
