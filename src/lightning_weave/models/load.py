@@ -1,8 +1,10 @@
 """Find, check and load a checkpoint: its directory, tokenizer, weights and the ids that end a response."""
 
 import json
+import logging
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from lightning_weave.errors import InputError
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.models.memory import is_out_of_memory
 
 # `*.py` is only ever run with trust_remote_code; pickled weights are never fetched.
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 _UNWANTED = ["original/*", "consolidated*", "onnx/*"]
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>")
+log = logging.getLogger(__name__)
 # One bar per stage is ours to show; a bar per tensor file is noise.
 transformers_logging.disable_progress_bar()
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -47,9 +51,12 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     """Load a checkpoint's own tokenizer."""
+    if trust_remote_code:
+        _warn_of_code(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
+        _refuse_code(path, trust_remote_code, error)
         raise InputError(
             f"{path}: no usable tokenizer ({_first_line(error)}). Put its tokenizer.json beside the weights"
         ) from error
@@ -58,6 +65,8 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
 def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> Any:
     """Load a causal language model for inference: safetensors only, the dtype that was asked for, no gradients."""
     check_weights(path)
+    if trust_remote_code:
+        _warn_of_code(path)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
@@ -68,9 +77,10 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError) as error:
+        _refuse_code(path, trust_remote_code, error)
         raise InputError(
             f"{path}: cannot be loaded as a causal language model ({_first_line(error)}). Check its config.json and "
-            "files; a model with code of its own needs trust_remote_code = true"
+            "files"
         ) from error
     # Transformers fills absent weights with random numbers and only warns: that would be scored without a word.
     if absent := sorted(info["missing_keys"]):
@@ -78,7 +88,14 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
             f"{path}: the weights lack {len(absent)} tensors of the model, {absent[0]} among them. "
             "Fetch or export the checkpoint again"
         )
-    return model.to(device).eval().requires_grad_(False)
+    try:
+        return model.to(device).eval().requires_grad_(False)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise WeaveError(
+            f"{path}: its weights do not fit on {device}. Use a smaller dtype or a larger device"
+        ) from error
 
 
 def vocabulary_size(tokenizer: Any) -> int:
@@ -130,7 +147,10 @@ def check_weights(path: Path) -> None:
     if not (path / "config.json").is_file():
         hint = "a LoRA adapter; merge it into its base model" if (path / "adapter_config.json").is_file() else None
         raise InputError(f"{path}: no config.json here, so no checkpoint ({hint or 'give the directory that has it'})")
+    if (path / "adapter_config.json").is_file():  # transformers would put it over the weights where peft is installed
+        raise InputError(f"{path}: holds a LoRA adapter beside the weights. Merge it into them, or remove its files")
     if any(path.glob("*.safetensors")):
+        _check_index(path)
         return
     pickled = sorted(file.name for pattern in _PICKLED for file in path.glob(pattern))
     if pickled:
@@ -139,6 +159,32 @@ def check_weights(path: Path) -> None:
             "safetensors (on the hub often refs/pr/1), or convert it once, where you trust it, with save_pretrained"
         )
     raise InputError(f"{path}: no weights here (*.safetensors). Fetch the checkpoint again")
+
+
+def _check_index(path: Path) -> None:
+    """Refuse an index that leads out of the directory, or to weights that are pickled."""
+    parts = _read_json(path / "model.safetensors.index.json").get("weight_map")
+    for part in sorted(set(parts.values())) if isinstance(parts, dict) else ():
+        if not part.endswith(".safetensors") or Path(part).name != part:
+            raise InputError(
+                f"{path}: model.safetensors.index.json leads to {part!r}; weights are only read from *.safetensors in "
+                "the same directory. Fetch the checkpoint again, or convert it with save_pretrained"
+            )
+
+
+def _refuse_code(path: Path, trusted: bool, error: Exception) -> None:
+    """Say where the reason is that a checkpoint brings code of its own, which was not run."""
+    configs = [_read_json(path / name) for name in ("config.json", "tokenizer_config.json")]
+    if not trusted and any(config.get("auto_map") for config in configs):
+        raise InputError(
+            f"{path}: needs code of its own (auto_map in its config), which is not run unless the recipe says so. Read "
+            "it, then set trust_remote_code = true beside this model (student, anchors.NAME or policies.NAME)"
+        ) from error
+
+
+@cache
+def _warn_of_code(path: Path) -> None:
+    log.warning("warning: trust_remote_code = true: code that comes with %s is run with your rights", path)
 
 
 def _end_of_turn_ids(tokenizer: Any) -> Iterator[int]:
