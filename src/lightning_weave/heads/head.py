@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from lightning_weave.errors import InputError, Mismatch
+from lightning_weave.errors import InputError, Mismatch, WeaveError
 
 PROBE_TOKENS = 8
 """Length of the sequence on which a head is compared with its model."""
@@ -72,6 +72,11 @@ def find_head(model: Any, vocabulary: int) -> Head:
             ours = head.logits(hidden_states(model, ids)[0]).float()
     finally:
         model.train(was_training)
+    if not bool(theirs.isfinite().all()):
+        raise WeaveError(
+            f"{model.name_or_path or type(model).__name__}: the model's logits are not finite, whatever it reads. "
+            "Try float32, or check the checkpoint"
+        )
     # A model of low precision rounds its logits, ours are not rounded.
     tolerance = max(1e-4, 2 * torch.finfo(head.weight_VD.dtype).eps) * max(1.0, theirs.abs().max().item())
     worst = (ours - theirs).abs().max().item()

@@ -155,9 +155,10 @@ class HFSampler:
         highest_N = logits_NV.max(dim=-1).values
         if not bool(highest_N.isfinite().all()):
             row = int(rows_N[(~highest_N.isfinite()).nonzero()[0, 0]])
+            model = f" ({self.model.name_or_path})" if self.model.name_or_path else ""
             raise WeaveError(
-                f"prompt {batch[row].prompt}, response {batch[row].response}: the model's logits are not finite. "
-                "Try float32, or check the checkpoint"
+                f"prompt {batch[row].prompt}, response {batch[row].response}: the model's logits are not finite"
+                f"{model}. Try float32, or check the checkpoint"
             )
         return draw(logits_NV, uniform_N, settings.temperature, settings.top_p)
 

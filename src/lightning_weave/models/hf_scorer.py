@@ -42,6 +42,7 @@ class _Context:
     """What one row feeds to the model, and which of its hidden states are wanted."""
 
     row: int
+    name: str  # of the row, for messages
     ids: Tensor
     positions_T: Tensor
 
@@ -57,16 +58,18 @@ class Scorer:
         self.embedded = model.get_input_embeddings().num_embeddings
         self.head = find_head(model, vocabulary)
 
-    def candidates(self, rows: Sequence[tuple[Tokens, Tokens]], count: int) -> list[RowCandidates]:
+    def candidates(
+        self, rows: Sequence[tuple[Tokens, Tokens]], count: int, names: Sequence[str] | None = None
+    ) -> list[RowCandidates]:
         """Find each decision's likeliest tokens: ids_TC, logp_TC, other_logp_T and the sampled token's logp_T.
 
-        A row is (prompt ids, response ids).
+        A row is (prompt ids, response ids); `names` are what messages call the rows.
         """
-        contexts = []
+        contexts, names = [], _names(rows, names)
         for row, (prompt, response) in enumerate(rows):
-            self._check_ids(row, response, self.vocabulary)
+            self._check_ids(names[row], response, self.vocabulary)
             positions_T = np.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
-            contexts += self._context(row, np.concatenate([prompt, response]), positions_T)
+            contexts += self._context(row, names[row], np.concatenate([prompt, response]), positions_T)
 
         def through_head(hidden_ND: Tensor, batch: list[_Context]) -> tuple[Tensor, ...]:
             sampled_N = torch.cat([torch.from_numpy(np.array(rows[context.row][1])) for context in batch])
@@ -79,12 +82,12 @@ class Scorer:
             results[row] = (arrays[0], arrays[1], arrays[2], arrays[3])
         return results
 
-    def score(self, rows: Sequence[ScoreRow]) -> list[RowScores]:
+    def score(self, rows: Sequence[ScoreRow], names: Sequence[str] | None = None) -> list[RowScores]:
         """Give logp_TC of the mapped candidates (0 elsewhere) and mass_T, the model's probability on them together."""
-        contexts, wanted = [], [row.mapped_TC.any(axis=1) for row in rows]
+        contexts, wanted, names = [], [row.mapped_TC.any(axis=1) for row in rows], _names(rows, names)
         for index, row in enumerate(rows):
-            self._check_ids(index, row.candidate_ids_TC[row.mapped_TC], self.vocabulary)
-            contexts += self._context(index, row.ids, row.positions_T[wanted[index]])
+            self._check_ids(names[index], row.candidate_ids_TC[row.mapped_TC], self.vocabulary)
+            contexts += self._context(index, names[index], row.ids, row.positions_T[wanted[index]])
 
         def through_head(hidden_ND: Tensor, batch: list[_Context]) -> tuple[Tensor, ...]:
             mapped = np.concatenate([rows[context.row].mapped_TC[wanted[context.row]] for context in batch])
@@ -103,28 +106,32 @@ class Scorer:
             results[index][1][wanted[index]] = mass_T
         return results
 
-    def _context(self, row: int, ids: Tokens, positions_T: NDArray[np.int64]) -> list[_Context]:
+    def _context(self, row: int, name: str, ids: Tokens, positions_T: NDArray[np.int64]) -> list[_Context]:
         """Cut a row after its last wanted position; a row that wants nothing is not run at all."""
         if len(positions_T) == 0:
             return []
         if positions_T.min() < 0 or positions_T.max() >= len(ids):
-            raise InputError(
-                f"row {row}: no token stands before its first decision. Give every prompt a token at least"
-            )
+            raise InputError(f"{name}: no token stands before its first decision. Give every prompt a token at least")
         fed = np.asarray(ids)[: positions_T.max() + 1]
-        self._check_ids(row, fed, self.embedded)
+        self._check_ids(name, fed, self.embedded)
         if self.limit is not None and len(fed) > self.limit:
             raise InputError(
-                f"row {row}: {len(fed)} tokens are more than the {self.limit} of the model that scores them. "
+                f"{name}: {len(fed)} tokens are more than the {self.limit} of the model that scores them{self._model}. "
                 "Leave out or shorten such rows"
             )
-        return [_Context(row, torch.from_numpy(fed.astype(np.int64)), torch.from_numpy(positions_T.astype(np.int64)))]
+        fed, positions_T = fed.astype(np.int64), positions_T.astype(np.int64)
+        return [_Context(row, name, torch.from_numpy(fed), torch.from_numpy(positions_T))]
 
-    def _check_ids(self, row: int, ids: Tokens, size: int) -> None:
+    @property
+    def _model(self) -> str:
+        """Name the checkpoint in a message, where the model has one."""
+        return f" ({self.model.name_or_path})" if self.model.name_or_path else ""
+
+    def _check_ids(self, name: str, ids: Tokens, size: int) -> None:
         outside = [token for token in (np.min(ids, initial=0), np.max(ids, initial=0)) if not 0 <= token < size]
         if outside:
             raise InputError(
-                f"row {row}: token id {outside[0]} is not in the model's vocabulary of {size}. "
+                f"{name}: token id {outside[0]} is not in the model's vocabulary of {size}. "
                 "Were these tokens made with another tokenizer?"
             )
 
@@ -141,7 +148,7 @@ class Scorer:
                 self._shrink(batch)
                 continue
             for context, row_arrays in zip(batch, _split(arrays, batch), strict=True):
-                _check_finite(context, row_arrays)
+                self._check_finite(context, row_arrays)
                 results[context.row] = row_arrays
             pending = pending[len(batch) :]
         return results
@@ -164,12 +171,18 @@ class Scorer:
                 raise
         return None
 
+    def _check_finite(self, context: _Context, arrays: tuple[NDArray, ...]) -> None:
+        if not all(np.isfinite(array).all() for array in arrays):
+            raise WeaveError(
+                f"{context.name}: the model's logits are not finite{self._model}. Try float32, or check the checkpoint"
+            )
+
     def _shrink(self, batch: list[_Context]) -> None:
         free_memory()
         length = len(batch[0].ids)
         if len(batch) == 1:
             raise WeaveError(
-                f"row {batch[0].row}: its {length} tokens alone do not fit in memory. Use a smaller dtype, a larger "
+                f"{batch[0].name}: its {length} tokens alone do not fit in memory. Use a smaller dtype, a larger "
                 "device, or leave out long rows"
             )
         self.token_budget = len(batch) * length // 2
@@ -181,6 +194,5 @@ def _split(arrays: list[NDArray], batch: list[_Context]) -> list[tuple[NDArray, 
     return list(zip(*(np.split(array, ends) for array in arrays), strict=True))
 
 
-def _check_finite(context: _Context, arrays: tuple[NDArray, ...]) -> None:
-    if not all(np.isfinite(array).all() for array in arrays):
-        raise WeaveError(f"row {context.row}: the model's logits are not finite. Try float32, or check the checkpoint")
+def _names(rows: Sequence[object], names: Sequence[str] | None) -> Sequence[str]:
+    return names if names is not None else [f"row {row}" for row in range(len(rows))]

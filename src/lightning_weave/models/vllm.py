@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -48,6 +49,7 @@ class VLLMSampler:
         options: dict[str, Any] | None = None,
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
+        self.path = path
         self.stop = sorted(token for token in stop if token < vocabulary)
         self.vocabulary = vocabulary
         self.on_tokens = on_tokens
@@ -66,7 +68,14 @@ class VLLMSampler:
 
     def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]:
         """Draw one response per request, in their order."""
-        return [drawn.response for drawn in self.sample_with_logprobs(requests, settings)]
+        rows = self.sample_with_logprobs(requests, settings)
+        for request, row in zip(requests, rows, strict=True):
+            if not all(map(math.isfinite, row.logprobs)):
+                raise WeaveError(
+                    f"prompt {request.prompt}, response {request.response}: the model's logits are not finite "
+                    f"({self.path}). Try float32, or check the checkpoint"
+                )
+        return [row.response for row in rows]
 
     def sample_with_logprobs(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Drawn]:
         """Draw one response per request, with the engine's own log-probabilities."""
@@ -161,8 +170,8 @@ class VLLMSampler:
 
     def _drawn(self, entry: dict[str, Any]) -> Drawn:
         ids = entry["ids"]
-        ended = ids[-1] in self.stop
-        if max(ids) >= self.vocabulary or ended != (entry["finish"] == "stop"):
+        ended = bool(ids) and ids[-1] in self.stop
+        if not ids or max(ids) >= self.vocabulary or ended != (entry["finish"] == "stop"):
             raise WeaveError(f"the vLLM engine gave a response that breaks its settings: it ends {ids[-5:]}")
         return Drawn(Response(ids, "stop" if ended else "length"), entry["logprobs"])
 

@@ -48,9 +48,16 @@ def open_reader(steps: Steps) -> Reader:
 
 def find_candidates(scorer: Scorer, rows: Rollouts, count: int) -> Candidates:
     """Run the student over one shard of its trajectories."""
-    found = scorer.candidates(list(zip(rows.prompt_ids, rows.response_ids, strict=True)), count)
+    pairs = list(zip(rows.prompt_ids, rows.response_ids, strict=True))
+    found = scorer.candidates(pairs, count, row_names(rows))
     ids, logp, other, sampled = (Ragged.of([np.asarray(row[part]) for row in found]) for part in range(4))
     return Candidates(rows.trajectories(), ids, logp, other, sampled)
+
+
+def row_names(rows: Rollouts) -> list[str]:
+    """Name the rows of a shard in messages as rollout does."""
+    places = zip(rows.prompt_R.tolist(), rows.response_R.tolist(), strict=True)
+    return [f"prompt {prompt}, response {response}" for prompt, response in places]
 
 
 def _open_scorer(steps: Steps) -> Scorer:

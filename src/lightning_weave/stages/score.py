@@ -15,6 +15,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.stages.alignment import Alignment, open_tokenizer
 from lightning_weave.stages.checks.end_of_turn import warn_if_masked
 from lightning_weave.stages.machine import compute_dtype, set_up
+from lightning_weave.stages.reference import row_names
 from lightning_weave.stages.steps import ScoredModel, Steps
 from lightning_weave.stages.work import Do, Job, Made, do_here
 from lightning_weave.types import Candidates, Ragged, Rollouts, Scores
@@ -93,7 +94,7 @@ class AnchorReader:
             raise Mismatch("reference/ and rollout/ hold different trajectories. Make the reference again")
         prompts = zip(rows.prompt_R.tolist(), rows.prompt_ids, rows.response_ids, candidates.ids, strict=True)
         aligned = [self.alignment.align(*row) for row in prompts]
-        scored = self.scorer.score(aligned)
+        scored = self.scorer.score(aligned, row_names(rows))
         return Scores(
             trajectory_R,
             logp=Ragged.of([logp_TC for logp_TC, _ in scored]),
