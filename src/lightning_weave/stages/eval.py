@@ -32,6 +32,7 @@ from lightning_weave.models.protocols import Sampler
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import chatml, encode, livecodebench, question_answer, render
+from lightning_weave.stages.checks.models import context_limit_at
 from lightning_weave.stages.engines import close_sampler, longest_context, open_sampler
 from lightning_weave.stages.grade import Grader
 from lightning_weave.stages.steps import Steps
@@ -179,9 +180,21 @@ def open_exam(
     section = steps.recipe.eval
     tokenizer = load_tokenizer(policy.path, policy.trust_remote_code)
     prompts = encode(prompt_texts(benchmark, tokenizer, section), tokenizer, _is_rendered(benchmark, section))
+    _check_lengths(policy, benchmark, prompts)
     grader = Grader(benchmark, section.profile, section.unsafe_local)
     sampler = policy.sampler(steps, prompts, settings.max_tokens)
     return Exam(section, benchmark, settings, todo, folder, grader, tokenizer, prompts, sampler)
+
+
+def _check_lengths(policy: Policy, benchmark: Benchmark, prompts: Sequence[list[int]]) -> None:
+    """Refuse a problem that leaves no room for a response before anything is sampled."""
+    limit = context_limit_at(policy.path, policy.trust_remote_code)
+    for problem, ids in zip(benchmark.problems, prompts, strict=True):
+        if limit is not None and len(ids) >= limit:
+            raise InputError(
+                f"{benchmark.name}: problem {problem.id!r} has {len(ids)} tokens, which leaves no room in the {limit} "
+                f"of {policy.path}. Leave the problem out, or evaluate a checkpoint with a longer context"
+            )
 
 
 def _summarise(
@@ -240,7 +253,8 @@ def export_lm_eval(steps: Steps, folder: Path, when: datetime) -> list[Path]:
             if stage.state() != "done":
                 continue
             benchmark = load_benchmark(name, section.sources.get(name))
-            tokenizer = load_tokenizer(Policy.open(steps, policy).path)
+            checkpoint = Policy.open(steps, policy)
+            tokenizer = load_tokenizer(checkpoint.path, checkpoint.trust_remote_code)
             prompts = prompt_texts(benchmark, tokenizer, section)
             samples = read_samples(stage.folder / "samples.jsonl")
             settings = read_summary(stage.folder / "summary.json").settings

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lightning_weave.errors import InputError
 from lightning_weave.models.load import load_tokenizer
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.stages import prompts as prompts_stage
+from lightning_weave.stages.checks.models import context_limit_at
 from lightning_weave.stages.engines import close_sampler, open_sampler
 from lightning_weave.stages.steps import Steps
 from lightning_weave.stages.work import Do, Job, Made, do_here
@@ -61,10 +63,23 @@ def open_student(steps: Steps) -> Student:
         return Student(
             steps, prompts, lambda requests: [groups[each.prompt].responses[each.response] for each in requests]
         )
+    _check_lengths(steps, prompts)
     texts = [prompt.token_ids for prompt in prompts]
     sampler = open_sampler(steps, steps.student_path, section, texts, section.max_tokens, student.trust_remote_code)
     settings = SamplingSettings(section.temperature, section.top_p, section.max_tokens, section.seed)
     return Student(steps, prompts, lambda requests: sampler.sample(requests, settings), sampler)
+
+
+def _check_lengths(steps: Steps, prompts: Sequence[Prompt]) -> None:
+    """Refuse a prompt that leaves no room for a response before anything is sampled, not hours later."""
+    limit = context_limit_at(steps.student_path, steps.recipe.student.trust_remote_code)
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    if limit is not None and len(longest.token_ids) >= limit:
+        raise InputError(
+            f"prompt {longest.id!r} has {len(longest.token_ids)} tokens, which leaves no room in the {limit} of "
+            f"{steps.student_path}. Set prompts.max_tokens to {limit - 1} at most; it is "
+            f"{steps.recipe.prompts.max_tokens}"
+        )
 
 
 def pack_rollouts(requests: Sequence[Request], responses: Sequence[Response]) -> Rollouts:
