@@ -88,6 +88,8 @@ class Cache:
         candidates = self._open(self.reference.folder, shard, Candidates).read(place, place + 1)
         trajectory = rollouts.trajectories()[0]
         self._check_same(trajectory, candidates.trajectory_R[0], self.reference, number)
+        said = (candidates.logp, candidates.other_logp, candidates.sampled_logp)
+        self._check_finite([values.flat for values in said], self.reference, shard, number)
         shape_TC = candidates.logp[0].shape
         sources = self.sources if self.dealt_R is None else [self.sources[self.dealt_R[number]]]
         r_KTC = np.zeros((len(sources), *shape_TC), np.float32)
@@ -95,7 +97,6 @@ class Cache:
         for index, source in enumerate(sources):
             scores = [self._scores(stage, shard, place, number, trajectory) for stage in source.stages]
             r_KTC[index], valid_KT[index] = source.shift(candidates, scores)
-            self._check_finite(r_KTC[index][valid_KT[index]], source, shard, number)
         return Row(
             number,
             rollouts.prompt_ids[0],
@@ -111,14 +112,16 @@ class Cache:
     def _scores(self, stage: Stage, shard: int, place: int, number: int, trajectory: np.uint32) -> Scores:
         scores = self._open(stage.folder, shard, Scores).read(place, place + 1)
         self._check_same(trajectory, scores.trajectory_R[0], stage, number)
+        self._check_finite([scores.logp.flat[scores.mapped.flat], scores.mass.flat], stage, shard, number)
         return scores
 
-    def _check_finite(self, r_NC: NDArray[np.float32], source: Source, shard: int, number: int) -> None:
-        if not np.isfinite(r_NC).all():
-            where = " or ".join(str(stage.folder) for stage in source.stages) or str(self.reference.folder)
+    def _check_finite(self, values: Sequence[NDArray[np.float32]], stage: Stage, shard: int, number: int) -> None:
+        """Stop at a number gone bad: a score of -inf is no zero probability, which finite logits never give."""
+        if not all(np.isfinite(each).all() for each in values):
+            path = stage.shard_path(shard)
             raise CorruptData(
-                f"{where}: row {number} has a score that is not finite. "
-                f"Remove its shard ({shard:05d}.safetensors) there and make it again"
+                f"{path}: row {number} has a log-probability that is not finite. Remove the shard (rm {path}) and "
+                f"make it again with: {stage.step.command}"
             )
 
     def _check_same(self, expected: np.uint32, found: np.uint32, stage: Stage, number: int) -> None:

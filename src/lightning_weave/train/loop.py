@@ -40,6 +40,7 @@ class Fit:
     ranks: Ranks
     folder: Path
     notes: list[str] = field(default_factory=list)  # what happened that a person should know
+    _noted: bool = False  # that an update had nothing to learn from
 
     def update(self, step: int, numbers: Sequence[int]) -> dict[str, float]:
         """Take one optimizer step on these rows; returns what there is to watch."""
@@ -47,10 +48,12 @@ class Fit:
         rows = [self.cache.read(number) for number in self._share(numbers)]
         loading = time.perf_counter() - started
         totals = self.ranks.total(self._counts(rows))
+        if not totals["kept"]:
+            self._note_once(f"update {step} has no valid decision and changes nothing; lweave doctor says why")
         sums = self._accumulate(step, rows, totals["kept"])
         loading += sums.pop("loading")
         figures = self.ranks.total(sums)
-        norm = self._step(totals["kept"])
+        norm = self._step(step, totals["kept"])
         self._stop_unless_finite("gradient", norm, [{"row": row} for row in numbers] if self.ranks.first else [])
         seconds = time.perf_counter() - started
         kept = max(totals["kept"], 1)
@@ -84,21 +87,25 @@ class Fit:
 
     def _accumulate(self, step: int, rows: list[Row], kept: float) -> dict[str, float]:
         """Run all micro-batches forward and backward; too little memory halves them and starts the update again."""
-        longest = max((tokens_needed(row, self.cache.weights) for row in rows), default=0)
         while True:
             try:
                 return self._run_micro_batches(step, rows, kept)
             except (MemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error):
-                    raise
-                if self.ranks.world > 1 or self.token_budget <= longest:
-                    raise WeaveError(
-                        f"out of memory at update {step} with train.token_budget = {self.token_budget}. Make it "
-                        "smaller, or set train.gradient_checkpointing = true, or use more ranks"
-                    ) from error
+                self._halve(error, rows, f"at update {step}")
             self.optimizer.zero_grad(set_to_none=True)
-            self.token_budget //= 2
-            self.notes.append(f"out of memory: train.token_budget halved to {self.token_budget}; the loss is the same")
+
+    def _halve(self, error: Exception, rows: Sequence[Row], when: str) -> None:
+        """Halve the micro-batches that were too large for memory, or say so where they cannot be any smaller."""
+        if not _is_out_of_memory(error):
+            raise error
+        lengths = [tokens_needed(row, self.cache.weights) for row in rows]
+        if self.ranks.world > 1 or self.token_budget <= max(lengths):
+            raise WeaveError(
+                f"out of memory {when} with train.token_budget = {self.token_budget}. Make it "
+                "smaller, or set train.gradient_checkpointing = true, or use more ranks"
+            ) from error
+        self.token_budget = min(self.token_budget, len(rows) * max(lengths)) // 2
+        self.notes.append(f"out of memory: train.token_budget halved to {self.token_budget}; the loss is the same")
 
     def _run_micro_batches(self, step: int, rows: list[Row], kept: float) -> dict[str, float]:
         # Dropout of a student that has any follows from the update, so nothing random needs to be kept for a resume.
@@ -121,13 +128,26 @@ class Fit:
         self._stop_unless_finite("loss", self.ranks.total({"loss": sums["loss"]})["loss"], bad)
         return sums
 
-    def _step(self, kept: float) -> float:
+    def _step(self, step: int, kept: float) -> float:
         """Clip and step, unless there was nothing to learn from; returns the gradient's norm."""
         norm = clip_gradients(self.trainee, self.clip) if kept else 0.0
         if kept and math.isfinite(norm):
-            self.optimizer.step()
+            try:
+                self.optimizer.step()
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                raise WeaveError(
+                    f"out of memory at update {step}: no room for the optimizer's own numbers, two for each weight. "
+                    "Use more ranks, or train.lora"
+                ) from error
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _note_once(self, note: str) -> None:
+        if not self._noted:
+            self.notes.append(note)
+        self._noted = True
 
     def _in_step(self, batches: Iterator[list[int]]) -> list[list[int]]:
         """Agree with the other ranks on a number of micro-batches; short ones run empty ones, or all would wait."""
@@ -180,8 +200,23 @@ class Fit:
         planned = micro_batches([self.cache.length(number) for number in share], self.token_budget)
         with _without_dropout(self.trainee):
             for members in self._in_step(planned):
-                batch = self._compose([self.cache.read(share[index]) for index in members])
-                yield batch, self.trainee(batch, self.loss, 1.0)[1]
+                yield from self._outcomes([self.cache.read(share[index]) for index in members])
+
+    def _outcomes(self, rows: list[Row]) -> Iterator[tuple[Batch, Tensor]]:
+        """Run one micro-batch forward, in halves where it does not fit in memory."""
+        tokens = len(rows) * max((tokens_needed(row, self.cache.weights) for row in rows), default=0)
+        if len(rows) <= 1 or tokens <= self.token_budget:  # it may have been planned with a larger budget
+            batch = self._compose(rows)
+            try:
+                found = self.trainee(batch, self.loss, 1.0)[1]
+            except (MemoryError, RuntimeError) as error:
+                self._halve(error, rows, "before an update")
+            else:
+                yield batch, found
+                return
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            if half:
+                yield from self._outcomes(half)
 
 
 def check_agreement(fit: Fit, numbers: Sequence[int], largest: float, dtype: torch.dtype) -> tuple[float, str | None]:
