@@ -12,8 +12,6 @@ import argparse
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +22,7 @@ from torch import Tensor
 from lightning_weave.heads import Head, candidate_logprobs, fused_log_residual_loss, top_candidates
 from lightning_weave.heads.tiles import TILE_WIDTH, rows_within_budget
 from lightning_weave.maths import log_residual_loss, tilted_target, with_other
+from parts.measure import Clock, Way, choose_clock, forget_peak, kernel_says, take_turns
 
 VOCABULARY = 151_936
 CANDIDATES = 16
@@ -37,8 +36,6 @@ MEASURED = (  # for memory
     "one-pass, frozen",
     "autograd",
 )
-Way = Callable[[], Any]
-
 LIMITS = ("one product", "two products", "three products")
 # (title, ours, others): each ratio is ours over theirs
 COMPARISONS = (
@@ -120,16 +117,9 @@ def make_limits(hidden_ND: Tensor, weight_VD: Tensor) -> dict[str, Way]:
     }
 
 
-def measure_times(positions: int, width: int, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Time every way once per round; one round more warms up."""
-    ways = make_ways(positions, width)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
-        for name, way in ways.items():
-            begin = clock()
-            way()
-            times[name].append(clock() - begin)
-    times = {name: seconds[1:] for name, seconds in times.items()}
+def measure_times(positions: int, width: int, rounds: int, clock: Clock) -> dict[str, list[float]]:
+    """Time every way once per round; of a limit, the better layout counts."""
+    times = take_turns(make_ways(positions, width), rounds, clock)
     for name in LIMITS:
         kinds = [seconds for other, seconds in times.items() if other.startswith(name + " (")]
         times[name] = min(kinds, key=median)
@@ -145,15 +135,9 @@ def measure_memory(name: str, positions: int, width: int) -> float:
 def peak_beyond_inputs(name: str, positions: int, width: int) -> float:
     """Measure this process: what a way needs at its worst beyond what was there before."""
     way = make_ways(positions, width)[name]
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making the inputs
-    before = status("VmRSS")
+    before = forget_peak()
     way()
-    return (status("VmHWM") - before) / 1024
-
-
-def status(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1])
+    return (kernel_says("VmHWM") - before) / 2**20
 
 
 def compare(times: dict[str, list[float]], positions: int) -> list[dict[str, Any]]:
@@ -191,7 +175,7 @@ def main() -> None:
         print(peak_beyond_inputs(options.memory_of, options.positions[0], options.width))
         return
 
-    clock = time.process_time if options.processor_time else time.perf_counter
+    clock = choose_clock(options.processor_time)
     print(f"V = {VOCABULARY:,}, D = {options.width}, {CANDIDATES} candidates, float32, {options.threads} thread(s)")
     print(f"{'':22} {'positions':>9} {'against':<22} {'ours ms':>9} {'theirs ms':>9} {'ratio':>7} {'fastest':>8}")
     rows = []

@@ -8,8 +8,6 @@ log_softmax, then gather or topk) and `limit` (the forward and the head's produc
 
 import argparse
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_weave.heads import hidden_states
 from lightning_weave.models.hf import Scorer, ScoreRow
+from parts.measure import Clock, Way, choose_clock, forget_peak, kernel_says
 
 VOCABULARY = 151_936
 CANDIDATES = 16
 PRODUCT_ROWS = 256  # of the limit's product: large enough to be at full speed, small enough to cost no memory
-Way = Callable[[], Any]
-Clock = Callable[[], float]
 
 
 def random_model(width: int, layers: int, device: torch.device, dtype: torch.dtype) -> Any:
@@ -105,21 +102,14 @@ def measure(way: Way, device: torch.device, clock: Clock) -> tuple[float, float]
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts again from here
-        before = resident("VmRSS")
+        before = forget_peak()
     began = clock()
     way()
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = clock() - began
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else kernel_says("VmHWM")
     return seconds, (peak - before) / 1e6
-
-
-def resident(entry: str) -> int:
-    """Read a size in bytes from the kernel's account of this process."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(entry))
-    return int(line.split()[1]) * 1024
 
 
 def compare(ways: dict[str, Way], repeat: int, device: torch.device, clock: Clock) -> dict[str, dict[str, float]]:
@@ -153,7 +143,7 @@ def main() -> None:
     parser.add_argument("--processor-time", action="store_true", help="for one thread on a machine that others use too")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
-    clock = time.process_time if options.processor_time else time.perf_counter
+    clock = choose_clock(options.processor_time)
     if options.threads:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)

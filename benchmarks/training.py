@@ -15,102 +15,28 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_weave.heads import Head, fused_log_residual_loss
 from lightning_weave.maths import log_residual_loss, with_other
-from lightning_weave.store import Stage, Step
 from lightning_weave.train.cache import Cache
 from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.loop import Fit, adam
 from lightning_weave.train.objectives import Loss, Trainee
-from lightning_weave.train.parallel import Ranks, clip_gradients
-from lightning_weave.train.sources import Pair
-from lightning_weave.types import Candidates, Ragged, Rollouts, Scores
+from lightning_weave.train.parallel import Ranks
+from parts.gkd import trl_way
+from parts.measure import Clock, Way, choose_clock, forget_peak, kernel_says, take_turns
+from parts.student import CANDIDATES, VOCABULARY, make_student, open_cache, write_cache
 
-VOCABULARY, WIDTH = 49_152, 576  # of a small student
 HEAD_VOCABULARY, HEAD_WIDTH = 151_936, 1024  # of a head that matters
 NARROW = 128  # the width of a head whose memory is measured: it is the vocabulary's that counts
-CANDIDATES, ALPHA = 16, 2.0
+ALPHA = 2.0
 RATE = 1e-6
 ALONE = Ranks(0, 1, torch.device("cpu"))
-Clock = Callable[[], float]
-
-
-# The cache and the student
-
-
-def write_cache(folder: Path, rows: int, length: int, per_shard: int = 64) -> None:
-    """Write random trajectories of one length, an eighth of it prompt, with two anchors' scores."""
-    rng = np.random.default_rng(0)
-    prompt, response = length // 8, length - length // 8
-    for shard, start in enumerate(range(0, rows, per_shard)):
-        count = min(per_shard, rows - start)
-        positions = count * response
-        logp = np.log(rng.dirichlet(np.ones(CANDIDATES + 1), positions)).astype(np.float32)
-        ids = rng.integers(0, VOCABULARY - CANDIDATES, (positions, 1)) + np.arange(CANDIDATES)
-        offsets = np.arange(count + 1) * response
-        rollouts = Rollouts(
-            np.arange(start, start + count, dtype=np.int32),
-            np.zeros(count, np.int32),
-            np.zeros(count, np.uint8),
-            Ragged(rng.integers(0, VOCABULARY, count * prompt, dtype=np.int32), np.arange(count + 1) * prompt),
-            Ragged(rng.integers(0, VOCABULARY, positions, dtype=np.int32), offsets),
-        )
-        named = rollouts.trajectories()
-        stages(folder)["rollout"].write(shard, rollouts)
-        candidates = Candidates(
-            named,
-            Ragged(ids.astype(np.int32), offsets),
-            Ragged(logp[:, :-1], offsets),
-            Ragged(logp[:, -1], offsets),
-            Ragged(logp[:, 0], offsets),
-        )
-        stages(folder)["reference"].write(shard, candidates)
-        for name in ("post-0", "pre-0", "post-1", "pre-1"):
-            moved = logp[:, :-1] + rng.normal(0, 0.5, (positions, CANDIDATES)).astype(np.float32)
-            mapped = Ragged(np.ones(moved.shape, np.bool_), offsets)
-            scores = Scores(named, Ragged(moved, offsets), mapped, Ragged(np.ones(positions, np.float32), offsets))
-            stages(folder)[name].write(shard, scores)
-    shards = -(-rows // per_shard)
-    for name, stage in stages(folder).items():
-        stage.finish({"rollout": Rollouts, "reference": Candidates}.get(name, Scores), shards)
-
-
-def stages(folder: Path) -> dict[str, Stage]:
-    names = ("rollout", "reference", "post-0", "pre-0", "post-1", "pre-1")
-    return {name: Stage(folder / name, Step(name, {})) for name in names}
-
-
-def open_cache(folder: Path) -> Cache:
-    found = stages(folder)
-    pairs = [Pair(str(k), found[f"post-{k}"], found[f"pre-{k}"], 0.5) for k in range(2)]
-    return Cache(found["rollout"], found["reference"], pairs)
-
-
-def make_student(layers: int) -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
 class PlainLoss(Loss):
@@ -130,27 +56,6 @@ def make_fit(cache: Cache, layers: int, way: str) -> Fit:
     return Fit(trainee, optimizer, cache, loss, 1.0, 1 << 20, 0, ALONE, Path())
 
 
-# What is measured
-
-
-def take_turns(
-    ways: dict[str, Callable[[], Any]], repeat: int, clock: Clock
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Run the ways in turn, so that a busy machine is busy for all of them; give medians and bests of seconds.
-
-    Others who use the same caches slow down what lives in them. The bests are nearer to a machine of one's own.
-    """
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeat + 1):
-        for name, way in ways.items():
-            started = clock()
-            way()
-            if turn:  # the first is for warming up
-                taken[name].append(clock() - started)
-    medians = {name: statistics.median(times) for name, times in taken.items()}
-    return medians, {name: min(times) for name, times in taken.items()}
-
-
 def random_head(positions: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     hidden_ND = torch.randn(positions, width).requires_grad_()
@@ -160,7 +65,7 @@ def random_head(positions: int, width: int) -> tuple[Tensor, Tensor, Tensor, Ten
     return hidden_ND, weight_VD, ids_NC, log_b_NO, log_q_NO
 
 
-def head_ways(positions: int, width: int) -> dict[str, Callable[[], Any]]:
+def head_ways(positions: int, width: int) -> dict[str, Way]:
     """Loss and both gradients of one head: in one pass, through autograd, and the bare products."""
     hidden_ND, weight_VD, ids_NC, log_b_NO, log_q_NO = random_head(positions, width)
 
@@ -183,7 +88,7 @@ def head_ways(positions: int, width: int) -> dict[str, Callable[[], Any]]:
     return {"ours": ours, "plain": plain, "limit": limit}
 
 
-def step_ways(cache: Cache, layers: int, rows: list[int], shares: list[float]) -> dict[str, Callable[[], Any]]:
+def step_ways(cache: Cache, layers: int, rows: list[int], shares: list[float]) -> dict[str, Way]:
     """One update of the same student on the same rows."""
     fits = {way: make_fit(cache, layers, way) for way in ("ours", "plain")}
     return {
@@ -192,69 +97,7 @@ def step_ways(cache: Cache, layers: int, rows: list[int], shares: list[float]) -
     }
 
 
-class TimedTeacher(nn.Module):
-    """A teacher of the student's size that keeps its own time."""
-
-    def __init__(self, model: Any, clock: Clock) -> None:
-        super().__init__()
-        self.model, self.config, self.clock, self.seconds = model.eval(), model.config, clock, 0.0
-
-    def forward(self, **inputs: Any) -> Any:
-        started = self.clock()
-        outputs = self.model(**inputs)
-        self.seconds += self.clock() - started
-        return outputs
-
-
-def trl_way(cache: Cache, layers: int, rows: list[int], clock: Clock) -> tuple[Callable[[], Any], TimedTeacher] | None:
-    """The same update with TRL's GKDTrainer, on the same student and tokens; None where TRL is not installed."""
-    warnings.simplefilter("ignore")
-    try:
-        from datasets import Dataset
-        from trl.experimental.gkd import GKDConfig, GKDTrainer
-    except ImportError:
-        return None
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
-    settings = GKDConfig(
-        tempfile.mkdtemp(), lmbda=0.0, beta=1.0, use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False
-    )
-    teacher = TimedTeacher(make_student(layers), clock)
-    trainer = GKDTrainer(
-        model=make_student(layers),
-        teacher_model=teacher,
-        args=settings,
-        train_dataset=Dataset.from_list([{"unused": 0}]),
-        data_collator=lambda batch: batch,
-        processing_class=tokenizer,
-    )
-    trainer.current_gradient_accumulation_steps = 1
-    optimizer = torch.optim.AdamW(trainer.model.parameters(), RATE, weight_decay=0.01, fused=True)
-    read = [cache.read(number) for number in rows]
-    ids = torch.tensor(np.stack([np.concatenate([row.prompt_ids, row.response_ids]) for row in read])).long()
-    labels = ids.clone()
-    labels[:, : len(read[0].prompt_ids)] = -100
-
-    def step() -> None:
-        trainer.training_step(
-            trainer.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-        )
-        clip_gradients(trainer.model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step, teacher
-
-
 # Memory, in a process of its own
-
-
-def kernel_says(entry: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith(entry)).split()[1]) * 1024
 
 
 def child(*arguments: Any) -> dict[str, float]:
@@ -276,8 +119,7 @@ def measure(what: str, *arguments: str) -> dict[str, float]:
         def way() -> None:
             fit.update(2, [1])
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = kernel_says("VmRSS")
+    before = forget_peak()
     way()
     return {"extra": kernel_says("VmHWM") - before, "peak": kernel_says("VmHWM")}
 
@@ -302,7 +144,9 @@ def show_head(options: argparse.Namespace, clock: Clock) -> list[dict[str, Any]]
     print(f"{'positions':>9} {'ours':>9} {'plain':>9} {'limit':>9}  x limit  x plain  of the bests  (goals: 1.10, 1)")
     rows = []
     for positions in (options.positions, 8 * options.positions):
-        seconds, best = take_turns(head_ways(positions, HEAD_WIDTH), options.repeat, clock)
+        taken = take_turns(head_ways(positions, HEAD_WIDTH), options.repeat, clock)
+        # Others who use the same caches slow down what lives in them: the bests are nearer to a machine of one's own.
+        seconds, best = ({name: pick(times) for name, times in taken.items()} for pick in (statistics.median, min))
         print(
             f"{positions:9} {seconds['ours']:7.2f} s {seconds['plain']:7.2f} s {seconds['limit']:7.2f} s "
             f"{seconds['ours'] / seconds['limit']:7.2f}x {seconds['ours'] / seconds['plain']:7.2f}x"
@@ -332,10 +176,10 @@ def show_step(options: argparse.Namespace, folder: Path, clock: Clock) -> list[d
     print(f"\nOne update, {count / 1e6:.0f} M parameters, {options.rows} rows of {length} tokens")
     shares: list[float] = []
     ways = step_ways(cache, options.layers, rows, shares)
-    trl = trl_way(cache, options.layers, rows, clock)
+    trl = trl_way(cache, options.layers, rows, RATE, clock)
     if trl is not None:
         ways["TRL"] = trl[0]
-    seconds, _ = take_turns(ways, options.repeat, clock)
+    seconds = {name: statistics.median(times) for name, times in take_turns(ways, options.repeat, clock).items()}
     loading = statistics.median(shares[1:])
     if trl is not None:
         teacher = trl[1].seconds / (options.repeat + 1)
@@ -398,7 +242,7 @@ def main() -> None:
         print(json.dumps(measure(*options.measure)))
         return
     torch.set_num_threads(options.threads)
-    clock = time.process_time if options.processor_time else time.perf_counter
+    clock = choose_clock(options.processor_time)
     print(f"{options.threads} threads, {'processor' if options.processor_time else 'wall-clock'} time")
     with tempfile.TemporaryDirectory() as root:
         results = show_head(options, clock) + show_head_memory(options) + show_step(options, Path(root), clock)
