@@ -1,6 +1,5 @@
 """AES and the Pareto front, against loops and by hand."""
 
-import doctest
 import math
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 import oracle
 from lightning_weave import maths
-from lightning_weave.maths import aes, aes_of_means, mean_aes, metrics, pareto_front
+from lightning_weave.maths import aes, aes_of_means, mean_aes, pareto_front
 
 properties = settings(max_examples=150, deadline=None, derandomize=True)
 percent, length = st.floats(0, 100), st.floats(1, 40_000)
@@ -61,11 +60,6 @@ def test_front_keeps_ties_and_drops_the_dominated():
     points = [(80.0, 900.0), (80.0, 900.0), (80.0, 950.0), (79.0, 900.0), (70.0, 500.0), (math.nan, 1.0)]
     assert pareto_front(points) == [0, 1, 4]
     assert pareto_front([]) == []
-
-
-def test_examples_in_the_docstrings_hold():
-    result = doctest.testmod(metrics)
-    assert (result.attempted, result.failed) == (2, 0)
 
 
 def test_every_promised_name_is_there_and_no_other():
