@@ -51,7 +51,12 @@ class Stage:
 
     def manifest(self) -> dict[str, Any] | None:
         """The manifest on disk, whatever it was made with."""
-        return read_json(self.manifest_path) if self.manifest_path.exists() else None
+        if not self.manifest_path.exists():
+            return None
+        manifest = read_json(self.manifest_path)
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("shards"), list):
+            raise CorruptData(f"{self.manifest_path}: no manifest of ours. Remove it and run: {self.step.command}")
+        return manifest
 
     def state(self) -> State:
         """Compare what is on disk with what the recipe says now."""
@@ -79,9 +84,10 @@ class Stage:
 
     def pending(self, shards: int) -> list[int]:
         """List the shards that still have to be made, and drop a manifest that no longer tells the truth."""
-        if self.state() == "stale":
+        pending = [index for index in range(shards) if not self._is_ours(self.shard_path(index))]
+        if pending or self.state() != "done":
             self.manifest_path.unlink(missing_ok=True)
-        return [index for index in range(shards) if not self._is_ours(self.shard_path(index))]
+        return pending
 
     def write(self, index: int, shard: Any) -> int:
         """Write one shard atomically; returns its size in bytes."""
@@ -101,6 +107,8 @@ class Stage:
 
     def finish(self, kind: type[Any], shards: int, extra: Mapping[str, Any] | None = None) -> bool:
         """Write the manifest if every shard is there; any rank may call it, all would write the same bytes."""
+        if self.state() == "done":  # no need to read and hash it all again
+            return True
         paths = [self.shard_path(index) for index in range(shards)]
         if not all(self._is_ours(path) for path in paths):
             return False
