@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_weave.stages import reference, rollout, score, status
+from lightning_weave.bench.samples import write_block
+from lightning_weave.stages import reference, rollout, score, status, train
 from stages.small_runs import QUIET, make_cache, make_recipe, steps_of
 
 
@@ -52,6 +53,23 @@ def test_an_unfinished_stage_says_how_far_it_got(recipe: dict[str, Any]) -> None
     assert seen["reference"] == "partial"
     assert why["reference"] == "1 shards so far"
     assert "Next: lweave reference small.toml" in text
+
+
+def test_training_and_evaluation_under_way_are_unfinished_not_missing(recipe: dict[str, Any]) -> None:
+    steps = make_cache(recipe)
+    train.run(steps, QUIET)
+    stage = steps.store.stage(steps.train("only"))
+    updates = stage.require()["updates"]
+    stage.manifest_path.unlink()
+    seen, why, text = states(recipe)
+    assert (seen["train/only"], why["train/only"]) == ("partial", f"{updates} updates so far")
+    assert "Next: lweave train small.toml --only only" in text
+    recipe["train"] = {**recipe.get("train", {}), "seed": 99}
+    assert states(recipe)[0]["train/only"] == "missing", "checkpoints of another recipe are none of this one's"
+    exam = next(step for step in steps.everything() if step.path.startswith("eval/base/"))
+    write_block(steps.store.stage(exam).folder / f"blocks-{exam.fingerprint}", 0, [])
+    seen, why, _ = states(recipe)
+    assert (seen[exam.path], why[exam.path]) == ("partial", "1 blocks so far")
 
 
 def test_a_changed_recipe_is_told_by_its_key(recipe: dict[str, Any]) -> None:

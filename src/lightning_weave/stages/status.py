@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_weave.stages.steps import Steps
-from lightning_weave.store import State, Step, Store
+from lightning_weave.store import Stage, State, Step, Store
+from lightning_weave.train.checkpoint import Checkpoints
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,15 @@ def run(steps: Steps, console: Console) -> list[Status]:
 
 def _look(step: Step, store: Store) -> Status:
     stage = store.stage(step)
-    state = stage.state()
+    state, so_far = stage.state(), _so_far(stage)
+    if state == "missing" and so_far:
+        state = "partial"
     stale_inputs = [inner.path for inner in step.inputs if store.stage(inner).state() != "done"]
     match state:
         case "stale":
             why = "; ".join(stage.changed_settings())
         case "partial":
-            why = f"{len(list(stage.folder.glob('*.safetensors')))} shards so far"
+            why = so_far or "0 shards so far"
         case "done":
             why = _size(stage.manifest() or {})
         case _:
@@ -50,6 +53,16 @@ def _look(step: Step, store: Store) -> Status:
     if state != "done" and stale_inputs:
         why = f"{why}; " * bool(why) + f"waits for {', '.join(stale_inputs)}"
     return Status(step, state, why)
+
+
+def _so_far(stage: Stage) -> str:
+    """Say what an unfinished stage has by now: shards, or updates of training, or blocks of evaluation."""
+    if shards := len(list(stage.folder.glob("*.safetensors"))):
+        return f"{shards} shards so far"
+    if updates := Checkpoints(stage.folder / "checkpoints", stage.step.fingerprint, keep=0).latest():
+        return f"{updates} updates so far"
+    blocks = len(list((stage.folder / f"blocks-{stage.step.fingerprint}").glob("*.jsonl")))
+    return f"{blocks} blocks so far" if blocks else ""
 
 
 def _size(manifest: dict) -> str:
