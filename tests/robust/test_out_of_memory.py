@@ -1,0 +1,133 @@
+"""Too little memory, as an allocation that really fails: every stage halves, goes on, says so, and changes nothing."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from lightning_weave.errors import WeaveError
+from lightning_weave.models.load import load_model
+from lightning_weave.progress import Progress
+from lightning_weave.stages import eval as eval_stage
+from lightning_weave.stages import reference, rollout, score, train
+from lightning_weave.stages.steps import Steps
+from lightning_weave.store import read_lines
+from lightning_weave.types import Candidates, Rollouts, Scores
+from tiny import steps_of
+
+QUIET = Progress(quiet=True)
+Recipe = dict[str, Any]
+
+
+@contextmanager
+def room_for(tokens: int) -> Iterator[list[int]]:
+    """Fail to allocate, as torch itself does, wherever a model reads more tokens at once; collects the failures."""
+    failed: list[int] = []
+
+    def allocate(module: nn.Module, args: Any) -> None:
+        if isinstance(module, nn.Embedding) and args[0].numel() > tokens:
+            failed.append(args[0].numel())
+            torch.empty(2**55)
+
+    hook = register_module_forward_pre_hook(allocate)
+    try:
+        yield failed
+    finally:
+        hook.remove()
+
+
+def fields_of(steps: Steps, step: Any, kind: type) -> list[np.ndarray]:
+    stage = steps.store.stage(step)
+    shards = [vars(stage.open(kind, shard).read()) for shard in range(len(stage.require()["shards"]))]
+    return [np.asarray(getattr(value, "flat", value)) for shard in shards for value in shard.values()]
+
+
+def test_rollouts_are_the_same_tokens(cached: Recipe, recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
+    steps, undisturbed = steps_of(recipe), steps_of(cached)
+    with caplog.at_level(logging.WARNING, "lightning_weave"), room_for(25) as failed:
+        rollout.run(steps, QUIET)
+    assert failed
+    assert "out of memory with 6 rows: the batch size is now 3" in caplog.text
+    found, expected = (fields_of(each, each.rollout, Rollouts) for each in (steps, undisturbed))
+    assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def test_references_and_scores_are_the_same_numbers(
+    cached: Recipe, recipe: Recipe, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps, undisturbed = steps_of(recipe), steps_of(cached)
+    rollout.run(steps, QUIET)
+    for stage in (reference, score):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "lightning_weave"), room_for(70) as failed:
+            stage.run(steps, QUIET)
+        assert failed
+        assert "the token budget is now" in caplog.text
+    pairs = [(steps.reference, undisturbed.reference, Candidates)]
+    scored = zip(steps.score_names, undisturbed.score_names, strict=True)
+    pairs += [(steps.score(one), undisturbed.score(two), Scores) for one, two in scored]
+    assert len(pairs) == 5
+    for one, two, kind in pairs:
+        for found, expected in zip(fields_of(steps, one, kind), fields_of(undisturbed, two, kind), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_evaluations_are_the_same_samples(recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    problems = [{"id": f"q{n}", "problem": f"{n}+1", "answer": str(n + 1)} for n in range(6)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    recipe["eval"] = {"benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"], "samples": 2, "max_tokens": 9, "chat": False}
+    files = []
+    for name, room in (("undisturbed", 1_000_000), ("disturbed", 20)):
+        steps = steps_of(recipe | {"name": name})
+        with caplog.at_level(logging.WARNING, "lightning_weave"), room_for(room) as failed:
+            eval_stage.run(steps, QUIET, only=["base"])
+        files.append((steps.store.run_dir / "eval" / "base" / "sums" / "samples.jsonl").read_bytes())
+    assert failed
+    assert "out of memory with" in caplog.text
+    assert files[0] == files[1]
+
+
+def test_students_are_the_same_up_to_rounding(
+    make_run: Callable[[str], Recipe], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where no update is under way: the check before training, and the held-out rows."""
+    runs = {name: make_run(name) for name in ("undisturbed", "disturbed")}
+    steps = {name: steps_of(run | {"train": {**run["train"], "validation": 0.3}}) for name, run in runs.items()}
+    train.run(steps["undisturbed"], Progress())
+    assert "out of memory" not in capsys.readouterr().err
+    with room_for(70) as failed:
+        train.run(steps["disturbed"], Progress())
+    assert failed
+    assert "train both: out of memory: train.token_budget halved to" in capsys.readouterr().err
+    weights, rows = {}, {}
+    for name, each in steps.items():
+        folder = each.store.run_dir / "train" / "both"
+        weights[name] = load_file(folder / "final" / "model.safetensors")
+        rows[name] = list(read_lines(folder / "metrics.jsonl"))
+    for key, tensor in weights["undisturbed"].items():
+        torch.testing.assert_close(weights["disturbed"][key], tensor, rtol=0, atol=1e-6)
+    for one, two in zip(rows["undisturbed"], rows["disturbed"], strict=True):
+        for key in ("loss", "kept", "reverse_kl", "validation_reverse_kl"):
+            assert two.get(key) == pytest.approx(one.get(key), abs=1e-6), key
+
+
+def test_an_optimizer_without_room_is_said(make_run: Callable[[str], Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = steps_of(make_run("runs"))
+    monkeypatch.setattr(torch.optim.AdamW, "_init_group", lambda *_: torch.empty(2**55))
+    with pytest.raises(WeaveError, match=r"out of memory at update 1: no room for the optimizer.*train\.lora"):
+        train.run(steps, QUIET)
+
+
+def test_weights_without_room_are_said(cached: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "to", lambda *_, **__: torch.empty(2**55))
+    with pytest.raises(WeaveError, match=r"student: its weights do not fit on cpu\. Use a smaller dtype"):
+        load_model(Path(cached["student"]["model"]), dtype=torch.float32, device=torch.device("cpu"))
