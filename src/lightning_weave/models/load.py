@@ -76,6 +76,13 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
             local_files_only=True,
             output_loading_info=True,
         )
+        model = model.to(device)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise WeaveError(
+            f"{path}: its weights do not fit on {device}. Use a smaller dtype or a larger device"
+        ) from error
     except (OSError, ValueError, KeyError) as error:
         _refuse_code(path, trust_remote_code, error)
         raise InputError(
@@ -88,14 +95,7 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
             f"{path}: the weights lack {len(absent)} tensors of the model, {absent[0]} among them. "
             "Fetch or export the checkpoint again"
         )
-    try:
-        return model.to(device).eval().requires_grad_(False)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise WeaveError(
-            f"{path}: its weights do not fit on {device}. Use a smaller dtype or a larger device"
-        ) from error
+    return model.eval().requires_grad_(False)
 
 
 def vocabulary_size(tokenizer: Any) -> int:

@@ -53,7 +53,8 @@ def round_weights(model: Any, dtype: torch.dtype, batch: Batch, vocabulary: int)
     """Round to the dtype of the export and return KL(exported || trained), whole vocabulary, mean over the batch."""
 
     def log_probs() -> Tensor:
-        hidden_ND = hidden_states(model, batch.input_ids_RT).flatten(0, 1)[batch.states_N]
+        hidden_PD = torch.cat([hidden_states(model, ids_T[None])[0] for ids_T in batch.input_ids_RT])  # little memory
+        hidden_ND = hidden_PD[batch.states_N]
         return torch.log_softmax(find_head(model, vocabulary).logits(hidden_ND), dim=-1)
 
     trained_NV = log_probs()
