@@ -29,21 +29,20 @@ def test_bash_accepts_every_script() -> None:
         assert (done.returncode, done.stderr) == (0, ""), name
 
 
+def run_script(folder: Path, script: str, command: list[str], **variables: str) -> None:
+    """Run one of the page's scripts in a folder whose programs come first."""
+    environment = {**os.environ, **variables, "PATH": f"{folder}:{os.environ['PATH']}"}
+    subprocess.run(
+        command, input=scripts()[script], text=True, check=True, cwd=folder, env=environment, capture_output=True
+    )
+
+
 def test_every_stage_waits_for_the_one_before(tmp_path: Path) -> None:
     """Submit with a Slurm that only writes down what it is asked and numbers the jobs."""
     stub = tmp_path / "sbatch"
     stub.write_text('#!/bin/bash\necho "$@" >> asked\nwc -l < asked | tr -d " "\n')
     stub.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run(
-        ["bash", "-eu"],
-        input=scripts()["submit.sh"],
-        text=True,
-        check=True,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-    )
+    run_script(tmp_path, "submit.sh", ["bash", "-eu"])
     asked = (tmp_path / "asked").read_text().splitlines()
     assert [line.split()[-1] for line in asked] == ["rollout", "reference", "score", "train.sbatch", "eval"]
     waits = [re.search(r"afterok:(\d+)", line) for line in asked]
@@ -63,16 +62,7 @@ def test_an_array_of_tasks_makes_what_one_process_makes(tmp_path: Path) -> None:
     for task in ("1", "0"):
         assert not (made / "manifest.json").exists()
         tasks = {"SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_TASK_COUNT": "2"}
-        environment = {**os.environ, **tasks, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        subprocess.run(
-            ["bash", "-s", "rollout"],
-            input=scripts()["shards.sbatch"],
-            text=True,
-            check=True,
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-        )
+        run_script(tmp_path, "shards.sbatch", ["bash", "-s", "rollout"], **tasks)
     assert len(json.loads((made / "manifest.json").read_text())["shards"]) == 3
     for path in alone.store.stage(alone.rollout).folder.iterdir():
         assert (made / path.name).read_bytes() == path.read_bytes()
