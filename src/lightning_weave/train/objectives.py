@@ -84,10 +84,16 @@ class Loss:
     def _in_one_pass(self, hidden_ND: Tensor, head: Head, batch: Batch, normalizer: float) -> tuple[Tensor, Tensor]:
         watch_NO = torch.empty_like(batch.log_q_NO)
         inputs = hidden_ND, head.weight_VD, batch.candidate_ids_NC
-        rest = self.alpha, normalizer, None, head.vocabulary, watch_NO
         if self.objective == "tilted":
-            return fused_log_residual_loss(*inputs, batch.log_b_NO, batch.log_q_NO, *rest), watch_NO
-        return fused_reverse_kl(*inputs, batch.log_q_NO, *rest), watch_NO
+            targets = batch.log_b_NO, batch.log_q_NO
+            loss = fused_log_residual_loss(
+                *inputs, *targets, self.alpha, normalizer, vocabulary=head.vocabulary, watch_NO=watch_NO
+            )
+        else:
+            loss = fused_reverse_kl(
+                *inputs, batch.log_q_NO, self.alpha, normalizer, vocabulary=head.vocabulary, watch_NO=watch_NO
+            )
+        return loss, watch_NO
 
 
 def _with_sampled(hidden_ND: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
