@@ -33,7 +33,7 @@ def interpolate(
     out: Annotated[str, typer.Argument(metavar="OUT", help="directory to make")],
     share: Annotated[float, typer.Option("--lambda", help="how far to go from A to B")] = 0.5,
 ) -> None:
-    """Mix the weights of two checkpoints; list OUT under [policies] to evaluate it."""
+    """Mix the weights of two checkpoints; name OUT among a recipe's policies to evaluate it."""
 
     from lightning_weave.models.interpolate import interpolate as mix
     from lightning_weave.models.load import resolve_model
