@@ -135,6 +135,13 @@ def context_limit(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
+def saved_context_limit(path: Path) -> int | None:
+    """Read the longest context that a checkpoint says it was made for, without loading it or any code of its own."""
+    config = _read_json(path / "config.json")
+    limit = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    return None if limit is None else int(limit)
+
+
 def default_device() -> torch.device:
     """Choose this process's own GPU where there is one, else the CPU."""
     if not torch.cuda.is_available():

@@ -27,12 +27,11 @@ from lightning_weave.bench.summary import read_summary, summarise, write_summary
 from lightning_weave.config import Eval, Student
 from lightning_weave.config import Policy as PolicySection
 from lightning_weave.errors import InputError
-from lightning_weave.models.load import load_tokenizer
+from lightning_weave.models.load import load_tokenizer, saved_context_limit
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import chatml, encode, livecodebench, question_answer, render
-from lightning_weave.stages.checks.models import context_limit_at
 from lightning_weave.stages.engines import close_sampler, longest_context, open_sampler
 from lightning_weave.stages.grade import Grader
 from lightning_weave.stages.steps import Steps
@@ -188,7 +187,7 @@ def open_exam(
 
 def _check_lengths(policy: Policy, benchmark: Benchmark, prompts: Sequence[list[int]]) -> None:
     """Refuse a problem that leaves no room for a response before anything is sampled."""
-    limit = context_limit_at(policy.path, policy.trust_remote_code)
+    limit = saved_context_limit(policy.path)
     for problem, ids in zip(benchmark.problems, prompts, strict=True):
         if limit is not None and len(ids) >= limit:
             raise InputError(

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_weave.errors import InputError
-from lightning_weave.models.load import load_tokenizer
+from lightning_weave.models.load import load_tokenizer, saved_context_limit
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.stages import prompts as prompts_stage
-from lightning_weave.stages.checks.models import context_limit_at
 from lightning_weave.stages.engines import close_sampler, open_sampler
 from lightning_weave.stages.steps import Steps
 from lightning_weave.stages.work import Do, Job, Made, do_here
@@ -72,7 +71,7 @@ def open_student(steps: Steps) -> Student:
 
 def _check_lengths(steps: Steps, prompts: Sequence[Prompt]) -> None:
     """Refuse a prompt that leaves no room for a response before anything is sampled, not hours later."""
-    limit = context_limit_at(steps.student_path, steps.recipe.student.trust_remote_code)
+    limit = saved_context_limit(steps.student_path)
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
     if limit is not None and len(longest.token_ids) >= limit:
         raise InputError(
