@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from lightning_weave.store import file_identity, fingerprint, identity, model_id
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_cache(place_at_home: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(identity, "_cache_file", place_at_home)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "lightning-weave" / "identities.json"
 
@@ -58,6 +61,16 @@ def test_hashes_are_remembered_by_size_and_time(tmp_path: Path, own_cache: Path)
     assert file_identity(file) == "as remembered"
     os.utime(file, ns=(6, 6))
     assert file_identity(file) == true
+
+
+def test_a_whole_model_is_remembered_until_its_files_are_gone(tmp_path: Path, own_cache: Path) -> None:
+    first, second = make_model(tmp_path / "a"), make_model(tmp_path / "b")
+    counted = {"config.json", "model.safetensors", "tokenizer.json"}
+    model_identity(first)
+    assert {Path(path).name for path in json.loads(own_cache.read_text())} == counted
+    shutil.rmtree(first)
+    model_identity(second)
+    assert set(json.loads(own_cache.read_text())) == {str(second / name) for name in counted}
 
 
 def test_a_broken_or_unwritable_cache_only_costs_time(tmp_path: Path, own_cache: Path) -> None:

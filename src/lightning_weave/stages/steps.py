@@ -13,7 +13,7 @@ from typing import Any, Literal, assert_never
 from lightning_weave.config import Anchor, Composition, Objective, Recipe, Train, benchmark_folder, slug
 from lightning_weave.errors import InputError
 from lightning_weave.models.load import resolve_model
-from lightning_weave.store import Step, Store, file_identity, model_identity
+from lightning_weave.store import Step, Store, file_identities, file_identity, model_identity
 
 Role = Literal["post", "pre"]
 ROLES: tuple[Role, Role] = ("post", "pre")
@@ -253,7 +253,7 @@ class Steps:
 def template_identity(model: Path) -> str:
     """Name a checkpoint's chat template by the files that can hold it."""
     files = sorted({*model.glob("chat_template*"), *model.glob("tokenizer_config.json")})
-    return hashlib.sha256("".join(file_identity(file) for file in files).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(file_identities(files)).encode()).hexdigest()[:16]
 
 
 def _data_identity(source: str, key: str) -> str:
@@ -263,7 +263,7 @@ def _data_identity(source: str, key: str) -> str:
         return file_identity(path)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        return hashlib.sha256("".join(file_identity(file) for file in files).encode()).hexdigest()
+        return hashlib.sha256("".join(file_identities(files)).encode()).hexdigest()
     if path.suffix in {".jsonl", ".json", ".parquet"} or source.startswith((".", "/", "~")):
         raise InputError(f"{key} = {source!r}: no such file. Give a JSONL or Parquet file, a directory or a hub name")
     return source

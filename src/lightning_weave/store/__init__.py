@@ -1,7 +1,7 @@
 """Everything that a run keeps on disk: shards, manifests, fingerprints, locks and logs."""
 
 from lightning_weave.store.files import append_line, read_json, read_lines, write_atomic, write_json
-from lightning_weave.store.identity import file_identity, fingerprint, model_identity
+from lightning_weave.store.identity import file_identities, file_identity, fingerprint, model_identity
 from lightning_weave.store.lock import lock_run
 from lightning_weave.store.rows import RowIndex
 from lightning_weave.store.run import Stage, State, Step, Store
@@ -15,6 +15,7 @@ __all__ = [
     "Step",
     "Store",
     "append_line",
+    "file_identities",
     "file_identity",
     "fingerprint",
     "lock_run",

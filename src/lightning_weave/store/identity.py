@@ -6,13 +6,13 @@ Hashing a checkpoint reads all of its bytes, so hashes are remembered by path, s
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from lightning_weave.errors import CorruptData, InputError
-from lightning_weave.store.files import read_json, sha256_file, write_json
+from lightning_weave.store.files import read_json, sha256_file, write_atomic
 
 # Everything that decides what a model computes or how its text becomes tokens; not READMEs, not optimizer states.
 MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "config.json", "generation_config.json")
@@ -39,20 +39,26 @@ def model_identity(directory: Path) -> str:
     files = sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
     if not files:
         raise InputError(f"{directory}: no model here (no config.json, weights or tokenizer files)")
-    return fingerprint({path.name: file_identity(path) for path in files})
+    return fingerprint(dict(zip([path.name for path in files], file_identities(files), strict=True)))
 
 
 def file_identity(path: Path) -> str:
     """Hash a file, or remember its hash if size and modification time have not changed."""
-    stat = path.stat()
-    key = f"{path.resolve()}"
-    stamp = [stat.st_size, stat.st_mtime_ns]
-    known = _load_cache().get(key)
-    if known and known[:2] == stamp:
-        return str(known[2])
-    digest = sha256_file(path)
-    _remember(key, [*stamp, digest])
-    return digest
+    return file_identities([path])[0]
+
+
+def file_identities(paths: Sequence[Path]) -> list[str]:
+    """Hash files; what is new is remembered in one go."""
+    known, new, digests = _load_cache(), {}, []
+    for path in paths:
+        key, stat = str(path.resolve()), path.stat()
+        entry = known.get(key)
+        if not entry or entry[:2] != [stat.st_size, stat.st_mtime_ns]:
+            entry = new[key] = [stat.st_size, stat.st_mtime_ns, sha256_file(path)]
+        digests.append(str(entry[2]))
+    if new:
+        _remember(new)
+    return digests
 
 
 def _cache_file() -> Path:
@@ -76,9 +82,9 @@ def _read_cache(file: Path, *_stamp: int) -> dict[str, list[Any]]:
     return cache if isinstance(cache, dict) else {}
 
 
-def _remember(key: str, entry: list[Any]) -> None:
-    cache = _load_cache() | {key: entry}
+def _remember(new: Mapping[str, list[Any]]) -> None:
+    cache = {path: entry for path, entry in _load_cache().items() if os.path.exists(path)} | dict(new)
     try:
-        write_json(_cache_file(), {path: value for path, value in cache.items() if os.path.exists(path)})
+        write_atomic(_cache_file(), json.dumps(cache).encode())
     except Exception:  # a read-only home only costs time
         return

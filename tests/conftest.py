@@ -1,0 +1,24 @@
+"""What holds for every test."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_weave.store import identity
+
+
+@pytest.fixture(autouse=True, scope="session")
+def place_at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
+    """Keep the hashes of tests' files out of the home of whoever runs them; give what says the usual place."""
+    usual, file = identity._cache_file, tmp_path_factory.mktemp("identities") / "identities.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(identity, "_cache_file", lambda: file)
+        yield usual
+
+
+@pytest.fixture(autouse=True)
+def short_memory(place_at_home: Callable[[], Path]) -> Iterator[None]:
+    """Forget them after each test: the memory of a thousand tests is slow to write."""
+    yield
+    identity._cache_file().unlink(missing_ok=True)
