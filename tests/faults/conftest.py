@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,20 @@ class Lab:
 
     def lweave(self, name: str, verb: str, *more: str, fault: dict[str, Any] | None = None) -> Ended:
         """Run the command line in a trial to its end, whatever that is."""
+        self.ask(name, verb, *more, fault=fault)
+        return self.hear()
+
+    def ask(self, name: str, verb: str, *more: str, fault: dict[str, Any] | None = None) -> None:
+        """Let the command line run in a trial."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         arguments = [verb, "r.toml", *(SWEEP if verb == "sweep" else ()), *more]
         job = {"arguments": arguments, "folder": str(self.root / name), "fault": fault}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
+
+    def hear(self) -> Ended:
+        """Wait for its end."""
+        assert self.process.stdout is not None
         ended = json.loads(self.process.stdout.readline())
         return Ended(ended["ended"], ended["events"], ended["said"])
 
@@ -120,6 +129,17 @@ def _timeless(path: Path) -> Any:
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
+@contextmanager
+def serve() -> Iterator[subprocess.Popen[str]]:
+    """Start the program that runs the command line in forks of itself."""
+    command, pipe = [sys.executable, str(PROGRAM)], subprocess.PIPE
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Make the world, run every verb once undisturbed, and keep the run as it was before each."""
@@ -131,11 +151,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     bench = save_prompts(root / "world" / "bench.jsonl", 6, seed=9)
     recipe["eval"] = {"benchmarks": [f"file:{bench}"], "samples": 2, "max_tokens": 12, "chat": False, "block": 4}
     recipe["compositions"] = {"both": recipe["compositions"]["both"]}
-    program = [sys.executable, str(PROGRAM)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    with serve() as process:
         made = Lab(root, recipe, process)
         (root / "whole").mkdir()
         made.write("whole")
@@ -145,4 +161,3 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             assert ended.code == 0, ended.said
             made.copy(f"after-{verb}", "whole")
         yield made
-        process.stdin.close()  # type: ignore[union-attr]

@@ -64,6 +64,7 @@ def watch(folder: str, report: int, fault: dict[str, Any] | None) -> None:
 def run(job: dict[str, Any]) -> int:
     """Run the command line in this process and return its exit code."""
     os.chdir(job["folder"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored where tests run in the background
     sys.argv = ["lweave", *job["arguments"]]
     try:
         cli.main()

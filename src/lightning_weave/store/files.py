@@ -64,13 +64,16 @@ def read_json(path: Path) -> Any:
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
     """Append one JSON row in a single write; start a fresh line if a killed writer left a torn one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab+") as file:
-        torn = False
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            torn = file.read(1) != b"\n"
-        file.write(b"\n" * torn + json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+") as file:
+            torn = False
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                torn = file.read(1) != b"\n"
+            file.write(b"\n" * torn + json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    except OSError as error:
+        raise WeaveError(f"{path}: cannot be written ({error.strerror}). What was finished before is kept") from error
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -141,11 +141,20 @@ class Stage:
                 assert manifest is not None
                 return manifest
             case "stale":
+                self._require_fresh_inputs()
                 changed = "; ".join(self.changed_settings()) or "an earlier recipe made it"
                 raise StaleInput(f"{self.folder} is stale ({changed}).\nMake it again with: {self.step.command}")
             case state:
                 word = "is not finished" if state == "partial" else "is not there yet"
                 raise StaleInput(f"{self.folder} {word}. Make it with: {self.step.command}")
+
+    def _require_fresh_inputs(self) -> None:
+        """Where an input is stale too, say that instead: it comes first."""
+        run_dir = self.folder.parents[len(Path(self.step.path).parts) - 1]
+        for step in self.step.inputs:
+            stage = Stage(run_dir / step.path, step)
+            if stage.state() == "stale":
+                stage.require()
 
     def verify(self) -> list[str]:
         """Check every byte that the manifest vouches for; returns what is wrong, with file and remedy."""
