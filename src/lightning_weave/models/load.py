@@ -56,7 +56,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        _refuse_code(path, trust_remote_code, error)
+        refuse_code(path, trust_remote_code, error)
         raise InputError(
             f"{path}: no usable tokenizer ({_first_line(error)}). Put its tokenizer.json beside the weights"
         ) from error
@@ -84,7 +84,7 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
             f"{path}: its weights do not fit on {device}. Use a smaller dtype or a larger device"
         ) from error
     except (OSError, ValueError, KeyError) as error:
-        _refuse_code(path, trust_remote_code, error)
+        refuse_code(path, trust_remote_code, error)
         raise InputError(
             f"{path}: cannot be loaded as a causal language model ({_first_line(error)}). Check its config.json and "
             "files"
@@ -179,7 +179,7 @@ def _check_index(path: Path) -> None:
             )
 
 
-def _refuse_code(path: Path, trusted: bool, error: Exception) -> None:
+def refuse_code(path: Path, trusted: bool, error: Exception) -> None:
     """Say where the reason is that a checkpoint brings code of its own, which was not run."""
     configs = [_read_json(path / name) for name in ("config.json", "tokenizer_config.json")]
     if not trusted and any(config.get("auto_map") for config in configs):

@@ -8,6 +8,7 @@ from lightning_weave.errors import Mismatch
 from lightning_weave.report.survey import ShardView
 from lightning_weave.stages.steps import Steps
 from lightning_weave.store import RowIndex, Stage
+from lightning_weave.train.cache import check_finite
 from lightning_weave.train.sources import Pair, pair_shift
 from lightning_weave.types import Candidates, Rollouts, Scores
 
@@ -53,6 +54,7 @@ class CachedShifts:
         candidates = self.reference.open(Candidates, shard).read(start, stop)
         trajectory_R = rollouts.trajectories()
         _check_same(trajectory_R, candidates.trajectory_R, self.reference)
+        check_finite([candidates.logp.flat, candidates.other_logp.flat], self.reference, shard, "a row")
         shape_PC = candidates.ids.flat.shape
         r_KPC = np.zeros((len(self.anchors), *shape_PC), np.float32)
         mapped_KPC = np.zeros((len(self.anchors), *shape_PC), np.bool_)
@@ -61,6 +63,8 @@ class CachedShifts:
             post, pre = (stage.open(Scores, shard).read(start, stop) for stage in anchor.stages)
             _check_same(trajectory_R, post.trajectory_R, anchor.post)
             _check_same(trajectory_R, pre.trajectory_R, anchor.pre)
+            for scores, stage in zip((post, pre), anchor.stages, strict=True):
+                check_finite([scores.logp.flat[scores.mapped.flat]], stage, shard, "a row")
             mapped_KPC[k] = post.mapped.flat & pre.mapped.flat
             r_KPC[k], valid_KP[k] = pair_shift(post, pre, anchor.validity)
         view = ShardView(

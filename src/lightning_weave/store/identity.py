@@ -15,7 +15,15 @@ from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.store.files import read_json, sha256_file, write_atomic
 
 # Everything that decides what a model computes or how its text becomes tokens; not READMEs, not optimizer states.
-MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "config.json", "generation_config.json")
+MODEL_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.gguf",
+    "config.json",
+    "generation_config.json",
+    "*.py",
+)
 TOKENIZER_FILES = (
     "tokenizer*.json",
     "tokenizer.model",

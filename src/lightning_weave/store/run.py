@@ -7,7 +7,7 @@ fingerprint too, so shards of an earlier recipe are simply pending again, and a 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
 from lightning_weave.errors import CorruptData, StaleInput
@@ -54,7 +54,7 @@ class Stage:
         if not self.manifest_path.exists():
             return None
         manifest = read_json(self.manifest_path)
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("shards"), list):
+        if not isinstance(manifest, dict) or not _all_inside(manifest.get("shards")):
             raise CorruptData(f"{self.manifest_path}: no manifest of ours. Remove it and run: {self.step.command}")
         return manifest
 
@@ -180,6 +180,14 @@ class Stage:
             return _read_fingerprint(path) == self.step.fingerprint
         except (ValueError, OSError):
             return False
+
+
+def _all_inside(entries: Any) -> bool:
+    """Say whether a manifest's entries name files of its own folder and nothing else."""
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        return False
+    paths = [PurePosixPath(str(entry.get("file", "/"))) for entry in entries]
+    return not any(path.is_absolute() or ".." in path.parts for path in paths)
 
 
 def _entry(path: Path, folder: Path) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Cache:
         trajectory = rollouts.trajectories()[0]
         self._check_same(trajectory, candidates.trajectory_R[0], self.reference, number)
         said = (candidates.logp, candidates.other_logp, candidates.sampled_logp)
-        self._check_finite([values.flat for values in said], self.reference, shard, number)
+        check_finite([values.flat for values in said], self.reference, shard, f"row {number}")
         shape_TC = candidates.logp[0].shape
         sources = self.sources if self.dealt_R is None else [self.sources[self.dealt_R[number]]]
         r_KTC = np.zeros((len(sources), *shape_TC), np.float32)
@@ -112,17 +112,8 @@ class Cache:
     def _scores(self, stage: Stage, shard: int, place: int, number: int, trajectory: np.uint32) -> Scores:
         scores = self._open(stage.folder, shard, Scores).read(place, place + 1)
         self._check_same(trajectory, scores.trajectory_R[0], stage, number)
-        self._check_finite([scores.logp.flat[scores.mapped.flat], scores.mass.flat], stage, shard, number)
+        check_finite([scores.logp.flat[scores.mapped.flat], scores.mass.flat], stage, shard, f"row {number}")
         return scores
-
-    def _check_finite(self, values: Sequence[NDArray[np.float32]], stage: Stage, shard: int, number: int) -> None:
-        """Stop at a number gone bad: a score of -inf is no zero probability, which finite logits never give."""
-        if not all(np.isfinite(each).all() for each in values):
-            path = stage.shard_path(shard)
-            raise CorruptData(
-                f"{path}: row {number} has a log-probability that is not finite. Remove the shard (rm {path}) and "
-                f"make it again with: {stage.step.command}"
-            )
 
     def _check_same(self, expected: np.uint32, found: np.uint32, stage: Stage, number: int) -> None:
         if expected != found:
@@ -133,3 +124,13 @@ class Cache:
     def _open_shard(self, folder: object, shard: int, kind: type) -> Shard:
         stages = [self.rollouts, self.reference, *(stage for source in self.sources for stage in source.stages)]
         return next(stage for stage in stages if stage.folder == folder).open(kind, shard)
+
+
+def check_finite(values: Sequence[NDArray[np.float32]], stage: Stage, shard: int, what: str) -> None:
+    """Stop at a number gone bad: a score of -inf is no zero probability, which finite logits never give."""
+    if not all(np.isfinite(each).all() for each in values):
+        path = stage.shard_path(shard)
+        raise CorruptData(
+            f"{path}: {what} has a log-probability that is not finite. Remove the shard (rm {path}) and make it "
+            f"again with: {stage.step.command}"
+        )

@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from lightning_weave.config import Dtype
 from lightning_weave.errors import InputError
-from lightning_weave.models.load import checkpoint_dtype, stop_ids, vocabulary_size
+from lightning_weave.models.load import checkpoint_dtype, refuse_code, stop_ids, vocabulary_size
 from lightning_weave.models.untrained import OutputMatrix
 from lightning_weave.stages.alignment import open_tokenizer, student_tokenizer
 from lightning_weave.stages.checks.findings import Finding, listed, visible
@@ -74,5 +74,6 @@ def config_at(path: Path, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
+        refuse_code(path, trust_remote_code, error)
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"{path}: its config.json cannot be used ({reason}). Fetch the checkpoint again") from error
