@@ -1,8 +1,9 @@
-"""Run `lweave` in processes that are killed; a program, run by test_resume.py, so that torch is imported only once.
+"""Run `lweave` in processes that are killed; a program, run by the fixture `lweave`, so that torch is imported once.
 
-Reads JSON jobs from stdin, one per line. Each forks; the child runs the command line and is killed by SIGKILL in the
-middle of the stage's second write, or some time after its second shard was renamed into place. Audit events of the
-interpreter tell it where it is; nothing of the package is replaced. Answers with one line of JSON per job.
+Reads lists of JSON jobs from stdin, one list per line. Each job forks; the child runs the command line and is killed by
+SIGKILL when it opens the nth file of some name for writing, or some time after that one was renamed into place. Audit
+events of the interpreter tell it where it is; nothing of the package is replaced. Answers with one line of JSON per
+list: the signal that ended each job, or minus its exit code.
 """
 
 import json
@@ -12,43 +13,42 @@ import sys
 import threading
 import time
 from importlib import import_module
+from typing import Any
 
 from lightning_weave import cli
 
-STAGES = [f"lightning_weave.stages.{stage}" for stage in ("rollout", "reference", "score", "verify")]
+STAGES = [f"lightning_weave.stages.{stage}" for stage in ("rollout", "reference", "score", "train", "eval", "verify")]
 MODELS = ["transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama"]
 
 
-def die(when: str, delay: float) -> None:
-    """Arrange the kill: at the second shard's write, or `delay` after its rename."""
-    seen = 0
+def die(when: str, name: str, count: int) -> None:
+    """Arrange the kill at a temporary file or folder whose path holds `name`: its opening, or soon after its rename."""
+    seen, wanted = 0, {"write": "open", "rename": "os.rename"}[when]
 
-    def kill_later() -> None:
+    def kill(delay: float) -> None:
         time.sleep(delay)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal seen
-        wanted = "open" if when == "write" else "os.rename"
-        if event != wanted or ".safetensors" not in str(arguments[0]) or ".tmp-" not in str(arguments[0]):
-            return
-        seen += 1
-        if seen == 2 and when == "write":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif seen == 2:
-            threading.Thread(target=kill_later).start()
+        if event == wanted and name in str(arguments[0]) and ".tmp-" in str(arguments[0]):
+            seen += 1
+            if seen == count and when == "write":
+                kill(0)
+            elif seen == count:
+                threading.Thread(target=kill, args=[0.01]).start()
 
     sys.addaudithook(hook)
 
 
-def start(job: dict[str, object]) -> int:
+def start(job: dict[str, Any]) -> int:
     child = os.fork()
     if child:
         return child
     os.environ.update(job.get("environment") or {})
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if job.get("kill"):
-        die(str(job["kill"]), 0.01)
+    sys.stdout = sys.stderr = open(job.get("output", os.devnull), "w")  # noqa: SIM115
+    if "kill" in job:
+        die(job["kill"], job.get("name", ".safetensors"), job.get("count", 2))
     sys.argv = ["lweave", *job["arguments"]]
     code = 99  # of anything that is no clean end
     try:
@@ -57,6 +57,7 @@ def start(job: dict[str, object]) -> int:
     except SystemExit as end:
         code = int(end.code or 0)
     finally:
+        sys.stderr.flush()
         os._exit(code)
 
 

@@ -246,7 +246,7 @@ def check_reference(steps: Steps, rows: list[dict[str, Any]], tolerance: float =
         for t, token in enumerate(row["response_ids"]):
             ids = row["ids"][t].tolist()
             assert len(set(ids)) == count
-            best = logp_TV[t].sort(descending=True).values[:count]
+            best = logp_TV[t].topk(count).values
             rest = torch.ones(vocabulary, dtype=torch.bool)
             rest[ids] = False
             _close(row["logp"][t], logp_TV[t][ids], tolerance)

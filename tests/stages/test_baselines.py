@@ -1,11 +1,8 @@
 """The alternatives to the paper's method: each does what its name says, on the same cache and the same budget."""
 
 import math
-import os
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -196,7 +193,9 @@ def test_a_sequence_is_trained_on_matched_budgets(recipe: dict) -> None:
 
 
 @pytest.mark.slow
-def test_an_online_run_killed_between_rounds_ends_the_same(recipe: dict, tmp_path: Path) -> None:
+def test_an_online_run_killed_between_rounds_ends_the_same(
+    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
+) -> None:
     live = {**recipe, "compositions": {"live": {"weights": HALF, "online": True}}}
     live["train"] = {**recipe["train"], "checkpoint_every": 1, "epochs": 4}
     expected = trained({**live, "runs": str(tmp_path / "whole")}, **live["compositions"])["live"]
@@ -204,14 +203,10 @@ def test_an_online_run_killed_between_rounds_ends_the_same(recipe: dict, tmp_pat
     live["runs"] = str(tmp_path / "killed")
     file = tmp_path / "live.toml"
     file.write_text(dump_recipe(check_recipe(live)))
-    command = [sys.executable, "-m", "lightning_weave.cli", "train", str(file)]
-    checkpoints = tmp_path / "killed" / "tiny" / "train" / "live" / "checkpoints"
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not any(checkpoints.glob("[0-9]*")):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "killed after its first round, before its last"
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "goes on after update" in done.stderr
+    job = {"arguments": ["train", str(file)], "output": str(tmp_path / "said")}
+    first_round = {"kill": "rename", "name": "checkpoints", "count": 1}
+    assert lweave({**job, **first_round}) == [signal.SIGKILL], "killed after its first round, before its last"
+    assert lweave(job) == [0]
+    assert "goes on after update" in (tmp_path / "said").read_text()
     found = load_file(tmp_path / "killed" / "tiny" / "train" / "live" / "final" / "model.safetensors")
     assert same(found, expected)

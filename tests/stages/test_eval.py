@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -136,7 +134,9 @@ def test_lm_eval_files_hold_the_same_samples(recipe: dict, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_gives_the_same_files(recipe: dict, tmp_path: Path) -> None:
+def test_killed_and_resumed_gives_the_same_files(
+    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
+) -> None:
     recipe["eval"] |= {"samples": 12, "block": 4, "budgets": []}
     stage.run(steps_of(recipe), QUIET, only=["base"])
     expected = {name: (folder_of(recipe) / name).read_bytes() for name in ("samples.jsonl", "summary.json")}
@@ -144,20 +144,12 @@ def test_killed_and_resumed_gives_the_same_files(recipe: dict, tmp_path: Path) -
     recipe["runs"] = str(tmp_path / "killed")
     file = tmp_path / "recipe.toml"
     file.write_text(dump_recipe(check_recipe(recipe)))
-    command = [sys.executable, "-m", "lightning_weave.cli", "eval", str(file), "--only", "base"]
-    kills = 0
-    for _ in range(20):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    job = {"arguments": ["eval", str(file), "--only", "base"], "name": "blocks-"}
+    for kill in ("write", "rename", "write"):
         before = blocks_done(recipe)
-        while process.poll() is None and blocks_done(recipe) <= before:
-            time.sleep(0.005)
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += process.wait() == -signal.SIGKILL
-        if kills >= 3:
-            break
-    assert kills >= 3
-    subprocess.run(command, check=True, capture_output=True)
+        assert lweave({**job, "kill": kill}) == [signal.SIGKILL]
+        assert blocks_done(recipe) > before
+    assert lweave(job) == [0]
     assert {name: (folder_of(recipe) / name).read_bytes() for name in expected} == expected
 
 
@@ -166,13 +158,16 @@ def blocks_done(recipe: dict) -> int:
 
 
 @pytest.mark.slow
-def test_the_program_evaluates_a_checkpoint_without_a_recipe(recipe: dict, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_weave.cli", "eval", "--model", recipe["student"]["model"]]
+def test_the_program_evaluates_a_checkpoint_without_a_recipe(
+    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
+) -> None:
+    command = ["eval", "--model", recipe["student"]["model"], "--set", f"runs={tmp_path / 'own'}"]
     sets = ["--set", "eval.samples=2", "--set", "eval.max_tokens=8", "--set", "eval.chat=false"]
-    bench = ["--bench", recipe["eval"]["benchmarks"][0], "--set", f"runs={tmp_path / 'own'}"]
-    done = subprocess.run([*command, *bench, *sets], capture_output=True, text=True, check=True)
-    assert "base" in done.stdout
+    said = tmp_path / "said"
+    assert lweave(
+        {"arguments": [*command, "--bench", recipe["eval"]["benchmarks"][0], *sets], "output": str(said)}
+    ) == [0]
+    assert "base" in said.read_text()
     assert (tmp_path / "own" / "student" / "eval" / "base" / "sums" / "summary.json").exists()
-    lost = subprocess.run([*command, "--bench", "aime-1999"], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert lost.returncode == 2
-    assert "aime-1999" in lost.stderr
+    assert lweave({"arguments": [*command, "--bench", "aime-1999"], "output": str(said)}) == [-2]
+    assert "aime-1999" in said.read_text()
