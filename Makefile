@@ -10,7 +10,7 @@ WORKERS ?= 2
 HERE = not real and not vllm and not ray and not peers and not faults
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo docs test test-real test-vllm test-peers test-ray check format lint bench install dev clean
+.PHONY: help demo docs test test-real test-vllm test-peers test-ray test-faults check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -38,6 +38,9 @@ test-peers:      ## against other libraries, in an environment of its own
 test-ray: dev    ## shards on a Ray cluster of two nodes, one of them killed
 	@scripts/ray-env "$(VENV)" "$(RAY_VENV)"
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m ray tests
+
+test-faults: dev ## kill, fill, flip and change, and look what is left
+	OMP_NUM_THREADS=1 $(PYTEST) -q -m faults tests/faults
 
 check: dev lint  ## format, lint, types and the fast tests
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m "not slow and $(HERE)" tests

@@ -29,6 +29,7 @@ def strike(fault: dict[str, Any]) -> None:
     if fault["kind"] != "memory":
         os.kill(os.getpid(), getattr(signal, fault["kind"]))
         return
+    signal.alarm(20)  # a thread that cannot start may be waited for without end
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + fault["bytes"], resource.RLIM_INFINITY))
 
