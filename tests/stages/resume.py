@@ -1,13 +1,14 @@
 """Run `lweave` in processes that are killed; a program, run by the fixture `lweave`, so that torch is imported once.
 
 Reads lists of JSON jobs from stdin, one list per line. Each job forks; the child runs the command line and is killed by
-SIGKILL when it opens the nth file of some name for writing, or some time after that one was renamed into place. Audit
+SIGKILL when it opens the nth file of some path for writing, or some time after that one was renamed into place. Audit
 events of the interpreter tell it where it is; nothing of the package is replaced. Answers with one line of JSON per
 list: the signal that ended each job, or minus its exit code.
 """
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,8 +22,8 @@ STAGES = [f"lightning_weave.stages.{stage}" for stage in ("rollout", "reference"
 MODELS = ["transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama"]
 
 
-def die(when: str, name: str, count: int) -> None:
-    """Arrange the kill at a temporary file or folder whose path holds `name`: its opening, or soon after its rename."""
+def die(when: str, where: str, count: int) -> None:
+    """Arrange the kill at the nth temporary file or folder of such a path: its opening, or soon after its rename."""
     seen, wanted = 0, {"write": "open", "rename": "os.rename"}[when]
 
     def kill(delay: float) -> None:
@@ -31,7 +32,7 @@ def die(when: str, name: str, count: int) -> None:
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal seen
-        if event == wanted and name in str(arguments[0]) and ".tmp-" in str(arguments[0]):
+        if event == wanted and re.search(where, str(arguments[0])):
             seen += 1
             if seen == count and when == "write":
                 kill(0)
@@ -48,7 +49,7 @@ def start(job: dict[str, Any]) -> int:
     os.environ.update(job.get("environment") or {})
     sys.stdout = sys.stderr = open(job.get("output", os.devnull), "w")  # noqa: SIM115
     if "kill" in job:
-        die(job["kill"], job.get("name", ".safetensors"), job.get("count", 2))
+        die(job["kill"], job.get("where", r"/\.tmp-[^/]*\.safetensors$"), job.get("count", 2))
     sys.argv = ["lweave", *job["arguments"]]
     code = 99  # of anything that is no clean end
     try:

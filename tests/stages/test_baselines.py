@@ -204,7 +204,7 @@ def test_an_online_run_killed_between_rounds_ends_the_same(
     file = tmp_path / "live.toml"
     file.write_text(dump_recipe(check_recipe(live)))
     job = {"arguments": ["train", str(file)], "output": str(tmp_path / "said")}
-    first_round = {"kill": "rename", "name": "checkpoints", "count": 1}
+    first_round = {"kill": "rename", "where": r"/checkpoints/\.tmp-\d+$", "count": 1}
     assert lweave({**job, **first_round}) == [signal.SIGKILL], "killed after its first round, before its last"
     assert lweave(job) == [0]
     assert "goes on after update" in (tmp_path / "said").read_text()

@@ -144,7 +144,7 @@ def test_killed_and_resumed_gives_the_same_files(
     recipe["runs"] = str(tmp_path / "killed")
     file = tmp_path / "recipe.toml"
     file.write_text(dump_recipe(check_recipe(recipe)))
-    job = {"arguments": ["eval", str(file), "--only", "base"], "name": "blocks-"}
+    job = {"arguments": ["eval", str(file), "--only", "base"], "where": r"/blocks-[^/]*/\.tmp-"}
     for kill in ("write", "rename", "write"):
         before = blocks_done(recipe)
         assert lweave({**job, "kill": kill}) == [signal.SIGKILL]
