@@ -110,7 +110,9 @@ def test_an_environment_without_the_engine_is_named(tmp_path: Path) -> None:
 
 
 def test_a_python_that_cannot_be_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"rollout\.python = '/no/such/python' cannot be run"):
+    with pytest.raises(
+        InputError, match=r"the engine's Python '/no/such/python' \(rollout\.python, eval\.python\) cannot be run"
+    ):
         VLLMSampler(tmp_path, STOP, VOCABULARY, python="/no/such/python")
 
 
@@ -119,4 +121,14 @@ def test_an_engine_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> 
     python.write_text(f"#!/bin/sh\nexec {sys.executable} -c \"import sys; sys.exit('the GPU is on fire')\"\n")
     python.chmod(0o755)
     with pytest.raises(WeaveError, match="ended with code 1; its last words: the GPU is on fire"):
+        VLLMSampler(tmp_path, STOP, VOCABULARY, python=str(python))
+
+
+def test_the_cause_behind_a_general_failure_is_shown(tmp_path: Path) -> None:
+    answer = '{"error": "RuntimeError: Engine core initialization failed. See root cause above."}'
+    log = "(EngineCore pid=7) ERROR 01-01 00:00:00 [core.py:1] ValueError: No available memory for the cache blocks."
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nread line\necho '{log}' >&2\necho '{answer}'\n")
+    python.chmod(0o755)
+    with pytest.raises(WeaveError, match=r"core initialization failed(.|\n)*first error was ValueError: No available"):
         VLLMSampler(tmp_path, STOP, VOCABULARY, python=str(python))

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -130,7 +131,9 @@ class VLLMSampler:
             )
         except OSError as error:
             self._words.close()
-            raise InputError(f"rollout.python = {self.python!r} cannot be run ({error.strerror})") from error
+            raise InputError(
+                f"the engine's Python {self.python!r} (rollout.python, eval.python) cannot be run ({error.strerror})"
+            ) from error
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -146,17 +149,27 @@ class VLLMSampler:
             self.close()
             raise InputError(
                 f"vLLM cannot be imported by {self.python} ({answer['error']}). Install it there (pip install vllm), "
-                "or name the Python of an environment that has it: rollout.python"
+                "or name the Python of an environment that has it: rollout.python, eval.python"
             )
         if "error" in answer:
+            cause = self._cause(answer["error"])
             self.close()
-            raise WeaveError(f"the vLLM engine failed: {answer['error']}")
+            raise WeaveError(f"the vLLM engine failed: {answer['error']}{cause}")
         return answer
+
+    def _cause(self, error: str) -> str:
+        """Find what lies behind "see root cause above": the first error that the engine has logged."""
+        named = (re.search(r"\b\w*(?:Error|Exception): .+", line) for line in self._said())
+        found = next((match.group() for match in named if match and match.group() not in error), None)
+        return f"\nIts first error was {found}" if found else ""
+
+    def _said(self) -> list[str]:
+        self._words.seek(0)
+        return [line.strip() for line in self._words.read().decode(errors="replace").splitlines() if line.strip()]
 
     def _last_words(self) -> str:
         code = self._process.wait()
-        self._words.seek(0)
-        lines = [line.strip() for line in self._words.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = self._said()
         return f"it ended with code {code}; its last words: {lines[-1] if lines else 'none'}"
 
     def _check_prompts(self, requests: Sequence[Request]) -> None:
