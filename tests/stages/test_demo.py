@@ -48,6 +48,15 @@ def small_demo(place: Path, monkeypatch: pytest.MonkeyPatch, *sets: str) -> Step
     return demo.load_demo(demo.World(), False, 0, [*SMALL, *sets])
 
 
+@pytest.fixture(scope="module")
+def first(place: Path) -> Steps:
+    """The demo, run once for those that it is compared with."""
+    with pytest.MonkeyPatch.context() as patch:
+        steps = small_demo(place, patch)
+        demo.run(steps, QUIET, Console(quiet=True))
+    return steps
+
+
 def contents(steps: Steps) -> dict[str, bytes]:
     root = steps.store.run_dir
     kept = ("prompts", "rollout", "reference", "score", "train", "eval")
@@ -56,9 +65,8 @@ def contents(steps: Steps) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_the_demo_runs_twice_with_identical_results(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = small_demo(place, monkeypatch)
-    demo.run(first, QUIET, Console(quiet=True))
+def test_the_demo_runs_twice_with_identical_results(place: Path, first: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = small_demo(place, monkeypatch, "runs=again")
     points = read_json(first.store.run_dir / "report" / "points.json")
     assert [point["policy"] for point in points][:3] == ["base", "accuracy-only", "brevity-only"]
     assert all(
@@ -66,7 +74,6 @@ def test_the_demo_runs_twice_with_identical_results(place: Path, monkeypatch: py
     )
     assert (first.store.run_dir / "report" / "index.html").exists()
 
-    second = small_demo(place, monkeypatch, "runs=again")
     demo.run(second, QUIET, Console(quiet=True))
     one, two = contents(first), contents(second)
     assert one.keys() == two.keys()
@@ -75,10 +82,8 @@ def test_the_demo_runs_twice_with_identical_results(place: Path, monkeypatch: py
 
 @pytest.mark.slow
 def test_two_ranks_make_the_same_cache_and_nearly_the_same_students(
-    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    place: Path, first: Steps, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    alone = small_demo(place, monkeypatch, "runs=alone")
-    demo.run(alone, QUIET, Console(quiet=True))
     together = small_demo(place, monkeypatch, "runs=together")
     recipe = tmp_path / "together.toml"
     recipe.write_text(dump_recipe(check_recipe(together.recipe.model_dump(by_alias=True, exclude_unset=True))))
@@ -88,14 +93,14 @@ def test_two_ranks_make_the_same_cache_and_nearly_the_same_students(
         command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
     )
     assert done.returncode == 0, done.stderr
-    one, two = contents(alone), contents(together)
+    one, two = contents(first), contents(together)
     cached = [name for name in one if name.startswith(("rollout", "reference", "score", "eval/base"))]
     assert len(cached) > 20
     assert [name for name in cached if one[name] != two[name]] == []
-    for name in alone.recipe.compositions:
+    for name in first.recipe.compositions:
         weights = [
             load_file(steps.store.run_dir / "train" / name / "final" / "model.safetensors")
-            for steps in (alone, together)
+            for steps in (first, together)
         ]
         for key in weights[0]:  # exported in float16
             torch.testing.assert_close(weights[0][key], weights[1][key], atol=2e-3, rtol=2e-3)
