@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.stages.steps import Steps
-from stages.small_runs import check_reference, check_scores, read_cache
+from stages.expected import check_reference, check_scores, read_cache
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 

@@ -20,7 +20,8 @@ from lightning_weave.models.untrained import OutputMatrix, untrained_rows
 from lightning_weave.stages import doctor, rollout
 from lightning_weave.stages.checks.findings import Finding
 from models.small_models import small_model
-from stages.small_runs import QUIET, Words, image, make_cache, make_recipe, read_cache, steps_of
+from stages.expected import Words, image, read_cache
+from stages.small_runs import QUIET, make_cache, make_recipe, steps_of
 
 
 def look(recipe: dict[str, Any]) -> dict[tuple[str, str], Finding]:

@@ -15,7 +15,8 @@ from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.stages import inspect
 from lightning_weave.stages.steps import Steps
-from stages.small_runs import Words, make_cache, make_recipe, read_cache, steps_of
+from stages.expected import Words, read_cache
+from stages.small_runs import make_cache, make_recipe, steps_of
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import pytest
 from lightning_weave.errors import InputError, StaleInput
 from lightning_weave.stages import reference, rollout
 from lightning_weave.stages.steps import Steps
-from stages.small_runs import QUIET, check_reference, make_recipe, read_cache, steps_of
+from stages.expected import check_reference, read_cache
+from stages.small_runs import QUIET, make_recipe, steps_of
 
 
 def test_every_number_is_that_of_whole_logits(sampled_run: Steps) -> None:

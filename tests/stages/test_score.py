@@ -18,15 +18,8 @@ from lightning_weave.store.ledger import read_ledger
 from lightning_weave.types import Candidates
 from models.small_models import small_model
 from stages.conftest import ANCHOR_LIMIT
-from stages.small_runs import (
-    QUIET,
-    check_reference,
-    check_scores,
-    make_cache,
-    make_recipe,
-    read_cache,
-    steps_of,
-)
+from stages.expected import check_reference, check_scores, read_cache
+from stages.small_runs import QUIET, make_cache, make_recipe, steps_of
 from tokens.conftest import package_file
 from tokens.samples import TEXT
 
