@@ -8,6 +8,8 @@ from zlib import crc32
 
 import numpy as np
 
+from lightning_weave.grading.math import grade
+
 OPERATIONS = "+-*"
 DIFFICULTIES = {"easy": 3, "medium": 4, "hard": 5}  # benchmark -> operations of each of its problems
 
@@ -93,6 +95,4 @@ def different(problems: Iterable[Problem]) -> Iterator[Problem]:
 
 def verify(response: str, problem: Problem) -> bool:
     """Decide whether the last balanced box of a response holds the answer."""
-    from lightning_weave.grading.math import grade
-
     return grade(response, problem.answer)
