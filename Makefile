@@ -57,8 +57,10 @@ format: dev      ## rewrite the sources in the project's format
 bench: dev       ## speed, as ratios measured side by side
 	for script in benchmarks/*.py; do $(PY) $$script || exit 1; done
 
-docs: install    ## run the demo and put its table and figure into README and docs
+docs: install    ## run the demo and its five-point sweep, and put table and figure into README and docs
 	$(VENV)/bin/lweave demo
+	$(VENV)/bin/lweave sweep recipes/demo.toml --shares 0.25,0.375,0.5,0.625,0.75
+	$(VENV)/bin/lweave report recipes/demo.toml
 	$(PY) scripts/demo-docs runs/demo
 
 install:

@@ -82,7 +82,7 @@ def recipe(models: Path, brief: Path) -> dict[str, Any]:
         "anchors": {"one": {"post": str(brief), "pre": str(models / "smollm2")}},
         "compositions": {"brief": {"weights": {"one": 1.0}}},
         "prompts": {"source": str(source), "columns": {"prompt": "question", "answer": "answer"}},
-        "rollout": {"responses": 4, "max_tokens": 48, "prompts_per_shard": 2},
+        "rollout": {"responses": 2, "max_tokens": 64, "prompts_per_shard": 2},
     }
 
 

@@ -104,9 +104,7 @@ def cluster() -> Iterator[Any]:
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
-def test_a_node_that_dies_costs_nothing_but_time(
-    cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_that_dies_costs_nothing_but_time(cluster: Any, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     recipe = world(tmp_path)
     alone = tiny.steps_of(recipe)
@@ -116,9 +114,7 @@ def test_a_node_that_dies_costs_nothing_but_time(
     cluster.wait_for_nodes()
     together = tiny.steps_of({**recipe, "runs": str(tmp_path / "cluster")})
     watching = Watching("score acc-pre", 3, lambda: cluster.remove_node(nodes[0], allow_graceful=False))
-    with caplog.at_level(logging.INFO, "lightning_weave"):
-        make_everything(together, watching, connect(None))
-    assert "score acc-pre: a worker died; shard" in caplog.text
+    make_everything(together, watching, connect(None))
 
     # Every shard was counted once, those of the dead worker too.
     models = ["acc-post", "acc-pre", "brief-post", "brief-pre"]
@@ -133,6 +129,37 @@ def test_a_node_that_dies_costs_nothing_but_time(
             assert (many / path).read_bytes() == (one / path).read_bytes(), path
     tokens = [sum(row["tokens"] for row in read_ledger(run)) for run in (one, many)]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_the_shard_of_a_worker_that_dies_goes_to_another(
+    cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first worker that gets shard 1 is gone in the middle of it."""
+    died = tmp_path / "died"
+
+    def open_dying(steps: Steps) -> Any:
+        class Dying:
+            def make(self, shard: int) -> Made:
+                if shard == 1 and not died.exists():
+                    died.touch()
+                    os._exit(1)
+                return Made(tokens=10 + shard)
+
+            def close(self) -> None: ...
+
+        return Dying()
+
+    cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    steps, counted = tiny.steps_of(world(tmp_path)), Watching("", 0, lambda: None)
+    with caplog.at_level(logging.INFO, "lightning_weave"):
+        connect(None)(Job("score", "acc-pre", "shard", [0, 1, 2], open_dying), steps, counted)
+    assert "score acc-pre: a worker died; shard 1 goes to another" in caplog.text
+    assert counted.counts == {"score acc-pre": 3}
+    assert sum(row["tokens"] for row in read_ledger(steps.store.run_dir)) == 10 + 11 + 12
 
 
 @pytest.mark.ray
