@@ -18,8 +18,8 @@ help:            ## what can be made
 demo: install    ## the whole method on a tiny world, in minutes
 	$(VENV)/bin/lweave demo
 
-test: dev        ## every test that needs no extra environment
-	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "$(HERE)" tests
+test: dev        ## every test that needs no extra environment, with coverage
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "$(HERE)" --cov --cov-report=term tests
 
 test-real: dev   ## a real checkpoint end to end; fetches 100 MB the first time
 	@scripts/real-models "$(PY)" "$(REAL_MODELS)"
