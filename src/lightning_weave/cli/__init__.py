@@ -28,6 +28,8 @@ INTERRUPTED = 130
 def main() -> None:
     """Run the program; errors for users are one or two lines, never a traceback without --debug."""
     signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell said to ignore Ctrl-C
+        signal.signal(signal.SIGINT, _stop)  # typer would end without a word
     try:
         app()
     except WeaveError as error:
@@ -35,7 +37,7 @@ def main() -> None:
             raise
         print(f"lweave: {error}", file=sys.stderr)
         sys.exit(error.code)
-    except (KeyboardInterrupt, _Stopped):
+    except _Stopped:
         print("lweave: stopped. What was finished is kept; the same command goes on from there.", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
@@ -44,7 +46,7 @@ def main() -> None:
 
 
 class _Stopped(BaseException):
-    """SIGTERM arrived."""
+    """SIGTERM or Ctrl-C arrived."""
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
