@@ -37,7 +37,7 @@ UPDATES = 8
 def models() -> Path:
     folder = os.environ.get("LWEAVE_REAL_MODELS")
     if not folder:
-        pytest.skip("LWEAVE_REAL_MODELS does not name the directory that scripts/real-models has made")
+        pytest.fail("LWEAVE_REAL_MODELS does not name the directory that scripts/real-models has made: make test-real")
     return Path(folder)
 
 

@@ -25,7 +25,11 @@ def write_atomic(path: Path, data: bytes) -> None:
         sync_directory(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise WeaveError(f"{path}: cannot be written ({error.strerror}). What was finished before is kept") from error
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> WeaveError:
+    return WeaveError(f"{path}: cannot be written ({error.strerror}). What was finished before is kept")
 
 
 def sync_directory(path: Path) -> None:
@@ -73,7 +77,7 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
                 torn = file.read(1) != b"\n"
             file.write(b"\n" * torn + json.dumps(row, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
-        raise WeaveError(f"{path}: cannot be written ({error.strerror}). What was finished before is kept") from error
+        raise _unwritable(path, error) from error
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_weave.errors import WeaveError
 from lightning_weave.maths import log_residual_loss
+from lightning_weave.models.memory import free_memory, is_out_of_memory
 from lightning_weave.store import write_json
 from lightning_weave.store.ledger import peak_memory
 from lightning_weave.train.cache import Row, Rows
@@ -96,7 +97,7 @@ class Fit:
 
     def _halve(self, error: Exception, rows: Sequence[Row], when: str) -> None:
         """Halve the micro-batches that were too large for memory, or say so where they cannot be any smaller."""
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise error
         lengths = [tokens_needed(row, self.cache.weights) for row in rows]
         if self.ranks.world > 1 or self.token_budget <= max(lengths):
@@ -104,6 +105,7 @@ class Fit:
                 f"out of memory {when} with train.token_budget = {self.token_budget}. Make it "
                 "smaller, or set train.gradient_checkpointing = true, or use more ranks"
             ) from error
+        free_memory()
         self.token_budget = min(self.token_budget, len(rows) * max(lengths)) // 2
         self.notes.append(f"out of memory: train.token_budget halved to {self.token_budget}; the loss is the same")
 
@@ -135,7 +137,7 @@ class Fit:
             try:
                 self.optimizer.step()
             except (MemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 raise WeaveError(
                     f"out of memory at update {step}: no room for the optimizer's own numbers, two for each weight. "
@@ -264,7 +266,3 @@ def _without_dropout(trainee: Trainee) -> Iterator[None]:
         yield
     finally:
         trainee.train(was_training)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
