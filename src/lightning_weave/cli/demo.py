@@ -48,7 +48,6 @@ def world_build(
     size: Annotated[Literal["full", "miniature"], typer.Option(help="miniature goes through the motions")] = "full",
 ) -> None:
     """Make every checkpoint, prompt and benchmark of a world from nothing."""
-
     from lightning_weave.world.build import build_world
 
     build_world(Path(directory), seed, open_progress(), size)

@@ -34,7 +34,6 @@ def interpolate(
     share: Annotated[float, typer.Option("--lambda", help="how far to go from A to B")] = 0.5,
 ) -> None:
     """Mix the weights of two checkpoints; name OUT among a recipe's policies to evaluate it."""
-
     from lightning_weave.models.interpolate import interpolate as mix
     from lightning_weave.models.load import resolve_model
 
@@ -62,7 +61,6 @@ def sweep(
 
 
 def _numbers(option: str, text: str) -> list[float]:
-
     try:
         return [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
