@@ -16,7 +16,7 @@ from lightning_weave.stages import preview
 from lightning_weave.stages import report as report_stage
 from lightning_weave.stages import run as run_stage
 from lightning_weave.stages.claims import check, claims_table, pooled, results_table
-from lightning_weave.stages.cost import summary
+from lightning_weave.stages.cost import summary, variants_table
 from lightning_weave.stages.results import show_results, summaries
 from lightning_weave.stages.steps import Steps
 from lightning_weave.store import write_atomic
@@ -78,7 +78,10 @@ def run(steps: Steps, progress: Progress, out: Console) -> None:
     page = report_stage.run([steps], progress)
     show_results(steps, out)
     out.print(f"\nDone in {duration(time.monotonic() - started)}; {len(reused)} finished stages were reused.")
-    for line in summary(read_ledger(steps.store.run_dir)):
+    ledger = read_ledger(steps.store.run_dir)
+    if any(composition.method != "joint" for composition in steps.recipe.compositions.values()):
+        out.print(variants_table(steps, ledger))
+    for line in summary(steps, ledger):
         out.print(line)
     out.print(f"\nReport:    {page}", soft_wrap=True)
     out.print(f"Frontier:  {page.parent / 'figures' / 'frontier.png'}", soft_wrap=True)
@@ -92,7 +95,7 @@ def write_claims(worlds: dict[World, list[Steps]], progress: Progress, command: 
         policies = pooled([summaries(steps) for steps in seeds])
         findings[world.label] = check(policies)
         aims = preview.run(seeds[0], progress, Console(quiet=True), problems=50, only=PREVIEWED)
-        costs = "\n".join(f"- {line}" for line in summary(read_ledger(seeds[0].store.run_dir)))
+        costs = "\n".join(f"- {line}" for line in summary(seeds[0], read_ledger(seeds[0].store.run_dir)))
         parts.append(
             f"## The {world.label}\n\nMeans over {len(seeds)} training seeds.\n\n{results_table(policies)}\n\n"
             "Sampled from the targets themselves, with live anchors and no training, 50 problems of each benchmark:\n\n"

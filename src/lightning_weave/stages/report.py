@@ -167,9 +167,9 @@ def _run_view(
         pairs=pairs,
         wishes=wishes,
         why=why,
-        cost=_cost_figures(ledger, writer, suffix),
+        cost=_cost_figures(steps, ledger, writer, suffix),
         details=details,
-        cost_lines=cost_summary(ledger),
+        cost_lines=cost_summary(steps, ledger),
         notes=notes,
     )
 
@@ -194,8 +194,8 @@ def _why_figures(survey: Any, writer: Writer, suffix: str) -> list[Figure]:
     ]
 
 
-def _cost_figures(ledger: list[dict[str, Any]], writer: Writer, suffix: str) -> list[Figure]:
-    drawn = report_cost.cost_figures(ledger)
+def _cost_figures(steps: Steps, ledger: list[dict[str, Any]], writer: Writer, suffix: str) -> list[Figure]:
+    drawn = report_cost.cost_figures(steps, ledger)
     if drawn is None:
         return []
     words = (

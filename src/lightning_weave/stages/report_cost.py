@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_weave.report.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 from lightning_weave.report.plots import Line, amortised, lines, stacked
-from lightning_weave.stages.cost import SHARED, costs
+from lightning_weave.stages.cost import offline_cost, online_costs
 from lightning_weave.stages.steps import Steps
 from lightning_weave.store import read_lines
 
@@ -37,26 +37,23 @@ def _mean(points: Sequence[tuple[float, float]]) -> float:
     return sum(value for _, value in points) / len(points)
 
 
-def cost_figures(rows: list[dict[str, Any]]) -> tuple[Any, Any] | None:
+def cost_figures(steps: Steps, rows: list[dict[str, Any]]) -> tuple[Any, Any] | None:
     """Draw cost per stage for one composition and for those that share a cache, and the cost over their number."""
-    by_stage = {stage: cost.seconds for (stage,), cost in costs(rows, "stage").items()}
-    trained = costs([row for row in rows if row["stage"] == "train"], "name", "method")
-    offline = [cost.seconds for (_, method), cost in trained.items() if method == "joint"]
-    online = [cost.seconds for (_, method), cost in trained.items() if method == "online"]
-    if not offline:
+    offline = offline_cost(steps, rows)
+    if offline is None:
         return None
-    shared = {stage: by_stage.get(stage, 0.0) for stage in SHARED}
-    each, live = sum(offline) / len(offline), sum(online) / len(online) if online else None
-    unit, divisor = _unit(max(sum(shared.values()) + each, live or 0.0))
+    shared, each, number = offline.cache, offline.train, offline.compositions
+    online = [seconds for seconds, _ in online_costs(steps, rows).values()]
+    live = sum(online) / len(online) if online else None
+    unit, divisor = _unit(max(offline.of(1), live or 0.0))
     bars = {"one composition": {**shared, "train": each}}
-    if len(offline) > 1:
-        bars[f"each of {len(offline)}"] = {**{s: v / len(offline) for s, v in shared.items()}, "train": each}
+    if number > 1:
+        bars[f"each of {number}"] = {**{stage: seconds / number for stage, seconds in shared.items()}, "train": each}
     if live is not None:
         bars["online, one"] = {"online": live}
     scaled = {name: {part: value / divisor for part, value in parts.items()} for name, parts in bars.items()}
     per_stage = stacked(scaled, COLOURS, f"device time, {unit}")
-    total = sum(shared.values())
-    curve = amortised(total / divisor, each / divisor, live and live / divisor, len(offline), unit)
+    curve = amortised(offline.of(0) / divisor, each / divisor, live and live / divisor, number, unit)
     return per_stage, curve
 
 

@@ -9,7 +9,7 @@ from lightning_weave.maths.metrics import pareto_front
 from lightning_weave.progress import Progress, duration
 from lightning_weave.stages import eval as eval_stage
 from lightning_weave.stages import reference, rollout, score, train
-from lightning_weave.stages.cost import costs
+from lightning_weave.stages.cost import costs, offline_cost
 from lightning_weave.stages.results import policy_rows, summaries
 from lightning_weave.stages.steps import Steps
 from lightning_weave.stages.sweep_plan import Planned, remember
@@ -42,9 +42,9 @@ def forecast(steps: Steps, plan: Sequence[Planned]) -> list[str]:
     if known:
         lines.append(f"Already in the recipe: {', '.join(known)}")
     rows = read_ledger(steps.store.run_dir)
-    train_cost = _mean_cost([row for row in rows if row["stage"] == "train" and row.get("method") == "joint"])
+    offline = offline_cost(steps, rows)
     eval_cost = _mean_cost([{**row, "name": row["name"].split("/")[0]} for row in rows if row["stage"] == "eval"])
-    lines.append(f"To train: {len(to_train)}, {_cost_words(len(to_train), train_cost)}")
+    lines.append(f"To train: {len(to_train)}, {_cost_words(len(to_train), offline.train if offline else None)}")
     lines.append(f"To evaluate: {len(to_eval)}, {_cost_words(len(to_eval), eval_cost)}")
     return lines
 
