@@ -66,7 +66,6 @@ WRONG = [
     ("compositions.both.sharpen=0.6", ["sharpen needs no anchors"]),
     ("compositions.x={weights={acc=1.0}, alpha=1.0, kl_budget=0.1}", ["kl_budget stands instead of alpha"]),
     ("compositions.both.kl_budget=-1.0", ["compositions.both.kl_budget = -1.0", "greater than 0"]),
-    ("compositions.x={weights={acc=1.0}, online=true, objective='tilted'}", ["online trains with"]),
     ("rollout.responses=0", ["rollout.responses = 0", "greater than or equal to 1"]),
     ("rollout.temperature=-1", ["rollout.temperature = -1", "greater than or equal to 0"]),
     ("rollout.top_p=0", ["rollout.top_p = 0", "greater than 0"]),

@@ -273,6 +273,40 @@ def test_direct_opd_keeps_pushing_where_the_tilted_loss_rests(decision):
     assert slope_V.abs().max().item() > 1e-3
 
 
+def on_policy_slope(p_V: np.ndarray, r_V: np.ndarray, b_V: np.ndarray, alpha: float) -> Tensor:
+    """The logits' gradient of Direct-OPD, in expectation over tokens that the student itself samples."""
+    logits_V = tensor(np.log(p_V), requires_grad=True)
+    logp_V, each = logits_V.log_softmax(-1), (len(p_V), -1)
+    loss_V = direct_opd_loss(logp_V.expand(each), one(r_V).expand(each), logp_V, tensor(np.log(b_V)), alpha)
+    return torch.autograd.grad((tensor(p_V) * loss_V).sum(), logits_V)[0]
+
+
+def test_sampled_kl_pulls_like_the_forward_kl_even_on_policy(decision):
+    """Its value is KL(pi || b) on average, its gradient that of KL(b || pi): the draw is not differentiated."""
+    slope_V = on_policy_slope(decision.pi_V, np.zeros_like(decision.b_V), decision.b_V, 1.0)
+
+    def slow(logits: list[float]) -> float:
+        return oracle.kl(decision.b_V, oracle.softmax(logits))
+
+    assert slope_V.tolist() == pytest.approx(oracle.gradient(slow, np.log(decision.pi_V).tolist()), abs=1e-8)
+
+
+def test_online_direct_opd_rests_beyond_the_target(decision):
+    """It rests where p = alpha b / (lambda - r): not at the target, and with more reward than the target has."""
+    b_V, alpha = decision.b_V, 2.0
+    r_V = np.log(decision.post_KV[0] / decision.pre_KV[0])
+    low, high = r_V.max(), r_V.max() + alpha
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (alpha * b_V / (middle - r_V)).sum() > 1 else (low, middle)
+    rest_V = alpha * b_V / (high - r_V)
+    assert rest_V.sum() == pytest.approx(1, abs=1e-9)
+    assert on_policy_slope(rest_V, r_V, b_V, alpha).abs().max() < 1e-8
+    target_V = np.array(oracle.tilt(b_V, r_V, alpha))
+    assert on_policy_slope(target_V, r_V, b_V, alpha).abs().max() > 1e-3
+    assert (rest_V * r_V).sum() > (target_V * r_V).sum()
+
+
 def test_direct_opd_in_float32_is_finite_at_extremes():
     logp_NC = tensor([[-100.0, -1e-6], [-40.0, -90.0], [-math.inf, 0.0]], requires_grad=True)
     r_NC = tensor([[30.0, -30.0], [5.0, 0.0], [-9.0, 1.0]])

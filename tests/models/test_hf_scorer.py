@@ -64,6 +64,28 @@ def test_candidates_are_those_of_the_whole_logits(architecture: str, budget: int
             np.testing.assert_allclose(sampled_T[t], expected_V[token], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_given_candidates_are_reread_from_the_whole_logits(architecture: str) -> None:
+    model, rows, rng = small_model(architecture), some_rows(), np.random.default_rng(3)
+    asked = [
+        np.array([rng.permutation(VOCABULARY)[:COUNT] for _ in response], np.int32).reshape(-1, COUNT)
+        for _, response in rows
+    ]
+    for ids_TC, (_, response) in zip(asked, rows, strict=True):
+        absent_T = ~(ids_TC == np.array(response, np.int32).reshape(-1, 1)).any(axis=1)
+        ids_TC[::2, 3] = np.where(absent_T, response, ids_TC[:, 3])[::2]  # the sampled token is a candidate or not
+    found = Scorer(model, VOCABULARY, 70).reread(rows, asked)
+    for (prompt, response), given_TC, (ids_TC, logp_TC, other_T, sampled_T) in zip(rows, asked, found, strict=True):
+        assert np.array_equal(ids_TC, given_TC)
+        expected_PV = whole_logprobs(model, prompt + response)
+        for t, token in enumerate(response):
+            expected_V = expected_PV[len(prompt) - 1 + t]
+            rest_V = np.delete(expected_V, given_TC[t])
+            np.testing.assert_allclose(logp_TC[t], expected_V[given_TC[t]], atol=1e-5, rtol=0)
+            np.testing.assert_allclose(other_T[t], np.log(np.exp(rest_V).sum()), atol=1e-5, rtol=0)
+            np.testing.assert_allclose(sampled_T[t], expected_V[token], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_scores_are_those_of_the_whole_logits(architecture: str, budget: int) -> None:

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.maths import expected_kl
+from lightning_weave.models.load import load_model
 from lightning_weave.progress import Progress
-from lightning_weave.stages import reference, rollout, score, train
+from lightning_weave.stages import prompts, reference, rollout, score, train
 from lightning_weave.stages.offline import open_cache
 from lightning_weave.stages.online import LiveRows
 from lightning_weave.stages.train_job import make_fit, make_schedule, open_trainee
@@ -140,9 +141,12 @@ def test_an_unreachable_kl_budget_names_the_range(recipe: dict) -> None:
         trained(recipe, far={"weights": HALF, "kl_budget": 1e6})
 
 
-def test_online_begins_with_the_offline_gradient(recipe: dict) -> None:
+@pytest.mark.parametrize("objective", ["direct-opd", "tilted", "reverse-kl"])
+def test_online_begins_with_the_offline_gradient(recipe: dict, objective: str) -> None:
     """The paper's claim about initialisation: on the first round, live and cached updates are the same."""
-    compositions = {"live": {"weights": HALF, "online": True}, "cached": {"weights": HALF}}
+    compositions = {"live": {"weights": HALF, "online": True, "objective": objective}, "cached": {"weights": HALF}}
+    if objective == "reverse-kl":  # whose first gradient lacks the tilted loss's division by the candidates' mass
+        compositions["cached"]["objective"] = objective
     steps = steps_of({**recipe, "compositions": compositions})
     ranks = Ranks(0, 1, torch.device("cpu"))
     gradients, losses = {}, {}
@@ -150,8 +154,6 @@ def test_online_begins_with_the_offline_gradient(recipe: dict) -> None:
         trainee = open_trainee(steps, ranks, torch.float32)
         schedule = make_schedule(steps.recipe, 12)
         if name == "live":
-            from lightning_weave.stages import prompts
-
             rows = LiveRows(steps, name, trainee, prompts.make(steps, QUIET), schedule)
             rows.refresh(0)
         else:
@@ -190,6 +192,42 @@ def test_a_sequence_is_trained_on_matched_budgets(recipe: dict) -> None:
     assert first["reverse_kl"] < 1, "the second leg starts from the first one's student, on its own samples"
     rows = [row for row in read_lines(Path(recipe["runs"]) / "tiny" / "ledger.jsonl") if row["name"] == "forth"]
     assert {row["method"] for row in rows} == {"sequential"}
+
+
+def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:
+    """What the current student does is held against the student it began as, and held-out rows stay what they were."""
+    live = {"weights": HALF, "online": True, "objective": "tilted"}
+    steps = steps_of({**recipe, "compositions": {"live": live}, "train": {**recipe["train"], "validation": 0.25}})
+    ranks, schedule = Ranks(0, 1, torch.device("cpu")), make_schedule(steps.recipe, 12)
+    trainee, cache = open_trainee(steps, ranks, torch.float32), open_cache(steps, "live")
+    rows = LiveRows(steps, "live", trainee, prompts.make(steps, QUIET), schedule)
+    for number in schedule.held_out():
+        assert rows.read(number).response_ids.tolist() == cache.read(number).response_ids.tolist()
+    with torch.no_grad():
+        for parameter in trainee.parameters():
+            parameter.mul_(1.5)
+    rows.refresh(0)
+    model = load_model(steps.student_path, dtype=torch.float32, device="cpu")
+    changed = 0
+    for number in schedule.rows(0):
+        row = rows.read(number)
+        ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()[None]
+        with torch.no_grad():
+            began, now = (m(ids).logits[0, len(row.prompt_ids) - 1 : -1] for m in (model, trainee.model))
+        asked_TC = torch.from_numpy(row.candidate_ids_TC).long()
+        for logits, wanted in ((began, True), (now, False)):
+            logp_TC = logits[:, : rows.vocabulary].log_softmax(-1).gather(1, asked_TC)
+            assert np.allclose(row.logp_TC, logp_TC.numpy(), atol=1e-4) is wanted
+        assert set(now[0, : rows.vocabulary].topk(4).indices.tolist()) <= set(row.candidate_ids_TC[0].tolist())
+        changed += row.response_ids.tolist() != cache.read(number).response_ids.tolist()
+    assert changed, "the current student draws"
+
+
+def test_an_online_run_is_validated_on_the_rows_held_out(recipe: dict) -> None:
+    live = {**recipe, "train": {**recipe["train"], "validation": 0.25}}
+    steps = steps_of({**live, "compositions": {"watched": {"weights": HALF, "online": True}}})
+    train.run(steps, QUIET)
+    assert steps.store.stage(steps.train("watched")).require()["validation_reverse_kl"] > 0
 
 
 @pytest.mark.slow

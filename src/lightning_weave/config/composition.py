@@ -21,7 +21,9 @@ class Composition(Strict):
     kl_budget: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="instead of alpha: mean KL(target || behaviour), nats per token"
     )
-    objective: Objective | None = Field(None, description="instead of train.objective, for this composition only")
+    objective: Objective | None = Field(
+        None, description="instead of train.objective (online: instead of direct-opd), for this composition only"
+    )
     epochs: Count | None = Field(None, description="instead of train.epochs, for this composition only")
     online: bool = Field(False, description="sample and score anew every round, with live anchors")
     mixture: bool = Field(False, description="each prompt is supervised by one anchor only; weights are their shares")
@@ -72,8 +74,6 @@ class Composition(Strict):
         taking_part = {name for name, weight in self.weights.items() if weight != 0}
         if self.sequence and (set(self.sequence) != taking_part or len(self.sequence) != len(taking_part)):
             raise ValueError(f"sequence must name every anchor with a weight once: {', '.join(sorted(taking_part))}")
-        if self.online and self.objective not in (None, "direct-opd"):
-            raise ValueError('online trains with objective = "direct-opd"')
         return self
 
     @field_validator("weights")

@@ -7,10 +7,11 @@ log-probabilities off them, `fused.py` trains on them in one pass, `plain.py` is
 from lightning_weave.heads.fused import fused_log_residual_loss, fused_reverse_kl
 from lightning_weave.heads.head import Head, find_head, hidden_states
 from lightning_weave.heads.plain import outcome_logprobs
-from lightning_weave.heads.scoring import candidate_logprobs, top_candidates
+from lightning_weave.heads.scoring import apart_from_sampled, candidate_logprobs, top_candidates
 
 __all__ = [
     "Head",
+    "apart_from_sampled",
     "candidate_logprobs",
     "find_head",
     "fused_log_residual_loss",

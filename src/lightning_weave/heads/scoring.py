@@ -47,6 +47,16 @@ def candidate_logprobs(
     return logp_NC, other_N.clamp(min=LOG_FLOOR)
 
 
+def apart_from_sampled(logp_NA: Tensor, rest_N: Tensor, asked_NA: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Part the sampled token, asked about last, from the candidates before it: logp_NC, other_N, sampled_logp_N.
+
+    Unless it is one of the candidates too, its mass belongs to `other`.
+    """
+    logp_NC, sampled_N = logp_NA[:, :-1], logp_NA[:, -1]
+    is_candidate_N = (asked_NA[:, :-1] == asked_NA[:, -1:]).any(dim=1)
+    return logp_NC, torch.where(is_candidate_N, rest_N, torch.logaddexp(rest_N, sampled_N)), sampled_N
+
+
 @torch.no_grad()
 def top_candidates(
     hidden_ND: Tensor, head: Head, sampled_ids_N: Tensor, count: int, chunk: int | None = None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.heads import candidate_logprobs, find_head, hidden_states, top_candidates
+from lightning_weave.heads import apart_from_sampled, candidate_logprobs, find_head, hidden_states, top_candidates
 from lightning_weave.models.load import context_limit
 from lightning_weave.models.memory import free_memory, is_out_of_memory
 
@@ -65,6 +65,35 @@ class Scorer:
 
         A row is (prompt ids, response ids); `names` are what messages call the rows.
         """
+
+        def look(hidden_ND: Tensor, sampled_N: Tensor, _: list[_Context]) -> tuple[Tensor, ...]:
+            return top_candidates(hidden_ND, self.head, sampled_N, count)
+
+        return self._outcomes(rows, count, names, look)
+
+    def reread(
+        self,
+        rows: Sequence[tuple[Tokens, Tokens]],
+        ids: Sequence[NDArray[np.int32]],
+        names: Sequence[str] | None = None,
+    ) -> list[RowCandidates]:
+        """Give what `candidates` gives, of the candidates that each row brings (ids_TC)."""
+
+        def look(hidden_ND: Tensor, sampled_N: Tensor, batch: list[_Context]) -> tuple[Tensor, ...]:
+            ids_NC = torch.from_numpy(np.concatenate([ids[context.row] for context in batch])).long()
+            asked_NA = torch.cat([ids_NC.to(sampled_N.device), sampled_N[:, None]], dim=1)
+            logp_NA, rest_N = candidate_logprobs(hidden_ND, self.head, asked_NA)
+            return asked_NA[:, :-1], *apart_from_sampled(logp_NA, rest_N, asked_NA)
+
+        return self._outcomes(rows, ids[0].shape[1] if len(ids) else 0, names, look)
+
+    def _outcomes(
+        self,
+        rows: Sequence[tuple[Tokens, Tokens]],
+        count: int,
+        names: Sequence[str] | None,
+        look: Callable[[Tensor, Tensor, list[_Context]], tuple[Tensor, ...]],
+    ) -> list[RowCandidates]:
         contexts, names = [], _names(rows, names)
         for row, (prompt, response) in enumerate(rows):
             self._check_ids(names[row], response, self.vocabulary)
@@ -73,7 +102,7 @@ class Scorer:
 
         def through_head(hidden_ND: Tensor, batch: list[_Context]) -> tuple[Tensor, ...]:
             sampled_N = torch.cat([torch.from_numpy(np.array(rows[context.row][1])) for context in batch])
-            ids_NC, *logps = top_candidates(hidden_ND, self.head, sampled_N.long().to(hidden_ND.device), count)
+            ids_NC, *logps = look(hidden_ND, sampled_N.long().to(hidden_ND.device), batch)
             return ids_NC.int(), *(logp.float() for logp in logps)
 
         empty = np.zeros((0, count), np.float32)

@@ -46,6 +46,9 @@ CLAIMS = (
     Difference("tilted is close to online, accuracy anchor", "accuracy-only", "online-accuracy", "aes", "close"),
     Difference("tilted is close to online, brevity anchor", "brevity-only", "online-brevity", "aes", "close"),
     Difference("tilted is close to online, composition", "weave-50", "online-50", "aes", "close"),
+    Difference(
+        "tilted is close to online with the exact KL, composition", "weave-50", "online-50-exact", "aes", "close"
+    ),
     Difference("composition beats the data mixture", "weave-50", "mixture-50", "aes", "above"),
     Difference(
         "composition beats accuracy, then brevity, at its own dose",

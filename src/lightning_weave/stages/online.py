@@ -15,7 +15,7 @@ from lightning_weave.models.load import load_model, load_tokenizer, stop_ids, vo
 from lightning_weave.progress import Progress
 from lightning_weave.stages import prompts as prompts_stage
 from lightning_weave.stages.dose import anchor_doses
-from lightning_weave.stages.reference import find_candidates
+from lightning_weave.stages.reference import find_candidates, reread_candidates
 from lightning_weave.stages.rollout import pack_rollouts
 from lightning_weave.stages.score import AnchorReader
 from lightning_weave.stages.steps import ScoredModel, Steps
@@ -78,23 +78,31 @@ class LiveRows:
         ]
         self.readers: dict[ScoredModel, AnchorReader] = {}
         self.rows: dict[int, Row] = {}
+        # Nothing is trained yet: held out are the trajectories that the offline run holds out.
+        self.held_out = self._draw(schedule.held_out(), epoch=0)
 
     @property
     def weights(self) -> list[float]:
         return [pair.weight for pair in self.pairs]
 
     def length(self, number: int) -> int:
-        return self.rows[number].tokens
+        return self.read(number).tokens
 
     def read(self, number: int) -> Row:
-        return self.rows[number]
+        return self.held_out[number] if number in self.held_out else self.rows[number]
 
     def refresh(self, update: int) -> None:
         """Sample and score the trajectories of this update's round."""
         numbers = [number for each in self.schedule.round_of(update) for number in self.schedule.rows(each)]
+        self.rows = self._draw(numbers, self.schedule.epoch_of(update))
+
+    def _draw(self, numbers: Sequence[int], epoch: int) -> dict[int, Row]:
+        if not numbers:
+            return {}
         self.trainee.model.eval()
-        self.rows = self._make(numbers, self.schedule.epoch_of(update))
+        rows = self._make(numbers, epoch)
         self.trainee.model.train()
+        return rows
 
     def _make(self, numbers: Sequence[int], epoch: int) -> dict[int, Row]:
         section, model = self.steps.recipe.rollout, self.trainee.model
@@ -106,13 +114,12 @@ class LiveRows:
         drawn = pack_rollouts(requests, sampler.sample(requests, settings))
         student = Scorer(model, self.vocabulary, self.steps.recipe.reference.token_budget)
         candidates = find_candidates(student, drawn, self.steps.recipe.reference.candidates)
-        behaviour = find_candidates(self.initial, drawn, 1)
+        behaviour = reread_candidates(self.initial, drawn, candidates)
         scores = [
             [self._reader(pair.name, role).score(drawn, candidates) for role in ("post", "pre")] for pair in self.pairs
         ]
         rows = {}
         for index, number in enumerate(numbers):
-            own = candidates.only(index)
             shifts = [
                 pair_shift(post.only(index), pre.only(index), pair.validity)
                 for pair, (post, pre) in zip(self.pairs, scores, strict=True)
@@ -121,9 +128,9 @@ class LiveRows:
                 number,
                 drawn.prompt_ids[index],
                 drawn.response_ids[index],
-                own.ids[0],
-                own.logp[0],
-                own.other_logp[0],
+                behaviour.ids[index],
+                behaviour.logp[index],
+                behaviour.other_logp[index],
                 behaviour.sampled_logp[index],
                 *_stacked(shifts),
             )

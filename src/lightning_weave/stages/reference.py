@@ -1,11 +1,13 @@
 """`lweave reference`: the student's own candidates on its own trajectories, in one forward pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_weave.errors import InputError
-from lightning_weave.models.hf import Scorer
+from lightning_weave.models.hf import RowCandidates, Scorer
 from lightning_weave.models.load import load_model, load_tokenizer, vocabulary_size
 from lightning_weave.progress import Progress
 from lightning_weave.stages.machine import compute_dtype, set_up
@@ -48,8 +50,19 @@ def open_reader(steps: Steps) -> Reader:
 
 def find_candidates(scorer: Scorer, rows: Rollouts, count: int) -> Candidates:
     """Run the student over one shard of its trajectories."""
-    pairs = list(zip(rows.prompt_ids, rows.response_ids, strict=True))
-    found = scorer.candidates(pairs, count, row_names(rows))
+    return _packed(rows, scorer.candidates(_pairs(rows), count, row_names(rows)))
+
+
+def reread_candidates(scorer: Scorer, rows: Rollouts, found: Candidates) -> Candidates:
+    """Ask another model with the student's tokenizer about candidates that were found already."""
+    return _packed(rows, scorer.reread(_pairs(rows), list(found.ids), row_names(rows)))
+
+
+def _pairs(rows: Rollouts) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+    return list(zip(rows.prompt_ids, rows.response_ids, strict=True))
+
+
+def _packed(rows: Rollouts, found: Sequence[RowCandidates]) -> Candidates:
     ids, logp, other, sampled = (Ragged.of([np.asarray(row[part]) for row in found]) for part in range(4))
     return Candidates(rows.trajectories(), ids, logp, other, sampled)
 

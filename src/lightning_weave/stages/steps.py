@@ -184,9 +184,9 @@ class Steps:
         return self.recipe.train if epochs is None else self.recipe.train.model_copy(update={"epochs": epochs})
 
     def objective(self, name: str) -> Objective:
-        """What a composition minimises: its own choice, or the recipe's."""
+        """What a composition minimises: its own choice, or the recipe's; online, DOPD's own."""
         composition = self.recipe.compositions[name]
-        return "direct-opd" if composition.online else composition.objective or self.recipe.train.objective
+        return composition.objective or ("direct-opd" if composition.online else self.recipe.train.objective)
 
     def _method_settings(self, composition: Composition) -> dict[str, Any]:
         """What decides the outcome of the ways of training that are not the paper's own."""

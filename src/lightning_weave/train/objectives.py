@@ -13,6 +13,7 @@ from lightning_weave.config import Objective
 from lightning_weave.errors import InputError
 from lightning_weave.heads import (
     Head,
+    apart_from_sampled,
     find_head,
     fused_log_residual_loss,
     fused_reverse_kl,
@@ -98,11 +99,9 @@ class Loss:
 
 def _with_sampled(hidden_ND: Tensor, head: Head, batch: Batch) -> tuple[Tensor, Tensor]:
     """Log-probs of the outcomes and of the sampled token, which may or may not be a candidate."""
-    asked = torch.cat([batch.candidate_ids_NC, batch.sampled_ids_N[:, None]], dim=1)
-    logp = outcome_logprobs(hidden_ND, head, asked)
-    logp_NC, sampled_N, rest_N = logp[:, :-2], logp[:, -2], logp[:, -1]
-    is_candidate_N = (batch.candidate_ids_NC == batch.sampled_ids_N[:, None]).any(dim=1)
-    other_N = torch.where(is_candidate_N, rest_N, torch.logaddexp(rest_N, sampled_N))
+    asked_NA = torch.cat([batch.candidate_ids_NC, batch.sampled_ids_N[:, None]], dim=1)
+    logp_NO = outcome_logprobs(hidden_ND, head, asked_NA)
+    logp_NC, other_N, sampled_N = apart_from_sampled(logp_NO[:, :-1], logp_NO[:, -1], asked_NA)
     return torch.cat([logp_NC, other_N[:, None]], dim=1), sampled_N
 
 
