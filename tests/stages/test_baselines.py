@@ -1,6 +1,8 @@
 """The alternatives to the paper's method: each does what its name says, on the same cache and the same budget."""
 
 import math
+import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -248,3 +250,30 @@ def test_an_online_run_killed_between_rounds_ends_the_same(
     assert "goes on after update" in (tmp_path / "said").read_text()
     found = load_file(tmp_path / "killed" / "tiny" / "train" / "live" / "final" / "model.safetensors")
     assert same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "count"),
+    [(r"/leg-1/checkpoints/\.tmp-\d+$", 1), (r"/leg-2/score/.*\.safetensors$", 2), (r"/leg-2/train/.*/\.tmp-\d+$", 1)],
+    ids=["first leg", "sampling anew", "second leg"],
+)
+def test_a_sequence_killed_in_any_leg_ends_the_same(
+    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]], where: str, count: int
+) -> None:
+    steps = {**recipe, "compositions": {"steps": {"weights": HALF, "sequence": ["acc", "brief"]}}}
+    steps["train"] = {**recipe["train"], "checkpoint_every": 2}
+    expected = trained(steps, **steps["compositions"])["steps"]
+
+    killed = tmp_path / "killed"
+    shutil.copytree(Path(recipe["runs"]), killed, ignore=shutil.ignore_patterns("train"))
+    file = tmp_path / "steps.toml"
+    file.write_text(dump_recipe(check_recipe({**steps, "runs": str(killed)})))
+    said = tmp_path / "said"
+    job = {"arguments": ["train", str(file)], "output": str(said)}
+    assert lweave({**job, "kill": "rename", "where": where, "count": count}) == [signal.SIGKILL]
+    assert lweave({"arguments": ["status", str(file)], "output": str(said)}) == [0]
+    begun = 1 if "leg-1" in where else 2
+    assert re.search(rf"train/steps +partial +leg {begun} has begun", said.read_text())
+    assert lweave(job) == [0]
+    assert same(load_file(killed / "tiny" / "train" / "steps" / "final" / "model.safetensors"), expected)

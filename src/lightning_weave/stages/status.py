@@ -56,11 +56,13 @@ def _look(step: Step, store: Store) -> Status:
 
 
 def _so_far(stage: Stage) -> str:
-    """Say what an unfinished stage has by now: shards, or updates of training, or blocks of evaluation."""
+    """Say what an unfinished stage has by now: shards, updates of training, legs of a sequence, evaluated blocks."""
     if shards := len(list(stage.folder.glob("*.safetensors"))):
         return f"{shards} shards so far"
     if updates := Checkpoints(stage.folder / "checkpoints", stage.step.fingerprint, keep=0).latest():
         return f"{updates} updates so far"
+    if legs := len(list(stage.folder.glob("leg-*"))):
+        return f"leg {legs} has begun"
     blocks = len(list((stage.folder / f"blocks-{stage.step.fingerprint}").glob("*.jsonl")))
     return f"{blocks} blocks so far" if blocks else ""
 
