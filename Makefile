@@ -10,7 +10,7 @@ WORKERS ?= 2
 HERE = not real and not vllm and not ray and not peers and not faults
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo docs test test-real test-vllm test-peers test-ray test-faults check format lint bench install dev clean
+.PHONY: help demo docs claims test test-real test-vllm test-peers test-ray test-faults check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -62,6 +62,10 @@ docs: install    ## run the demo and its five-point sweep, and put table and fig
 	$(VENV)/bin/lweave sweep recipes/demo.toml --shares 0.25,0.375,0.5,0.625,0.75
 	$(VENV)/bin/lweave report recipes/demo.toml
 	$(PY) scripts/demo-docs runs/demo
+
+claims: install  ## every baseline on three worlds with three seeds each (five hours of one core), into docs/claims.md
+	$(VENV)/bin/lweave demo --full --seeds 3 --world 101 --world 202
+	$(PY) scripts/claims-docs runs/demo
 
 install:
 	@scripts/bootstrap "$(VENV)"

@@ -139,6 +139,17 @@ def test_claims_are_judged_by_their_intervals(monkeypatch: pytest.MonkeyPatch) -
     ] == "holds"
 
 
+def test_every_training_seed_is_shown_beside_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "RESAMPLES", 50)
+    seeds = [
+        {"base": policy(50, 40, 0), "weave-50": policy(up, 20, 0), "brevity-only": policy(50, 20, 0)} for up in (75, 60)
+    ]
+    mean = {"base": policy(50, 40, 0), "weave-50": policy(67.5, 20, 0), "brevity-only": policy(50, 20, 0)}
+    finding = next(found for found in check(mean, seeds) if found.claim == "composition beats the brevity anchor alone")
+    assert finding.figures == "aes +1.05 [+1.05, +1.05] (+1.50, +0.60)"
+    assert "| weave-50 | 67.5 | 20.0 | 1.55 | 1.55 to 1.55 | 2.00, 1.10 |" in results_table(mean, seeds)
+
+
 def test_what_was_not_evaluated_is_said() -> None:
     found = {"here": check({"base": policy(60, 40, 5), "weave-50": policy(70, 30, 5)})}
     assert "**not measured**" in claims_table(found)

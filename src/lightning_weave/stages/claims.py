@@ -2,7 +2,7 @@
 
 Problems are resampled together for all policies, after each problem's figures were averaged over the training seeds. A
 claim about a difference holds if its 95 % interval lies on the claimed side of zero, fails if it lies on the other
-side, and is within noise otherwise.
+side, and is within noise otherwise. What each training seed gives by itself stands beside it.
 """
 
 import math
@@ -19,6 +19,7 @@ from lightning_weave.maths.metrics import pareto_front
 
 Verdict = Literal["holds", "does not hold", "within noise", "not measured"]
 Quantity = Literal["aes", "accuracy", "tokens"]
+Policies = Mapping[str, Sequence[ProblemMeans]]
 CLOSE = 0.1  # AES: how near "comparable" is
 RESAMPLES = 4000
 
@@ -132,19 +133,25 @@ def _average(summaries: Sequence[Summary]) -> ProblemMeans:
     return ProblemMeans(first.benchmark, tuple(first.problems), accuracy, tokens)
 
 
-def check(policies: Mapping[str, Sequence[ProblemMeans]]) -> list[Finding]:
-    """Hold every claim against one world."""
-    found = [_check_difference(claim, policies) for claim in CLAIMS]
+def check(policies: Policies, seeds: Sequence[Policies] = ()) -> list[Finding]:
+    """Hold every claim against one world, whose figures are means over training seeds; `seeds` are the single ones."""
+    found = [_check_difference(claim, policies, seeds) for claim in CLAIMS]
     return [*found, _check_monotone(policies), _check_undominated(policies)]
 
 
-def _check_difference(claim: Difference, policies: Mapping[str, Sequence[ProblemMeans]]) -> Finding:
+def _check_difference(claim: Difference, policies: Policies, seeds: Sequence[Policies]) -> Finding:
     if claim.one not in policies or claim.two not in policies:
         return Finding(claim.claim, "not measured", "")
-    found = contrast(policies[claim.one], policies[claim.two], policies["base"], RESAMPLES)
-    interval = _of(found, claim.quantity)
-    text = f"{claim.quantity} {_show(interval, claim.quantity)}"
+    interval = _difference(claim, policies, RESAMPLES)
+    form = "{:+.2f}" if claim.quantity == "aes" else "{:+.1f}"
+    estimate, low, high = (form.format(value) for value in (interval.estimate, interval.low, interval.high))
+    each = ", ".join(form.format(_difference(claim, seed, resamples=1).estimate) for seed in seeds)
+    text = f"{claim.quantity} {estimate} [{low}, {high}]" + (f" ({each})" if each else "")
     return Finding(claim.claim, _verdict(interval, claim.side), text)
+
+
+def _difference(claim: Difference, policies: Policies, resamples: int) -> Interval:
+    return _of(contrast(policies[claim.one], policies[claim.two], policies["base"], resamples), claim.quantity)
 
 
 def _of(found: Contrast, quantity: Quantity) -> Interval:
@@ -162,12 +169,7 @@ def _verdict(interval: Interval, side: Literal["above", "below", "close"]) -> Ve
     return "holds" if low > 0 else "does not hold" if high < 0 else "within noise"
 
 
-def _show(interval: Interval, quantity: Quantity) -> str:
-    form = "{:+.2f} [{:+.2f}, {:+.2f}]" if quantity == "aes" else "{:+.1f} [{:+.1f}, {:+.1f}]"
-    return form.format(interval.estimate, interval.low, interval.high)
-
-
-def _check_monotone(policies: Mapping[str, Sequence[ProblemMeans]]) -> Finding:
+def _check_monotone(policies: Policies) -> Finding:
     claim = "length falls as the brevity share grows"
     if not all(policy in policies for policy in SWEEP):
         return Finding(claim, "not measured", "")
@@ -178,7 +180,7 @@ def _check_monotone(policies: Mapping[str, Sequence[ProblemMeans]]) -> Finding:
     )
 
 
-def _check_undominated(policies: Mapping[str, Sequence[ProblemMeans]]) -> Finding:
+def _check_undominated(policies: Policies) -> Finding:
     claim = "some composition is dominated by no single anchor"
     if not all(single in policies for single in SINGLES):
         return Finding(claim, "not measured", "")
@@ -194,14 +196,16 @@ def _point(means: Sequence[ProblemMeans]) -> tuple[float, float]:
     )
 
 
-def results_table(policies: Mapping[str, Sequence[ProblemMeans]]) -> str:
-    """Markdown of every policy's accuracy, tokens and AES with its interval."""
-    lines = ["| policy | accuracy | tokens | AES | 95 % |", "| --- | --- | --- | --- | --- |"]
+def results_table(policies: Policies, seeds: Sequence[Policies] = ()) -> str:
+    """Markdown of every policy's accuracy, tokens and AES with its interval, and of its AES in each training seed."""
+    lines = ["| policy | accuracy | tokens | AES | 95 % | by seed |", "| --- | --- | --- | --- | --- | --- |"]
     for policy, means in policies.items():
         accuracy, tokens = _point(means)
         aes = compare(means, policies["base"], RESAMPLES).average.aes
         interval = "" if policy == "base" else f"{aes.low:.2f} to {aes.high:.2f}"
-        lines.append(f"| {policy} | {accuracy:.1f} | {tokens:.1f} | {aes.estimate:.2f} | {interval} |")
+        own = [compare(seed[policy], seed["base"], 1).average.aes.estimate for seed in seeds if policy != "base"]
+        each = ", ".join(f"{estimate:.2f}" for estimate in own)
+        lines.append(f"| {policy} | {accuracy:.1f} | {tokens:.1f} | {aes.estimate:.2f} | {interval} | {each} |")
     return "\n".join(lines)
 
 

@@ -91,15 +91,15 @@ def run(steps: Steps, progress: Progress, out: Console) -> None:
 def write_claims(worlds: dict[World, list[Steps]], progress: Progress, command: str) -> Path:
     """Hold the paper's claims against every world, with previews of three targets, and write it all down."""
     findings, parts = {}, []
-    for world, seeds in worlds.items():
-        policies = pooled([summaries(steps) for steps in seeds])
-        findings[world.label] = check(policies)
-        aims = preview.run(seeds[0], progress, Console(quiet=True), problems=50, only=PREVIEWED)
-        costs = "\n".join(f"- {line}" for line in summary(seeds[0], read_ledger(seeds[0].store.run_dir)))
+    for world, runs in worlds.items():
+        found = [summaries(steps) for steps in runs]
+        policies, seeds = pooled(found), [pooled([one]) for one in found]
+        findings[f"{world.label}, {len(runs)} seed{'s' * (len(runs) > 1)}"] = check(policies, seeds)
+        aims = preview.run(runs[0], progress, Console(quiet=True), problems=50, only=PREVIEWED)
         parts.append(
-            f"## The {world.label}\n\nMeans over {len(seeds)} training seeds.\n\n{results_table(policies)}\n\n"
+            f"## The {world.label}\n\nMeans over {len(runs)} training seeds.\n\n{results_table(policies, seeds)}\n\n"
             "Sampled from the targets themselves, with live anchors and no training, 50 problems of each benchmark:\n\n"
-            f"{_preview_table(aims)}\n\nCost of the first seed:\n\n{costs}\n"
+            f"{_preview_table(aims)}\n"
         )
     text = f"Made by `{command}`.\n\n{claims_table(findings)}\n\n" + "\n".join(parts)
     path = next(iter(worlds.values()))[0].store.run_dir / "report" / "claims.md"
