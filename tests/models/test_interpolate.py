@@ -1,5 +1,6 @@
 """Interpolation: the inputs at the ends bit for bit, the straight line between, streamed."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,55 @@ def test_other_shapes_are_refused_and_nothing_is_left(pair: tuple[Path, Path], t
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="exists already"):
         interpolate(*pair, 0.5, pair[1])
+
+
+def test_only_what_a_loader_would_read_is_mixed(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    expected = weights(pair[0])
+    save_file({name: tensor + 1 for name, tensor in expected.items()}, pair[0] / "zzz-old.safetensors")
+    interpolate(*pair, 0.0, tmp_path / "stray")
+    found = weights(tmp_path / "stray")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+    names = sorted(expected)
+    for folder in pair:
+        whole = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        for part, chosen in (("a", names[:5]), ("b", names[5:])):
+            save_file({name: whole[name] for name in chosen}, folder / f"{part}.safetensors")
+        where = {name: f"{'a' if name in names[:5] else 'b'}.safetensors" for name in names}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    interpolate(*pair, 0.0, tmp_path / "indexed")
+    assert all(torch.equal(expected[name], weights(tmp_path / "indexed")[name]) for name in expected)
+    for folder in pair:
+        (folder / "b.safetensors").unlink()
+    with pytest.raises(InputError, match=r"first/b\.safetensors: cannot be read"):
+        interpolate(*pair, 0.5, tmp_path / "out")
+
+
+def test_what_cannot_be_mixed_is_refused_and_nothing_is_left(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    weights_path = pair[1] / "model.safetensors"
+    whole = weights_path.read_bytes()
+    weights_path.write_bytes(whole[:-100])
+    with pytest.raises(InputError, match=r"second/model\.safetensors: cannot be read"):
+        interpolate(*pair, 0.5, tmp_path / "out")
+    weights_path.write_bytes(whole)
+    with pytest.raises(InputError, match="no directory can be made there"):
+        interpolate(*pair, 0.5, pair[0] / "config.json" / "out")
+    for folder in pair:
+        tensors = load_file(folder / "model.safetensors")
+        first = min(tensors)
+        save_file({**tensors, first: tensors[first].to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+    with pytest.raises(InputError, match="is F8_E4M3, which cannot be mixed"):
+        interpolate(*pair, 0.5, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_what_the_configurations_differ_in_is_said(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (pair[0] / "README.md").write_text("the first one's card")
+    assert interpolate(*pair, 0.25, tmp_path / "same") == []
+    assert (
+        tmp_path / "same" / "README.md"
+    ).read_text() == "(1 - 0.25) x `first` + 0.25 x `second`, weight by weight.\n"
+    config = json.loads((pair[1] / "config.json").read_text())
+    (pair[1] / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 77, "dtype": "float16"}))
+    assert interpolate(*pair, 0.25, tmp_path / "other") == ["max_position_embeddings"]

@@ -10,12 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
-from lightning_weave.config import check_recipe, load_recipe, merge_overrides
+from lightning_weave.config import check_recipe, dump_recipe, load_recipe, merge_overrides
 from lightning_weave.errors import InputError, StaleInput
 from lightning_weave.progress import Progress
 from lightning_weave.stages import publish
 from lightning_weave.stages import run as run_stage
 from lightning_weave.stages.steps import Steps
+from lightning_weave.store import write_atomic
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-models.md"
 QUIET = Progress(quiet=True)
@@ -97,5 +98,14 @@ def test_the_page_leads_to_a_student_that_is_ready_for_the_hub(tmp_path: Path) -
     (tmp_path / "precious").mkdir()
     with pytest.raises(InputError, match="was not made by this command"):
         publish.run(steps, "skill", tmp_path / "precious", QUIET)
+    run_dir, final = steps.store.run_dir, steps.store.run_dir / "train" / "skill" / "final"
+    write_atomic(run_dir / "recipe.toml", dump_recipe(steps.recipe).encode())
+    for place in (run_dir, final):  # which have a recipe, or a card, of their own
+        kept = sorted(run_dir.rglob("*"))
+        with pytest.raises(InputError, match="was not made by this command"):
+            publish.run(steps, "skill", place, QUIET)
+        assert sorted(run_dir.rglob("*")) == kept
+    with pytest.raises(InputError, match="no directory can be made there"):
+        publish.run(steps, "skill", run_dir / "recipe.toml" / "x", QUIET)
     with pytest.raises(InputError, match="no such composition; this recipe has skill"):
         publish.run(steps, "skil", None, QUIET)

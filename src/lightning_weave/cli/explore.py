@@ -37,7 +37,11 @@ def interpolate(
     from lightning_weave.models.interpolate import interpolate as mix
     from lightning_weave.models.load import resolve_model
 
-    mix(resolve_model(first), resolve_model(second), share, Path(out))
+    differing = mix(resolve_model(first), resolve_model(second), share, Path(out))
+    progress = open_progress()
+    if differing:
+        progress.say(f"note: config.json differs in {', '.join(differing)}; {out} has that of {first}")
+    progress.say(f"{out}: {1 - share:g} x {first} + {share:g} x {second}")
 
 
 @app.command()

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_weave.errors import InputError
-from lightning_weave.models.load import check_weights
+from lightning_weave.models.load import check_weights, checkpoint_json
+from lightning_weave.store import make_directory
 
 ALIGNMENT = 8
+NOT_SHAPING = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,12 @@ class Weights:
     def of(cls, folder: Path) -> "Weights":
         check_weights(folder)
         files: dict[str, str] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as tensors:
-                files |= dict.fromkeys(tensors.keys(), path.name)
+        for path in _weight_files(folder):
+            try:
+                with safe_open(path, framework="pt") as tensors:
+                    files |= dict.fromkeys(tensors.keys(), path.name)
+            except (OSError, SafetensorError) as error:
+                raise InputError(f"{path}: cannot be read ({error}). Fetch the checkpoint again") from None
         return cls(folder, files)
 
     def shape(self, name: str) -> tuple[list[int], str]:
@@ -44,24 +49,44 @@ class Weights:
             return tensors.get_tensor(name)
 
 
-def interpolate(first: Path, second: Path, share: float, out: Path) -> None:
-    """Write (1 - share) * first + share * second; everything but the weights is the first's."""
+def interpolate(first: Path, second: Path, share: float, out: Path) -> list[str]:
+    """Write (1 - share) * first + share * second; everything but weights and card is the first's.
+
+    Returns the keys of config.json in which the two differ, since only the first's is kept.
+    """
     if not 0 <= share <= 1:
         raise InputError(f"--lambda {share}: must be between 0 (the first checkpoint) and 1 (the second)")
     if out.exists():
         raise InputError(f"{out} exists already. Give another directory, or remove it")
     one, two = Weights.of(first), Weights.of(second)
     _check_same_shape(one, two)
+    differing = _differing_keys(first, second)
     unfinished = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    make_directory(unfinished)
     for path in sorted(first.iterdir()):
         if path.is_file() and path.suffix != ".safetensors":
             shutil.copyfile(path, unfinished / path.name)
+    card = f"(1 - {share:g}) x `{first.name}` + {share:g} x `{second.name}`, weight by weight.\n"
+    (unfinished / "README.md").write_text(card, encoding="utf-8")
     for file in sorted(set(one.files.values())):
         names = [name for name, holder in one.files.items() if holder == file]
         _write(unfinished / file, {name: one.shape(name) for name in names}, _mixed(one, two, names, share))
     os.rename(unfinished, out)
+    return differing
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that a loader reads: those of the index, or the one of the usual name, or all."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        return [folder / name for name in sorted(set(checkpoint_json(index).get("weight_map", {}).values()))]
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def _differing_keys(first: Path, second: Path) -> list[str]:
+    one, two = (checkpoint_json(folder / "config.json") for folder in (first, second))
+    return sorted(key for key in one.keys() | two.keys() if key not in NOT_SHAPING and one.get(key) != two.get(key))
 
 
 def _mixed(one: Weights, two: Weights, names: list[str], share: float) -> Iterator[Tensor]:
@@ -80,6 +105,8 @@ def _check_same_shape(one: Weights, two: Weights) -> None:
             "Interpolation needs two checkpoints of the same architecture"
         )
     for name in one.files:
+        if (dtype := one.shape(name)[1]) not in _BYTES:
+            raise InputError(f"{one.folder}: {name} is {dtype}, which cannot be mixed. Convert it to bfloat16 first")
         if one.shape(name) != two.shape(name):
             raise InputError(
                 f"{name} is {one.shape(name)} in {one.folder} but {two.shape(name)} in {two.folder}. "

@@ -105,9 +105,9 @@ def vocabulary_size(tokenizer: Any) -> int:
 
 def stop_ids(path: Path, tokenizer: Any) -> frozenset[int]:
     """Collect every id that ends a response: all eos ids of the checkpoint, and its end of turn."""
-    config = _read_json(path / "config.json")
+    config = checkpoint_json(path / "config.json")
     ids = {tokenizer.eos_token_id}
-    for source in (_read_json(path / "generation_config.json"), config, config.get("text_config") or {}):
+    for source in (checkpoint_json(path / "generation_config.json"), config, config.get("text_config") or {}):
         eos = source.get("eos_token_id")
         ids.update(eos if isinstance(eos, list) else [eos])
     ids.update(_end_of_turn_ids(tokenizer))
@@ -116,7 +116,7 @@ def stop_ids(path: Path, tokenizer: Any) -> frozenset[int]:
 
 def checkpoint_dtype(path: Path) -> torch.dtype:
     """Read the dtype a checkpoint was saved in, from its config or else from the weights themselves."""
-    config = _read_json(path / "config.json")
+    config = checkpoint_json(path / "config.json")
     for source in (config, config.get("text_config") or {}):
         named = source.get("dtype") or source.get("torch_dtype")
         dtype = getattr(torch, str(named).removeprefix("torch."), None) if named else None
@@ -137,7 +137,7 @@ def context_limit(model: Any) -> int | None:
 
 def saved_context_limit(path: Path) -> int | None:
     """Read the longest context that a checkpoint says it was made for, without loading it or any code of its own."""
-    config = _read_json(path / "config.json")
+    config = checkpoint_json(path / "config.json")
     limit = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
     return None if limit is None else int(limit)
 
@@ -170,7 +170,7 @@ def check_weights(path: Path) -> None:
 
 def _check_index(path: Path) -> None:
     """Refuse an index that leads out of the directory, or to weights that are pickled."""
-    parts = _read_json(path / "model.safetensors.index.json").get("weight_map")
+    parts = checkpoint_json(path / "model.safetensors.index.json").get("weight_map")
     for part in sorted(set(parts.values())) if isinstance(parts, dict) else ():
         if not part.endswith(".safetensors") or Path(part).name != part:
             raise InputError(
@@ -181,7 +181,7 @@ def _check_index(path: Path) -> None:
 
 def refuse_code(path: Path, trusted: bool, error: Exception) -> None:
     """Say where the reason is that a checkpoint brings code of its own, which was not run."""
-    configs = [_read_json(path / name) for name in ("config.json", "tokenizer_config.json")]
+    configs = [checkpoint_json(path / name) for name in ("config.json", "tokenizer_config.json")]
     if not trusted and any(config.get("auto_map") for config in configs):
         raise InputError(
             f"{path}: needs code of its own (auto_map in its config), which is not run unless the recipe says so. Read "
@@ -210,7 +210,8 @@ def _end_of_turn_ids(tokenizer: Any) -> Iterator[int]:
     yield from (index for content, index in special.items() if content and after.startswith(content))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def checkpoint_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object that came with a checkpoint; empty where there is none."""
     if not path.is_file():
         return {}
     try:

@@ -8,6 +8,8 @@ from lightning_weave.config import dump_recipe
 from lightning_weave.stages.dose import anchor_doses
 from lightning_weave.stages.steps import Steps
 
+TAG = "tags: [lightning-weave]"
+
 
 def model_card(steps: Steps, name: str, figures: dict[str, Any], evaluation: str = "") -> str:
     """State recipe, anchors, weights, alpha, cache fingerprint, figures and, if known, the evaluation."""
@@ -17,15 +19,16 @@ def model_card(steps: Steps, name: str, figures: dict[str, Any], evaluation: str
     base = "" if Path(student).expanduser().is_dir() else f"base_model: {student}\n"
     doses = anchor_doses(composition, figures.get("alpha", composition.alpha))
     anchors = "\n".join(
-        f"| {anchor} | {composition.weights[anchor]:g} | {dose:.4g} | `{recipe.anchors[anchor].post}` | "
-        f"`{recipe.anchors[anchor].pre}` |"
-        for anchor, dose in doses.items()
+        f"| {anchor} | {weight:g} | {f'{doses[anchor]:.4g}' if anchor in doses else 'its own distribution'} | "
+        f"`{recipe.anchors[anchor].post}` | `{recipe.anchors[anchor].pre}` |"
+        for anchor, weight in composition.weights.items()
+        if weight != 0
     )
     rows = "\n".join(f"| {what} | {value} |" for what, value in _facts(steps, name, figures).items())
     return f"""---
 {base}library_name: transformers
 pipeline_tag: text-generation
-tags: [lightning-weave]
+{TAG}
 ---
 # {recipe.name}: {name}
 

@@ -8,9 +8,10 @@ from lightning_weave.config import dump_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.report.tables import markdown
-from lightning_weave.stages.card import model_card
+from lightning_weave.stages.card import TAG, model_card
 from lightning_weave.stages.results import policy_rows, summaries
 from lightning_weave.stages.steps import Steps
+from lightning_weave.store import make_directory
 
 
 def run(steps: Steps, composition: str, out: Path | None, progress: Progress) -> Path:
@@ -24,8 +25,8 @@ def run(steps: Steps, composition: str, out: Path | None, progress: Progress) ->
     _check_target(target)
     unfinished = target.with_name(f".tmp-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(stage.folder / "final", unfinished)
+    make_directory(unfinished)
+    shutil.copytree(stage.folder / "final", unfinished, dirs_exist_ok=True)
     card = model_card(steps, composition, figures, evaluation(steps, composition))
     (unfinished / "README.md").write_text(card, encoding="utf-8")
     (unfinished / "recipe.toml").write_text(dump_recipe(steps.recipe), encoding="utf-8")
@@ -50,6 +51,14 @@ def evaluation(steps: Steps, composition: str) -> str:
 
 
 def _check_target(target: Path) -> None:
-    """Replace only what an earlier call has made."""
-    if target.exists() and not (target.is_dir() and (target / "recipe.toml").is_file()):
+    """Replace only what an earlier call has made: a checkpoint and its recipe under our card, and no folder inside."""
+    if not target.exists():
+        return
+    card = target / "README.md"
+    ours = all((target / name).is_file() for name in ("config.json", "recipe.toml")) and card.is_file()
+    if (
+        not ours
+        or TAG not in card.read_text(encoding="utf-8", errors="replace")
+        or any(map(Path.is_dir, target.iterdir()))
+    ):
         raise InputError(f"--out {target}: exists and was not made by this command. Name another directory")

@@ -1,6 +1,6 @@
 """Everything that a run keeps on disk: shards, manifests, fingerprints, locks and logs."""
 
-from lightning_weave.store.files import append_line, read_json, read_lines, write_atomic, write_json
+from lightning_weave.store.files import append_line, make_directory, read_json, read_lines, write_atomic, write_json
 from lightning_weave.store.identity import file_identities, file_identity, fingerprint, model_identity
 from lightning_weave.store.lock import lock_run
 from lightning_weave.store.rows import RowIndex
@@ -19,6 +19,7 @@ __all__ = [
     "file_identity",
     "fingerprint",
     "lock_run",
+    "make_directory",
     "model_identity",
     "read_json",
     "read_lines",

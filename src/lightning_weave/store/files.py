@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_weave.errors import CorruptData, WeaveError
+from lightning_weave.errors import CorruptData, InputError, WeaveError
 
 TEMPORARY = ".tmp-"
 
@@ -78,6 +78,14 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
             file.write(b"\n" * torn + json.dumps(row, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
         raise _unwritable(path, error) from error
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory of a name that a user gave, or say why it cannot be."""
+    try:
+        path.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"{path.parent}: no directory can be made there ({error.strerror}). Name another") from None
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -158,16 +158,22 @@ class Stage:
 
     def verify(self) -> list[str]:
         """Check every byte that the manifest vouches for; returns what is wrong, with file and remedy."""
-        manifest = self.manifest()
         problems = []
-        for entry in manifest["shards"] if manifest else []:
-            path = self.folder / entry["file"]
-            remedy = f"Remove it (rm {path}) and make it again with: {self.step.command}"
-            if not path.exists():
-                problems.append(f"{path} is missing. Make it again with: {self.step.command}")
-            elif sha256_file(path) != entry["sha256"]:
-                problems.append(f"{path} is damaged (its sha256 is not the manifest's). {remedy}")
+        for path, what in self.damaged().items():
+            first = f"Remove it (rm {path}) and make it again" if path.exists() else "Make it again"
+            problems.append(f"{path} {what}. {first} with: {self.step.command}")
         return problems
+
+    def damaged(self) -> dict[Path, str]:
+        """Find the files that are not what the manifest says, and what they are instead."""
+        found = {}
+        for entry in (self.manifest() or {"shards": []})["shards"]:
+            path = self.folder / entry["file"]
+            if not path.exists():
+                found[path] = "is missing"
+            elif sha256_file(path) != entry["sha256"]:
+                found[path] = "is damaged (its sha256 is not the manifest's)"
+        return found
 
     def _is_whole(self, entry: Mapping[str, Any]) -> bool:
         path = self.folder / entry["file"]
