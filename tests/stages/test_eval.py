@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from datetime import datetime
@@ -171,3 +172,52 @@ def test_the_program_evaluates_a_checkpoint_without_a_recipe(
     assert (tmp_path / "own" / "student" / "eval" / "base" / "sums" / "summary.json").exists()
     assert lweave({"arguments": [*command, "--bench", "aime-1999"], "output": str(said)}) == [-2]
     assert "aime-1999" in said.read_text()
+
+
+@pytest.mark.slow
+def test_two_checkpoints_of_one_name_do_not_share_a_run(
+    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
+) -> None:
+    said, runs = tmp_path / "said", tmp_path / "runs"
+    student, bench = recipe["student"]["model"], recipe["eval"]["benchmarks"][0]
+    finals = [tmp_path / "first" / "train" / name / "final" for name in ("a", "b")]
+    for copy in (*finals, tmp_path / "elsewhere" / "first-a"):
+        shutil.copytree(student, copy)
+    sets = [
+        "--set",
+        f"runs={runs}",
+        "--set",
+        "eval.samples=1",
+        "--set",
+        "eval.max_tokens=4",
+        "--set",
+        "eval.chat=false",
+    ]
+
+    def run(*arguments: object) -> tuple[int, str]:
+        (ended,) = lweave({"arguments": ["eval", *map(str, arguments), *sets], "output": str(said)})
+        return ended, said.read_text()
+
+    assert [run("--model", final, "--bench", bench)[0] for final in finals] == [0, 0]
+    assert sorted(path.name for path in runs.iterdir()) == ["first-a", "first-b"]
+    ended, text = run("--model", tmp_path / "elsewhere" / "first-a", "--bench", bench)
+    assert ended == -2
+    assert "is the run of another checkpoint" in text
+    assert "--set name=NAME" in text
+
+    for wrong, message in (
+        (["--model", tmp_path / "nowhere", "--bench", bench], "nowhere"),
+        (
+            ["--model", finals[0], "--set", "name=new", "--bench", "file:missing.jsonl"],
+            "eval.benchmarks = 'missing.jsonl'",
+        ),
+    ):
+        ended, text = run(*wrong)
+        assert ended == -2
+        assert message in text
+    assert sorted(path.name for path in runs.iterdir()) == ["first-a", "first-b"], "wrong input leaves nothing behind"
+    file = tmp_path / "r.toml"
+    file.write_text(dump_recipe(check_recipe(recipe)))
+    ended, text = run(file, "--model", finals[0])
+    assert ended == -2
+    assert "leave out --model" in text

@@ -19,7 +19,7 @@ world_app = typer.Typer(help="The tiny world of the demo.", no_args_is_help=True
 def demo(
     set_: Sets = None,
     full: Annotated[bool, typer.Option("--full", help="a third anchor, the sweep and every baseline")] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="with --full: training seeds per world")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="training seeds per world")] = 1,
     world: Annotated[list[int] | None, typer.Option(help="also build and use the world of this seed")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="use no shipped checkpoint: build a world first")] = False,
 ) -> None:

@@ -1,12 +1,15 @@
 """What the commands share: their options, and what those open. Nothing heavy is imported before a recipe is checked."""
 
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from lightning_weave.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +23,7 @@ Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", he
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="only these, by name")]
 Cluster = Annotated[Literal["ray"] | None, typer.Option(help="hand the shards to a cluster")]
 Address = Annotated[str | None, typer.Option(help="of the cluster; unsaid: RAY_ADDRESS, or one on this machine")]
+UNTOUCHED = {".lock", "recipe.toml", "machine.json"}  # all that is in a run directory before its first stage
 Json = Annotated[bool, typer.Option("--json", help="for machines")]
 
 
@@ -60,10 +64,17 @@ def choose_crew(cluster: str | None, address: str | None) -> "Do":
 
 @contextmanager
 def writing(steps: "Steps") -> Iterator[None]:
-    """Hold the run directory and write the resolved recipe before anything else."""
+    """Hold the run directory and write the resolved recipe before anything else. Wrong input leaves no new one."""
     from lightning_weave.config import dump_recipe
     from lightning_weave.store import lock_run, write_atomic
 
-    with lock_run(steps.store.run_dir):
-        write_atomic(steps.store.run_dir / "recipe.toml", dump_recipe(steps.recipe).encode())
-        yield
+    run_dir = steps.store.run_dir
+    is_new = not run_dir.exists()
+    try:
+        with lock_run(run_dir):
+            write_atomic(run_dir / "recipe.toml", dump_recipe(steps.recipe).encode())
+            yield
+    except InputError:
+        if is_new and run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= UNTOUCHED:
+            shutil.rmtree(run_dir)
+        raise

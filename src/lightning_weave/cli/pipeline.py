@@ -80,6 +80,11 @@ def evaluate(
     address: Address = None,
 ) -> None:
     """Sample, grade and summarise policies on benchmarks."""
+    if recipe and (model or bench):
+        raise InputError(
+            f"eval {recipe[0]}: a recipe names its own checkpoints ([policies]) and benchmarks (eval.benchmarks); "
+            "leave out --model and --bench, or the recipe"
+        )
     steps = load_steps(recipe, set_) if recipe else _load_model_only(model, bench, set_)
     from lightning_weave.stages import eval as stage
     from lightning_weave.stages.results import show_results
@@ -92,15 +97,38 @@ def evaluate(
 
 
 def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list[str] | None) -> "Steps":
-    from lightning_weave.config import check_recipe, merge_overrides, slug
+    from lightning_weave.config import check_recipe, merge_overrides
 
     if model is None:
         raise InputError("eval needs a RECIPE, or --model DIR with --bench NAME")
-    data = {"name": slug(model), "student": {"model": model}, "eval": {"benchmarks": benchmarks} if benchmarks else {}}
+    data = {"name": _run_name(model), "student": {"model": model}}
+    data |= {"eval": {"benchmarks": benchmarks}} if benchmarks else {}
     recipe = check_recipe(merge_overrides(data, sets or ()), "--model")
+    _check_same_model(Path(recipe.runs) / recipe.name, model)
     from lightning_weave.stages.steps import Steps
 
     return Steps(recipe, f"--model {model}")
+
+
+def _run_name(model: str) -> str:
+    """Name an evaluation by its checkpoint; every student that was trained here is called `final`."""
+    from lightning_weave.config import slug
+
+    *_, run, train, composition, final = ("", "", "", "", *Path(model).parts)
+    return slug(f"{run}-{composition}") if (train, final) == ("train", "final") else slug(model)
+
+
+def _check_same_model(run_dir: Path, model: str) -> None:
+    """Refuse to put one checkpoint's results over another's of the same name."""
+    from lightning_weave.config import load_recipe
+
+    kept = run_dir / "recipe.toml"
+    other = load_recipe([str(kept)]).student.model if kept.exists() else model
+    if Path(other).expanduser().resolve() != Path(model).expanduser().resolve():
+        raise InputError(
+            f"--model {model}: {run_dir} is the run of another checkpoint ({other}). Give this one a name of its own: "
+            "--set name=NAME"
+        )
 
 
 @app.command()
