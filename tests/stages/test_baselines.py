@@ -1,5 +1,6 @@
 """The alternatives to the paper's method: each does what its name says, on the same cache and the same budget."""
 
+import json
 import math
 import re
 import shutil
@@ -10,22 +11,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
-from lightning_weave.config import check_recipe, dump_recipe
-from lightning_weave.errors import InputError
+from lightning_weave.config import Composition, check_recipe, dump_recipe
+from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.maths import expected_kl
 from lightning_weave.models.load import load_model
 from lightning_weave.progress import Progress
-from lightning_weave.stages import prompts, reference, rollout, score, train
+from lightning_weave.stages import prompts, reference, report, rollout, run, score, train, verify
+from lightning_weave.stages.dose import anchor_doses
 from lightning_weave.stages.offline import open_cache
 from lightning_weave.stages.online import LiveRows
+from lightning_weave.stages.report_cost import training_figures
+from lightning_weave.stages.sequential import legs
 from lightning_weave.stages.train_job import make_fit, make_schedule, open_trainee
 from lightning_weave.store import read_lines
+from lightning_weave.store.ledger import read_ledger
 from lightning_weave.train.data import compose
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.sources import deal_groups
-from lightning_weave.types import Scores
+from lightning_weave.types import Rollouts, Scores
 from tiny import make_world, steps_of
 
 QUIET = Progress(quiet=True)
@@ -187,13 +193,145 @@ def test_a_sequence_is_trained_on_matched_budgets(recipe: dict) -> None:
     names = list(models)
     assert not any(same(models[one], models[two]) for one in names for two in names if one < two)
     folder = Path(recipe["runs"]) / "tiny" / "train" / "forth"
-    legs = [folder / "leg-1" / "metrics.jsonl", folder / "leg-2" / "train" / "leg" / "metrics.jsonl"]
+    legs = [folder / "leg-1" / "metrics.jsonl", folder / "leg-2" / "train" / "forth.leg-2" / "metrics.jsonl"]
     updates = [len(list(read_lines(path))) for path in legs]
     assert updates == [6, 6], "half of the 12 updates each"
-    first = next(iter(read_lines(folder / "leg-2" / "train" / "leg" / "metrics.jsonl")))
+    first = next(iter(read_lines(folder / "leg-2" / "train" / "forth.leg-2" / "metrics.jsonl")))
     assert first["reverse_kl"] < 1, "the second leg starts from the first one's student, on its own samples"
+    curve = training_figures(
+        steps_of({**recipe, "compositions": {"forth": {"weights": HALF, "sequence": ["acc", "brief"]}}})
+    )
+    (line,) = [line for line in curve["reverse_kl"].axes[0].lines if len(line.get_xdata()) > 1]
+    assert line.get_xdata().tolist() == list(range(1, 13)), "one leg's curve after the other's"
     rows = [row for row in read_lines(Path(recipe["runs"]) / "tiny" / "ledger.jsonl") if row["name"] == "forth"]
     assert {row["method"] for row in rows} == {"sequential"}
+
+
+def leg_prompts(run_dir: Path, name: str, leg: int) -> list[str]:
+    return [row["id"] for row in read_lines(run_dir / "train" / name / f"leg-{leg}" / "prompts" / "prompts.jsonl")]
+
+
+@pytest.mark.parametrize("take", [9, 1000], ids=["some", "all"])
+def test_every_leg_has_prompts_of_its_own(recipe: dict, tmp_path: Path, take: int) -> None:
+    third = {**recipe["anchors"]["acc"], "validity": "candidate"}
+    recipe = {
+        **recipe,
+        "runs": str(tmp_path),
+        "anchors": {**recipe["anchors"], "third": third},
+        "prompts": {**recipe["prompts"], "take": take},
+        "train": {**recipe["train"], "epochs": 1},
+        "compositions": {
+            "three": {
+                "weights": {"acc": 0.4, "brief": 0.3, "third": 0.3},
+                "sequence": ["acc", "brief", "third"],
+                "dose": "matched",
+            }
+        },
+    }
+    steps = steps_of(recipe)
+    for stage in (rollout, reference, score, train):
+        stage.run(steps, QUIET)
+    run_dir = steps.store.run_dir
+    everything = [row["id"] for row in read_lines(run_dir / "prompts" / "prompts.jsonl")]
+    third_of_them = len(everything) // 3
+    assert len(everything) == 3 * third_of_them
+    assert leg_prompts(run_dir, "three", 3) == everything[:third_of_them]
+    assert leg_prompts(run_dir, "three", 2) == everything[third_of_them : 2 * third_of_them]
+
+    verify.run(steps, QUIET, Console(quiet=True))
+    scored = next((run_dir / "train" / "three" / "leg-2").glob("score/*/0*.safetensors"))
+    whole = scored.read_bytes()
+    scored.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:])
+    with pytest.raises(CorruptData, match=r"leg-2/score/.* is damaged .*Remove .*train/three and train it again with"):
+        verify.run(steps, QUIET, Console(quiet=True))
+
+
+def test_a_sequence_samples_anew_on_prompts_that_came_with_trajectories(recipe: dict, tmp_path: Path) -> None:
+    steps = steps_of(recipe)
+    rows = steps.store.stage(steps.rollout)
+    lines = []
+    for shard in range(len(rows.require()["shards"])):
+        drawn = rows.open(Rollouts, shard).read()
+        for prompt, response in zip(drawn.prompt_ids, drawn.response_ids, strict=True):
+            lines.append(json.dumps({"prompt_ids": prompt.tolist(), "response_ids": response.tolist()}))
+    own = tmp_path / "own.jsonl"
+    own.write_text("\n".join(lines))
+    brought = {**recipe, "runs": str(tmp_path), "rollout": {**recipe["rollout"], "from": str(own)}}
+    brought["compositions"] = {"two": {"weights": HALF, "sequence": ["acc", "brief"]}}
+    steps = steps_of(brought)
+    for stage in (rollout, reference, score, train):
+        stage.run(steps, QUIET)
+    assert len(leg_prompts(steps.store.run_dir, "two", 2)) == 6, "half of the 12"
+    _, leg = legs(steps, "two")
+    drawn = leg.steps.store.stage(leg.steps.rollout).open(Rollouts, 0).read()
+    pairs = zip(drawn.prompt_ids, drawn.response_ids, strict=True)
+    made = [json.dumps({"prompt_ids": p.tolist(), "response_ids": r.tolist()}) for p, r in pairs]
+    assert set(made) - set(lines), "the second leg's student has drawn"
+
+
+def test_too_few_prompts_for_the_legs_are_said(recipe: dict, tmp_path: Path) -> None:
+    few = {**recipe, "runs": str(tmp_path), "prompts": {**recipe["prompts"], "take": 1}}
+    steps = steps_of({**few, "compositions": {"two": {"weights": HALF, "sequence": ["acc", "brief"]}}})
+    for stage in (rollout, reference, score):
+        stage.run(steps, QUIET)
+    with pytest.raises(InputError, match=r"compositions\.two\.sequence: 1 prompts cannot be shared among 2 legs"):
+        train.run(steps, QUIET)
+
+
+def test_what_a_sequence_cost_is_booked_once(recipe: dict) -> None:
+    steps = steps_of({**recipe, "compositions": {"again": {"weights": HALF, "sequence": ["acc", "brief"]}}})
+    train.run(steps, QUIET)
+    booked = [row for row in read_ledger(steps.store.run_dir) if row["name"] == "again"]
+    steps.store.stage(steps.train("again")).manifest_path.unlink()
+    train.run(steps_of({**recipe, "compositions": {"again": {"weights": HALF, "sequence": ["acc", "brief"]}}}), QUIET)
+    assert [row for row in read_ledger(steps.store.run_dir) if row["name"] == "again"] == booked
+
+
+@pytest.mark.parametrize(
+    ("way", "doses"),
+    [
+        ({"weights": HALF}, {"acc": 0.25, "brief": 0.25}),
+        ({"weights": HALF, "mixture": True}, {"acc": 0.5, "brief": 0.5}),
+        ({"weights": HALF, "sequence": ["acc", "brief"]}, {"acc": 0.5, "brief": 0.5}),
+        ({"weights": HALF, "sequence": ["acc", "brief"], "dose": "matched"}, {"acc": 0.25, "brief": 0.25}),
+        ({"weights": {"acc": 1.0}, "teacher": True}, {}),
+        ({"sharpen": 0.5}, {}),
+    ],
+)
+def test_the_dose_is_what_each_anchor_acts_with(way: dict, doses: dict) -> None:
+    assert anchor_doses(Composition.model_validate(way), 2.0) == doses
+
+
+def test_online_training_is_stale_when_it_would_draw_otherwise(recipe: dict) -> None:
+    live = {**recipe, "compositions": {"live": {"weights": HALF, "online": True}}}
+    steps = steps_of(live)
+    for change in ({"responses": 4}, {"temperature": 0.7}, {"max_tokens": 9}, {"seed": 7}, {"top_p": 0.9}):
+        other = steps_of({**live, "rollout": {**recipe["rollout"], **change}})
+        assert other.train("live").fingerprint != steps.train("live").fingerprint, change
+
+
+def test_online_training_alone_makes_no_cache(recipe: dict, tmp_path: Path) -> None:
+    live = {**recipe, "runs": str(tmp_path), "compositions": {"live": {"weights": HALF, "online": True}}}
+    (tmp_path / "sums.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    live["eval"] = {"benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"], "samples": 1, "max_tokens": 4, "chat": False}
+    steps = steps_of({**live, "train": {**recipe["train"], "epochs": 1}})
+    assert [step.path for step in steps.everything()][:2] == ["prompts", "train/live"]
+    assert steps.prompts.command.startswith("lweave train")
+    train.run(steps, QUIET)
+    page = report.run([steps], QUIET)
+    assert (page.parent / "figures" / "training-reverse_kl.svg").exists(), "training shows before anything is evaluated"
+    run.run(steps, QUIET)
+    assert not (steps.store.run_dir / "rollout").exists()
+    assert (steps.store.run_dir / "eval" / "live" / "sums" / "summary.json").exists()
+
+
+def test_self_distillation_without_anchors_is_a_whole_run(recipe: dict, tmp_path: Path) -> None:
+    alone = {key: value for key, value in recipe.items() if key != "anchors"}
+    steps = steps_of({**alone, "runs": str(tmp_path), "compositions": {"self": {"sharpen": 0.5}}})
+    assert [step.path for step in steps.everything()][:4] == ["prompts", "rollout", "reference", "train/self"]
+    for stage in (rollout, reference, train):
+        stage.run(steps, QUIET)
+    assert steps.store.stage(steps.train("self")).state() == "done"
 
 
 def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:

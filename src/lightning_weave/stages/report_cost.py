@@ -27,8 +27,11 @@ def training_figures(steps: Steps) -> dict[str, Any]:
 
 
 def _curve(steps: Steps, name: str, key: str) -> Line:
-    rows = read_lines(steps.store.run_dir / "train" / name / "metrics.jsonl")
-    points = [(float(row["step"]), float(row[key])) for row in rows if key in row]
+    folder = steps.store.run_dir / "train" / name
+    points: list[tuple[float, float]] = []
+    for path in [folder / "metrics.jsonl", *sorted(folder.glob("leg-*/**/metrics.jsonl"))]:  # a sequence has legs
+        before = points[-1][0] if points else 0.0
+        points += [(before + row["step"], float(row[key])) for row in read_lines(path) if key in row]
     window = -(-len(points) // WINDOWS)
     return [(points[last][0], _mean(points[max(last + 1 - window, 0) : last + 1])) for last in range(len(points))]
 

@@ -4,46 +4,88 @@ Each leg gets its share of the prompts and so of the updates. A later leg sample
 before it left behind: a small run of its own, below this composition's folder, with the ordinary stages.
 """
 
+import json
 import os
 import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from lightning_weave.config import Composition
+from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
+from lightning_weave.prompts import read_prompts
 from lightning_weave.stages import reference, rollout, score
 from lightning_weave.stages.card import model_card
 from lightning_weave.stages.offline import Leg, train_offline
 from lightning_weave.stages.steps import Steps
-from lightning_weave.store import Stage, append_line, write_atomic
+from lightning_weave.store import Stage, Step, append_line, write_atomic
 from lightning_weave.store.ledger import LEDGER, read_ledger
 from lightning_weave.train.parallel import Ranks
+
+
+@dataclass(frozen=True)
+class LegRun:
+    """One leg: the recipe that it is trained by, and the share of the prompts that is its own."""
+
+    steps: Steps
+    part: tuple[float, float]
+    leg: Leg
+    samples: bool  # anew, from the student of the leg before
+
+    @property
+    def name(self) -> str:
+        return next(iter(self.steps.recipe.compositions))
+
+    @property
+    def stage(self) -> Stage:
+        return self.steps.store.stage(self.steps.train(self.name))
+
+    def made(self) -> list[Step]:
+        """The steps that are this leg's own: its training and, where it samples anew, a cache."""
+        cache = [step for step in self.steps.everything() if step.path.split("/")[0] not in ("train", "eval")]
+        return [*(cache if self.samples else []), self.steps.train(self.name)]
 
 
 def train_in_sequence(
     steps: Steps, name: str, stage: Stage, ranks: Ranks, dtype: torch.dtype, progress: Progress
 ) -> None:
     """Train leg after leg and keep the last one's student. Resumable within and between legs."""
-    composition = steps.recipe.compositions[name]
-    legs, final = len(composition.sequence), None
+    final = None
+    for leg in legs(steps, name):
+        if leg.samples:
+            _make_cache(steps, leg, ranks, progress)
+        if leg.stage.state() != "done":
+            train_offline(leg.steps, leg.name, leg.stage, ranks, dtype, progress, leg.leg)
+        final = leg.stage.folder / "final"
+    if ranks.first:
+        assert final is not None, "a sequence has a leg"
+        _keep(steps, name, stage, final)
+    ranks.wait()
+
+
+def legs(steps: Steps, name: str) -> Iterator[LegRun]:
+    """The legs of a sequence in their order, up to the first whose student has not been made."""
+    composition, final = steps.recipe.compositions[name], None
+    count, prompts = len(composition.sequence), steps.store.stage(steps.prompts).require()["rows"]
+    if prompts < count:
+        raise InputError(f"compositions.{name}.sequence: {prompts} prompts cannot be shared among {count} legs")
     for number, anchor in enumerate(composition.sequence):
-        # Prompts are ranked, and a smaller `take` is the front of a larger one: the first leg gets the last share.
-        part = (1 - (number + 1) / legs, 1 - number / legs)
+        part = (1 - (number + 1) / count, 1 - number / count)  # the first leg gets the last share
         own = _leg_composition(composition, anchor)
         if number == 0 or not composition.resample:
-            leg_steps, leg = _on_first_cache(steps, f"{name}/leg-{number + 1}", own), Leg(final, part)
+            leg = LegRun(_on_first_cache(steps, f"{name}/leg-{number + 1}", own), part, Leg(final, part), False)
         else:
-            leg_steps = _on_own_cache(steps, name, number, own, _required(final), ranks, progress)
-            leg = Leg(None, (0.0, 1.0))
-        leg_name = next(iter(leg_steps.recipe.compositions))
-        leg_stage = leg_steps.store.stage(leg_steps.train(leg_name))
-        if leg_stage.state() != "done":
-            train_offline(leg_steps, leg_name, leg_stage, ranks, dtype, progress, leg)
-        final = leg_stage.folder / "final"
-    if ranks.first:
-        _keep(steps, name, stage, _required(final))
-    ranks.wait()
+            assert final is not None, "a leg has come before"
+            first, last = (round(end * prompts) for end in part)
+            own_steps = _on_own_cache(steps, name, number, own, final, last - first)
+            leg = LegRun(own_steps, part, Leg(), True)
+        yield leg
+        final = leg.stage.folder / "final"
+        if not final.exists():
+            return
 
 
 def _leg_composition(composition: Composition, anchor: str) -> Composition:
@@ -62,40 +104,48 @@ def _on_first_cache(steps: Steps, name: str, composition: Composition) -> Steps:
     return Steps(recipe, steps.arguments)
 
 
-def _on_own_cache(
-    steps: Steps,
-    name: str,
-    number: int,
-    composition: Composition,
-    student: Path,
-    ranks: Ranks,
-    progress: Progress,
-) -> Steps:
-    """Sample and score a fresh share of the prompts with the student of the leg before."""
+def _on_own_cache(steps: Steps, name: str, number: int, composition: Composition, student: Path, prompts: int) -> Steps:
+    """A run of its own, with the student of the leg before and a share of this run's prompts."""
     recipe, folder = steps.recipe, steps.store.run_dir / "train" / name
-    legs = len(recipe.compositions[name].sequence)
-    taken = steps.store.stage(steps.prompts).require()["rows"]
-    anchor = next(iter(composition.weights))
+    anchor, source = next(iter(composition.weights)), _prompts_path(steps)
     own = recipe.model_copy(
         update={
             "name": f"leg-{number + 1}",
             "runs": str(folder),
             "student": recipe.student.model_copy(update={"model": str(student), "revision": None}),
-            "prompts": recipe.prompts.model_copy(update={"take": taken // legs}),
+            "prompts": recipe.prompts.model_copy(update={"source": str(source), "take": prompts}),
+            "rollout": recipe.rollout.model_copy(update={"from_": None}),
             "anchors": {anchor: recipe.anchors[anchor]},
-            "compositions": {"leg": composition},
+            "compositions": {f"{name}.leg-{number + 1}": composition},
             "policies": {},
         }
     )
-    leg_steps = Steps(own, steps.arguments)
-    _same_threads(steps, leg_steps)
-    rollout.run(leg_steps, progress)
+    return Steps(own, steps.arguments)
+
+
+def _make_cache(steps: Steps, leg: LegRun, ranks: Ranks, progress: Progress) -> None:
+    """Sample and score the leg's own share of the prompts."""
+    _same_threads(steps, leg.steps)
+    if ranks.first:
+        _share_prompts(steps, leg)
+    for stage in (rollout, reference, score):
+        ranks.wait()
+        stage.run(leg.steps, progress)
     ranks.wait()
-    reference.run(leg_steps, progress)
-    ranks.wait()
-    score.run(leg_steps, progress)
-    ranks.wait()
-    return leg_steps
+
+
+def _share_prompts(steps: Steps, leg: LegRun) -> None:
+    stage = leg.steps.store.stage(leg.steps.prompts)
+    if stage.state() != "done":
+        prompts = read_prompts(_prompts_path(steps))
+        first, last = (round(end * len(prompts)) for end in leg.part)
+        lines = [json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts[first:last]]
+        write_atomic(_prompts_path(leg.steps), "".join(lines).encode())
+        stage.record([_prompts_path(leg.steps)], {"rows": len(lines)})
+
+
+def _prompts_path(steps: Steps) -> Path:
+    return steps.store.stage(steps.prompts).folder / "prompts.jsonl"
 
 
 def _same_threads(steps: Steps, leg_steps: Steps) -> None:
@@ -113,12 +163,10 @@ def _keep(steps: Steps, name: str, stage: Stage, final: Path) -> None:
     write_atomic(unfinished / "README.md", model_card(steps, name, {"legs": legs}).encode())
     shutil.rmtree(target, ignore_errors=True)
     os.rename(unfinished, target)
+    booked = read_ledger(steps.store.run_dir)
     for folder in sorted(stage.folder.glob("leg-*")):
         for row in read_ledger(folder):
-            append_line(steps.store.run_dir / LEDGER, {**row, "stage": "train", "name": name, "method": "sequential"})
+            spent = {**row, "stage": "train", "name": name, "method": "sequential"}
+            if spent not in booked:  # by an earlier training of this composition
+                append_line(steps.store.run_dir / LEDGER, spent)
     stage.record(sorted(target.iterdir()), {"legs": legs})
-
-
-def _required(path: Path | None) -> Path:
-    assert path is not None, "a leg has come before"
-    return path
