@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from lightning_weave.config import Recipe, check_recipe, dump_recipe, load_recipe
 
 BASE = """
@@ -59,6 +61,22 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     again = load(tmp_path, dump_recipe(recipe))
     assert again == recipe
     assert again.rollout.from_ == "own.jsonl"
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "alpha = 1.5",
+        "kl_budget = 0.02",
+        "online = true\nobjective = 'reverse-kl'",
+        "mixture = true\nkl_budget = 0.02",
+        "sequence = ['decs', 'klear']\ndose = 'matched'\nresample = false",
+        "epochs = 3",
+    ],
+)
+def test_every_way_to_train_reads_back_as_itself(tmp_path: Path, way: str) -> None:
+    recipe = load(tmp_path, BASE, f"[compositions.klear-decs]\n{way}")
+    assert load(tmp_path, dump_recipe(recipe)).model_dump() == recipe.model_dump()
 
 
 def test_plain_data_is_checked_the_same() -> None:

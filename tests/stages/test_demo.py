@@ -106,6 +106,16 @@ def test_two_ranks_make_the_same_cache_and_nearly_the_same_students(
             torch.testing.assert_close(weights[0][key], weights[1][key], atol=2e-3, rtol=2e-3)
 
 
+def test_seeds_and_worlds_have_runs_of_their_own() -> None:
+    names = [
+        demo.load_demo(demo.World(seed), True, number, ["name=x"]).recipe.name
+        for seed in (None, 7)
+        for number in (0, 1)
+    ]
+    assert names == ["x", "x-1", "x-world-7", "x-world-7-1"]
+    assert demo.load_demo(demo.World(), False, 0, []).recipe.name == "demo"
+
+
 def policy(accuracy: float, tokens: float, spread: float) -> list[ProblemMeans]:
     """200 problems of two benchmarks around the given means."""
     found = []

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
-from lightning_weave.stages import inspect
+from lightning_weave.stages import inspect, train
 from lightning_weave.stages.steps import Steps
 from stages.expected import Words, read_cache
-from stages.small_runs import make_cache, make_recipe, steps_of
+from stages.small_runs import QUIET, make_cache, make_recipe, steps_of
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,45 @@ def test_every_number_is_that_of_the_cache(recipe: dict[str, Any]) -> None:
                 spelt = b"".join(student.bytes_of[id] for id in before)
                 assert seen.before == spelt.decode(errors="backslashreplace")
     assert masked > 0
+
+
+def test_targets_are_those_that_training_aims_at(recipe: dict[str, Any]) -> None:
+    ways = {
+        "opd": {"weights": {"one": 1.0}, "teacher": True},
+        "sharp": {"sharpen": 0.5},
+        "budget": {"weights": {"one": 1.0}, "kl_budget": 0.05},
+        "dealt": {"weights": {"one": 0.5, "two": 0.5}, "mixture": True},
+        "steps": {"weights": {"one": 0.5, "two": 0.5}, "sequence": ["one", "two"]},
+    }
+    recipe = {**recipe, "compositions": {**recipe["compositions"], **ways}}
+    steps = steps_of(recipe)
+    assert "budget" not in inspect.look(steps, 0, 0).targets, "alpha is solved when training begins"
+    train.run(steps, QUIET, ["budget"])
+    alpha = steps.store.stage(steps.train("budget")).require()["alpha"]
+    assert alpha != 2.0
+    dealt = set()
+    for number, (post, pre) in enumerate(zip(read_cache(steps, "post"), read_cache(steps, "pre"), strict=True)):
+        for t in range(len(post["response_ids"])):
+            if not (post["mapped"][t] & pre["mapped"][t]).all():
+                continue
+            seen = inspect.look(steps_of(recipe), number, t)
+            assert "steps" not in seen.targets
+            shift = [float(a - b) for a, b in zip(post["score"][t], pre["score"][t], strict=True)]
+            assert seen.targets["opd"][:-1] == pytest.approx(post["score"][t].tolist(), abs=1e-4)
+            assert seen.targets["sharp"] == pytest.approx(tilt(seen.behaviour, gaps(seen.behaviour), 1.0), abs=1e-4)
+            assert seen.targets["budget"] == pytest.approx(tilt(seen.behaviour, shift, alpha), abs=1e-5)
+            back = [-r for r in shift]
+            alone = {"one": tilt(seen.behaviour, shift, 2.0), "two": tilt(seen.behaviour, back, 2.0)}
+            dealt |= {
+                (number, name) for name, q in alone.items() if seen.targets["dealt"] == pytest.approx(q, abs=1e-5)
+            }
+    assert {name for _, name in dealt} == {"one", "two"}
+    assert len(dealt) == len({number for number, _ in dealt}), "a row is dealt to one anchor"
+
+
+def gaps(behaviour: list[float]) -> list[float]:
+    """The shift that squares a distribution, against `other`."""
+    return [b - behaviour[-1] for b in behaviour[:-1]]
 
 
 def test_a_wrong_row_or_position_is_answered_with_the_range(recipe: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from lightning_weave.models.load import load_model
 from lightning_weave.progress import Progress
 from lightning_weave.stages import preview, reference, rollout, score
 from lightning_weave.stages.offline import open_cache
+from lightning_weave.store.ledger import read_ledger
 from lightning_weave.train.data import compose, kept_decisions
 from lightning_weave.types import Request
 from tiny import make_tokenizer, make_world, steps_of
@@ -88,5 +89,16 @@ def test_what_cannot_be_previewed_is_refused(recipe: dict, tmp_path: Path) -> No
     }
     with pytest.raises(InputError, match="kl_budget"):
         preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1, only=["budget"])
-    with pytest.raises(InputError, match="no such composition"):
+    with pytest.raises(InputError, match="--only live: its method is online"):
         preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1, only=["live"])
+    with pytest.raises(InputError, match=r"no composition .* can be previewed: budget \(.*kl_budget.*live \("):
+        preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1)
+    assert list(tmp_path.iterdir()) == [], "refused before anything was sampled"
+
+    recipe["compositions"]["both"] = {"weights": {"acc": 0.5, "brief": 0.5}}
+    with pytest.raises(InputError, match="--only bth: no such composition; these can be previewed: both"):
+        preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1, only=["bth"])
+    steps = steps_of(recipe)
+    found = preview.run(steps, QUIET, Console(quiet=True), problems=1)
+    assert list(found) == ["base", "both"], "the others are left out"
+    assert {row["stage"] for row in read_ledger(steps.store.run_dir)} == {"preview"}

@@ -71,6 +71,12 @@ class Composition(Strict):
             )
         if self.teacher and sum(weight != 0 for weight in self.weights.values()) != 1:
             raise ValueError("teacher aims at one anchor: give exactly one of them a weight")
+        if self.sharpen is None and not any(self.weights.values()):
+            raise ValueError("weights are all 0: give at least one anchor a share")
+        if self.method in ("mixture", "sequential", "teacher") and min(self.weights.values()) < 0:
+            raise ValueError(f"a negative weight subtracts a shift from others, which {self.method} training has not")
+        if not self.sequence and (self.dose == "matched" or not self.resample):
+            raise ValueError("dose and resample are of a sequence: name its anchors in their order, or leave them out")
         taking_part = {name for name, weight in self.weights.items() if weight != 0}
         if self.sequence and (set(self.sequence) != taking_part or len(self.sequence) != len(taking_part)):
             raise ValueError(f"sequence must name every anchor with a weight once: {', '.join(sorted(taking_part))}")

@@ -44,7 +44,11 @@ def check_recipe(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """Write the resolved recipe as TOML, defaults included, so that a run says everything it was made with."""
-    return tomli_w.dumps(recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
+    data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    for composition in data["compositions"].values():
+        if "kl_budget" in composition:  # which stands instead of alpha
+            del composition["alpha"]
+    return tomli_w.dumps(data)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

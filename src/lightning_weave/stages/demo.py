@@ -60,12 +60,11 @@ def load_demo(world: World, full: bool, number: int, sets: list[str]) -> Steps:
     for name in ["demo.toml", "demo-full.toml"] if full else ["demo.toml"]:
         text = (files("lightning_weave.recipes") / name).read_text(encoding="utf-8")
         data = merge_tables(data, tomllib.loads(text.replace(WORLD, world.folder)))
-    data["name"] = (
-        "demo" + (f"-world-{world.seed}" if world.seed is not None else "") + (f"-{number}" if number else "")
-    )
     for section, seed in (("rollout", 42), ("train", 1234), ("eval", 42)):
         data[section]["seed"] = seed + number
-    recipe = check_recipe(merge_overrides(data, sets), "demo")
+    data = merge_overrides(data, sets)
+    data["name"] += (f"-world-{world.seed}" if world.seed is not None else "") + (f"-{number}" if number else "")
+    recipe = check_recipe(data, "demo")
     arguments = "recipes/demo.toml" + (" recipes/demo-full.toml" if full else "")
     return Steps(recipe, arguments)
 

@@ -26,19 +26,35 @@ class Dose:
     start_kl: float  # KL(b || q): what training starts from
 
     def __str__(self) -> str:
-        shares = ", ".join(f"{anchor} {share:g}" for anchor, share in self.per_anchor.items())
-        return (
-            f"alpha {self.alpha:.4g}, dose {shares or 'none'}; the target is {self.target_kl:.4f} nats per token away"
-        )
+        dose = in_words(self.per_anchor)
+        return f"alpha {self.alpha:.4g}, {dose}; the target is {self.target_kl:.4f} nats per token away"
 
     def figures(self) -> dict[str, float]:
         return {"alpha": self.alpha, "target_kl": self.target_kl, "start_kl": self.start_kl}
 
 
 def anchor_doses(composition: Composition, alpha: float) -> dict[str, float]:
-    """w / alpha of every anchor: all that a target depends on. A sequence at full dose has weight 1 in every leg."""
-    full = composition.sequence and composition.dose == "full"
-    return {anchor: (1 if full else weight) / alpha for anchor, weight in composition.weights.items() if weight != 0}
+    """w / alpha of every anchor: all that a target depends on.
+
+    In a mixture, and in a sequence at full dose, an anchor acts alone at weight 1. A teacher's target has no dose.
+    """
+    alone = composition.mixture or (composition.sequence and composition.dose == "full")
+    weights = {} if composition.teacher else composition.weights
+    return {anchor: (1 if alone else weight) / alpha for anchor, weight in weights.items() if weight != 0}
+
+
+def alpha_of(steps: Steps, name: str) -> float | None:
+    """The alpha of a composition; None where it is solved for when training begins, and has not begun."""
+    composition = steps.recipe.compositions[name]
+    if composition.kl_budget is None:
+        return composition.alpha
+    stage = steps.store.stage(steps.train(name))
+    return stage.require()["alpha"] if stage.state() == "done" else None
+
+
+def in_words(doses: dict[str, float]) -> str:
+    """Name the dose of every anchor."""
+    return "dose " + (", ".join(f"{anchor} {dose:g}" for anchor, dose in doses.items()) or "none")
 
 
 def find_dose(steps: Steps, name: str, cache: Cache, schedule: Schedule) -> Dose:

@@ -98,9 +98,18 @@ class Policy:
 
 
 def evaluate(
-    steps: Steps, policy: Policy, benchmark: Benchmark, stage: Stage, progress: Progress, do: Do = do_here
+    steps: Steps,
+    policy: Policy,
+    benchmark: Benchmark,
+    stage: Stage,
+    progress: Progress,
+    do: Do = do_here,
+    booked: str = "eval",
 ) -> None:
-    """Sample what is missing of one benchmark, then write samples.jsonl and summary.json."""
+    """Sample what is missing of one benchmark, then write samples.jsonl and summary.json.
+
+    What it costs is booked under that word on the ledger.
+    """
     section = steps.recipe.eval
     samples = section.samples or benchmark.samples
     settings = SamplingSettings(
@@ -111,7 +120,7 @@ def evaluate(
     grader = Grader(benchmark, section.profile, section.unsafe_local)
     opener = partial(open_exam, policy=policy, benchmark=benchmark, settings=settings, todo=todo, folder=folder)
     name = f"{policy.name}/{stage.folder.name}"
-    do(Job("eval", name, "block", pending_blocks(folder, len(todo)), opener), steps, progress)
+    do(Job(booked, name, "block", pending_blocks(folder, len(todo)), opener), steps, progress)
     if os.environ.get("RANK", "0") == "0":  # the blocks go when they are merged: one rank does it
         while pending_blocks(folder, len(todo)):
             time.sleep(0.2)

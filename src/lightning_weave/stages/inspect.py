@@ -17,10 +17,12 @@ from lightning_weave.maths import compose_shifts, tilted_target, with_other
 from lightning_weave.stages.alignment import student_tokenizer
 from lightning_weave.stages.checks.findings import visible
 from lightning_weave.stages.checks.sample import prompts_by_line
+from lightning_weave.stages.dose import alpha_of
+from lightning_weave.stages.offline import open_cache
 from lightning_weave.stages.shifts import anchor_pair, is_scored
 from lightning_weave.stages.steps import ROLES, ScoredModel, Steps
 from lightning_weave.tokens.spelling import Spelling
-from lightning_weave.train.cache import Cache, Row
+from lightning_weave.train.cache import Cache
 from lightning_weave.types import FINISH_REASONS, Rollouts, Scores
 
 SHOWN_BEFORE = 400  # characters of context on a terminal; all of it with --json
@@ -86,7 +88,7 @@ def look(steps: Steps, row: int, position: int) -> Decision:
         models,
         {pair.name: _shifts(steps, pair.name, models, read.r_KTC[k, position]) for k, pair in enumerate(scored)},
         {pair.name: bool(read.valid_KT[k, position]) for k, pair in enumerate(scored)},
-        _targets(steps, read, [pair.name for pair in scored], position),
+        _targets(steps, row, position, [pair.name for pair in scored]),
         [pair.name for pair in pairs if pair not in scored],
     )
 
@@ -118,18 +120,22 @@ def _with_gaps(values_C: NDArray, mapped_C: NDArray[np.bool_]) -> list[float | N
     return [float(value) if mapped else None for value, mapped in zip(values_C, mapped_C, strict=True)]
 
 
-def _targets(steps: Steps, row: Row, scored: list[str], position: int) -> dict[str, list[float] | None]:
-    """Tilt the behaviour by each composition whose anchors are scored (finite-candidate-target)."""
-    at = slice(position, position + 1)
-    log_b_NO = with_other(torch.tensor(row.logp_TC[at]), torch.tensor(row.other_logp_T[at]))
-    r_KNC, valid_KN = torch.tensor(row.r_KTC[:, at]), torch.tensor(row.valid_KT[:, at])
+def _targets(steps: Steps, row: int, position: int, scored: list[str]) -> dict[str, list[float] | None]:
+    """Tilt the behaviour by each composition whose anchors are scored (finite-candidate-target).
+
+    A sequence has no target of its own, only its legs have.
+    """
     targets: dict[str, list[float] | None] = {}
     for name, composition in steps.recipe.compositions.items():
-        if all(anchor in scored for anchor, weight in composition.weights.items() if weight):
-            weights = [composition.weights.get(anchor, 0.0) for anchor in scored]
-            r_NC, valid_N = compose_shifts(r_KNC, valid_KN, weights)
-            log_q_NO = tilted_target(log_b_NO, r_NC, composition.alpha)
-            targets[name] = log_q_NO[0].tolist() if valid_N[0] else None
+        alpha = alpha_of(steps, name)
+        known = all(anchor in scored for anchor, weight in composition.weights.items() if weight)
+        if known and alpha is not None and not composition.sequence:
+            cache = open_cache(steps, name)
+            read, at = cache.read(row), slice(position, position + 1)
+            log_b_NO = with_other(torch.tensor(read.logp_TC[at]), torch.tensor(read.other_logp_T[at]))
+            shifts = torch.tensor(read.r_KTC[:, at]), torch.tensor(read.valid_KT[:, at])
+            r_NC, valid_N = compose_shifts(*shifts, cache.weights)
+            targets[name] = tilted_target(log_b_NO, r_NC, alpha)[0].tolist() if valid_N[0] else None
     return targets
 
 

@@ -14,7 +14,7 @@ from lightning_weave.models.hf import HFSampler, Scorer
 from lightning_weave.models.load import load_model, load_tokenizer, stop_ids, vocabulary_size
 from lightning_weave.progress import Progress
 from lightning_weave.stages import prompts as prompts_stage
-from lightning_weave.stages.dose import anchor_doses
+from lightning_weave.stages.dose import anchor_doses, in_words
 from lightning_weave.stages.reference import find_candidates, reread_candidates
 from lightning_weave.stages.rollout import pack_rollouts
 from lightning_weave.stages.score import AnchorReader
@@ -42,7 +42,7 @@ def train_online(steps: Steps, name: str, stage: Stage, ranks: Ranks, dtype: tor
     fit = make_fit(steps, name, trainee, live, composition.alpha, ranks, stage)
     job = Job(steps, name, stage, schedule, fit, progress, before_round=live.refresh)
     with measure(steps.store.run_dir, "train", name, method="online") as meter:
-        job.say(f"online; dose {anchor_doses(composition, composition.alpha)}")
+        job.say(f"online, {in_words(anchor_doses(composition, composition.alpha))}")
         figures = {"alpha": composition.alpha, **job.fit_all(job.go_to_start(), meter)}
         if not live.rows:  # resumed after the last update: the export looks at a few trajectories
             live.refresh(len(schedule) - 1)

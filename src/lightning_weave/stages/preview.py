@@ -86,16 +86,38 @@ def run(
     steps: Steps, progress: Progress, out: Console, problems: int, only: Sequence[str] | None = None
 ) -> dict[str, list[Summary]]:
     """Evaluate the student and the targets of its compositions on a few problems, and print the table."""
-    joint = [name for name, composition in steps.recipe.compositions.items() if composition.method == "joint"]
-    if unknown := sorted(set(only or ()) - set(joint)):
-        raise InputError(f"--only {unknown[0]}: no such composition of cached shifts; there are {', '.join(joint)}")
+    whys = {name: _why_not(steps, name) for name in steps.recipe.compositions}
+    can = [name for name, why in whys.items() if not why]
+    for name in only or ():
+        if whys.get(name, "no such composition"):
+            known = f"; these can be previewed: {', '.join(can)}" if can else ""
+            raise InputError(f"--only {name}: {whys.get(name, 'no such composition')}{known}")
+    if not can:
+        raise InputError("no composition of this recipe can be previewed: " + _listed(whys))
+    if not only and len(can) < len(whys):
+        progress.say("left out: " + _listed({name: why for name, why in whys.items() if why}))
     readers: dict[ScoredModel, AnchorReader] = {}
     found = {"base": _evaluate(steps, "base", problems, readers, progress)}
-    for name in only or joint:
+    for name in only or can:
         found[name] = _evaluate(steps, name, problems, readers, progress)
     out.print(console(policy_rows(found)))
     out.print("Sampled from the targets themselves: no student was trained for this.")
     return found
+
+
+def _why_not(steps: Steps, name: str) -> str:
+    """Say why a composition's target cannot be sampled from; nothing if it can."""
+    composition, anchors = steps.recipe.compositions[name], steps.recipe.anchors
+    if composition.method != "joint":
+        return f"its method is {composition.method}; only shifts that act together have a target to sample from"
+    if composition.kl_budget is not None:
+        return f"compositions.{name}.kl_budget is solved on a cache, which a preview has not: set alpha"
+    native = [anchor for anchor, weight in composition.weights.items() if weight and anchors[anchor].prompt == "native"]
+    return f'anchors.{native[0]}.prompt = "native": a preview can only project the student\'s prompt' if native else ""
+
+
+def _listed(whys: dict[str, str]) -> str:
+    return "; ".join(f"{name} ({why})" for name, why in whys.items()) or "it has none"
 
 
 def _evaluate(
@@ -108,7 +130,7 @@ def _evaluate(
             whole = load_benchmark(benchmark_name, section.sources.get(benchmark_name))
             benchmark = replace(whole, problems=whole.problems[:problems])
             policy = policy or _open_policy(steps, name, readers)
-            evaluate(steps, policy, benchmark, stage, progress)
+            evaluate(steps, policy, benchmark, stage, progress, booked="preview")
         found.append(read_summary(stage.folder / "summary.json"))
     return found
 
@@ -136,11 +158,6 @@ def _open_policy(steps: Steps, name: str, readers: dict[ScoredModel, AnchorReade
 def _open_target(steps: Steps, name: str, readers: dict[ScoredModel, AnchorReader]) -> Target:
     composition, anchors = steps.recipe.compositions[name], steps.recipe.anchors
     used = {anchor: weight for anchor, weight in sorted(composition.weights.items()) if weight != 0}
-    if composition.kl_budget is not None:
-        raise InputError(f"compositions.{name}.kl_budget is solved on a cache, which a preview has not: set alpha")
-    for anchor in used:
-        if anchors[anchor].prompt == "native":
-            raise InputError(f'anchors.{anchor}.prompt = "native": a preview can only project the student\'s prompt')
 
     def reader(anchor: str, role: str) -> AnchorReader:
         scored = ScoredModel.of(anchors[anchor], "post" if role == "post" else "pre")

@@ -23,12 +23,12 @@ from lightning_weave.store.ledger import read_ledger
 TRAINING_WORDS = {
     "reverse_kl": (
         "How far each student is from its target",
-        "KL of student and target on the decisions of each update, a running mean; logarithmic.",
+        "KL of student and target on the decisions of each update, a running mean.",
         "Training curves of every composition: KL to the target by update.",
     ),
     "loss": (
         "Loss",
-        "The objective itself, a running mean; logarithmic. It scales with alpha and the dose.",
+        "The objective itself, a running mean. It scales with alpha and the dose; that of direct-opd can be negative.",
         "Training curves of every composition: loss by update.",
     ),
 }
@@ -53,7 +53,7 @@ def run(recipes: Sequence[Steps], progress: Progress) -> Path:
         for group in report_cases.case_groups(steps, own, progress)
     ]
     views = [_run_view(steps, rows, writer, progress, len(runs) > 1) for steps in runs]
-    if not rows and not any(view.loom or view.cost for view in views):
+    if not rows and not any(view.loom or view.cost or view.details for view in views):
         raise InputError(
             f"{runs[0].store.run_dir}: there is nothing to report yet. Start with: lweave run {runs[0].arguments}"
         )

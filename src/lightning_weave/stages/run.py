@@ -13,13 +13,14 @@ from lightning_weave.store import Step
 
 def run(steps: Steps, progress: Progress, do: Do = do_here) -> None:
     """Do what is missing; what is up to date is not touched. `do` may hand shards out; training happens here."""
-    if steps.recipe.compositions:
+    if steps.recipe.compositions and steps.needs_cache:
         rollout.run(steps, progress, do)
         _wait_for([steps.rollout], steps)
         reference.run(steps, progress, do)
         _wait_for([steps.reference], steps)
         score.run(steps, progress, do=do)
         _wait_for([steps.score(scored) for scored in steps.score_names], steps)
+    if steps.recipe.compositions:
         train.run(steps, progress)
     eval_stage.run(steps, progress, do=do)
 

@@ -113,7 +113,8 @@ class Steps:
             settings["screen_against"] = [
                 _data_identity(name, "prompts.screen_against") for name in self.recipe.prompts.screen_against
             ]
-        return Step("prompts", settings | {"student": self.student_identity}, (), self._command("rollout"))
+        command = self._command("rollout" if self.needs_cache else "train")
+        return Step("prompts", settings | {"student": self.student_identity}, (), command)
 
     @cached_property
     def rollout(self) -> Step:
@@ -202,6 +203,7 @@ class Steps:
             case "self":
                 return {"method": "self", "sharpen": composition.sharpen}
             case "online":
+                rollout["responses"] = self.recipe.rollout.responses  # of the others the cache itself says it
                 return {"method": "online", "rollout": rollout, "candidates": candidates}
             case "sequential":
                 order = {"sequence": composition.sequence, "dose": composition.dose, "resample": composition.resample}
@@ -225,7 +227,8 @@ class Steps:
             mode="json", exclude={"benchmarks", "sources", "python", "options", "parity", "batch_size", "unsafe_local"}
         )
         source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
-        settings["benchmark"] = _data_identity(source, f"eval.sources.{benchmark}")
+        key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
+        settings["benchmark"] = _data_identity(source, key)
         inputs: tuple[Step, ...] = ()
         if policy in self.recipe.compositions:
             inputs = (self.train(policy),)
@@ -243,8 +246,15 @@ class Steps:
         scores = [self.score(scored) for scored in self.score_names]
         trains = [self.train(name) for name in self.recipe.compositions]
         evals = [self.eval(policy, benchmark) for policy in self.policies for benchmark in self.recipe.eval.benchmarks]
-        cache = [self.prompts, self.rollout, self.reference, *scores] if self.recipe.anchors else []
-        return [*cache, *trains, *evals]
+        cached = [self.prompts, self.rollout, self.reference, *scores] if self.needs_cache else []
+        live = [self.prompts] if trains and not cached else []
+        return [*cached, *live, *trains, *evals]
+
+    @property
+    def needs_cache(self) -> bool:
+        """Online training alone needs none; neither does a recipe that only evaluates."""
+        methods = {composition.method for composition in self.recipe.compositions.values()}
+        return methods != {"online"} if methods else bool(self.recipe.anchors)
 
     def _command(self, verb: str) -> str:
         return f"lweave {verb} {self.arguments}"

@@ -42,7 +42,7 @@ class Loss:
         """Refuse the whole-vocabulary objective where the cache does not hold the whole vocabulary."""
         if self.objective == "reverse-kl-full" and candidates != vocabulary:
             raise InputError(
-                f'train.objective = "reverse-kl-full" needs the whole vocabulary: set reference.candidates = '
+                f'objective = "reverse-kl-full" needs the whole vocabulary: set reference.candidates = '
                 f'{vocabulary} (now {candidates}), or use "reverse-kl"'
             )
 
