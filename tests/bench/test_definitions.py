@@ -232,3 +232,38 @@ def test_digests_see_what_they_should(tmp_path):
     ).problems
     assert ids_digest(problems) == ids_digest(turned) == ids_digest(tested)
     assert content_digest(problems) == content_digest(turned) != content_digest(tested)
+
+
+@pytest.mark.parametrize("answer", ["4", 4, 4.0, ["4"], [4, "four"], "\\boxed{4}", "so \\boxed{4}"])
+def test_an_answer_may_be_a_number_boxed_or_the_first_of_several(tmp_path: Path, answer: object) -> None:
+    path = write_jsonl(tmp_path / "own.jsonl", [{"problem": "2 + 2?", "answer": answer}])
+    assert load_benchmark(f"file:{path}").problems[0].answer == "4"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"problem": "2 + 2?", "answer": ""}, "its answer is '', expected a number or text"),
+        ({"problem": "2 + 2?", "answer": " "}, "its answer is ' '"),
+        ({"problem": "2 + 2?", "answer": []}, r"its answer is \[\]"),
+        ({"problem": "2 + 2?", "answer": {"is": 4}}, "its answer is {'is': 4}"),
+        ({"problem": "2 + 2?", "answer": True}, "its answer is True"),
+        ({"problem": " ", "answer": "4"}, "its problem is ' ', expected text"),
+        ({"problem": ["2 + 2?"], "answer": "4"}, "its problem is "),
+    ],
+)
+def test_a_problem_that_nobody_could_solve_is_refused(tmp_path: Path, row: dict, message: str) -> None:
+    path = write_jsonl(tmp_path / "own.jsonl", [{"problem": "1 + 1?", "answer": "2"}, row])
+    with pytest.raises(InputError, match=f"own.jsonl, problem 2: {message}"):
+        load_benchmark(f"file:{path}")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_other_encodings_are_refused_and_a_byte_order_mark_is_not(tmp_path: Path, suffix: str) -> None:
+    row = json.dumps({"problem": "\u00e9?", "answer": "1"}, ensure_ascii=False)
+    path = tmp_path / f"own.{suffix}"
+    path.write_text(row if suffix == "jsonl" else f"[{row}]", encoding="utf-8-sig")
+    assert load_benchmark(f"file:{path}").problems[0].question == "\u00e9?"
+    path.write_text(row if suffix == "jsonl" else f"[{row}]", encoding="latin-1")
+    with pytest.raises(InputError, match=rf"own\.{suffix}: not UTF-8 text"):
+        load_benchmark(f"file:{path}")

@@ -86,7 +86,7 @@ def test_a_source_of_bad_rows_only_is_the_users_error(qwen, jsonl):
     message = f"{path}: none of its 2 rows can be used; the first is {path}:1: no column 'prompt' (it has 'question')"
     with pytest.raises(InputError, match=re.escape(message) + ".*prompts.columns"):
         build_prompts(qwen, source=path)
-    with pytest.raises(InputError, match="none of its 0 rows"):
+    with pytest.raises(InputError, match=r"has no rows\. Give prompts\.source"):
         build_prompts(qwen, source=jsonl([], "empty.jsonl"))
     with pytest.raises(InputError, match=r"prompts\.source is missing"):
         build_prompts(qwen, source=None)

@@ -100,3 +100,15 @@ def test_a_file_that_is_not_there_is_named(recipe: dict[str, Any]) -> None:
         recipe["rollout"]["from"] = name
         with pytest.raises(InputError, match=message):
             rollout.run(steps_of(recipe), QUIET)
+
+
+def test_blank_lines_are_skipped_and_nonsense_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    row = {"prompt_ids": [5, 6], "response_ids": [7]}
+    assert len(prompts.make(steps_of(own(recipe, tmp_path, "", row, "  ")), QUIET)) == 1
+    for wrong, message in (
+        ({**row, "id": ["x"]}, r"own\.jsonl:1: id = \['x'\] must be text or a number"),
+        ({**row, "answer": {"a": 1}}, r"own\.jsonl:1: answer = "),
+        ({**row, "response_ids": []}, "no response in it has a token"),
+    ):
+        with pytest.raises(InputError, match=message):
+            prompts.make(steps_of(own(recipe, tmp_path, wrong)), QUIET)

@@ -128,6 +128,29 @@ def test_changed_settings_make_a_stage_stale_and_say_which(tmp_path: Path) -> No
     assert changed.state() == "done"
 
 
+def test_a_finished_stage_stays_so_until_something_else_is_written(tmp_path: Path) -> None:
+    first = make_stage(tmp_path, seed=42)
+    first.write(0, make_rollouts(4))
+    assert first.finish(Rollouts, 1)
+    changed = make_stage(tmp_path, seed=43)
+    assert changed.pending(1) == [0]
+    assert first.state() == "done", "looking is not touching"
+    changed.write(0, make_rollouts(4))
+    assert first.state() != "done"
+
+
+def test_a_change_deep_in_the_settings_is_named_alone(tmp_path: Path) -> None:
+    old = {"train": {"rate": 0.1, "betas": [0.9, 0.95]}, "anchors": {"a": {"bos": False}}}
+    stage = make_stage(tmp_path, **old)
+    stage.write(0, make_rollouts(4))
+    assert stage.finish(Rollouts, 1)
+    new = {"train": {"rate": 0.2, "betas": [0.9, 0.95]}, "anchors": {"a": {"bos": False}, "b": {"bos": True}}}
+    assert make_stage(tmp_path, **new).changed_settings() == [
+        "anchors.b None -> {'bos': True}",
+        "train.rate 0.1 -> 0.2",
+    ]
+
+
 def test_a_changed_input_makes_everything_after_it_stale(tmp_path: Path) -> None:
     def chain(temperature: float) -> tuple[Step, Step]:
         rollout = Step("rollout", {"temperature": temperature})

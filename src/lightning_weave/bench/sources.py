@@ -7,6 +7,7 @@ of a repository is ever run.
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +54,27 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines, _only_text(path):
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _row(_parse(line, f"{path}:{number}"), f"{path}:{number}")
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    rows = _parse(path.read_text(encoding="utf-8"), str(path))
+    with _only_text(path):
+        rows = _parse(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(rows, list):
         raise InputError(f"{path}: holds {type(rows).__name__}, expected a list of problems.")
     for index, row in enumerate(rows):
         yield _row(row, f"{path}[{index}]")
+
+
+@contextmanager
+def _only_text(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error.reason}); save it as UTF-8.") from None
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:

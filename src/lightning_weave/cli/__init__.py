@@ -60,3 +60,5 @@ def _options(debug: Annotated[bool, typer.Option("--debug", help="show traceback
     level = logging.DEBUG if debug else logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lightning_weave").setLevel(level)
+    if not debug:  # it warns at every try; the message at the end says what to do
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

@@ -1,5 +1,6 @@
 """What the commands share: their options, and what those open. Nothing heavy is imported before a recipe is checked."""
 
+import os
 import shlex
 import shutil
 import sys
@@ -68,13 +69,24 @@ def writing(steps: "Steps") -> Iterator[None]:
     from lightning_weave.config import dump_recipe
     from lightning_weave.store import lock_run, write_atomic
 
-    run_dir = steps.store.run_dir
-    is_new = not run_dir.exists()
+    check_ranks()
+    run_dir, recipe = steps.store.run_dir, steps.store.run_dir / "recipe.toml"
+    is_new, before = not run_dir.exists(), recipe.read_bytes() if recipe.exists() else None
     try:
         with lock_run(run_dir):
-            write_atomic(run_dir / "recipe.toml", dump_recipe(steps.recipe).encode())
+            write_atomic(recipe, dump_recipe(steps.recipe).encode())
             yield
+            steps.remember()
     except InputError:
         if is_new and run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= UNTOUCHED:
             shutil.rmtree(run_dir)
+        elif before is not None and recipe.exists():
+            write_atomic(recipe, before)
         raise
+
+
+def check_ranks() -> None:
+    """Refuse a rank that no shard belongs to."""
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise InputError(f"RANK={rank} WORLD_SIZE={world}: ranks are numbers from 0 to WORLD_SIZE - 1")

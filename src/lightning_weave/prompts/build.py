@@ -118,8 +118,10 @@ def _questions(rows: Iterable[Row | BadRow], columns: Columns, source: str, repo
             yield question
         else:
             report.bad.append(question)
+    if not report.read:
+        raise InputError(f"{source}: has no rows. Give prompts.source a file with one prompt per row.")
     if report.read == len(report.bad):
-        first = f"; the first is {report.bad[0].where}: {report.bad[0].why}" if report.bad else ""
+        first = f"; the first is {report.bad[0].where}: {report.bad[0].why}"
         raise InputError(f"{source}: none of its {report.read:,} rows can be used{first}. Check prompts.columns.")
 
 

@@ -40,8 +40,12 @@ class Alignment:
             raise InputError(
                 f"anchors: bos = true, but the tokenizer of {scored.model} has no such token. Leave it out"
             )
+        try:
+            tokens = TokenMap.between(student, anchor, dict(scored.aliases))
+        except InputError as error:
+            raise InputError(f"{scored.model}: {error}") from None
         return cls(
-            TokenMap.between(student, anchor, dict(scored.aliases)),
+            tokens,
             limit,
             (anchor.bos_token_id,) if scored.bos else (),
             _native_prompts(steps, scored, anchor) if scored.prompt == "native" else None,

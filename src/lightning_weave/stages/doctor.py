@@ -37,9 +37,12 @@ def examine(steps: Steps) -> list[Finding]:
     """Collect all findings. A model that cannot be opened is a finding too, so that the others are still checked."""
     try:
         found = check_student(steps)
-        sample = take_sample(steps)
     except InputError as error:
         return [Finding("student", "checkpoint", "warning", str(error))]
+    try:
+        sample = take_sample(steps)
+    except InputError as error:
+        sample = Sample("nothing", [], str(error))
     if sample.kind == "nothing":
         found.append(Finding("prompts", "prompts", "warning", sample.said))
     valid: dict[str, NDArray[np.bool_]] = {}

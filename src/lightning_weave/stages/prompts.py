@@ -67,11 +67,16 @@ def own_trajectories(steps: Steps, tokenizer: Any) -> list[OwnGroup]:
             raise InputError(f"{where}: prompt_ids is empty; every prompt needs at least one token")
         response_ids = _ids(row, "response_ids", where, vocabulary)
         _check_messages(row, where)
+        for key in ("id", "answer"):
+            if not isinstance(row.get(key), str | int | float | None):
+                raise InputError(f"{where}: {key} = {row[key]!r} must be text or a number")
         ended = bool(response_ids) and response_ids[-1] in stops
         response = Response(response_ids, _finish(row, where, ended))
         groups.setdefault(prompt_ids, OwnGroup(prompt_ids, row, [])).responses.append(response)
     if not groups:
         raise InputError(f"{path}: no trajectory in it; each line is one, with prompt_ids and response_ids")
+    if not any(response.ids for group in groups.values() for response in group.responses):
+        raise InputError(f"{path}: no response in it has a token; give response_ids as the student drew them")
     for group in groups.values():
         if len(group.responses) != wanted:
             raise InputError(
@@ -90,6 +95,8 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         ) from None
     for number, line in enumerate(lines, start=1):
         where = f"{path}:{number}"
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except ValueError as error:

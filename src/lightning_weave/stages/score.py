@@ -30,7 +30,10 @@ def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None, do:
         if only is None or name in only:
             score_model(steps, scored, progress, do)
     for anchor in steps.recipe.anchors:
-        finding = warn_if_masked(steps, anchor)
+        try:
+            finding = warn_if_masked(steps, anchor)
+        except InputError:  # its models are gone since they were scored
+            continue
         if finding is not None and finding.verdict == "warning":
             progress.say(f"{finding.verdict}: {finding.about}: {finding.text}")
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lightning_weave.stages.steps import Steps
 from lightning_weave.store import Stage, State, Step, Store
@@ -22,14 +23,16 @@ class Status:
 def run(steps: Steps, console: Console) -> list[Status]:
     """Print where every step stands."""
     found = [_look(step, steps.store) for step in steps.everything()]
-    table = Table("stage", "state", "", title=str(steps.store.run_dir), title_justify="left", box=None)
+    table = Table("stage", "state", "", title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
     for status in found:
-        table.add_row(status.step.path, status.state, status.why)
+        table.add_row(status.step.path, status.state, Text(status.why))
     console.print(table)
     waiting = [status for status in found if status.state != "done"]
     if waiting:
-        console.print(f"{len(waiting)} of {len(found)} to do. Next: {waiting[0].step.command}", soft_wrap=True)
-        console.print(f"Everything: lweave run {steps.arguments}", soft_wrap=True)
+        console.print(
+            f"{len(waiting)} of {len(found)} to do. Next: {waiting[0].step.command}", soft_wrap=True, markup=False
+        )
+        console.print(f"Everything: lweave run {steps.arguments}", soft_wrap=True, markup=False)
     else:
         console.print("Everything is up to date.")
     return found

@@ -13,10 +13,11 @@ from typing import Any, Literal, assert_never
 from lightning_weave.config import Anchor, Composition, Objective, Recipe, Train, benchmark_folder, slug
 from lightning_weave.errors import InputError
 from lightning_weave.models.load import resolve_model
-from lightning_weave.store import Step, Store, file_identities, file_identity, model_identity
+from lightning_weave.store import Step, Store, file_identities, file_identity, model_identity, read_json, write_json
 
 Role = Literal["post", "pre"]
 ROLES: tuple[Role, Role] = ("post", "pre")
+IDENTITIES = "identities.json"
 TRAIN_EXECUTION = {
     "token_budget",
     "checkpoint_every",
@@ -70,7 +71,7 @@ class Steps:
     recipe: Recipe
     arguments: str = "RECIPE"
     _paths: dict[tuple[str, str | None], Path] = field(default_factory=dict, repr=False)
-    _identities: dict[Path, str] = field(default_factory=dict, repr=False)
+    _identities: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def store(self) -> Store:
@@ -84,11 +85,35 @@ class Steps:
         return self._paths[key]
 
     def identity_of(self, model: str, revision: str | None) -> str:
-        """Identify a model once per command."""
-        path = self.path_of(model, revision)
-        if path not in self._identities:
-            self._identities[path] = model_identity(path)
-        return self._identities[path]
+        """Identify a model once per command; one that is gone is still known to the run that it was scored for."""
+        name = f"{model}@{revision}" if revision else model
+        if name not in self._identities:
+            try:
+                self._identities[name] = model_identity(self.path_of(model, revision))
+            except InputError:
+                if name not in self._remembered:
+                    raise
+                self._identities[name] = self._remembered[name]
+        return self._identities[name]
+
+    def _data_identity(self, source: str, key: str) -> str:
+        """Identify data once per command, in the same way."""
+        if source not in self._identities:
+            gone = not Path(source).expanduser().exists()
+            known = self._remembered.get(source) if gone else None
+            self._identities[source] = known or _data_identity(source, key)
+        return self._identities[source]
+
+    @cached_property
+    def _remembered(self) -> dict[str, str]:
+        path = self.store.run_dir / IDENTITIES
+        return read_json(path) if path.exists() else {}
+
+    def remember(self) -> None:
+        """Keep the identities of this run's models and data, so that they may be moved once they are not needed."""
+        kept = {**self._remembered, **self._identities}
+        if kept != self._remembered:
+            write_json(self.store.run_dir / IDENTITIES, kept)
 
     @property
     def student_path(self) -> Path:
@@ -101,7 +126,7 @@ class Steps:
     @cached_property
     def prompts(self) -> Step:
         if self.recipe.rollout.from_ is not None:
-            source = _data_identity(self.recipe.rollout.from_, "rollout.from")
+            source = self._data_identity(self.recipe.rollout.from_, "rollout.from")
             settings: dict[str, Any] = {"from": source}
         else:
             if self.recipe.prompts.source is None:
@@ -109,9 +134,9 @@ class Steps:
                     "prompts.source is missing: a JSONL or Parquet file, a dataset directory or a hub name"
                 )
             settings = self.recipe.prompts.model_dump(mode="json")
-            settings["source"] = _data_identity(self.recipe.prompts.source, "prompts.source")
+            settings["source"] = self._data_identity(self.recipe.prompts.source, "prompts.source")
             settings["screen_against"] = [
-                _data_identity(name, "prompts.screen_against") for name in self.recipe.prompts.screen_against
+                self._data_identity(name, "prompts.screen_against") for name in self.recipe.prompts.screen_against
             ]
         command = self._command("rollout" if self.needs_cache else "train")
         return Step("prompts", settings | {"student": self.student_identity}, (), command)
@@ -228,7 +253,7 @@ class Steps:
         )
         source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
         key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
-        settings["benchmark"] = _data_identity(source, key)
+        settings["benchmark"] = self._data_identity(source, key)
         inputs: tuple[Step, ...] = ()
         if policy in self.recipe.compositions:
             inputs = (self.train(policy),)

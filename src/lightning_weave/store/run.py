@@ -74,24 +74,21 @@ class Stage:
         """Say how the settings on disk differ from the recipe's, for people."""
         manifest = self.manifest() or {}
         old, new = manifest.get("settings", {}), dict(self.step.settings)
-        changed = [
-            f"{key} {old.get(key)} -> {new.get(key)}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)
-        ]
+        changed = _differences(old, new)
         inputs = manifest.get("inputs", {})
         return changed + [
             f"{step.path} was made anew" for step in self.step.inputs if inputs.get(step.path) != step.fingerprint
         ]
 
     def pending(self, shards: int) -> list[int]:
-        """List the shards that still have to be made, and drop a manifest that no longer tells the truth."""
-        pending = [index for index in range(shards) if not self._is_ours(self.shard_path(index))]
-        if pending or self.state() != "done":
-            self.manifest_path.unlink(missing_ok=True)
-        return pending
+        """List the shards that still have to be made."""
+        return [index for index in range(shards) if not self._is_ours(self.shard_path(index))]
 
     def write(self, index: int, shard: Any) -> int:
-        """Write one shard atomically; returns its size in bytes."""
-        data = pack(shard, self.step.fingerprint)
+        """Write one shard atomically, dropping the manifest of an earlier recipe; returns its size in bytes."""
+        data, manifest = pack(shard, self.step.fingerprint), self.manifest()
+        if manifest is not None and manifest["fingerprint"] != self.step.fingerprint:
+            self.manifest_path.unlink(missing_ok=True)
         write_atomic(self.shard_path(index), data)
         return len(data)
 
@@ -198,6 +195,16 @@ def _all_inside(entries: Any) -> bool:
 
 def _entry(path: Path, folder: Path) -> dict[str, Any]:
     return {"file": str(path.relative_to(folder)), "sha256": sha256_file(path), "bytes": path.stat().st_size}
+
+
+def _differences(old: Any, new: Any, key: str = "") -> list[str]:
+    """Name what differs between two settings, however deep it lies."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        keys = sorted({*old, *new})
+        return [
+            text for name in keys for text in _differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+        ]
+    return [] if old == new else [f"{key} {old} -> {new}"]
 
 
 def _read_fingerprint(path: Path) -> str | None:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.errors import InputError
 from lightning_weave.prompts import build_prompts, read_prompts
 from lightning_weave.stages.alignment import student_tokenizer
 from lightning_weave.stages.prompts import own_trajectories
@@ -54,10 +53,7 @@ def take_sample(steps: Steps) -> Sample:
         why = f"rollout/ is {rollout.state()}"
     else:
         why = "nothing is cached yet"
-    try:
-        prompts = some_prompts(steps)
-    except InputError as error:
-        return Sample("nothing", [], str(error))
+    prompts = some_prompts(steps)
     tokenizer = student_tokenizer(steps)
     rows = [_prompt_row(number, prompt, tokenizer) for number, prompt in enumerate(prompts)]
     return Sample("prompts", rows, f"{len(rows)} prompts; {why}")
