@@ -234,8 +234,8 @@ def test_digests_see_what_they_should(tmp_path):
     assert content_digest(problems) == content_digest(turned) != content_digest(tested)
 
 
-@pytest.mark.parametrize("answer", ["4", 4, 4.0, ["4"], [4, "four"], "\\boxed{4}", "so \\boxed{4}"])
-def test_an_answer_may_be_a_number_boxed_or_the_first_of_several(tmp_path: Path, answer: object) -> None:
+@pytest.mark.parametrize("answer", ["4", 4, 4.0, ["4"], [4, "four"]])
+def test_an_answer_may_be_a_number_or_the_first_of_several(tmp_path: Path, answer: object) -> None:
     path = write_jsonl(tmp_path / "own.jsonl", [{"problem": "2 + 2?", "answer": answer}])
     assert load_benchmark(f"file:{path}").problems[0].answer == "4"
 

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_weave.bench.definitions import Benchmark, Problem
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
 from lightning_weave.config import check_recipe, dump_recipe
@@ -19,6 +20,7 @@ from lightning_weave.errors import InputError, StaleInput
 from lightning_weave.grading.math import extract_boxed
 from lightning_weave.progress import Progress
 from lightning_weave.stages import eval as stage
+from lightning_weave.stages.grade import Grader
 from lightning_weave.stages.results import points, policy_rows, show_results, summaries
 from tiny import make_world, steps_of
 
@@ -152,6 +154,15 @@ def test_killed_and_resumed_gives_the_same_files(
         assert blocks_done(recipe) > before
     assert lweave(job) == [0]
     assert {name: (folder_of(recipe) / name).read_bytes() for name in expected} == expected
+
+
+@pytest.mark.parametrize("profile", ["paper", "math-verify"])
+@pytest.mark.parametrize("reference", ["4", "\\boxed{4}", "so \\boxed{4}"])
+def test_a_reference_may_be_boxed_as_a_response_is(profile: str, reference: str) -> None:
+    problem = Problem("p", "2 + 2?", reference)
+    grader = Grader(Benchmark("file:x", "x", "math", (problem,), 1, 8), profile)
+    graded = grader.grade([(problem, "it is \\boxed{4}"), (problem, "it is \\boxed{5}")])
+    assert [one.correct for one in graded] == [True, False]
 
 
 def blocks_done(recipe: dict) -> int:

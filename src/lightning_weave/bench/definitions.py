@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from lightning_weave.bench.sources import Row, download_files, locate, read_rows
 from lightning_weave.errors import InputError
-from lightning_weave.grading.math import extract_boxed
 
 Kind = Literal["math", "code"]
 
@@ -190,13 +189,12 @@ def _question(value: object, where: str) -> str:
 
 
 def _answer(value: object, where: str) -> str:
-    """Read what a response is compared with: a number or text, bare or boxed, or the first of several right ones."""
+    """Read what a response is compared with: a number or text, or the first of several right ones."""
     if isinstance(value, list) and value:
         return _answer(value[0], where)
     if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
         raise InputError(f"{where}: its answer is {value!r}, expected a number or text; no response could be right.")
-    boxed = extract_boxed(value) if isinstance(value, str) else None
-    return _text(value if boxed is None else boxed)
+    return _text(value)
 
 
 def _first(row: Row, columns: tuple[str, ...]) -> object | None:
