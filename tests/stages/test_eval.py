@@ -22,6 +22,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.stages import eval as stage
 from lightning_weave.stages.grade import Grader
 from lightning_weave.stages.results import points, policy_rows, show_results, summaries
+from lightning_weave.store.ledger import read_ledger
 from tiny import make_world, steps_of
 
 QUIET = Progress(quiet=True)
@@ -163,6 +164,27 @@ def test_a_reference_may_be_boxed_as_a_response_is(profile: str, reference: str)
     grader = Grader(Benchmark("file:x", "x", "math", (problem,), 1, 8), profile)
     graded = grader.grade([(problem, "it is \\boxed{4}"), (problem, "it is \\boxed{5}")])
     assert [one.correct for one in graded] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "change", [{"profile": "math-verify"}, {"budgets": [3]}, {"profile": "math-verify", "budgets": []}]
+)
+def test_another_grading_samples_nothing_anew(recipe: dict, tmp_path: Path, change: dict) -> None:
+    def evaluated(runs: str, **section: object) -> tuple[dict[str, bytes], int]:
+        steps = steps_of({**recipe, "runs": str(tmp_path / runs), "eval": {**recipe["eval"], **section}})
+        stage.run(steps, Progress(quiet=True), ["base"])
+        made = steps.store.stage(steps.eval("base", recipe["eval"]["benchmarks"][0]))
+        assert made.state() == "done"
+        names = ("samples.jsonl", "summary.json", "manifest.json")
+        sampled = sum(row["tokens"] for row in read_ledger(steps.store.run_dir))
+        return {name: (made.folder / name).read_bytes() for name in names}, sampled
+
+    before, sampled = evaluated("again", budgets=[3, 5])
+    after, in_all = evaluated("again", **{"budgets": [3, 5], **change})
+    assert after == evaluated("fresh", **{"budgets": [3, 5], **change})[0], "as if it had been graded so at once"
+    assert after != before
+    assert in_all == sampled > 0
+    assert evaluated("again", budgets=[3, 4], seed=7)[1] > sampled, "anything else is sampled anew"
 
 
 def blocks_done(recipe: dict) -> int:

@@ -169,7 +169,7 @@ class Eval(Strict):
     thinking: bool = True
     profile: Literal["paper", "math-verify"] = "paper"
     unsafe_local: bool = Field(False, description="run generated code without a sandbox")
-    budgets: list[Count] = Field([], description="token budgets at which the same samples are graded again")
+    budgets: list[Count] = Field([], description="also accuracy within so many tokens, from the same samples cut there")
     engine: Engine = "hf"
     python: str | None = None
     options: dict[str, bool | int | float | str] = Field({}, description="as rollout.options")
