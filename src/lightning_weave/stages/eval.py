@@ -51,6 +51,8 @@ def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None, do:
             continue
         stages = {name: steps.store.stage(steps.eval(policy, name)) for name in section.benchmarks}
         waiting = {name: stage for name, stage in stages.items() if stage.state() != "done"}
+        for name in stages.keys() - waiting.keys():
+            _drop_blocks(stages[name])  # of a run that was killed as it ended
         if waiting:
             student = Policy.open(steps, policy)
             try:
@@ -132,8 +134,7 @@ def evaluate(
             time.sleep(0.2)
         merge_blocks(folder, len(todo), stage.folder / "samples.jsonl")
         _summarise(stage, benchmark, grader, settings, section)
-        for leftover in stage.folder.glob("blocks-*"):
-            shutil.rmtree(leftover)
+        _drop_blocks(stage)
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,11 @@ def _check_lengths(policy: Policy, benchmark: Benchmark, prompts: Sequence[list[
                 f"{benchmark.name}: problem {problem.id!r} has {len(ids)} tokens, which leaves no room in the {limit} "
                 f"of {policy.path}. Leave the problem out, or evaluate a checkpoint with a longer context"
             )
+
+
+def _drop_blocks(stage: Stage) -> None:
+    for leftover in stage.folder.glob("blocks-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _is_graded_otherwise(stage: Stage) -> bool:

@@ -85,11 +85,14 @@ class Stage:
         return [index for index in range(shards) if not self._is_ours(self.shard_path(index))]
 
     def write(self, index: int, shard: Any) -> int:
-        """Write one shard atomically, dropping the manifest of an earlier recipe; returns its size in bytes."""
-        data, manifest = pack(shard, self.step.fingerprint), self.manifest()
-        if manifest is not None and manifest["fingerprint"] != self.step.fingerprint:
+        """Write one shard atomically; returns its size in bytes.
+
+        A manifest that vouches for something else, an earlier recipe's shards or one that is gone, is dropped.
+        """
+        path, data = self.shard_path(index), pack(shard, self.step.fingerprint)
+        if not path.exists() or not self._is_ours(path):
             self.manifest_path.unlink(missing_ok=True)
-        write_atomic(self.shard_path(index), data)
+        write_atomic(path, data)
         return len(data)
 
     def open(self, kind: type[T], index: int) -> Shard[T]:
