@@ -66,6 +66,9 @@ def test_private_tests_are_read_plain_and_packed() -> None:
     packed_row = {**plain_row, "private_test_cases": packed(pickled(plain_row["private_test_cases"]))}
     assert decode_tests(packed_row) == decode_tests(plain_row)
     assert [test.input for test in decode_tests(plain_row)] == ["1 2\n", "10 -4\n", "0 0\n"]
+    kinds = ("public_test_cases", "private_test_cases")
+    by_hand = {**plain_row, **{kind: json.loads(plain_row[kind]) for kind in kinds}}
+    assert decode_tests(by_hand) == decode_tests(plain_row)
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,17 @@ def _packaged(package: str, path: str, end: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_file=str(package_file(package, path)), eos_token=end)
 
 
+def test_a_pair_of_one_model_is_warned_of(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, "qwen3", "llama", "bytes")
+    recipe["anchors"]["one"]["pre"] = recipe["anchors"]["one"]["post"]
+    said: list[str] = []
+    progress = Progress(quiet=True)
+    progress.say = said.append  # type: ignore[method-assign]
+    steps = make_cache(recipe)
+    score.run(steps, progress)
+    assert said[0] == "warning: anchors.one: post and pre are the same model, so its shift is zero everywhere"
+
+
 @pytest.mark.slow
 def test_every_number_is_right_with_real_tokenizers(tmp_path: Path) -> None:
     """Qwen3's tokens read by an anchor with DeepSeek's: LaTeX, code, Chinese, emoji and pieces of characters."""

@@ -32,7 +32,7 @@ def decode_tests(problem: Mapping[str, Any]) -> list[TestCase]:
     """List a problem's tests, public ones first. A problem without any is an error, never a pass."""
     where = f"problem {problem.get('question_id', '(without question_id)')}"
     try:
-        tests = _decoded(problem["public_test_cases"], problem["private_test_cases"])
+        tests = _decoded(*(_as_text(problem[kind]) for kind in ("public_test_cases", "private_test_cases")))
     except KeyError as error:
         raise InputError(f"{where}: field {error} is missing; it must be a LiveCodeBench row.") from error
     except (ValueError, TypeError, binascii.Error, zlib.error) as error:
@@ -42,6 +42,11 @@ def decode_tests(problem: Mapping[str, Any]) -> list[TestCase]:
     if len({test.functional for test in tests}) > 1:
         raise InputError(f"{where}: mixes functional and stdin tests; it must have one kind.")
     return list(tests)
+
+
+def _as_text(tests: Any) -> str:
+    """The release has them as text; data written by hand may have the list itself."""
+    return json.dumps(tests) if isinstance(tests, list) else tests
 
 
 @functools.lru_cache(maxsize=4)  # the samples of one problem are graded one after another

@@ -29,7 +29,11 @@ def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None, do:
     for scored, name in names.items():
         if only is None or name in only:
             score_model(steps, scored, progress, do)
-    for anchor in steps.recipe.anchors:
+    for anchor, section in steps.recipe.anchors.items():
+        if steps.identity_of(section.post, section.post_revision) == steps.identity_of(
+            section.pre, section.pre_revision
+        ):
+            progress.say(f"warning: anchors.{anchor}: post and pre are the same model, so its shift is zero everywhere")
         try:
             finding = warn_if_masked(steps, anchor)
         except InputError:  # its models are gone since they were scored

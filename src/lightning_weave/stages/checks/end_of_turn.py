@@ -136,7 +136,7 @@ def _advice(steps: Steps, anchor: str, masked: Ends, finished: int) -> tuple[str
         figures["masked_with_alias"] = left
         advice = f"Add to [anchors.{anchor}]: {_in_words(line)} (then {percent(left)} are masked). "
         if left <= MASKED_SHARE:
-            return advice, figures
+            return advice.rstrip(), figures
     figures["breaking"] = breaking = [visible(text) for text, _ in breaking_tokens(tokens, ids_RC)]
     if breaking:
         words = listed(f"'{text}'" for text in breaking)
