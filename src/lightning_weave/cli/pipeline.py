@@ -88,22 +88,15 @@ def evaluate(
     steps = load_steps(recipe, set_) if recipe else _load_model_only(model, bench, set_)
     from lightning_weave.stages import eval as stage
     from lightning_weave.stages.results import show_results
+    from lightning_weave.store import make_directory
 
-    if lm_eval:
-        _check_directory(Path(lm_eval), "--lm-eval")
+    if lm_eval:  # before anything is sampled
+        make_directory(Path(lm_eval), f"--lm-eval {lm_eval}")
     with writing(steps):
         stage.run(steps, open_progress(), only, choose_crew(cluster, address))
         if lm_eval:
             stage.export_lm_eval(steps, Path(lm_eval), datetime.now())
     show_results(steps, open_console())
-
-
-def _check_directory(path: Path, option: str) -> None:
-    """Make a directory that results will be written to before anything is sampled."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{option} {path}: no such directory can be made ({error.strerror}). Name another") from None
 
 
 def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list[str] | None) -> "Steps":

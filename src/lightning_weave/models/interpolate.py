@@ -63,7 +63,7 @@ def interpolate(first: Path, second: Path, share: float, out: Path) -> list[str]
     differing = _differing_keys(first, second)
     unfinished = out.with_name(f".tmp-{out.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
-    make_directory(unfinished)
+    make_directory(unfinished, str(out))
     for path in sorted(first.iterdir()):
         if path.is_file() and path.suffix != ".safetensors":
             shutil.copyfile(path, unfinished / path.name)

@@ -227,7 +227,7 @@ def _is_graded_otherwise(stage: Stage) -> bool:
         return False
     old, inputs = manifest["settings"], {step.path: step.fingerprint for step in stage.step.inputs}
     changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
-    known = changed <= {"profile", "budgets"} and set(new["budgets"]) <= set(old["budgets"])
+    known = changed <= {"profile", "budgets"} and set(new["budgets"]) <= set(old.get("budgets", ()))
     return known and manifest["inputs"] == inputs and not stage.damaged()
 
 

@@ -25,7 +25,7 @@ def run(steps: Steps, composition: str, out: Path | None, progress: Progress) ->
     _check_target(target)
     unfinished = target.with_name(f".tmp-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
-    make_directory(unfinished)
+    make_directory(unfinished, f"--out {target}")
     shutil.copytree(stage.folder / "final", unfinished, dirs_exist_ok=True)
     card = model_card(steps, composition, figures, evaluation(steps, composition))
     (unfinished / "README.md").write_text(card, encoding="utf-8")

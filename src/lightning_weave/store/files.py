@@ -80,12 +80,12 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
         raise _unwritable(path, error) from error
 
 
-def make_directory(path: Path) -> None:
-    """Make a directory of a name that a user gave, or say why it cannot be."""
+def make_directory(path: Path, asked: str) -> None:
+    """Make a directory that a user asked for in these words, or say why it cannot be."""
     try:
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{path.parent}: no directory can be made there ({error.strerror}). Name another") from None
+        raise InputError(f"{asked}: no directory can be made there ({error.strerror}). Name another") from None
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

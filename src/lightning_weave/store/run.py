@@ -90,7 +90,7 @@ class Stage:
         A manifest that vouches for something else, an earlier recipe's shards or one that is gone, is dropped.
         """
         path, data = self.shard_path(index), pack(shard, self.step.fingerprint)
-        if not path.exists() or not self._is_ours(path):
+        if not self._is_ours(path):
             self.manifest_path.unlink(missing_ok=True)
         write_atomic(path, data)
         return len(data)
