@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,8 @@ from lightning_weave.types import FINISH_REASONS, FinishReason, Prompt, Response
 
 def make(steps: Steps, progress: Progress) -> list[Prompt]:
     """Read the prompts of this run, building them first if they are not there or stale. Any rank may; all agree."""
-    stage = steps.store.stage(steps.prompts)
-    path = stage.folder / "prompts.jsonl"
-    if stage.state() == "done":
-        return read_prompts(path)
+    if steps.store.stage(steps.prompts).state() == "done":
+        return read_prompts(path_of(steps))
     tokenizer = load_tokenizer(steps.student_path, steps.recipe.student.trust_remote_code)
     if steps.recipe.rollout.from_ is not None:
         groups = own_trajectories(steps, tokenizer)
@@ -32,10 +30,20 @@ def make(steps: Steps, progress: Progress) -> list[Prompt]:
         prompts, report = build_prompts(tokenizer, **settings)
         counts = asdict(report)
         progress.say(str(report))
-    lines = "".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
-    write_atomic(path, lines.encode())
-    stage.record([path], {"rows": len(prompts), "report": counts})
+    keep(steps, prompts, {"report": counts})
     return prompts
+
+
+def keep(steps: Steps, prompts: Sequence[Prompt], extra: Mapping[str, Any]) -> None:
+    """Make these the prompts of the run."""
+    lines = "".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
+    write_atomic(path_of(steps), lines.encode())
+    steps.store.stage(steps.prompts).record([path_of(steps)], {"rows": len(prompts), **extra})
+
+
+def path_of(steps: Steps) -> Path:
+    """Where the prompts of a run are."""
+    return steps.store.stage(steps.prompts).folder / "prompts.jsonl"
 
 
 @dataclass(frozen=True)

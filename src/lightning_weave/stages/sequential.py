@@ -4,11 +4,10 @@ Each leg gets its share of the prompts and so of the updates. A later leg sample
 before it left behind: a small run of its own, below this composition's folder, with the ordinary stages.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from lightning_weave.config import Composition
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
+from lightning_weave.stages import prompts as prompts_stage
 from lightning_weave.stages import reference, rollout, score
 from lightning_weave.stages.card import model_card
 from lightning_weave.stages.offline import Leg, train_offline
@@ -107,7 +107,7 @@ def _on_first_cache(steps: Steps, name: str, composition: Composition) -> Steps:
 def _on_own_cache(steps: Steps, name: str, number: int, composition: Composition, student: Path, prompts: int) -> Steps:
     """A run of its own, with the student of the leg before and a share of this run's prompts."""
     recipe, folder = steps.recipe, steps.store.run_dir / "train" / name
-    anchor, source = next(iter(composition.weights)), _prompts_path(steps)
+    anchor, source = next(iter(composition.weights)), prompts_stage.path_of(steps)
     own = recipe.model_copy(
         update={
             "name": f"leg-{number + 1}",
@@ -135,17 +135,10 @@ def _make_cache(steps: Steps, leg: LegRun, ranks: Ranks, progress: Progress) -> 
 
 
 def _share_prompts(steps: Steps, leg: LegRun) -> None:
-    stage = leg.steps.store.stage(leg.steps.prompts)
-    if stage.state() != "done":
-        prompts = read_prompts(_prompts_path(steps))
-        first, last = (round(end * len(prompts)) for end in leg.part)
-        lines = [json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts[first:last]]
-        write_atomic(_prompts_path(leg.steps), "".join(lines).encode())
-        stage.record([_prompts_path(leg.steps)], {"rows": len(lines)})
-
-
-def _prompts_path(steps: Steps) -> Path:
-    return steps.store.stage(steps.prompts).folder / "prompts.jsonl"
+    if leg.steps.store.stage(leg.steps.prompts).state() != "done":
+        everything = read_prompts(prompts_stage.path_of(steps))
+        first, last = (round(end * len(everything)) for end in leg.part)
+        prompts_stage.keep(leg.steps, everything[first:last], {})
 
 
 def _same_threads(steps: Steps, leg_steps: Steps) -> None:
