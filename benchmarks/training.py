@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_weave.cache.reader import Cache
 from lightning_weave.heads import Head, fused_log_residual_loss
 from lightning_weave.maths import log_residual_loss, with_other
-from lightning_weave.train.cache import Cache
 from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.loop import Fit, adam
 from lightning_weave.train.objectives import Loss, Trainee

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from lightning_weave.models.hf import Scorer, ScoreRow
 from lightning_weave.models.load import load_model, load_tokenizer
-from lightning_weave.stages.offline import open_cache
-from lightning_weave.stages.steps import ScoredModel, Steps
-from lightning_weave.stages.train_job import make_fit, open_trainee
+from lightning_weave.runs.steps import ScoredModel, Steps
 from lightning_weave.train.loop import Fit
+from lightning_weave.train.offline import open_cache
 from lightning_weave.train.parallel import Ranks
+from lightning_weave.train.training import make_fit, open_trainee
 from lightning_weave.types import Candidates, Ragged, Rollouts, Scores
 from train.cached import VOCABULARY, make_run, save_student
 

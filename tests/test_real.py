@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_weave.config import check_recipe, dump_recipe
-from lightning_weave.stages.steps import Steps
-from stages.expected import check_reference, check_scores, read_cache
+from lightning_weave.runs.steps import Steps
+from pipeline.expected import check_reference, check_scores, read_cache
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 

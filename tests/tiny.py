@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 from lightning_weave.config import Recipe, check_recipe
-from lightning_weave.stages.steps import Steps
+from lightning_weave.runs.steps import Steps
 
 LETTERS = "0123456789+-*=.:{}\\ \n" + "".join(sorted(set("QuestionAnswerhmmwaitboxed")))
 ENDS = {"student": "<|end|>", "accuracy": "</s>", "brevity": "<|eot|>"}

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.sources import Pair
 from lightning_weave.store import Stage, Step
-from lightning_weave.train.cache import Cache
-from lightning_weave.train.sources import Pair
 from lightning_weave.types import Candidates, Ragged, Rollouts, Scores
 
 VOCABULARY, WIDTH = 49_152, 576

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from lightning_weave.plan.calibration import PAPER, PAPER_LOAD, PAPER_MACHINE, calibrate, leave_one_out, predict
+from lightning_weave.plan.calibration_page import calibration_page
 from lightning_weave.plan.costs import Machine, online_hours
 from lightning_weave.plan.gpus import find_gpu
-from lightning_weave.stages.plan_calibration import calibration_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from lightning_weave.bench.definitions import Benchmark, load_benchmark
 from lightning_weave.bench.samples import Sample, to_line
 from lightning_weave.bench.summary import summarise, write_summary
-from lightning_weave.stages.steps import Steps
+from lightning_weave.runs.steps import Steps
 from lightning_weave.store import write_atomic
 
 HOSTILE = '<script>window.pwned=1</script></textarea><img src=x onerror="window.pwned=2">'

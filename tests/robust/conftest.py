@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_weave.pipeline import reference, rollout, score
 from lightning_weave.progress import Progress
-from lightning_weave.stages import reference, rollout, score
 from tiny import make_world, steps_of
 
 Recipe = dict[str, Any]

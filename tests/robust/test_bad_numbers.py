@@ -15,16 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lightning_weave.cache.reader import Row
 from lightning_weave.errors import CorruptData, InputError, WeaveError
 from lightning_weave.models.vllm import VLLMSampler
+from lightning_weave.pipeline import eval as eval_stage
+from lightning_weave.pipeline import reference, rollout, score, train
 from lightning_weave.progress import Progress
-from lightning_weave.stages import eval as eval_stage
-from lightning_weave.stages import offline, reference, rollout, score, train
-from lightning_weave.stages.offline import open_cache
-from lightning_weave.stages.steps import Steps
-from lightning_weave.stages.train_job import make_schedule
+from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
-from lightning_weave.train.cache import Row
+from lightning_weave.train import offline
+from lightning_weave.train.offline import open_cache
+from lightning_weave.train.training import make_schedule
 from lightning_weave.types import Candidates, Ragged, Request, Rollouts, SamplingSettings, Scores
 from tiny import make_tokenizer, save_model, steps_of
 from train.cached import make_run as make_cached_run

@@ -16,10 +16,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_weave.errors import WeaveError
 from lightning_weave.models.load import load_model
+from lightning_weave.pipeline import eval as eval_stage
+from lightning_weave.pipeline import reference, rollout, score, train
 from lightning_weave.progress import Progress
-from lightning_weave.stages import eval as eval_stage
-from lightning_weave.stages import reference, rollout, score, train
-from lightning_weave.stages.steps import Steps
+from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
 from lightning_weave.types import Candidates, Rollouts, Scores
 from tiny import steps_of

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from lightning_weave import cli
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.models import load
+from lightning_weave.pipeline import train
 from lightning_weave.progress import Progress
-from lightning_weave.stages import train
 from lightning_weave.train.parallel import load_state, save_state
 from tiny import save_model, steps_of
 

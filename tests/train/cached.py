@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedToken
 from lightning_weave.config import check_recipe
 from lightning_weave.models.hf import Scorer
 from lightning_weave.models.load import load_model
-from lightning_weave.stages.reference import find_candidates
-from lightning_weave.stages.rollout import pack_rollouts
-from lightning_weave.stages.steps import ScoredModel, Steps
+from lightning_weave.pipeline.reference import find_candidates
+from lightning_weave.pipeline.rollout import pack_rollouts
+from lightning_weave.runs.steps import ScoredModel, Steps
 from lightning_weave.types import Candidates, Ragged, Request, Response, Rollouts, Scores
 
 VOCABULARY = 40

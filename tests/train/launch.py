@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_weave.config import dump_recipe
+from lightning_weave.pipeline import train
 from lightning_weave.progress import Progress
-from lightning_weave.stages import train
-from lightning_weave.stages.steps import Steps
+from lightning_weave.runs.steps import Steps
 from lightning_weave.train import checkpoint, export, loop, schedule
 
 # One server imports everything once; its children are forked from it before they have any threads.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["lightning_weave.stages.train", "transformers.models.qwen3.modeling_qwen3", "peft"])
+SERVER.set_forkserver_preload(["lightning_weave.pipeline.train", "transformers.models.qwen3.modeling_qwen3", "peft"])
 
 
 @dataclass(frozen=True)

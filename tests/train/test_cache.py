@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_weave.errors import CorruptData, Mismatch, StaleInput
-from lightning_weave.stages.offline import open_cache
+from lightning_weave.train.offline import open_cache
 from lightning_weave.types import Candidates, Rollouts, Scores
 from train.cached import make_run
 

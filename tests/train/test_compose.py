@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import oracle
-from lightning_weave.train.cache import Row
+from lightning_weave.cache.reader import Row
 from lightning_weave.train.data import compose, tokens_needed
 
 VOCABULARY, CANDIDATES = 11, 4

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_weave.cache.reader import Cache, Row
 from lightning_weave.errors import WeaveError
 from lightning_weave.maths import direct_opd_loss, log_residual_loss, reverse_kl, tilted_target, with_other
 from lightning_weave.models.load import load_model
-from lightning_weave.stages.offline import open_cache
-from lightning_weave.stages.steps import Steps
-from lightning_weave.stages.train_job import make_fit, make_schedule, open_trainee
-from lightning_weave.train.cache import Cache, Row
+from lightning_weave.runs.steps import Steps
 from lightning_weave.train.loop import BAD_ROWS, Fit, check_agreement
+from lightning_weave.train.offline import open_cache
 from lightning_weave.train.parallel import Ranks
+from lightning_weave.train.training import make_fit, make_schedule, open_trainee
 from train.cached import VOCABULARY, make_run
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_weave.stages.offline import open_cache
-from lightning_weave.stages.steps import Steps
-from lightning_weave.stages.train_job import make_schedule
+from lightning_weave.runs.steps import Steps
+from lightning_weave.train.offline import open_cache
+from lightning_weave.train.training import make_schedule
 from train.cached import make_run
 from train.launch import Plan, lopsided, start, torchrun
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightning_weave.pipeline import train
 from lightning_weave.progress import Progress
-from lightning_weave.stages import train
-from lightning_weave.stages.steps import Steps
+from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
 from train.cached import make_run
 from train.launch import Plan, start

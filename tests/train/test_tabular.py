@@ -9,14 +9,14 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor, nn
 
+from lightning_weave.cache.reader import Row
 from lightning_weave.heads import Head
-from lightning_weave.stages.offline import open_cache
-from lightning_weave.stages.train_job import make_schedule
-from lightning_weave.train.cache import Row
 from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.loop import Fit, adam
 from lightning_weave.train.objectives import Loss
+from lightning_weave.train.offline import open_cache
 from lightning_weave.train.parallel import Ranks
+from lightning_weave.train.training import make_schedule
 from train.cached import VOCABULARY, make_run
 
 LONGEST = 9

@@ -9,7 +9,7 @@ import typer
 from lightning_weave.cli.options import Sets, open_console, open_progress, writing
 
 if TYPE_CHECKING:
-    from lightning_weave.stages.steps import Steps
+    from lightning_weave.runs.steps import Steps
 
 app = typer.Typer()
 world_app = typer.Typer(help="The tiny world of the demo.", no_args_is_help=True)
@@ -24,7 +24,7 @@ def demo(
     fresh: Annotated[bool, typer.Option("--fresh", help="use no shipped checkpoint: build a world first")] = False,
 ) -> None:
     """Weave two capabilities into a student on a tiny world, in minutes."""
-    from lightning_weave.stages import demo as stage
+    from lightning_weave.world import demo as stage
 
     progress, out = open_progress(), open_console()
     worlds = [] if fresh else [stage.World()]

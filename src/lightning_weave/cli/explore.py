@@ -20,7 +20,7 @@ def preview(
 ) -> None:
     """Sample from the tilted targets themselves, with live anchors: what a composition aims at, before training."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.stages import preview as stage
+    from lightning_weave.pipeline import preview as stage
 
     with writing(steps):
         stage.run(steps, open_progress(), open_console(), problems, only)
@@ -55,10 +55,10 @@ def sweep(
     """Train and evaluate a row of weights from one cache, and print their frontier as it grows."""
     wanted = _numbers("--shares", shares), _numbers("--alphas", alphas) if alphas else None
     steps = load_steps(recipe, set_)
-    from lightning_weave.stages.sweep_plan import plan_sweep
+    from lightning_weave.runs.sweeps import plan_sweep
 
     plan = plan_sweep(steps.recipe, wanted[0], anchor, wanted[1])
-    from lightning_weave.stages import sweep as stage
+    from lightning_weave.pipeline import sweep as stage
 
     with writing(steps):
         stage.run(steps, plan, open_progress(), open_console())

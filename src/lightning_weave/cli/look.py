@@ -21,7 +21,7 @@ def report(
 ) -> None:
     """Draw what happened and why: one page that opens from disk."""
     runs = [load_steps([file], set_) for file in recipe]
-    from lightning_weave.stages import report as stage
+    from lightning_weave.report import report as stage
 
     stage.run(runs, open_progress())
 
@@ -35,7 +35,7 @@ def card(
 ) -> None:
     """Make a directory that is ready for the hub: the student, its card with evaluation, its recipe."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.stages import publish as stage
+    from lightning_weave.views import card as stage
 
     stage.run(steps, composition, Path(out) if out else None, open_progress())
 
@@ -44,7 +44,7 @@ def card(
 def status(recipe: Files, set_: Sets = None) -> None:
     """Say what is done, stale or missing, and what to type next."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.stages import status as stage
+    from lightning_weave.views import status as stage
 
     stage.run(steps, open_console())
 
@@ -53,7 +53,7 @@ def status(recipe: Files, set_: Sets = None) -> None:
 def doctor(recipe: Files, set_: Sets = None, json: Json = False) -> None:
     """Say before any GPU time whether the anchors are usable."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.stages import doctor as stage
+    from lightning_weave.views import doctor as stage
 
     stage.run(steps, open_console(), json)
 
@@ -72,7 +72,7 @@ def plan(
 ) -> None:
     """Predict work, memory, disk and GPU hours from the architectures alone."""
     if calibration:
-        from lightning_weave.stages.plan_calibration import calibration_page
+        from lightning_weave.plan.calibration_page import calibration_page
 
         print(calibration_page(), end="")
         return
@@ -81,9 +81,9 @@ def plan(
     if not recipe:
         raise InputError("plan needs a RECIPE, or --calibration")
     loaded = load_recipe(recipe, set_ or ())
+    from lightning_weave.plan import plan as stage
     from lightning_weave.plan.costs import Machine
     from lightning_weave.plan.gpus import find_gpu
-    from lightning_weave.stages import plan as stage
 
     stage.run(loaded, Machine(find_gpu(gpu), gpus, utilisation, rate), prompt_tokens, json, open_console())
 
@@ -99,7 +99,7 @@ def inspect(
     """Show one decision: candidates, behaviour, every model, every pair's shift, the targets."""
     file, here = _recipe_of_run(run)
     steps = load_steps([file], [*here, *(set_ or ())])
-    from lightning_weave.stages import inspect as stage
+    from lightning_weave.views import inspect as stage
 
     stage.run(steps, row, position, open_console(), json)
 
@@ -119,7 +119,7 @@ def _recipe_of_run(run: str) -> tuple[str, list[str]]:
 def verify(recipe: Files, set_: Sets = None) -> None:
     """Check every stored byte against its checksum."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.stages import verify as stage
+    from lightning_weave.views import verify as stage
 
     stage.run(steps, open_progress(), open_console())
 
@@ -128,6 +128,6 @@ def verify(recipe: Files, set_: Sets = None) -> None:
 def cost(recipe: Files, set_: Sets = None) -> None:
     """Print what every stage cost, from what was measured."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.stages import cost as stage
+    from lightning_weave.views import cost as stage
 
     stage.run(steps, open_console())

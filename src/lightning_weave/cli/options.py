@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lightning_weave.progress import Progress
-    from lightning_weave.stages.steps import Steps
-    from lightning_weave.stages.work import Do
+    from lightning_weave.runs.steps import Steps
+    from lightning_weave.runs.work import Do
 
 Files = Annotated[list[str], typer.Argument(metavar="RECIPE...", help="TOML files, merged left to right")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the recipe")]
@@ -33,7 +33,7 @@ def load_steps(files: list[str], sets: list[str] | None) -> "Steps":
     from lightning_weave.config import load_recipe
 
     recipe = load_recipe(files, sets or ())
-    from lightning_weave.stages.steps import Steps
+    from lightning_weave.runs.steps import Steps
 
     words = [*files, *(word for value in sets or () for word in ("--set", value))]
     return Steps(recipe, shlex.join(words))
@@ -55,10 +55,10 @@ def open_progress() -> "Progress":
 def choose_crew(cluster: str | None, address: str | None) -> "Do":
     """Say who makes the shards."""
     if cluster is None:
-        from lightning_weave.stages.work import do_here
+        from lightning_weave.runs.work import do_here
 
         return do_here
-    from lightning_weave.stages.cluster import connect
+    from lightning_weave.runs.cluster import connect
 
     return connect(address)
 

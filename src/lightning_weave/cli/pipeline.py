@@ -21,7 +21,7 @@ from lightning_weave.cli.options import (
 from lightning_weave.errors import InputError
 
 if TYPE_CHECKING:
-    from lightning_weave.stages.steps import Steps
+    from lightning_weave.runs.steps import Steps
 
 app = typer.Typer()
 
@@ -30,7 +30,7 @@ app = typer.Typer()
 def rollout(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
     """Sample the student's own trajectories."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.stages import rollout as stage
+    from lightning_weave.pipeline import rollout as stage
 
     with writing(steps):
         stage.run(steps, open_progress(), choose_crew(cluster, address))
@@ -40,7 +40,7 @@ def rollout(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: 
 def reference(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
     """Find the student's candidates on its own trajectories."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.stages import reference as stage
+    from lightning_weave.pipeline import reference as stage
 
     with writing(steps):
         stage.run(steps, open_progress(), choose_crew(cluster, address))
@@ -52,7 +52,7 @@ def score(
 ) -> None:
     """Score the cached candidates under every anchor model."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.stages import score as stage
+    from lightning_weave.pipeline import score as stage
 
     with writing(steps):
         stage.run(steps, open_progress(), only, choose_crew(cluster, address))
@@ -62,7 +62,7 @@ def score(
 def train(recipe: Files, set_: Sets = None, only: Only = None) -> None:
     """Fit the student to every composition of the cached shifts."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.stages import train as stage
+    from lightning_weave.pipeline import train as stage
 
     with writing(steps):
         stage.run(steps, open_progress(), only)
@@ -86,8 +86,8 @@ def evaluate(
             "leave out --model and --bench, or the recipe"
         )
     steps = load_steps(recipe, set_) if recipe else _load_model_only(model, bench, set_)
-    from lightning_weave.stages import eval as stage
-    from lightning_weave.stages.results import show_results
+    from lightning_weave.pipeline import eval as stage
+    from lightning_weave.report.results import show_results
     from lightning_weave.store import make_directory
 
     if lm_eval:  # before anything is sampled
@@ -108,7 +108,7 @@ def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list
     data |= {"eval": {"benchmarks": benchmarks}} if benchmarks else {}
     recipe = check_recipe(merge_overrides(data, sets or ()), "--model")
     _check_same_model(Path(recipe.runs) / recipe.name, model)
-    from lightning_weave.stages.steps import Steps
+    from lightning_weave.runs.steps import Steps
 
     return Steps(recipe, f"--model {model}")
 
@@ -138,8 +138,8 @@ def _check_same_model(run_dir: Path, model: str) -> None:
 def run(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
     """Bring every stale stage up to date: the whole recipe, or what is left of it."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.stages import run as stage
-    from lightning_weave.stages.results import show_results
+    from lightning_weave.pipeline import run as stage
+    from lightning_weave.report.results import show_results
 
     with writing(steps):
         stage.run(steps, open_progress(), choose_crew(cluster, address))

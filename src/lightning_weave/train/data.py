@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_weave.cache.reader import Row
 from lightning_weave.maths import compose_shifts, tilted_target, with_other
-from lightning_weave.train.cache import Row
 
 
 @dataclass(frozen=True)

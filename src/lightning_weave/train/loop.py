@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_weave.cache.reader import Row, Rows
 from lightning_weave.errors import WeaveError
 from lightning_weave.maths import log_residual_loss
 from lightning_weave.models.memory import free_memory, is_out_of_memory
 from lightning_weave.store import write_json
 from lightning_weave.store.ledger import peak_memory
-from lightning_weave.train.cache import Row, Rows
 from lightning_weave.train.data import Batch, compose, kept_decisions, tokens_needed
 from lightning_weave.train.objectives import Loss, Trainee, distances
 from lightning_weave.train.parallel import Ranks, clip_gradients

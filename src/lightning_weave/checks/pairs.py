@@ -1,0 +1,198 @@
+"""What doctor asks of a pair: can its anchors follow the student's tokens, and are their shifts to be trusted?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_weave.checks.end_of_turn import Ends, judge_ends, judge_stops, warn_if_masked
+from lightning_weave.checks.findings import Finding, Verdict, listed, percent, visible
+from lightning_weave.checks.models import check_checkpoint, config_at, context_limit_at
+from lightning_weave.checks.sample import Sample, SampleRow
+from lightning_weave.checks.separation import judge_separation
+from lightning_weave.config import Anchor
+from lightning_weave.models.untrained import OutputMatrix
+from lightning_weave.runs.alignment import Alignment, open_tokenizer, student_tokenizer
+from lightning_weave.runs.steps import ROLES, Role, ScoredModel, Steps
+from lightning_weave.tokens import (
+    TokenMap,
+    added_without_counterpart,
+    atomic_share,
+    breaking_tokens,
+    same_tokenizer,
+)
+
+FEW_SURVIVE = 0.5  # share of positions below which a pair teaches little for its cost
+WANTS_BOS = ("gemma",)  # families whose models break without one
+
+
+@dataclass(frozen=True)
+class PairSample:
+    """The sample as both models of a pair read it."""
+
+    alignments: tuple[Alignment, Alignment]  # post, pre
+    mapped: list[NDArray[np.bool_]]  # (T, C) of each row: mapped by both
+    first_ids: tuple[int, ...]  # how the first context begins for the post-anchor
+
+    @classmethod
+    def of(cls, steps: Steps, section: Anchor, sample: Sample) -> "PairSample":
+        """Align a sample with both models."""
+        post, pre = (_open_alignment(steps, section, role, sample.kind in ("candidates", "rollouts")) for role in ROLES)
+        read = [(_align(post, row), _align(pre, row)) for row in sample.rows]
+        first = tuple(read[0][0].ids[:1].tolist()) if read else ()
+        return cls((post, pre), [one.mapped_TC & other.mapped_TC for one, other in read], first)
+
+    def valid(self, validity: str) -> NDArray[np.bool_]:
+        """Say at which positions of the sample the pair has a shift."""
+        rows = [mapped.all(axis=1) if validity == "position" else mapped.any(axis=1) for mapped in self.mapped]
+        return np.concatenate(rows) if rows else np.zeros(0, bool)
+
+
+def check_pair(steps: Steps, name: str, sample: Sample) -> tuple[list[Finding], NDArray[np.bool_]]:
+    """Check one pair; returns also where it is valid in the sample."""
+    section, about = steps.recipe.anchors[name], f"anchors.{name}"
+    paths = [
+        steps.path_of(scored.model, scored.revision) for scored in (ScoredModel.of(section, role) for role in ROLES)
+    ]
+    pair = PairSample.of(steps, section, sample)
+    tokens = pair.alignments[0].tokens
+    found = [_check_tokenizers(steps, about, section, paths)]
+    if paths[0].resolve() == paths[1].resolve():
+        found.append(
+            Finding(about, "checkpoints", "warning", "post and pre are the same checkpoint: every shift is zero")
+        )
+    for role, path in zip(ROLES, paths, strict=True):
+        found += check_checkpoint(steps, f"{about}.{role}", path, section.trust_remote_code, steps.recipe.score.dtype)
+    share = atomic_share(tokens)
+    said = f"{percent(share)} of the student's vocabulary is a single token of the anchor"
+    found.append(Finding(about, "atomic", "ok" if share > FEW_SURVIVE else "note", said, {"share": share}))
+    valid = pair.valid(section.validity)
+    found += _check_survival(about, sample, valid, tokens)
+    found += _check_specials(about, tokens)
+    found.append(_check_bos(about, section, pair, open_tokenizer(paths[0], section.trust_remote_code), paths[0]))
+    found += _check_untrained(about, section, pair, sample, paths[1])
+    if section.prompt == "native":
+        found.append(_check_template(about, open_tokenizer(paths[0], section.trust_remote_code)))
+    found.append(_check_end_of_turn(steps, name, sample, pair))
+    if separation := judge_separation(steps, name) if sample.kind == "candidates" else None:
+        found.append(separation)
+    return found, valid
+
+
+def _open_alignment(steps: Steps, section: Anchor, role: Role, cached: bool) -> Alignment:
+    scored = ScoredModel.of(section, role)
+    if not cached:  # then no prompts.jsonl need be there to be rendered natively
+        scored = replace(scored, prompt="student", template=None)
+    path = steps.path_of(scored.model, scored.revision)
+    masked: frozenset[int] = frozenset()
+    if scored.untrained == "mask":
+        tokenizer = open_tokenizer(path, scored.trust_remote_code)
+        masked = frozenset(_untrained(path, tokenizer)) & {
+            tokenizer.convert_tokens_to_ids(to) for _, to in scored.aliases
+        }
+    return Alignment.open(steps, scored, context_limit_at(path, scored.trust_remote_code), masked)
+
+
+def _align(alignment: Alignment, row: SampleRow) -> Any:
+    return alignment.align(row.prompt, row.prompt_ids, row.response_ids, row.candidate_ids_TC)
+
+
+def _check_tokenizers(steps: Steps, about: str, section: Anchor, paths: Sequence[Any]) -> Finding:
+    post, pre = (open_tokenizer(path, section.trust_remote_code) for path in paths)
+    if not same_tokenizer(post, pre):
+        said = "post and pre have different tokenizers: they see different prefixes, which the shift then includes"
+        return Finding(about, "tokenizer", "warning", said, {"same": False})
+    same = same_tokenizer(student_tokenizer(steps), post)
+    said = (
+        "the same as the student's"
+        if same
+        else "not the student's: contexts are projected, candidates mapped one to one"
+    )
+    return Finding(about, "tokenizer", "ok" if same else "note", said, {"same": same})
+
+
+def _check_survival(about: str, sample: Sample, valid: NDArray[np.bool_], tokens: TokenMap) -> list[Finding]:
+    if not len(valid):
+        return [Finding(about, "positions", "note", f"not measured: {sample.said}")]
+    share = float(valid.mean())
+    figures = {"share": share, "positions": len(valid), "measured_on": sample.kind}
+    most = "" if sample.kind == "candidates" else "at most "
+    said = f"{most}{percent(share)} of {len(valid):,} positions survive ({sample.said})"
+    verdict: Verdict = "warning" if share < FEW_SURVIVE else "ok" if share == 1 else "note"
+    found = [Finding(about, "positions", verdict, said, figures)]
+    ids_TC = torch.from_numpy(np.concatenate([row.candidate_ids_TC for row in sample.rows]))
+    breaking = breaking_tokens(tokens, ids_TC)
+    if breaking:
+        words = [f"'{visible(text)}' {count:,}" for text, count in breaking]
+        said = f"positions that each of these touches: {listed(words)}"
+        found.append(Finding(about, "breaking tokens", "note", said, {"tokens": dict(breaking)}))
+    return found
+
+
+def _check_specials(about: str, tokens: TokenMap) -> list[Finding]:
+    alone = added_without_counterpart(tokens)
+    if not alone:
+        return [Finding(about, "special tokens", "ok", "every special or added token has a counterpart")]
+    said = f"without a counterpart: {listed(map(visible, alone))}"
+    return [Finding(about, "special tokens", "note", said, {"tokens": alone})]
+
+
+def _check_bos(about: str, section: Anchor, pair: PairSample, tokenizer: Any, path: Any) -> Finding:
+    bos, family = tokenizer.bos_token_id, config_at(path, section.trust_remote_code).model_type
+    if section.bos or (bos is not None and pair.first_ids[:1] == (bos,)):
+        return Finding(about, "bos", "ok", "the anchors' contexts begin with their beginning-of-sequence token")
+    if family.startswith(WANTS_BOS):
+        said = f"{family} models break without a beginning-of-sequence token. Set bos = true in [{about}]"
+        return Finding(about, "bos", "warning", said, {"family": family})
+    if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
+        said = f"its tokenizer begins a text with {visible(tokenizer.bos_token)}; contexts have none, as in the paper, "
+        said += f"unless [{about}] says bos = true"
+        return Finding(about, "bos", "note", said, {"family": family})
+    return Finding(about, "bos", "ok", "none needed")
+
+
+def _untrained(path: Any, tokenizer: Any) -> set[int]:
+    matrix = OutputMatrix.of(path)
+    return matrix.untrained(sorted(tokenizer.added_tokens_decoder)) if matrix else set()
+
+
+def _check_untrained(about: str, section: Anchor, pair: PairSample, sample: Sample, pre: Any) -> list[Finding]:
+    """Report rows of the pre-anchor that look untrained, and how often a candidate is scored by one."""
+    tokenizer = open_tokenizer(pre, section.trust_remote_code)
+    untrained = _untrained(pre, tokenizer)
+    if not untrained:
+        return [Finding(about, "untrained rows", "ok", "no special token of the pre-anchor looks untrained")]
+    texts = [tokenizer.convert_ids_to_tokens(id) for id in sorted(untrained)]
+    touched = [
+        np.isin(_align(pair.alignments[1], row).candidate_ids_TC, list(untrained)) & mapped
+        for row, mapped in zip(sample.rows, pair.mapped, strict=True)
+    ]
+    share = float(np.concatenate([row.any(axis=1) for row in touched]).mean()) if touched else 0.0
+    said = f"{len(texts):,} special tokens look untrained in the pre-anchor: {listed(map(visible, texts))}. "
+    said += f"{percent(share)} of positions have one among their candidates, where its shift is arbitrary"
+    return [Finding(about, "untrained rows", "warning" if share else "note", said, {"tokens": texts, "share": share})]
+
+
+def _check_template(about: str, tokenizer: Any) -> Finding:
+    if tokenizer.chat_template:
+        return Finding(about, "chat template", "ok", "the post-anchor's, for both models")
+    return Finding(
+        about, "chat template", "warning", 'missing, but prompt = "native" needs one. Use prompt = "student"'
+    )
+
+
+def _check_end_of_turn(steps: Steps, name: str, sample: Sample, pair: PairSample) -> Finding:
+    if sample.kind != "candidates":
+        return judge_stops(steps, name)
+    return warn_if_masked(steps, name) or judge_ends(steps, name, _sampled_ends(steps, name, sample, pair))
+
+
+def _sampled_ends(steps: Steps, name: str, sample: Sample, pair: PairSample) -> Ends:
+    """Take the ends of the sample's finished rows, before anything is scored."""
+    rows = [(row, mapped) for row, mapped in zip(sample.rows, pair.mapped, strict=True) if row.finished]
+    sampled = [int(row.response_ids[-1]) for row, _ in rows]
+    ids, maps = [row.candidate_ids_TC[-1] for row, _ in rows], [mapped[-1] for _, mapped in rows]
+    return Ends.of(sampled, ids, maps, steps.recipe.reference.candidates)

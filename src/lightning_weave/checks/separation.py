@@ -1,0 +1,113 @@
+"""The cheapest test of a pair before training: does its shift prefer right responses, or only short ones?"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_weave.cache.reader import Cache, Row
+from lightning_weave.cache.shifts import anchor_pair, is_scored
+from lightning_weave.checks.findings import Finding, Verdict
+from lightning_weave.checks.sample import prompts_by_line, spread
+from lightning_weave.grading.math import grade
+from lightning_weave.runs.alignment import student_tokenizer
+from lightning_weave.runs.steps import Steps
+
+ROWS = 2048
+CHANCE = 2.0  # standard errors from one half that are still chance
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Graded:
+    """Responses with a pair's summed shift, their length and whether they are right."""
+
+    shift_R: Floats
+    length_R: Floats
+    right_R: NDArray[np.bool_]
+
+
+def judge_separation(steps: Steps, anchor: str) -> Finding | None:
+    """Judge a scored pair by how its summed shift ranks graded responses; None where nothing is scored or graded."""
+    pair = anchor_pair(steps, anchor)
+    if not is_scored(pair):
+        return None
+    graded = _grade(steps, Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), [pair]))
+    return None if graded is None else _judge(f"anchors.{anchor}", graded)
+
+
+def _judge(about: str, graded: Graded) -> Finding:
+    right, wrong = int(graded.right_R.sum()), int((~graded.right_R).sum())
+    by_length = rank_correlation(graded.shift_R, graded.length_R)
+    figures = {"right": right, "wrong": wrong, "length_correlation": by_length}
+    length = f"rank correlation with length {by_length:+.2f}"
+    if not right or not wrong:
+        said = (
+            f"all {right + wrong:,} graded responses are {'right' if right else 'wrong'}: nothing to separate; {length}"
+        )
+        return Finding(about, "separation", "note", said, figures)
+    auc, error = area_under_curve(graded.shift_R, graded.right_R), auc_error(right, wrong)
+    figures |= {"auc": auc, "auc_error": error}
+    verdict, words = _words(auc, error)
+    said = f"the summed shift {words}: AUC {auc:.2f} ± {error:.2f} over {right:,} right and {wrong:,} wrong; {length}"
+    return Finding(about, "separation", verdict, said, figures)
+
+
+def _words(auc: float, error: float) -> tuple[Verdict, str]:
+    if abs(auc - 0.5) <= CHANCE * error:
+        return "note", "does not tell them apart"
+    return ("ok", "prefers right ones") if auc > 0.5 else ("warning", "prefers wrong ones")
+
+
+def _grade(steps: Steps, cache: Cache) -> Graded | None:
+    prompts, tokenizer, responses = prompts_by_line(steps), student_tokenizer(steps), steps.recipe.rollout.responses
+    shifts, lengths, rights = [], [], []
+    for number in spread(len(cache), ROWS):
+        answer = prompts[number // responses].answer
+        if answer is not None:
+            row = cache.read(number)
+            shifts.append(summed_shift(row))
+            lengths.append(len(row.response_ids))
+            rights.append(grade(tokenizer.decode(row.response_ids.tolist(), skip_special_tokens=True), answer))
+    if not rights:
+        return None
+    return Graded(np.array(shifts, float), np.array(lengths, float), np.array(rights, bool))
+
+
+def summed_shift(row: Row) -> float:
+    """Add up the pair's shift of the sampled tokens where it is valid and they are among the candidates."""
+    sampled_TC = (row.candidate_ids_TC == row.response_ids[:, None]) & row.valid_KT[0][:, None]
+    return float(row.r_KTC[0][sampled_TC].sum())
+
+
+def area_under_curve(scores_R: Floats, right_R: NDArray[np.bool_]) -> float:
+    """Compute the chance that a right response scores above a wrong one, ties counting half.
+
+    >>> area_under_curve(np.array([1.0, 2.0, 2.0, 3.0]), np.array([False, False, True, True]))
+    0.875
+    """
+    right, wrong = int(right_R.sum()), int((~right_R).sum())
+    return float((ranks(scores_R)[right_R].sum() - right * (right + 1) / 2) / (right * wrong))
+
+
+def auc_error(right: int, wrong: int) -> float:
+    """Give the standard error of the area under the curve of scores that tell nothing."""
+    return float(np.sqrt((right + wrong + 1) / (12 * right * wrong)))
+
+
+def rank_correlation(one_R: Floats, other_R: Floats) -> float:
+    """Correlate ranks (Spearman); 0 where one of them never varies."""
+    a, b = (ranks(values) - (len(values) + 1) / 2 for values in (one_R, other_R))
+    scale = np.sqrt((a @ a) * (b @ b))
+    return float(a @ b / scale) if scale else 0.0
+
+
+def ranks(values_R: Floats) -> Floats:
+    """Rank from 1, equal values sharing the mean of their ranks.
+
+    >>> ranks(np.array([5.0, 1.0, 5.0])).tolist()
+    [2.5, 1.0, 2.5]
+    """
+    _, inverse, counts = np.unique(values_R, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return np.asarray((last - (counts - 1) / 2)[inverse], dtype=float)

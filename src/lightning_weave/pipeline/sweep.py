@@ -1,0 +1,81 @@
+"""`lweave sweep`: a family of students from one cache, over the share of an anchor and over alpha."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from lightning_weave.maths.metrics import pareto_front
+from lightning_weave.pipeline import eval as eval_stage
+from lightning_weave.pipeline import reference, rollout, score, train
+from lightning_weave.progress import Progress, duration
+from lightning_weave.report.results import policy_rows, summaries
+from lightning_weave.runs.steps import Steps
+from lightning_weave.runs.sweeps import Planned, remember
+from lightning_weave.store.ledger import read_ledger
+from lightning_weave.views.cost import costs, offline_cost
+
+
+def run(steps: Steps, plan: Sequence[Planned], progress: Progress, out: Console) -> None:
+    """Train and evaluate what is missing of a sweep, one setting after the other. Resumable."""
+    extended = remember(steps, plan)
+    out.print("\n".join(forecast(extended, plan)), markup=False, soft_wrap=True)
+    rollout.run(extended, progress)
+    reference.run(extended, progress)
+    score.run(extended, progress)
+    eval_stage.run(extended, progress, ["base"])
+    missing = [one.name for one in plan if not _is_evaluated(extended, one.name)]
+    policies = ["base", *(one.name for one in plan)]
+    out.print("\n".join(running_front(extended, policies)), markup=False, soft_wrap=True)
+    for name in missing:
+        train.run(extended, progress, [name])
+        eval_stage.run(extended, progress, [name])
+        out.print("\n".join(running_front(extended, policies)), markup=False, soft_wrap=True)
+
+
+def forecast(steps: Steps, plan: Sequence[Planned]) -> list[str]:
+    """Say what is there already, what is missing and what that will cost, from what was measured."""
+    to_train = [one.name for one in plan if steps.store.stage(steps.train(one.name)).state() != "done"]
+    to_eval = [one.name for one in plan if not _is_evaluated(steps, one.name)]
+    known = [one.name for one in plan if one.known]
+    lines = [f"Sweep of {len(plan)}: {', '.join(one.name for one in plan)}"]
+    if known:
+        lines.append(f"Already in the recipe: {', '.join(known)}")
+    rows = read_ledger(steps.store.run_dir)
+    offline = offline_cost(steps, rows)
+    eval_cost = _mean_cost([{**row, "name": row["name"].split("/")[0]} for row in rows if row["stage"] == "eval"])
+    lines.append(f"To train: {len(to_train)}, {_cost_words(len(to_train), offline.train if offline else None)}")
+    lines.append(f"To evaluate: {len(to_eval)}, {_cost_words(len(to_eval), eval_cost)}")
+    return lines
+
+
+def _mean_cost(rows: list[dict[str, Any]]) -> float | None:
+    by_name = [cost.seconds for cost in costs(rows, "name").values()]
+    return sum(by_name) / len(by_name) if by_name else None
+
+
+def _cost_words(count: int, each: float | None) -> str:
+    if count == 0:
+        return "nothing to spend"
+    if each is None:
+        return "cost unknown yet: none has been measured in this run"
+    return f"about {duration(count * each)} of device time ({duration(each)} each, as measured)"
+
+
+def _is_evaluated(steps: Steps, policy: str) -> bool:
+    stages = [steps.store.stage(steps.eval(policy, name)) for name in steps.recipe.eval.benchmarks]
+    return all(stage.state() == "done" for stage in stages)
+
+
+def running_front(steps: Steps, policies: Sequence[str]) -> list[str]:
+    """The frontier of what is evaluated so far, in tokens order; * is on the front."""
+    found = {policy: results for policy, results in summaries(steps).items() if policy in policies}
+    rows = policy_rows(found)
+    front = {rows[index].policy for index in pareto_front([(row.accuracy, row.tokens) for row in rows])}
+    lines = [f"Frontier, {len(rows)} of {len(policies)} evaluated:"]
+    width = max(map(len, found), default=0)
+    for row in sorted(rows, key=lambda row: row.tokens):
+        sign = "*" if row.policy in front else " "
+        aes = "" if row.aes is None or row.aes != row.aes else f"  AES {row.aes:+.2f}"
+        lines.append(f" {sign} {row.policy:<{width}}  {row.accuracy:6.2f} %  {row.tokens:>9,.1f} tokens{aes}")
+    return lines

@@ -1,0 +1,101 @@
+"""What evaluation found: the paper's table over all policies, and one point per policy for machines."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from lightning_weave.bench.summary import Overall, Summary, combine, read_summary
+from lightning_weave.errors import InputError
+from lightning_weave.report.tables import PolicyRow, Score, console, plain
+from lightning_weave.runs.steps import Steps
+
+Found = dict[str, list[Summary]]  # policy -> its benchmarks
+
+
+def summaries(steps: Steps) -> Found:
+    """Every finished evaluation of every policy that has all benchmarks done."""
+    found = {}
+    for policy in steps.policies:
+        stages = [steps.store.stage(steps.eval(policy, name)) for name in steps.recipe.eval.benchmarks]
+        if all(stage.state() == "done" for stage in stages):
+            found[policy] = [read_summary(stage.folder / "summary.json") for stage in stages]
+    return found
+
+
+def merge(runs: Sequence[Found]) -> Found:
+    """Join runs of one student: a policy that all of them evaluated is one row over all their benchmarks."""
+    names = [summary.benchmark for found in runs for summary in next(iter(found.values()), [])]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"two of the recipes evaluate on {twice[0]}; a benchmark counts once. Leave it out of one")
+    shared = [policy for policy in runs[0] if all(policy in found for found in runs)]
+    return {policy: [summary for found in runs for summary in found[policy]] for policy in shared}
+
+
+def overalls(found: Found) -> dict[str, Overall]:
+    """Average every policy over its benchmarks, and compare it with the base where that was evaluated."""
+    return {policy: combine(results, found.get("base")) for policy, results in found.items()}
+
+
+def policy_rows(found: Found, combined: Mapping[str, Overall] | None = None) -> list[PolicyRow]:
+    """One row per policy, compared with the base where it was evaluated."""
+    combined = overalls(found) if combined is None else combined
+    rows = []
+    for policy, results in found.items():
+        overall = combined[policy]
+        aes = overall.comparison.average.aes if overall.comparison else None
+        rows.append(
+            PolicyRow(
+                policy=policy,
+                scores=tuple(Score(result.label, result.accuracy, result.tokens) for result in results),
+                accuracy=overall.accuracy,
+                tokens=overall.tokens,
+                aes=aes.estimate if aes else None,
+                aes_low=aes.low if aes and policy != "base" else None,
+                aes_high=aes.high if aes and policy != "base" else None,
+            )
+        )
+    return rows
+
+
+def points(steps: Steps, rows: Sequence[PolicyRow]) -> list[dict[str, Any]]:
+    """points.json: a list of policies with weights, alpha, accuracy, tokens and AES with its interval."""
+    return [_point(steps, row) for row in rows]
+
+
+def _point(steps: Steps, row: PolicyRow) -> dict[str, Any]:
+    composition = steps.recipe.compositions.get(row.policy)
+    return {
+        "policy": row.policy,
+        "weights": composition.weights if composition else {},
+        "alpha": alpha_of(steps, row.policy) if composition else None,
+        "accuracy": row.accuracy,
+        "tokens": row.tokens,
+        "aes": _number(row.aes),
+        "aes_low": _number(row.aes_low if row.policy != "base" else row.aes),
+        "aes_high": _number(row.aes_high if row.policy != "base" else row.aes),
+    }
+
+
+def alpha_of(steps: Steps, name: str) -> float:
+    """The alpha of a composition: as said, or as training solved it for a KL budget."""
+    composition = steps.recipe.compositions[name]
+    if composition.kl_budget is None:
+        return composition.alpha
+    return float((steps.store.stage(steps.train(name)).manifest() or {}).get("alpha", composition.alpha))
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
+
+
+def show_results(steps: Steps, out: Console) -> None:
+    """Print the table of everything evaluated so far."""
+    rows = policy_rows(summaries(steps))
+    if rows:
+        if out.is_terminal:
+            out.print(console(rows, width=out.width))
+        else:
+            out.print(plain(rows), soft_wrap=True, markup=False, highlight=False)
+        out.print(f"Samples and summaries: {steps.store.run_dir / 'eval'}", soft_wrap=True, markup=False)

@@ -1,0 +1,173 @@
+"""`--cluster ray`: the shards of a stage on a Ray cluster. Workers hold one model each and meet on a shared disk.
+
+Ray starts a worker again when its process or node dies, wherever there is room. The shard that it was making goes back
+to the others at once, so a cluster that has shrunk goes on.
+"""
+
+import logging
+import os
+import socket
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_weave.config import Machine, Recipe
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.progress import Progress
+from lightning_weave.runs.machine import set_up
+from lightning_weave.runs.steps import Steps
+from lightning_weave.runs.work import Do, Job, Made, Worker
+from lightning_weave.store.ledger import measure
+
+MOST_TRIES = 3  # of one shard whose worker dies
+log = logging.getLogger(__name__)
+
+
+def connect(address: str | None) -> Do:
+    """Join a Ray cluster, or start one on this machine; returns what does the shards of a job there."""
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise InputError("--cluster ray needs Ray: pip install 'lightning-weave[ray]' on every node") from None
+    if not ray.is_initialized():
+        check_address(address)
+        try:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        except ConnectionError as error:
+            raise InputError(f"--address {address}: no Ray cluster answers there ({error})") from None
+    return _do_on_ray
+
+
+def check_address(address: str | None) -> None:
+    """Find out in seconds whether anybody listens at HOST:PORT; Ray would go on asking for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():  # none, or a word of Ray's own such as auto
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise InputError(
+            f"--address {address}: nobody answers there ({error.strerror or error}). Start a cluster there "
+            "(ray start --head), or leave --address out for one on this machine"
+        ) from None
+
+
+def _do_on_ray(job: Job, steps: Steps, progress: Progress) -> None:
+    """Make every pending shard on the cluster."""
+    import ray
+
+    if not job.pending:
+        return
+    set_up(steps.recipe, steps.store)  # the thread count that all workers keep to
+    crew = crew_of(steps.recipe.machine, ray.cluster_resources(), len(job.pending))
+    remote = ray.remote(max_restarts=-1, num_cpus=crew.cpus, num_gpus=crew.gpus)(_with_patient_start(ShardWorker))
+    actors = [remote.remote(job.open, steps.recipe, steps.arguments, os.getcwd()) for _ in range(crew.workers)]
+    with (
+        measure(steps.store.run_dir, job.stage, job.name) as meter,
+        progress.bar(job.label, len(job.pending), job.unit) as bar,
+    ):
+        meter.devices = crew.workers
+
+        def count(made: Made) -> None:
+            meter.add(tokens=made.tokens, written=made.written)
+            bar.advance()
+
+        try:
+            _hand_out(actors, job, count)
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+
+
+@dataclass(frozen=True)
+class Crew:
+    """How many workers, and what each of them takes from the cluster."""
+
+    workers: int
+    cpus: float
+    gpus: float
+
+
+def crew_of(machine: Machine, resources: dict[str, float], shards: int) -> Crew:
+    """Size the crew by the recipe, or by what the cluster has."""
+    cpus, gpus = float(machine.threads or 1), machine.gpus_per_worker
+    if machine.device == "cpu" or not resources.get("GPU") or gpus == 0:
+        gpus = 0.0
+    room = resources.get("GPU", 0.0) / gpus if gpus else resources.get("CPU", 1.0) / cpus
+    if room < 1:
+        has = ", ".join(f"{name} {resources.get(name, 0):g}" for name in ("CPU", "GPU"))
+        raise InputError(
+            f"no worker of {cpus:g} CPUs and {gpus:g} GPUs fits into the cluster, which has {has}. "
+            "Lower machine.threads or machine.gpus_per_worker, or add nodes"
+        )
+    return Crew(min(machine.workers or int(room), shards), cpus, gpus)
+
+
+class ShardWorker:
+    """What lives in an actor: one worker, opened when it is first needed and again after every restart."""
+
+    def __init__(self, opener: Callable[[Steps], Worker], recipe: Recipe, arguments: str, folder: str) -> None:
+        os.chdir(folder)  # the recipe's paths are as they were said there
+        self.opener, self.steps = opener, Steps(recipe, arguments)
+        self.worker: Worker | None = None
+
+    def ready(self) -> None:
+        """Load the model."""
+        if self.worker is None:
+            self.worker = self.opener(self.steps)
+
+    def make(self, shard: int) -> Made:
+        """Make one shard."""
+        self.ready()
+        assert self.worker is not None
+        return self.worker.make(shard)
+
+
+def _with_patient_start(kind: type[ShardWorker]) -> type[ShardWorker]:
+    """Let `ready` wait for as long as Ray needs to find room for a worker that it starts again."""
+    import ray
+
+    class RestartedWorker(kind):  # type: ignore[valid-type, misc]
+        ready = ray.method(max_task_retries=-1)(kind.ready)
+
+    return RestartedWorker
+
+
+def _hand_out(actors: Sequence[Any], job: Job, count: Callable[[Made], None]) -> None:
+    """Give every worker that is ready a shard until none is left; take a shard back from a worker that dies."""
+    import ray
+
+    todo, tries, idle = deque(job.pending), Counter[int](), list[Any]()
+    running: dict[Any, tuple[Any, int | None]] = {actor.ready.remote(): (actor, None) for actor in actors}
+    left = len(todo)
+    while left:
+        while todo and idle:
+            actor, shard = idle.pop(), todo.popleft()
+            running[actor.make.remote(shard)] = (actor, shard)
+        finished = ray.wait(list(running))[0][0]
+        actor, made_shard = running.pop(finished)
+        try:
+            made = ray.get(finished)
+        except ray.exceptions.RayTaskError as error:  # the worker's own error, as it would be raised here
+            raise error.cause if isinstance(error.cause, WeaveError) else error from None
+        except ray.exceptions.RayActorError as error:
+            if made_shard is not None:
+                tries[made_shard] += 1
+                _check_tries(job, made_shard, tries[made_shard], error)
+                todo.appendleft(made_shard)
+                log.info("%s: a worker died; %s %d goes to another", job.label, job.unit, made_shard)
+            running[actor.ready.remote()] = (actor, None)
+            continue
+        if made_shard is not None:
+            left -= 1
+            count(made)
+        idle.append(actor)
+
+
+def _check_tries(job: Job, shard: int, tries: int, error: Exception) -> None:
+    if tries >= MOST_TRIES:
+        raise WeaveError(
+            f"{job.label}: {tries} workers died making {job.unit} {shard} ({str(error).splitlines()[0]}). "
+            "Out of memory? Lower token_budget or batch_size"
+        ) from None

@@ -1,0 +1,73 @@
+"""The model card of a trained student: what it was made from, and how far training got."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning_weave import __version__
+from lightning_weave.config import dump_recipe
+from lightning_weave.runs.steps import Steps
+from lightning_weave.train.dose import anchor_doses
+
+TAG = "tags: [lightning-weave]"
+
+
+def model_card(steps: Steps, name: str, figures: dict[str, Any], evaluation: str = "") -> str:
+    """State recipe, anchors, weights, alpha, cache fingerprint, figures and, if known, the evaluation."""
+    recipe, composition = steps.recipe, steps.recipe.compositions[name]
+    student = recipe.student.model
+    # The hub wants names of its own here, not directories of somebody's disk.
+    base = "" if Path(student).expanduser().is_dir() else f"base_model: {student}\n"
+    doses = anchor_doses(composition, figures.get("alpha", composition.alpha))
+    anchors = "\n".join(
+        f"| {anchor} | {weight:g} | {f'{doses[anchor]:.4g}' if anchor in doses else 'its own distribution'} | "
+        f"`{recipe.anchors[anchor].post}` | `{recipe.anchors[anchor].pre}` |"
+        for anchor, weight in composition.weights.items()
+        if weight != 0
+    )
+    rows = "\n".join(f"| {what} | {value} |" for what, value in _facts(steps, name, figures).items())
+    return f"""---
+{base}library_name: transformers
+pipeline_tag: text-generation
+{TAG}
+---
+# {recipe.name}: {name}
+
+`{student}` trained towards a composition of policy shifts with Lightning Weave {__version__}.
+
+| anchor | weight | dose (weight / alpha) | post-trained | from |
+| --- | --- | --- | --- | --- |
+{anchors}
+
+| | |
+| --- | --- |
+{rows}
+{evaluation}
+The recipe, with everything that it left unsaid:
+
+```toml
+{dump_recipe(recipe).strip()}
+```
+"""
+
+
+def _facts(steps: Steps, name: str, figures: dict[str, Any]) -> dict[str, str]:
+    recipe, composition = steps.recipe, steps.recipe.compositions[name]
+    measured = {
+        "updates": ("updates", "{:g}"),
+        "KL(target, behaviour)": ("target_kl", "{:.4f} nats per token"),
+        "KL(behaviour, target), where training begins": ("start_kl", "{:.4f} nats per token"),
+        "KL(student, target) at the last update": ("reverse_kl", "{:.4f} nats per token"),
+        "KL(student, target) on held-out prompts": ("validation_reverse_kl", "{:.4f} nats per token"),
+        "loss at zero shift before training": ("zero_shift_loss", "{:.1e}"),
+        "positions kept at the last update": ("kept", "{:.1%}"),
+        "KL(exported, trained)": ("export_kl", "{:.1e} nats per token"),
+    }
+    return {
+        "method": composition.method + (f", {' then '.join(composition.sequence)}" if composition.sequence else ""),
+        "objective": steps.objective(name),
+        "alpha": f"{figures.get('alpha', composition.alpha):.4g}",
+        "learning rate": f"{recipe.train.learning_rate:g}",
+        **{what: form.format(figures[key]) for what, (key, form) in measured.items() if key in figures},
+        "cache": f"`{steps.reference.fingerprint}`",
+        "fingerprint": f"`{steps.train(name).fingerprint}`",
+    }

@@ -1,0 +1,200 @@
+"""What training is whatever its rows are: a student, a schedule, updates with checkpoints between, an export."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_weave.cache.reader import Rows
+from lightning_weave.config import Recipe
+from lightning_weave.errors import Mismatch
+from lightning_weave.models.load import checkpoint_dtype, load_model, load_tokenizer, vocabulary_size
+from lightning_weave.progress import Progress
+from lightning_weave.runs.steps import Steps
+from lightning_weave.store import Stage
+from lightning_weave.store.ledger import Meter
+from lightning_weave.train.card import model_card
+from lightning_weave.train.checkpoint import Checkpoints
+from lightning_weave.train.data import compose
+from lightning_weave.train.export import round_weights, trained_model, with_lora, write_model
+from lightning_weave.train.loop import BAD_ROWS, Fit, adam, check_agreement
+from lightning_weave.train.objectives import Loss, Trainee
+from lightning_weave.train.parallel import Ranks, shard, whole_weights
+from lightning_weave.train.schedule import Schedule
+from lightning_weave.train.watch import Metrics, line
+
+EXPORT_ROWS, EXPORT_DECISIONS = 4, 256  # where the exported weights are compared with the trained ones
+RECORDED = (
+    "alpha",
+    "target_kl",
+    "start_kl",
+    "updates",
+    "zero_shift_loss",
+    "loss",
+    "reverse_kl",
+    "validation_reverse_kl",
+    "kept",
+    "export_kl",
+)
+
+
+def open_trainee(steps: Steps, ranks: Ranks, dtype: torch.dtype, start: Path | None = None) -> Trainee:
+    """Load the student with float32 masters, wrapped and sharded as the recipe says."""
+    section, path = steps.recipe.train, start or steps.student_path
+    trust = steps.recipe.student.trust_remote_code
+    model = load_model(path, dtype=torch.float32, device=ranks.device, trust_remote_code=trust)
+    model.requires_grad_(True).train()
+    if section.lora is not None:
+        model = with_lora(model, section.lora, section.seed)
+    if section.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    trainee = Trainee(model, vocabulary_size(load_tokenizer(path, trust)))
+    blocks = _blocks(model)
+    if section.compile:
+        for block in blocks:
+            block.compile()
+    if ranks.world > 1 or dtype != torch.float32:
+        shard(trainee, blocks, ranks, dtype)
+    return trainee
+
+
+def _blocks(model: Any) -> list[nn.Module]:
+    """The decoder layers: the longest list of modules in the model."""
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def make_schedule(
+    recipe: Recipe, groups: int, part: tuple[float, float] = (0.0, 1.0), epochs: int | None = None
+) -> Schedule:
+    """The updates of a run: the same rows in the same order for every composition."""
+    train, first = recipe.train, round(part[0] * groups)
+    return Schedule(
+        round(part[1] * groups) - first,
+        recipe.rollout.responses,
+        epochs or train.epochs,
+        train.prompts_per_round,
+        train.updates_per_round,
+        train.seed,
+        train.validation,
+        first,
+    )
+
+
+def make_fit(steps: Steps, name: str, trainee: Trainee, cache: Rows, alpha: float, ranks: Ranks, stage: Stage) -> Fit:
+    """Put student, objective and optimizer together."""
+    train, loss = steps.recipe.train, Loss(steps.objective(name), alpha)
+    loss.check(steps.recipe.reference.candidates, trainee.head_description.vocabulary)
+    optimizer = adam(trainee, train.learning_rate, train.betas, train.weight_decay)
+    return Fit(trainee, optimizer, cache, loss, train.clip, train.token_budget, train.seed, ranks, stage.folder)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The training of one composition."""
+
+    steps: Steps
+    name: str
+    stage: Stage
+    schedule: Schedule
+    fit: Fit
+    progress: Progress
+    before_round: Callable[[int], None] | None = None  # online training makes the round's trajectories here
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Where this composition's checkpoints are."""
+        folder = self.stage.folder / "checkpoints"
+        return Checkpoints(folder, self.stage.step.fingerprint, self.steps.recipe.train.keep)
+
+    def say(self, message: str) -> None:
+        """Tell people something about this composition."""
+        self.progress.say(f"train {self.name}: {message}")
+
+    def check(self, dtype: torch.dtype) -> dict[str, float]:
+        """Make sure, before anything is spent, that trainer and cache see the same student."""
+        train = self.steps.recipe.train
+        if remark := self.fit.loss.remark(self.fit.trainee.head_description):
+            self.say(remark)
+        agreement, complaint = check_agreement(self.fit, self.schedule.rows(0), train.agreement, dtype)
+        if complaint and not train.allow_disagreement:
+            raise Mismatch(f"{complaint}.\nMake the reference again, or set train.allow_disagreement = true")
+        self.say(complaint or f"trainer and cache agree to {agreement:.1e} at zero shift")
+        return {"zero_shift_loss": agreement}
+
+    def go_to_start(self) -> int:
+        """Restore the newest checkpoint of this recipe, if there is one; returns how many updates it has."""
+        start = self.checkpoints.latest() or 0
+        self.fit.ranks.wait()  # for all to have looked
+        if self.fit.ranks.first:
+            (self.stage.folder / BAD_ROWS).unlink(missing_ok=True)
+            if not start:
+                self.checkpoints.clear()
+        if start:
+            self.checkpoints.restore(start, self.fit.trainee, self.fit.optimizer)
+            self.say(f"goes on after update {start}")
+        return start
+
+    def fit_all(self, start: int, meter: Meter) -> dict[str, float]:
+        """Run all updates that are left; rank 0 returns the last figures."""
+        train, total = self.steps.recipe.train, len(self.schedule)
+        metrics = self._open_metrics(start) if self.fit.ranks.first else None
+        with self.progress.bar(f"train {self.name}", total - start, "update") as bar:
+            for step in range(start + 1, total + 1):
+                if self.before_round is not None and self.schedule.round_of(step - 1)[0] == step - 1:
+                    self.before_round(step - 1)
+                figures = self.fit.update(step, self.schedule.rows(step - 1))
+                if step % train.validate_every == 0 or step == total:
+                    figures |= self._validate()
+                if metrics:
+                    metrics.add(step, figures)
+                    meter.add(tokens=int(figures["tokens"]))  # of all ranks
+                while self.fit.notes:
+                    self.say(self.fit.notes.pop(0))
+                if step == total or self._is_checkpoint(step):
+                    self.checkpoints.save(step, self.fit.trainee, self.fit.optimizer, self.fit.ranks)
+                bar.advance(note=line(figures))
+        if metrics is None:
+            return {}
+        metrics.close()
+        return {**metrics.last, "updates": total}
+
+    def _is_checkpoint(self, step: int) -> bool:
+        """Every so many updates; of an online run, at the end of the round, since a round is made anew."""
+        every, this_round = self.steps.recipe.train.checkpoint_every, self.schedule.round_of(step - 1)
+        if self.before_round is None:
+            return step % every == 0
+        return step == this_round[-1] + 1 and any((update + 1) % every == 0 for update in this_round)
+
+    def _open_metrics(self, start: int) -> Metrics:
+        name = f"{self.steps.recipe.name}/{self.name}"
+        return Metrics(self.stage.folder, start, self.steps.recipe.train.trackers, name, self.checkpoints.fingerprint)
+
+    def _validate(self) -> dict[str, float]:
+        held_out = self.schedule.held_out()
+        return {f"validation_{key}": value for key, value in self.fit.distance(held_out).items()} if held_out else {}
+
+    def finish(self, figures: dict[str, Any]) -> None:
+        """Gather the weights and let rank 0 export them."""
+        weights = whole_weights(self.fit.trainee)
+        if self.fit.ranks.first:
+            self.export(weights, figures)
+        self.fit.ranks.wait()
+
+    def export(self, weights: dict[str, Any], figures: dict[str, Any]) -> None:
+        """Write final/ in the student's dtype, and say what the rounding cost."""
+        recipe, student, cache = self.steps.recipe, self.steps.student_path, self.fit.cache
+        model = trained_model(student, weights, recipe.train.lora, recipe.student.trust_remote_code)
+        last = self.schedule.rows(len(self.schedule) - 1)
+        rows = [cache.read(number) for number in last[:EXPORT_ROWS]]
+        batch = compose(rows, cache.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS)
+        dtype = checkpoint_dtype(student)
+        lost = round_weights(model, dtype, batch, self.fit.trainee.head_description.vocabulary)
+        figures = {**figures, "export_kl": lost}
+        final = self.stage.folder / "final"
+        files = write_model(final, model, dtype, student, model_card(self.steps, self.name, figures))
+        self.stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
+        self.say(f"{final} (KL exported || trained {lost:.1e} nats)")

@@ -1,0 +1,64 @@
+"""`lweave card`: a trained student as a directory that is ready for the hub, its evaluation on the card."""
+
+import os
+import shutil
+from pathlib import Path
+
+from lightning_weave.config import dump_recipe
+from lightning_weave.errors import InputError
+from lightning_weave.progress import Progress
+from lightning_weave.report.results import policy_rows, summaries
+from lightning_weave.report.tables import markdown
+from lightning_weave.runs.steps import Steps
+from lightning_weave.store import make_directory
+from lightning_weave.train.card import TAG, model_card
+
+
+def run(steps: Steps, composition: str, out: Path | None, progress: Progress) -> Path:
+    """Copy final/ with a card that has the evaluation, and the recipe; whole or not at all."""
+    if composition not in steps.recipe.compositions:
+        known = ", ".join(steps.recipe.compositions) or "none"
+        raise InputError(f"--composition {composition}: no such composition; this recipe has {known}")
+    stage = steps.store.stage(steps.train(composition))
+    figures = stage.require()
+    target = out or steps.store.run_dir / "publish" / composition
+    _check_target(target)
+    unfinished = target.with_name(f".tmp-{target.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    make_directory(unfinished, f"--out {target}")
+    shutil.copytree(stage.folder / "final", unfinished, dirs_exist_ok=True)
+    card = model_card(steps, composition, figures, evaluation(steps, composition))
+    (unfinished / "README.md").write_text(card, encoding="utf-8")
+    (unfinished / "recipe.toml").write_text(dump_recipe(steps.recipe), encoding="utf-8")
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(unfinished, target)
+    progress.say(f"{target}: ready. Publish it with: hf upload OWNER/NAME {target}")
+    return target
+
+
+def evaluation(steps: Steps, composition: str) -> str:
+    """Write the table of this student beside the one it began as, and how both were sampled; nothing if not done."""
+    found = summaries(steps)
+    if composition not in found:
+        return f"\nNot evaluated yet (`lweave eval RECIPE --only {composition}`).\n"
+    shown = {name: found[name] for name in ("base", composition) if name in found}
+    protocol = "; ".join(
+        f"{result.label}: {len(result.problems)} problems, "
+        + ", ".join(f"{key} {value}" for key, value in result.settings.items())
+        for result in found[composition]
+    )
+    return f"\n## Evaluation\n\n{markdown(policy_rows(shown)).strip()}\n\n{protocol}.\n"
+
+
+def _check_target(target: Path) -> None:
+    """Replace only what an earlier call has made: a checkpoint and its recipe under our card, and no folder inside."""
+    if not target.exists():
+        return
+    card = target / "README.md"
+    ours = all((target / name).is_file() for name in ("config.json", "recipe.toml")) and card.is_file()
+    if (
+        not ours
+        or TAG not in card.read_text(encoding="utf-8", errors="replace")
+        or any(map(Path.is_dir, target.iterdir()))
+    ):
+        raise InputError(f"--out {target}: exists and was not made by this command. Name another directory")

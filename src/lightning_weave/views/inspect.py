@@ -1,0 +1,192 @@
+"""`lweave inspect`: one decision as everything cached sees it, from behaviour through shifts to targets."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import exp
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.shifts import anchor_pair, is_scored
+from lightning_weave.checks.findings import visible
+from lightning_weave.checks.sample import prompts_by_line
+from lightning_weave.errors import InputError
+from lightning_weave.maths import compose_shifts, tilted_target, with_other
+from lightning_weave.runs.alignment import student_tokenizer
+from lightning_weave.runs.steps import ROLES, ScoredModel, Steps
+from lightning_weave.tokens.spelling import Spelling
+from lightning_weave.train.dose import alpha_of
+from lightning_weave.train.offline import open_cache
+from lightning_weave.types import FINISH_REASONS, Rollouts, Scores
+
+SHOWN_BEFORE = 400  # characters of context on a terminal; all of it with --json
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One position of one trajectory. Lists run over the candidates; behaviour and targets end with `other`."""
+
+    row: int
+    rows: int
+    position: int
+    positions: int
+    prompt: str
+    response: int
+    finish: str
+    before: str
+    sampled: str
+    tokens: list[str]
+    ids: list[int]
+    behaviour: list[float]  # log-probs
+    models: dict[str, list[float | None]]  # log-probs; None where the candidate has no counterpart
+    shifts: dict[str, list[float | None]]
+    valid: dict[str, bool]
+    targets: dict[str, list[float] | None]  # log-probs; None where the composition is masked
+    missing: list[str]  # anchors that are not scored
+
+
+def run(steps: Steps, row: int, position: int, console: Console, as_json: bool = False) -> Decision:
+    """Print one decision."""
+    decision = look(steps, row, position)
+    if as_json:
+        print(json.dumps(asdict(decision), indent=1))
+    else:
+        show(decision, console)
+    return decision
+
+
+def look(steps: Steps, row: int, position: int) -> Decision:
+    """Read one decision from the cache, and compose it as training would."""
+    pairs = [anchor_pair(steps, name) for name in steps.recipe.anchors]
+    scored = [pair for pair in pairs if is_scored(pair)]
+    cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), scored)
+    _check_range("row", row, len(cache), "this run")
+    read = cache.read(row)
+    _check_range("position", position, len(read.response_ids), f"row {row}")
+    shard, place = cache.rows.find(row)
+    rollouts = cache.rollouts.open(Rollouts, shard).read(place, place + 1)
+    spelling, models = Spelling.of(student_tokenizer(steps)), _models(steps, shard, place, position)
+    return Decision(
+        row,
+        len(cache),
+        position,
+        len(read.response_ids),
+        prompts_by_line(steps)[int(rollouts.prompt_R[0])].id,
+        int(rollouts.response_R[0]),
+        FINISH_REASONS[int(rollouts.finish_R[0])],
+        _text(spelling, [*read.prompt_ids.tolist(), *read.response_ids[:position].tolist()]),
+        _text(spelling, [int(read.response_ids[position])]),
+        [_text(spelling, [id]) for id in read.candidate_ids_TC[position].tolist()],
+        read.candidate_ids_TC[position].tolist(),
+        [*read.logp_TC[position].tolist(), float(read.other_logp_T[position])],
+        models,
+        {pair.name: _shifts(steps, pair.name, models, read.r_KTC[k, position]) for k, pair in enumerate(scored)},
+        {pair.name: bool(read.valid_KT[k, position]) for k, pair in enumerate(scored)},
+        _targets(steps, row, position, [pair.name for pair in scored]),
+        [pair.name for pair in pairs if pair not in scored],
+    )
+
+
+def _check_range(what: str, number: int, count: int, where: str) -> None:
+    if not 0 <= number < count:
+        choice = f"{what}s 0 to {count - 1}" if count else f"no {what}s"
+        raise InputError(f"--{what} {number}: {where} has {choice}")
+
+
+def _shifts(steps: Steps, anchor: str, models: dict[str, list[float | None]], r_C: NDArray) -> list[float | None]:
+    section = steps.recipe.anchors[anchor]
+    post, pre = (models[steps.score_names[ScoredModel.of(section, role)]] for role in ROLES)
+    return [None if one is None or other is None else float(r) for one, other, r in zip(post, pre, r_C, strict=True)]
+
+
+def _models(steps: Steps, shard: int, place: int, position: int) -> dict[str, list[float | None]]:
+    """Read each scored model's own log-probs."""
+    found = {}
+    for scored, name in steps.score_names.items():
+        stage = steps.store.stage(steps.score(scored))
+        if stage.state() == "done":
+            scores = stage.open(Scores, shard).read(place, place + 1)
+            found[name] = _with_gaps(scores.logp[0][position], scores.mapped[0][position])
+    return found
+
+
+def _with_gaps(values_C: NDArray, mapped_C: NDArray[np.bool_]) -> list[float | None]:
+    return [float(value) if mapped else None for value, mapped in zip(values_C, mapped_C, strict=True)]
+
+
+def _targets(steps: Steps, row: int, position: int, scored: list[str]) -> dict[str, list[float] | None]:
+    """Tilt the behaviour by each composition whose anchors are scored (finite-candidate-target).
+
+    A sequence has no target of its own, only its legs have.
+    """
+    targets: dict[str, list[float] | None] = {}
+    for name, composition in steps.recipe.compositions.items():
+        alpha = alpha_of(steps, name)
+        known = all(anchor in scored for anchor, weight in composition.weights.items() if weight)
+        if known and alpha is not None and not composition.sequence:
+            cache = open_cache(steps, name)
+            read, at = cache.read(row), slice(position, position + 1)
+            log_b_NO = with_other(torch.tensor(read.logp_TC[at]), torch.tensor(read.other_logp_T[at]))
+            shifts = torch.tensor(read.r_KTC[:, at]), torch.tensor(read.valid_KT[:, at])
+            r_NC, valid_N = compose_shifts(*shifts, cache.weights)
+            targets[name] = tilted_target(log_b_NO, r_NC, alpha)[0].tolist() if valid_N[0] else None
+    return targets
+
+
+def _text(spelling: Spelling, ids: list[int]) -> str:
+    """Spell tokens; bytes that are no characters are escaped."""
+    spelt = (spelling.bytes_of.get(id, spelling.strings.get(id, f"<id {id}>").encode()) for id in ids)
+    return b"".join(spelt).decode(errors="backslashreplace")
+
+
+def show(decision: Decision, console: Console) -> None:
+    """Print a decision so that no character of the data is obeyed by the terminal."""
+    before = decision.before[-SHOWN_BEFORE:]
+    cut = "..." if len(before) < len(decision.before) else ""
+    lines = [
+        f"row {decision.row} of {decision.rows}: prompt {visible(decision.prompt)}, response {decision.response}, "
+        f"finished by {decision.finish}",
+        f"position {decision.position} of {decision.positions}, sampled '{visible(decision.sampled)}', after:",
+        cut + visible(before),
+    ]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    words = [f"{'*' if token == decision.sampled else ' '}'{visible(token)}'" for token in decision.tokens]
+    known = {"id": [*map(str, decision.ids)], "behaviour": _cells(decision.behaviour, probabilities=True)}
+    models = {f"log p {name}": _cells(logp) for name, logp in decision.models.items()}
+    shifts = {f"shift {_masked(name, decision.valid[name])}": _cells(r) for name, r in decision.shifts.items()}
+    targets = {
+        f"target {_masked(name, q is not None)}": _cells(q or [], probabilities=True)
+        for name, q in decision.targets.items()
+    }
+    for columns in ({**known, **models}, shifts, targets):
+        if columns:
+            for line in _table({"candidate": [*words, " other"], **columns}):
+                console.print(Text(line), soft_wrap=True)
+    for anchor in decision.missing:
+        console.print(Text(f"anchors.{anchor} is not scored yet"))
+
+
+def _masked(name: str, valid: bool) -> str:
+    return name if valid else f"{name} (masked)"
+
+
+def _table(columns: dict[str, list[str]]) -> Iterator[str]:
+    """Lay out columns, however wide: a terminal may break a line, but no figure is cut."""
+    rows = len(columns["candidate"])
+    cells = [[name, *column, *["-"] * (rows - len(column))] for name, column in columns.items()]
+    widths = [max(map(cell_len, column)) for column in cells]
+    yield ""
+    for line in zip(*cells, strict=True):
+        first, *others = (" " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True))
+        yield line[0] + first + "".join(f"  {gap}{cell}" for gap, cell in zip(others, line[1:], strict=True))
+
+
+def _cells(values: Sequence[float | None], probabilities: bool = False) -> list[str]:
+    return ["-" if value is None else f"{exp(value):.4f}" if probabilities else f"{value:+.3f}" for value in values]

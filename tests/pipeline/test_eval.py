@@ -1,0 +1,256 @@
+"""Evaluation: the same samples and summary whether or not it was killed, graded and counted as stored."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_weave.bench.definitions import Benchmark, Problem
+from lightning_weave.bench.samples import read_samples
+from lightning_weave.bench.summary import read_summary
+from lightning_weave.config import check_recipe, dump_recipe
+from lightning_weave.errors import InputError, StaleInput
+from lightning_weave.grading.math import extract_boxed
+from lightning_weave.pipeline import eval as stage
+from lightning_weave.progress import Progress
+from lightning_weave.report.results import points, policy_rows, show_results, summaries
+from lightning_weave.runs.grade import Grader
+from lightning_weave.store.ledger import read_ledger
+from tiny import make_world, steps_of
+
+QUIET = Progress(quiet=True)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> dict:
+    recipe = make_world(tmp_path)
+    recipe |= {"anchors": {}, "compositions": {}, "policies": {"other": {"model": str(tmp_path / "brief-pre")}}}
+    problems = [{"id": f"q{n}", "problem": f"{n}+1", "answer": str(n + 1)} for n in range(6)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    recipe["eval"] = {
+        "benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"],
+        "samples": 3,
+        "max_tokens": 14,
+        "chat": False,
+        "block": 4,
+        "budgets": [5, 9],
+    }
+    return recipe
+
+
+def folder_of(recipe: dict, policy: str = "base") -> Path:
+    return steps_of(recipe).store.run_dir / "eval" / policy / "sums"
+
+
+def test_samples_are_what_the_model_said(recipe: dict) -> None:
+    stage.run(steps_of(recipe), QUIET, only=["base"])
+    samples = list(read_samples(folder_of(recipe) / "samples.jsonl"))
+    assert [(sample.problem, sample.sample) for sample in samples] == [(f"q{n}", s) for n in range(6) for s in range(3)]
+    tokenizer = AutoTokenizer.from_pretrained(recipe["student"]["model"])
+    for sample in samples:
+        assert sample.tokens <= 14
+        assert (sample.finish == "length") == (sample.tokens == 14) or sample.finish == "stop"
+        assert sample.answer == extract_boxed(sample.text)
+        assert len(tokenizer.encode(sample.text, add_special_tokens=False)) <= sample.tokens
+        assert all(0 <= cut <= len(sample.text) for cut in sample.cuts.values())
+    summary = read_summary(folder_of(recipe) / "summary.json")
+    assert summary.accuracy == pytest.approx(100 * sum(sample.correct for sample in samples) / len(samples))
+    assert summary.tokens == pytest.approx(sum(sample.tokens for sample in samples) / len(samples))
+    assert [point.budget for point in summary.budgets] == [5, 9]
+    assert summary.budgets[0].tokens <= 5
+
+
+def test_a_model_that_answers_is_graded_right(recipe: dict, tmp_path: Path) -> None:
+    """Teach a copy of the student one answer by heart, and find exactly that problem solved."""
+    import torch
+
+    path = Path(recipe["student"]["model"])
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    prompt = tokenizer.encode("Question: 3+1\nAnswer:")
+    answer = [*tokenizer.encode(" \\boxed{4}"), tokenizer.eos_token_id]
+    ids = torch.tensor([[*prompt, *answer]])
+    labels = torch.tensor([[-100] * len(prompt) + answer])
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(120):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+    model.save_pretrained(tmp_path / "taught")
+    tokenizer.save_pretrained(tmp_path / "taught")
+    recipe["policies"] = {"taught": {"model": str(tmp_path / "taught")}}
+    recipe["eval"] |= {"temperature": 0.0, "samples": 1}
+    stage.run(steps_of(recipe), QUIET, only=["taught"])
+    samples = {sample.problem: sample for sample in read_samples(folder_of(recipe, "taught") / "samples.jsonl")}
+    assert samples["q3"].correct
+    assert (samples["q3"].answer, samples["q3"].finish, samples["q3"].tokens) == ("4", "stop", len(answer))
+    assert samples["q3"].why == "equal"
+    others = [sample for name, sample in samples.items() if name != "q3"]
+    assert not any(sample.correct for sample in others)
+
+
+def test_every_policy_gets_a_row_and_a_point(recipe: dict) -> None:
+    steps = steps_of(recipe)
+    stage.run(steps, QUIET)
+    rows = policy_rows(summaries(steps))
+    assert [row.policy for row in rows] == ["base", "other"]
+    assert {point["policy"]: point["weights"] for point in points(steps, rows)} == {"base": {}, "other": {}}
+    out = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
+    show_results(steps, out)
+    assert "other" in out.export_text()
+    out.file.close()
+
+
+def test_up_to_date_evaluations_are_not_touched_and_changed_ones_are_redone(recipe: dict) -> None:
+    stage.run(steps_of(recipe), QUIET, only=["base"])
+    path = folder_of(recipe) / "samples.jsonl"
+    before = (path.stat().st_mtime_ns, path.read_bytes())
+    recipe["eval"]["batch_size"] = 3  # execution only
+    stage.run(steps_of(recipe), QUIET, only=["base"])
+    assert (path.stat().st_mtime_ns, path.read_bytes()) == before
+    recipe["eval"]["seed"] = 7
+    stage.run(steps_of(recipe), QUIET, only=["base"])
+    assert path.read_bytes() != before[1]
+
+
+def test_an_untrained_composition_is_refused_with_the_command(recipe: dict, tmp_path: Path) -> None:
+    recipe |= {key: make_world(tmp_path / "again")[key] for key in ("anchors", "compositions")}
+    with pytest.raises(StaleInput, match=r"lweave train tiny.toml --only both"):
+        stage.run(steps_of(recipe), QUIET, only=["both"])
+    with pytest.raises(InputError, match="no such policy"):
+        stage.run(steps_of(recipe), QUIET, only=["nobody"])
+
+
+def test_lm_eval_files_hold_the_same_samples(recipe: dict, tmp_path: Path) -> None:
+    steps = steps_of(recipe)
+    stage.run(steps, QUIET, only=["base"])
+    (path,) = stage.export_lm_eval(steps, tmp_path / "lm-eval", datetime(2026, 1, 2))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    samples = list(read_samples(folder_of(recipe) / "samples.jsonl"))
+    assert [text for line in lines for text in line["resps"][0]] == [sample.text for sample in samples]
+    assert lines[0]["arguments"]["gen_args_0"]["arg_0"] == "Question: 0+1\nAnswer:"
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_gives_the_same_files(
+    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
+) -> None:
+    recipe["eval"] |= {"samples": 12, "block": 4, "budgets": []}
+    stage.run(steps_of(recipe), QUIET, only=["base"])
+    expected = {name: (folder_of(recipe) / name).read_bytes() for name in ("samples.jsonl", "summary.json")}
+
+    recipe["runs"] = str(tmp_path / "killed")
+    file = tmp_path / "recipe.toml"
+    file.write_text(dump_recipe(check_recipe(recipe)))
+    job = {"arguments": ["eval", str(file), "--only", "base"], "where": r"/blocks-[^/]*/\.tmp-"}
+    for kill in ("write", "rename", "write"):
+        before = blocks_done(recipe)
+        assert lweave({**job, "kill": kill}) == [signal.SIGKILL]
+        assert blocks_done(recipe) > before
+    assert lweave(job) == [0]
+    assert {name: (folder_of(recipe) / name).read_bytes() for name in expected} == expected
+
+
+@pytest.mark.parametrize("profile", ["paper", "math-verify"])
+@pytest.mark.parametrize("reference", ["4", "\\boxed{4}", "so \\boxed{4}"])
+def test_a_reference_may_be_boxed_as_a_response_is(profile: str, reference: str) -> None:
+    problem = Problem("p", "2 + 2?", reference)
+    grader = Grader(Benchmark("file:x", "x", "math", (problem,), 1, 8), profile)
+    graded = grader.grade([(problem, "it is \\boxed{4}"), (problem, "it is \\boxed{5}")])
+    assert [one.correct for one in graded] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "change", [{"profile": "math-verify"}, {"budgets": [3]}, {"profile": "math-verify", "budgets": []}]
+)
+def test_another_grading_samples_nothing_anew(recipe: dict, tmp_path: Path, change: dict) -> None:
+    def evaluated(runs: str, **section: object) -> tuple[dict[str, bytes], int]:
+        steps = steps_of({**recipe, "runs": str(tmp_path / runs), "eval": {**recipe["eval"], **section}})
+        stage.run(steps, Progress(quiet=True), ["base"])
+        made = steps.store.stage(steps.eval("base", recipe["eval"]["benchmarks"][0]))
+        assert made.state() == "done"
+        names = ("samples.jsonl", "summary.json", "manifest.json")
+        sampled = sum(row["tokens"] for row in read_ledger(steps.store.run_dir))
+        return {name: (made.folder / name).read_bytes() for name in names}, sampled
+
+    before, sampled = evaluated("again", budgets=[3, 5])
+    after, in_all = evaluated("again", **{"budgets": [3, 5], **change})
+    assert after == evaluated("fresh", **{"budgets": [3, 5], **change})[0], "as if it had been graded so at once"
+    assert after != before
+    assert in_all == sampled > 0
+    assert evaluated("again", budgets=[3, 4], seed=7)[1] > sampled, "anything else is sampled anew"
+
+
+def blocks_done(recipe: dict) -> int:
+    return len(list(folder_of(recipe).glob("blocks-*/[0-9]*.jsonl")))
+
+
+@pytest.mark.slow
+def test_the_program_evaluates_a_checkpoint_without_a_recipe(
+    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
+) -> None:
+    command = ["eval", "--model", recipe["student"]["model"], "--set", f"runs={tmp_path / 'own'}"]
+    sets = ["--set", "eval.samples=2", "--set", "eval.max_tokens=8", "--set", "eval.chat=false"]
+    said = tmp_path / "said"
+    assert lweave(
+        {"arguments": [*command, "--bench", recipe["eval"]["benchmarks"][0], *sets], "output": str(said)}
+    ) == [0]
+    assert "base" in said.read_text()
+    assert (tmp_path / "own" / "student" / "eval" / "base" / "sums" / "summary.json").exists()
+    assert lweave({"arguments": [*command, "--bench", "aime-1999"], "output": str(said)}) == [-2]
+    assert "aime-1999" in said.read_text()
+
+
+@pytest.mark.slow
+def test_two_checkpoints_of_one_name_do_not_share_a_run(
+    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
+) -> None:
+    said, runs = tmp_path / "said", tmp_path / "runs"
+    student, bench = recipe["student"]["model"], recipe["eval"]["benchmarks"][0]
+    finals = [tmp_path / "first" / "train" / name / "final" for name in ("a", "b")]
+    for copy in (*finals, tmp_path / "elsewhere" / "first-a"):
+        shutil.copytree(student, copy)
+    sets = [
+        "--set",
+        f"runs={runs}",
+        "--set",
+        "eval.samples=1",
+        "--set",
+        "eval.max_tokens=4",
+        "--set",
+        "eval.chat=false",
+    ]
+
+    def run(*arguments: object) -> tuple[int, str]:
+        (ended,) = lweave({"arguments": ["eval", *map(str, arguments), *sets], "output": str(said)})
+        return ended, said.read_text()
+
+    assert [run("--model", final, "--bench", bench)[0] for final in finals] == [0, 0]
+    assert sorted(path.name for path in runs.iterdir()) == ["first-a", "first-b"]
+    ended, text = run("--model", tmp_path / "elsewhere" / "first-a", "--bench", bench)
+    assert ended == -2
+    assert "is the run of another checkpoint" in text
+    assert "--set name=NAME" in text
+
+    for wrong, message in (
+        (["--model", tmp_path / "nowhere", "--bench", bench], "nowhere"),
+        (
+            ["--model", finals[0], "--set", "name=new", "--bench", "file:missing.jsonl"],
+            "eval.benchmarks = 'missing.jsonl'",
+        ),
+    ):
+        ended, text = run(*wrong)
+        assert ended == -2
+        assert message in text
+    assert sorted(path.name for path in runs.iterdir()) == ["first-a", "first-b"], "wrong input leaves nothing behind"
+    file = tmp_path / "r.toml"
+    file.write_text(dump_recipe(check_recipe(recipe)))
+    ended, text = run(file, "--model", finals[0])
+    assert ended == -2
+    assert "leave out --model" in text

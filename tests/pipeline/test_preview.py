@@ -1,0 +1,104 @@
+"""Decode-time composition: the target that is sampled from is the one that would be trained towards."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from lightning_weave.errors import InputError
+from lightning_weave.models.load import load_model
+from lightning_weave.pipeline import preview, reference, rollout, score
+from lightning_weave.progress import Progress
+from lightning_weave.store.ledger import read_ledger
+from lightning_weave.train.data import compose, kept_decisions
+from lightning_weave.train.offline import open_cache
+from lightning_weave.types import Request
+from tiny import make_tokenizer, make_world, steps_of
+
+QUIET = Progress(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    root = tmp_path_factory.mktemp("preview")
+    recipe = make_world(root, prompts=6)
+    problems = [{"id": f"q{n}", "problem": f"{n}+1", "answer": str(n + 1)} for n in range(4)]
+    (root / "sums.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    bench = f"file:{root / 'sums.jsonl'}"
+    recipe["eval"] = {"benchmarks": [bench], "samples": 2, "max_tokens": 6, "chat": False}
+    return recipe
+
+
+@pytest.mark.parametrize("name", ["acc-only", "both"])
+def test_the_live_target_is_the_cached_one(recipe: dict, name: str) -> None:
+    """At every decision of real trajectories: candidates, residual, masked positions, non-candidates' odds."""
+    steps = steps_of(recipe)
+    for stage in (rollout, reference, score):
+        stage.run(steps, QUIET)
+    cache, target = open_cache(steps, name), preview._open_target(steps, name, {})
+    student = load_model(steps.student_path, dtype=torch.float32, device=torch.device("cpu"))
+    vocabulary, masked = len(make_tokenizer("student")), 0
+    for number in range(6):
+        row = cache.read(number)
+        batch, places = compose([row], cache.weights, 2.0), np.flatnonzero(kept_decisions(row, cache.weights))
+        expected = dict(zip(places.tolist(), batch.log_q_NO, strict=True))
+        ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()
+        logits_TV = student(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1, :vocabulary]
+        request = Request(row.prompt_ids.tolist(), number // 2, number % 2)
+        for place, logits_V in enumerate(logits_TV):
+            log_q_V = target([request], [row.response_ids[:place].tolist()], logits_V[None])[0]
+            torch.testing.assert_close(log_q_V.exp().sum(), torch.tensor(1.0), atol=1e-5, rtol=0)
+            if place not in expected:
+                masked += 1
+                torch.testing.assert_close(log_q_V, torch.log_softmax(logits_V, dim=-1))
+                continue
+            candidates = torch.tensor(row.candidate_ids_TC[place]).long()
+            torch.testing.assert_close(log_q_V[candidates], expected[place][:-1], atol=2e-5, rtol=1e-5)
+            others = torch.ones(vocabulary, dtype=torch.bool).scatter(0, candidates, False)
+            torch.testing.assert_close(
+                torch.logsumexp(log_q_V[others], dim=0), expected[place][-1], atol=2e-5, rtol=1e-5
+            )
+            log_b_V = torch.log_softmax(logits_V, dim=-1)[others]
+            shifted = log_q_V[others] - log_b_V
+            torch.testing.assert_close(shifted, shifted.mean().expand_as(shifted), atol=1e-5, rtol=0)
+    assert masked > 0, "the masked branch was exercised"
+
+
+def test_a_preview_prints_a_table_and_is_not_made_twice(recipe: dict, tmp_path: Path) -> None:
+    recipe = {**recipe, "runs": str(tmp_path)}
+    out = Console(record=True, width=140, quiet=False, file=(tmp_path / "out.txt").open("w"))
+    found = preview.run(steps_of(recipe), QUIET, out, problems=3, only=["both"])
+    assert list(found) == ["base", "both"]
+    assert [len(summary.problems) for summary in found["both"]] == [3]
+    samples = tmp_path / "tiny" / "preview" / "both" / "sums" / "samples.jsonl"
+    before = samples.stat().st_mtime_ns
+    preview.run(steps_of(recipe), QUIET, out, problems=3, only=["both"])
+    assert samples.stat().st_mtime_ns == before
+    assert "both" in out.export_text()
+    out.file.close()
+
+
+def test_what_cannot_be_previewed_is_refused(recipe: dict, tmp_path: Path) -> None:
+    recipe = {**recipe, "runs": str(tmp_path)}
+    recipe["compositions"] = {
+        "budget": {"weights": {"acc": 1.0}, "kl_budget": 0.1},
+        "live": {"weights": {"acc": 1.0}, "online": True},
+    }
+    with pytest.raises(InputError, match="kl_budget"):
+        preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1, only=["budget"])
+    with pytest.raises(InputError, match="--only live: its method is online"):
+        preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1, only=["live"])
+    with pytest.raises(InputError, match=r"no composition .* can be previewed: budget \(.*kl_budget.*live \("):
+        preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1)
+    assert list(tmp_path.iterdir()) == [], "refused before anything was sampled"
+
+    recipe["compositions"]["both"] = {"weights": {"acc": 0.5, "brief": 0.5}}
+    with pytest.raises(InputError, match="--only bth: no such composition; these can be previewed: both"):
+        preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1, only=["bth"])
+    steps = steps_of(recipe)
+    found = preview.run(steps, QUIET, Console(quiet=True), problems=1)
+    assert list(found) == ["base", "both"], "the others are left out"
+    assert {row["stage"] for row in read_ledger(steps.store.run_dir)} == {"preview"}

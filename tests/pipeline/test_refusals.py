@@ -1,0 +1,101 @@
+"""Wrong input to a run that is there already: refused, and the run is what it was. What it was made from may go."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_weave.config import check_recipe, dump_recipe
+from pipeline.small_runs import make_recipe
+
+pytestmark = pytest.mark.slow
+Ask = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, lweave: Callable[..., list[int]]) -> dict[str, Any]:
+    """A whole run, with a benchmark of its own."""
+    root = tmp_path_factory.mktemp("finished")
+    (root / "sums.jsonl").write_text(json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n")
+    section = {"benchmarks": [f"file:{root / 'sums.jsonl'}"], "samples": 1, "max_tokens": 4, "chat": False}
+    recipe = make_recipe(root, "qwen3", "llama", "bytes", eval=section)
+    (root / "r.toml").write_text(dump_recipe(check_recipe(recipe)))
+    assert lweave({"arguments": ["run", str(root / "r.toml")], "output": str(root / "said")}) == [0]
+    return recipe
+
+
+@pytest.fixture
+def ask(finished: dict[str, Any], tmp_path: Path, lweave: Callable[..., list[int]]) -> Ask:
+    recipe = Path(finished["runs"]).parent / "r.toml"
+
+    def run(command: str, *arguments: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
+        job = {"arguments": [command, str(recipe), *arguments], "output": str(tmp_path / "said")}
+        (ended,) = lweave({**job, "environment": environment})
+        return -ended, (tmp_path / "said").read_text()
+
+    return run
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    changing = {".lock", "ledger.jsonl"}
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in changing}
+
+
+@pytest.mark.parametrize(
+    ("command", "change", "message"),
+    [
+        ("run", "prompts.source=nope.jsonl", "prompts.source = 'nope.jsonl'"),
+        ("reference", "reference.candidates=5000", "reference.candidates = 5000"),
+        ("score", 'anchors.one.aliases={"<|end|>"="nope"}', "'nope' is no token of the anchor's tokenizer"),
+        ("train", "train.dtype=float16", "train.dtype"),
+    ],
+)
+def test_a_wrong_change_leaves_a_finished_run_as_it_was(
+    finished: dict[str, Any], ask: Ask, command: str, change: str, message: str
+) -> None:
+    before = contents(Path(finished["runs"]))
+    code, said = ask(command, "--set", change)
+    assert code == 2
+    assert message in said
+    assert contents(Path(finished["runs"])) == before
+    assert "Everything is up to date" in ask("status")[1]
+
+
+@pytest.mark.parametrize("rank", ["x", "2", "-1"])
+def test_a_rank_that_no_shard_belongs_to_is_refused(ask: Ask, rank: str) -> None:
+    code, said = ask("rollout", environment={"RANK": rank, "WORLD_SIZE": "2"})
+    assert code == 2
+    assert f"RANK={rank} WORLD_SIZE=2" in said
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_sampled(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, said = ask("eval", "--lm-eval", str(tmp_path / "file"))
+    assert code == 2
+    assert "--lm-eval" in said
+
+
+def test_anchors_and_prompts_may_go_once_the_cache_is_made(
+    finished: dict[str, Any], ask: Ask, lweave: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    anchor = finished["anchors"]["one"]
+    gone = [Path(place) for place in (anchor["post"], anchor["pre"], finished["prompts"]["source"])]
+    for place in gone:
+        place.rename(place.with_name(f"{place.name}-away"))
+    try:
+        assert "Everything is up to date" in ask("status")[1]
+        for command in ("verify", "cost", "report", "run"):
+            code, said = ask(command)
+            assert code == 0, said
+        again = ["--set", "compositions.again={weights={one=1.0}, alpha=3.0}", "--only", "again"]
+        assert ask("train", *again)[0] == 0, "another composition of the same cache"
+        code, said = ask("score", "--set", "reference.candidates=3")
+        assert code == 2, "but what must be made anew needs them"
+        assert "lweave reference" in said
+    finally:
+        for place in gone:
+            place.with_name(f"{place.name}-away").rename(place)
+    shutil.rmtree(Path(finished["runs"]) / "small" / "train" / "again")

@@ -1,0 +1,129 @@
+"""`lweave sweep`: what it plans, what it spends, and that it does nothing twice."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from lightning_weave.config import Recipe, check_recipe
+from lightning_weave.errors import InputError
+from lightning_weave.pipeline import sweep
+from lightning_weave.progress import Progress
+from lightning_weave.report.results import summaries
+from lightning_weave.runs.sweeps import plan_sweep, remember, with_sweep
+from tiny import make_world, save_prompts, steps_of
+
+QUIET = Progress(quiet=True)
+
+
+def recipe(anchors: int = 2, **compositions: Any) -> Recipe:
+    names = ["klear", "decs", "mimo"][:anchors]
+    return check_recipe(
+        {
+            "name": "r",
+            "student": {"model": "s"},
+            "anchors": {name: {"post": f"{name}+", "pre": f"{name}-"} for name in names},
+            "compositions": compositions,
+        }
+    )
+
+
+def test_shares_of_one_anchor_leave_the_rest_to_the_others() -> None:
+    plan = plan_sweep(recipe(), [0.25, 0.375])
+    assert {one.name: one.composition.weights for one in plan} == {
+        "decs-0.250": {"klear": 0.75, "decs": 0.25},
+        "decs-0.375": {"klear": 0.625, "decs": 0.375},
+    }
+    (one,) = plan_sweep(recipe(3), [0.5], "klear")
+    assert one.name == "klear-0.500"
+    assert one.composition.weights == {"klear": 0.5, "decs": 0.25, "mimo": 0.25}
+
+
+def test_a_grid_names_its_alphas() -> None:
+    plan = plan_sweep(recipe(), [0.25, 0.75], alphas=[1, 4])
+    assert [(one.name, one.composition.alpha) for one in plan] == [
+        ("decs-0.250-alpha-1", 1.0),
+        ("decs-0.750-alpha-1", 1.0),
+        ("decs-0.250-alpha-4", 4.0),
+        ("decs-0.750-alpha-4", 4.0),
+    ]
+
+
+def test_what_the_recipe_has_is_not_made_again() -> None:
+    own = recipe(both={"weights": {"klear": 0.5, "decs": 0.5}}, only={"weights": {"decs": 1.0}})
+    plan = plan_sweep(own, [0.5, 0.5, 1.0, 0.25])
+    assert [(one.name, one.known) for one in plan] == [("both", True), ("only", True), ("decs-0.250", False)]
+    other_objective = recipe(both={"weights": {"klear": 0.5, "decs": 0.5}, "objective": "direct-opd"})
+    assert [one.name for one in plan_sweep(other_objective, [0.5])] == ["decs-0.500"]
+
+
+def test_alpha_is_that_of_the_recipe_unless_it_has_several() -> None:
+    one = recipe(a={"weights": {"klear": 1.0}, "alpha": 1.0})
+    two = recipe(a={"weights": {"klear": 1.0}, "alpha": 1.0}, b={"weights": {"decs": 1.0}, "alpha": 3.0})
+    assert plan_sweep(one, [0.5])[0].composition.alpha == 1.0
+    assert plan_sweep(two, [0.5])[0].composition.alpha == 2.0
+
+
+@pytest.mark.parametrize(
+    ("shares", "options", "message"),
+    [
+        ([], {}, "--shares is empty"),
+        ([1.5], {}, "--shares 1.5: a share is a number from 0 to 1"),
+        ([0.5], {"alphas": [0.0]}, "--alphas 0: alpha must be greater than 0"),
+        ([0.5], {"anchor": "nobody"}, "--anchor nobody: no such anchor; this recipe has klear, decs"),
+    ],
+)
+def test_wrong_sweeps_are_refused(shares: list[float], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        plan_sweep(recipe(), shares, **options)
+
+
+def test_one_anchor_has_nothing_to_share() -> None:
+    with pytest.raises(InputError, match="needs two anchors or more"):
+        plan_sweep(recipe(1), [0.5])
+
+
+def test_sweeps_are_remembered_and_add_up(tmp_path: Path) -> None:
+    steps = steps_of(recipe().model_copy(update={"runs": str(tmp_path)}))
+    remember(steps, plan_sweep(steps.recipe, [0.25]))
+    remember(steps, plan_sweep(steps.recipe, [0.75], alphas=[1.0]))
+    assert list(with_sweep(steps).recipe.compositions) == ["decs-0.250", "decs-0.750-alpha-1"]
+    fewer = steps_of(recipe(1).model_copy(update={"runs": str(tmp_path)}))
+    assert list(with_sweep(fewer).recipe.compositions) == []  # their anchor is gone
+
+
+@pytest.mark.slow
+def test_a_sweep_trains_what_is_missing_once(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    world = make_world(tmp_path, prompts=4)
+    world["compositions"] = {"both": {"weights": {"acc": 0.5, "brief": 0.5}}}
+    bench = save_prompts(tmp_path / "sums.jsonl", 4, seed=9)
+    world["eval"] = {"benchmarks": [f"file:{bench}"], "samples": 2, "max_tokens": 8, "chat": False}
+    steps = steps_of(world)
+    plan = plan_sweep(steps.recipe, [0.25, 0.5])
+
+    def made() -> dict[str, int]:
+        files = [*(steps.store.run_dir / "train").rglob("*.safetensors"), *steps.store.run_dir.rglob("samples.jsonl")]
+        return {str(path.relative_to(steps.store.run_dir)): path.stat().st_mtime_ns for path in files}
+
+    first, second = (Console(record=True, width=200) for _ in range(2))
+    sweep.run(steps, plan, QUIET, first)
+    said = first.export_text()
+    assert "Sweep of 2: brief-0.250, both" in said
+    assert "To train: 2, cost unknown yet" in said
+    assert "Frontier, 3 of 3 evaluated:" in said
+    known = with_sweep(steps)
+    assert set(summaries(known)) == {"base", "brief-0.250", "both"}
+    before = made()
+    assert {name.split("/")[1] for name in before if name.startswith("train")} == {"brief-0.250", "both"}
+    sweep.run(steps, plan, QUIET, second)
+    assert made() == before
+    assert "To train: 0, nothing to spend" in second.export_text()
+    more = sweep.forecast(remember(steps, plan_sweep(steps.recipe, [0.1, 0.9])), plan_sweep(steps.recipe, [0.1, 0.9]))
+    assert re.search(r"To train: 2, about \d+ s of device time \(\d+ s each, as measured\)", "\n".join(more))
+    overlay = tomllib.loads((steps.store.run_dir / "sweep.toml").read_text())
+    assert overlay["compositions"]["brief-0.250"]["weights"] == {"acc": 0.75, "brief": 0.25}

@@ -1,0 +1,103 @@
+"""The verb: every recipe of the paper has a plan, without torch and without weights; bytes are those of a real run."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny
+from lightning_weave.config import check_recipe, load_recipe
+from lightning_weave.pipeline import reference, rollout, score
+from lightning_weave.plan.costs import Machine
+from lightning_weave.plan.gpus import find_gpu
+from lightning_weave.plan.memory import cache_bytes
+from lightning_weave.plan.recipe import make_plan
+from lightning_weave.progress import Progress
+
+PAPER = Path(__file__).parents[2] / "recipes" / "paper"
+STUDENTS = ["qwen3-1.7b", "qwen3-4b", "qwen3-4b-thinking-2507", "qwen3.5-4b", "olmo-3-7b-think"]
+SETS = ["klear", "decs", "mimo", "klear-decs", "klear-mimo", "decs-mimo", "klear-decs-mimo", "sweep", "ablation"]
+EIGHT = Machine(find_gpu("H100"), 8)
+
+
+def paper(*names: str):
+    return load_recipe([PAPER / f"{name}.toml" for name in names])
+
+
+def test_every_recipe_of_the_paper_has_a_plan() -> None:
+    for student, domain, name in itertools.product(STUDENTS, ["math", "code"], SETS):
+        plan = make_plan(paper("base", student, domain, name), EIGHT)
+        assert 3 < plan.one_composition < 40, (student, domain, name)
+        assert plan.all_compositions >= plan.one_composition
+        # Students of 7B cost 16 bytes per weight to train; an H100 of eight has room for that.
+        assert all(row.fits for row in plan.memory), (student, domain, name)
+
+
+def test_more_compositions_cost_only_their_training() -> None:
+    one = make_plan(paper("base", "qwen3-4b", "math", "klear-decs"), EIGHT)
+    five = make_plan(paper("base", "qwen3-4b", "math", "sweep"), EIGHT)
+    assert (one.compositions, five.compositions) == (1, 5)
+    assert one.cache_hours == five.cache_hours
+    training = one.one_composition - one.cache_hours
+    assert five.all_compositions == pytest.approx(one.cache_hours + 5 * training)
+
+
+def test_a_composition_may_train_longer_or_sample_again() -> None:
+    recipe = paper("base", "qwen3-4b", "math", "ablation").model_dump(by_alias=True, exclude_none=True)
+    recipe["compositions"]["mixture"]["epochs"] = 6
+    recipe["compositions"]["decs-then-klear"]["resample"] = False
+    plan = make_plan(check_recipe(recipe), EIGHT)
+    hours = {row.what: row.gpu_hours for row in plan.stages}
+    assert hours["mixture"] == pytest.approx(3 * hours["klear-decs"])
+    assert hours["decs-then-klear"] == hours["klear-decs"]
+    # The second leg samples half of the trajectories anew, and scores them under its own pair.
+    student = sum(row.gpu_hours for row in plan.stages if row.stage in ("rollout", "reference"))
+    pair = hours["pixas/DECS_1.5B"] + hours["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"]
+    assert hours["klear-then-decs"] == pytest.approx(hours["klear-decs"] + (student + pair) / 2)
+    assert plan.compositions == 9  # online ones need no cache
+
+
+def test_a_checkpoint_that_two_pairs_share_is_scored_once() -> None:
+    extra = {"anchors": {"other": {"post": "Qwen/Qwen3-4B", "pre": "Qwen/Qwen3-8B-Base"}}}
+    recipe = paper("base", "qwen3-4b", "math", "klear").model_dump(by_alias=True, exclude_none=True)
+    recipe["anchors"] |= extra["anchors"]
+    scored = [row.what for row in make_plan(check_recipe(recipe), EIGHT).stages if row.stage == "score"]
+    assert sorted(scored) == ["Kwai-Klear/Klear-Reasoner-8B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B-Base"]
+
+
+def test_the_command_answers_without_torch(tmp_path: Path) -> None:
+    files = [str(PAPER / f"{name}.toml") for name in ("base", "qwen3.5-4b", "code", "klear-decs-mimo")]
+    code = (
+        "import sys; sys.argv = ['lweave', 'plan', *sys.argv[1:], '--json', '--gpu', 'A100', '--gpus', '4']\n"
+        "from lightning_weave.cli import app\n"
+        "try:\n    app()\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, *files]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
+    plan = json.loads(done.stdout)
+    assert (plan["gpu"], plan["gpus"], len(plan["stages"])) == ("A100", 4, 2 + 6 + 1)
+
+
+def test_disk_is_what_a_real_run_takes(tmp_path: Path) -> None:
+    world = tiny.make_world(tmp_path, prompts=32)
+    world["rollout"] |= {"prompts_per_shard": 32, "responses": 4, "max_tokens": 64}
+    world["reference"]["candidates"] = 16
+    steps, quiet = tiny.steps_of(world), Progress(quiet=True)
+    rollout.run(steps, quiet)
+    reference.run(steps, quiet)
+    score.run(steps, quiet, ["acc-pre"])
+    stages = [steps.store.stage(step) for step in (steps.rollout, steps.reference)]
+    stages.append(steps.store.stage(steps.scores_of("acc")[1]))
+    manifests = [stage.require() for stage in stages]
+    rows, positions = manifests[0]["rows"], manifests[0]["positions"]
+    lines = (steps.store.run_dir / "prompts" / "prompts.jsonl").read_text().splitlines()
+    prompt_tokens = sum(len(json.loads(line)["token_ids"]) for line in lines) / len(lines)
+    predicted = cache_bytes(prompt_tokens, positions / rows, rows, 16)
+    taken = [sum(entry["bytes"] for entry in manifest["shards"]) for manifest in manifests]
+    assert predicted["reference"] == pytest.approx(taken[1], rel=0.03)
+    assert predicted["score"] == pytest.approx(taken[2], rel=0.03)
+    assert 0 < taken[0] - predicted["rollout"] < 64 * rows + 4096  # offsets, checksums and a header come on top

@@ -1,0 +1,235 @@
+"""`lweave report` over a small run with real caches: what it writes, merges, refuses, and how it looks."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_weave.bench.samples import read_samples, to_line
+from lightning_weave.cache.shifts import CachedShifts
+from lightning_weave.errors import InputError
+from lightning_weave.maths import aes
+from lightning_weave.models.load import load_model, load_tokenizer, vocabulary_size
+from lightning_weave.pipeline import reference, rollout, score, train
+from lightning_weave.progress import Progress
+from lightning_weave.report import anchors as report_cache
+from lightning_weave.report import read_cases as report_cases
+from lightning_weave.report import report
+from lightning_weave.report.cases import choose
+from report.chromium import browsing, needs_chromium, open_page
+from report.evaluated import HOSTILE, write_evaluations
+from tiny import make_world, save_prompts, steps_of
+
+pytestmark = pytest.mark.slow
+QUIET = Progress(quiet=True)
+POLICIES = {"base": (0.55, 400), "acc-only": (0.85, 450), "brief-only": (0.5, 280), "both": (0.8, 250)}
+CASE = {"wrong": ["brief-only"], "right": ["acc-only", "both"], "shortest": "both", "seed": 7, "count": 2}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A small world with a whole cache, one trained composition, and evaluations of everything."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("report")
+    made = make_world(root, prompts=8)
+    made["eval"] = {"benchmarks": [f"file:{save_prompts(root / 'sums.jsonl', 14, seed=9)}"]}
+    made["report"] = {"trajectories": 6, "cases": {"accuracy-and-brevity": CASE}}
+    steps = steps_of(made)
+    for stage in (rollout, reference, score):
+        stage.run(steps, QUIET)
+    train.run(steps, QUIET, ["both"])
+    write_evaluations(steps, POLICIES)
+    return made
+
+
+@pytest.fixture(scope="module")
+def page(recipe: dict[str, Any]) -> Path:
+    return report.run([steps_of(recipe)], QUIET)
+
+
+def test_everything_is_written(page: Path) -> None:
+    names = {path.relative_to(page.parent).as_posix() for path in page.parent.rglob("*") if path.is_file()}
+    figures = [
+        "frontier",
+        "profile",
+        "budgets",
+        "kinds",
+        "positions",
+        "training-reverse_kl",
+        "training-loss",
+        "cost",
+        "amortised",
+    ]
+    assert names == {
+        "index.html", "points.json", "tables/cases.tex",
+        *(f"tables/results.{suffix}" for suffix in ("md", "tex", "csv")),
+        *(f"figures/{name}.{suffix}" for name in figures for suffix in ("svg", "png")),
+    }  # fmt: skip
+    assert page.stat().st_size < 5e6
+
+
+def test_points_are_what_was_evaluated(recipe: dict[str, Any], page: Path) -> None:
+    points = json.loads((page.parent / "points.json").read_text())
+    assert [point["policy"] for point in points] == list(POLICIES)
+    steps = steps_of(recipe)
+    measured = {}
+    for policy in POLICIES:
+        folder = steps.store.stage(steps.eval(policy, steps.recipe.eval.benchmarks[0])).folder
+        samples = list(read_samples(folder / "samples.jsonl"))
+        right = 100 * sum(sample.correct for sample in samples) / len(samples)
+        measured[policy] = (right, sum(sample.tokens for sample in samples) / len(samples))
+    for point in points:
+        assert (point["accuracy"], point["tokens"]) == pytest.approx(measured[point["policy"]])
+        assert point["aes"] == pytest.approx(aes(*measured[point["policy"]], *measured["base"]))
+        assert point["aes_low"] <= point["aes"] <= point["aes_high"]
+    assert points[3]["weights"] == {"acc": 0.5, "brief": 0.5}
+    assert points[0]["weights"] == {}
+
+
+def test_trained_students_in_the_loom_are_the_checkpoints(recipe: dict[str, Any]) -> None:
+    steps = steps_of(recipe)
+    cache = CachedShifts.open(steps)
+    assert cache is not None
+    rows = report_cache._read_rows(steps, cache, [0, 5, 11], 1)
+    scored = report_cache._score_student(steps, "both", rows, QUIET)
+    folder = steps.store.stage(steps.train("both")).folder / "final"
+    model = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+    vocabulary = vocabulary_size(load_tokenizer(folder))
+    for row, (logp_TC, mass_T) in zip(rows, scored, strict=True):
+        ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.view.sampled_P])).long()
+        logits = model(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1, :vocabulary]  # padding has no token
+        expected = torch.log_softmax(logits, dim=-1).gather(1, torch.from_numpy(row.view.ids_PC).long())
+        np.testing.assert_allclose(logp_TC, expected.detach().numpy(), atol=1e-4)
+        np.testing.assert_allclose(mass_T, expected.exp().sum(dim=1).detach().numpy(), atol=1e-4)
+
+
+def test_the_loom_holds_no_more_than_it_may(recipe: dict[str, Any]) -> None:
+    steps = steps_of({**recipe, "report": {"trajectories": 6, "megabytes": 0.004}})
+    cache = CachedShifts.open(steps)
+    assert cache is not None
+    loom = report_cache.loom_data(steps, cache, report_cache.student_vocabulary(steps), None, QUIET)
+    assert loom is not None
+    arrays = [
+        loom["ids"],
+        loom["sampled"],
+        loom["logp"],
+        loom["other"],
+        *loom["shifts"],
+        *loom["students"]["both"].values(),
+    ]
+    assert sum(map(len, arrays)) <= 4000
+    assert any(thread["shown"] < thread["tokens"] for thread in loom["threads"])
+
+
+def test_cases_do_not_depend_on_what_was_written(recipe: dict[str, Any], tmp_path: Path) -> None:
+    copied = {**recipe, "runs": str(tmp_path / "runs")}
+    shutil.copytree(recipe["runs"], tmp_path / "runs")
+    steps = steps_of(copied)
+    case = steps.recipe.report.cases["accuracy-and-brevity"]
+    before = choose(case, report_cases.outcomes(steps, case))
+    assert len(before) == 2
+    for path in (tmp_path / "runs").rglob("samples.jsonl"):
+        rewritten = [
+            to_line(type(one)(**{**vars(one), "text": one.text[::-1], "answer": "?"})) for one in read_samples(path)
+        ]
+        path.write_text("".join(rewritten))
+    assert choose(case, report_cases.outcomes(steps, case)) == before
+
+
+def test_two_runs_of_one_student_are_one_row(recipe: dict[str, Any], page: Path, tmp_path: Path) -> None:
+    code = {**recipe, "name": "code", "runs": str(tmp_path / "runs"), "report": {"trajectories": 0}}
+    code["eval"] = {"benchmarks": [f"file:{save_prompts(tmp_path / 'more.jsonl', 9, seed=3)}"]}
+    others = {"base": (0.5, 300), "both": (0.7, 200), "brief-only": (0.4, 150)}
+    write_evaluations(steps_of(code), others)
+    merged = report.run([steps_of({**recipe, "runs": _copy(recipe, tmp_path)}), steps_of(code)], QUIET)
+    rows = {point["policy"]: point for point in json.loads((merged.parent / "points.json").read_text())}
+    assert list(rows) == ["base", "brief-only", "both"]  # in the order of the first recipe
+    alone = {point["policy"]: point for point in json.loads((page.parent / "points.json").read_text())}
+    lines = (merged.parent / "tables/results.csv").read_text().splitlines()
+    assert lines[0].startswith("Group,Policy,sums Acc.,sums #Tok.,more Acc.,more #Tok.,Average")
+    assert rows["both"]["accuracy"] != alone["both"]["accuracy"]
+    assert "Only in tiny, so not in the table: acc-only." in merged.read_text()
+
+
+def test_a_benchmark_counts_once(recipe: dict[str, Any]) -> None:
+    again = {**recipe, "name": "again"}
+    write_evaluations(steps_of(again), {"base": (0.5, 300)})
+    with pytest.raises(InputError, match="a benchmark counts once"):
+        report.run([steps_of(recipe), steps_of(again)], QUIET)
+
+
+def _copy(recipe: dict[str, Any], folder: Path) -> str:
+    shutil.copytree(recipe["runs"], folder / "copied")
+    return str(folder / "copied")
+
+
+def test_different_students_are_not_merged(recipe: dict[str, Any]) -> None:
+    other = {**recipe, "name": "other", "student": {"model": recipe["anchors"]["acc"]["pre"]}}
+    with pytest.raises(InputError, match="different students"):
+        report.run([steps_of(recipe), steps_of(other)], QUIET)
+
+
+def test_a_cache_without_evaluations_is_still_worth_a_page(recipe: dict[str, Any], tmp_path: Path) -> None:
+    runs = _copy(recipe, tmp_path)
+    shutil.rmtree(Path(runs) / "tiny" / "eval")
+    shutil.rmtree(Path(runs) / "tiny" / "report", ignore_errors=True)
+    text = report.run([steps_of({**recipe, "runs": runs})], QUIET).read_text()
+    assert "Not evaluated yet: base, acc-only, brief-only, both" in text
+    assert "loom-data-1" in text
+
+
+def test_nothing_to_report_says_where_to_start(recipe: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nothing to report yet. Start with: lweave run tiny\.toml"):
+        report.run([steps_of({**recipe, "runs": str(tmp_path)})], QUIET)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"cases": {"x": {"right": ["nobody"]}}}, "report.cases.x names the policy 'nobody'; this recipe has base"),
+        ({"cases": {"x": {"right": ["both"], "benchmark": "aime-2024"}}}, "report.cases.x.benchmark = 'aime-2024'"),
+        ({"students": ["nobody"]}, "report.students names 'nobody'"),
+    ],
+)  # fmt: skip
+def test_wrong_names_are_refused(recipe: dict[str, Any], section: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        report.run([steps_of({**recipe, "report": section})], QUIET)
+
+
+@needs_chromium
+def test_the_page_in_a_browser(page: Path) -> None:
+    with browsing() as browser:
+        for width in (1440, 390):
+            with open_page(browser, page, width) as opened:
+                shown = opened.page
+                assert shown.locator("figure svg").count() == 9
+                for drawing in shown.locator("figure svg").all():
+                    box = drawing.bounding_box()
+                    assert box["width"] >= 250
+                    assert box["height"] >= 60
+                assert shown.locator("table.results tbody tr").count() == 4
+                assert shown.locator(".case .shown").count() == 6
+                assert shown.locator(".case .shown pre").first.inner_text().startswith(HOSTILE)
+                shown.locator(".weave .t").nth(2).click()
+                assert shown.locator(".decision tbody tr").count() == 5
+                heights = "[...document.querySelectorAll('svg text')].map((one) => one.getBoundingClientRect().height)"
+                assert min(shown.evaluate(heights)) >= 9
+                assert shown.evaluate("window.pwned") is None
+                assert opened.overflow() <= 0
+                assert opened.complaints == []
+                assert opened.requests == [page.as_uri()]
+
+
+def test_a_report_made_again_is_equal_bytes_and_clears_what_is_left_over(
+    recipe: dict[str, Any], page: Path, tmp_path: Path
+) -> None:
+    runs = _copy(recipe, tmp_path)
+    leftover = Path(runs) / "tiny" / "report" / "figures" / "old.svg"
+    leftover.write_text("<svg/>")
+    second = report.run([steps_of({**recipe, "runs": runs})], QUIET)
+    assert second.read_bytes() == page.read_bytes()
+    assert not leftover.exists()

@@ -1,0 +1,138 @@
+"""The alternatives to the paper's method: each does what its name says, on the same cache and the same budget."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_weave.cache.sources import deal_groups
+from lightning_weave.config import Composition
+from lightning_weave.errors import InputError
+from lightning_weave.maths import expected_kl
+from lightning_weave.pipeline import reference, rollout, train
+from lightning_weave.train.data import compose
+from lightning_weave.train.dose import anchor_doses
+from lightning_weave.train.offline import open_cache
+from lightning_weave.types import Scores
+from pipeline.scored import HALF, QUIET, make_scored, same, trained
+from tiny import steps_of
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return make_scored(tmp_path_factory.mktemp("baselines"))
+
+
+def test_degenerate_baselines_are_the_single_anchor_run_bit_for_bit(recipe: dict) -> None:
+    models = trained(
+        recipe,
+        single={"weights": {"acc": 1.0}},
+        mixture={"weights": {"acc": 1.0, "brief": 0.0}, "mixture": True},
+        sequence={"weights": {"acc": 1.0}, "sequence": ["acc"]},
+        other={"weights": {"brief": 1.0}},
+    )
+    assert same(models["single"], models["mixture"])
+    assert same(models["single"], models["sequence"])
+    assert not same(models["single"], models["other"])
+
+
+def test_a_mixture_gives_each_prompt_one_anchor_in_exact_shares(recipe: dict) -> None:
+    steps = steps_of({**recipe, "compositions": {"mix": {"weights": {"acc": 0.25, "brief": 0.75}, "mixture": True}}})
+    cache = open_cache(steps, "mix")
+    singles = {
+        anchor: open_cache(steps_of({**recipe, "compositions": {"x": {"weights": {anchor: 1.0}}}}), "x")
+        for anchor in ("acc", "brief")
+    }
+    found = []
+    for number in range(len(cache)):
+        row = cache.read(number)
+        matches = [
+            anchor
+            for anchor, single in singles.items()
+            if np.array_equal(row.r_KTC, single.read(number).r_KTC)
+            and np.array_equal(row.valid_KT, single.read(number).valid_KT)
+        ]
+        assert len(matches) == 1
+        found.append(matches[0])
+    assert all(found[2 * group] == found[2 * group + 1] for group in range(12)), "prompt groups stay together"
+    assert found.count("acc") == 6, "a quarter of 12 prompts x 2 responses"
+    assert cache.weights == [1.0]
+
+
+def test_dealing_is_exact_and_by_seed() -> None:
+    dealt = deal_groups(100, [0.2, 0.3, 0.5], seed=1)
+    assert np.bincount(dealt).tolist() == [20, 30, 50]
+    assert not np.array_equal(dealt, deal_groups(100, [0.2, 0.3, 0.5], seed=2))
+    assert np.array_equal(dealt, deal_groups(100, [0.2, 0.3, 0.5], seed=1))
+
+
+def test_a_teacher_target_is_the_teachers_own_distribution(recipe: dict) -> None:
+    steps = steps_of({**recipe, "compositions": {"opd": {"weights": {"acc": 1.0}, "teacher": True, "alpha": 3.0}}})
+    cache = open_cache(steps, "opd")
+    post = steps.store.stage(steps.scores_of("acc")[0])
+    for number in range(8):
+        batch = compose([cache.read(number)], cache.weights, 3.0)
+        scores = post.open(Scores, number // 8).read(number % 8, number % 8 + 1)
+        kept = scores.mapped[0].all(axis=-1)
+        logp_NC, mass_N = torch.from_numpy(scores.logp[0][kept]), torch.from_numpy(scores.mass[0][kept])
+        torch.testing.assert_close(batch.log_q_NO[:, :-1], logp_NC, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(batch.log_q_NO[:, -1].exp(), 1 - mass_N, atol=1e-5, rtol=1e-4)
+
+
+def test_self_distillation_aims_at_the_student_at_another_temperature(recipe: dict) -> None:
+    steps = steps_of({**recipe, "compositions": {"self": {"sharpen": 0.5, "alpha": 3.0}}})
+    cache = open_cache(steps, "self")
+    batch = compose([cache.read(0)], cache.weights, 3.0)
+    torch.testing.assert_close(batch.log_q_NO, torch.log_softmax(2 * batch.log_b_NO, dim=-1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_contrast_subtracts_a_shift(recipe: dict) -> None:
+    weights = {"acc": 1.5, "brief": -0.5}
+    steps = steps_of({**recipe, "compositions": {"minus": {"weights": weights, "allow_negative": True}}})
+    row = (cache := open_cache(steps, "minus")).read(0)
+    batch = compose([row], cache.weights, 2.0)
+    kept = row.valid_KT.all(axis=0)
+    expected = 1.5 * row.r_KTC[0][kept] - 0.5 * row.r_KTC[1][kept]
+    torch.testing.assert_close(batch.r_NC, torch.from_numpy(expected))
+
+
+def test_a_kl_budget_is_hit_within_one_percent_on_the_cache(recipe: dict) -> None:
+    budget = 0.02
+    trained(recipe, budget={"weights": HALF, "kl_budget": budget})
+    steps = steps_of({**recipe, "compositions": {"budget": {"weights": HALF, "kl_budget": budget}}})
+    manifest = steps.store.stage(steps.train("budget")).require()
+    cache = open_cache(steps, "budget")
+    rows = [cache.read(number) for number in range(len(cache))]
+    batch = compose(rows, cache.weights, manifest["alpha"])
+    assert expected_kl(batch.log_q_NO, batch.log_b_NO).mean().item() == pytest.approx(budget, rel=0.01)
+    assert manifest["target_kl"] == pytest.approx(budget, rel=0.01)
+
+
+def test_an_unreachable_kl_budget_names_the_range(recipe: dict) -> None:
+    with pytest.raises(InputError, match=r"compositions\.far\.kl_budget = 1e\+06: .* spends"):
+        trained(recipe, far={"weights": HALF, "kl_budget": 1e6})
+
+
+@pytest.mark.parametrize(
+    ("way", "doses"),
+    [
+        ({"weights": HALF}, {"acc": 0.25, "brief": 0.25}),
+        ({"weights": HALF, "mixture": True}, {"acc": 0.5, "brief": 0.5}),
+        ({"weights": HALF, "sequence": ["acc", "brief"]}, {"acc": 0.5, "brief": 0.5}),
+        ({"weights": HALF, "sequence": ["acc", "brief"], "dose": "matched"}, {"acc": 0.25, "brief": 0.25}),
+        ({"weights": {"acc": 1.0}, "teacher": True}, {}),
+        ({"sharpen": 0.5}, {}),
+    ],
+)
+def test_the_dose_is_what_each_anchor_acts_with(way: dict, doses: dict) -> None:
+    assert anchor_doses(Composition.model_validate(way), 2.0) == doses
+
+
+def test_self_distillation_without_anchors_is_a_whole_run(recipe: dict, tmp_path: Path) -> None:
+    alone = {key: value for key, value in recipe.items() if key != "anchors"}
+    steps = steps_of({**alone, "runs": str(tmp_path), "compositions": {"self": {"sharpen": 0.5}}})
+    assert [step.path for step in steps.everything()][:4] == ["prompts", "rollout", "reference", "train/self"]
+    for stage in (rollout, reference, train):
+        stage.run(steps, QUIET)
+    assert steps.store.stage(steps.train("self")).state() == "done"

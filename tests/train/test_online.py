@@ -1,0 +1,140 @@
+"""Online training: live anchors on what the current student draws, held against the student it began as."""
+
+import math
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lightning_weave.config import check_recipe, dump_recipe
+from lightning_weave.models.load import load_model
+from lightning_weave.pipeline import prompts, run, train
+from lightning_weave.report import report
+from lightning_weave.train.data import compose
+from lightning_weave.train.offline import open_cache
+from lightning_weave.train.online import LiveRows
+from lightning_weave.train.parallel import Ranks
+from lightning_weave.train.training import make_fit, make_schedule, open_trainee
+from pipeline.scored import HALF, QUIET, make_scored, same, trained
+from tiny import steps_of
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return make_scored(tmp_path_factory.mktemp("online"))
+
+
+@pytest.mark.parametrize("objective", ["direct-opd", "tilted", "reverse-kl"])
+def test_online_begins_with_the_offline_gradient(recipe: dict, objective: str) -> None:
+    """The paper's claim about initialisation: on the first round, live and cached updates are the same."""
+    compositions = {"live": {"weights": HALF, "online": True, "objective": objective}, "cached": {"weights": HALF}}
+    if objective == "reverse-kl":  # whose first gradient lacks the tilted loss's division by the candidates' mass
+        compositions["cached"]["objective"] = objective
+    steps = steps_of({**recipe, "compositions": compositions})
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    gradients, losses = {}, {}
+    for name in compositions:
+        trainee = open_trainee(steps, ranks, torch.float32)
+        schedule = make_schedule(steps.recipe, 12)
+        if name == "live":
+            rows = LiveRows(steps, name, trainee, prompts.make(steps, QUIET), schedule)
+            rows.refresh(0)
+        else:
+            rows = open_cache(steps, name)
+        numbers = schedule.rows(0)
+        fit = make_fit(steps, name, trainee, rows, 2.0, ranks, steps.store.stage(steps.train(name)))
+        batch = compose([rows.read(number) for number in numbers], rows.weights, 2.0)
+        loss, _ = trainee(batch, fit.loss, float(len(batch)))
+        loss.backward()
+        losses[name] = loss.item()
+        gradients[name] = torch.cat([p.grad.flatten() for p in trainee.parameters() if p.grad is not None])
+        if name == "live":
+            tokens = [rows.read(number).response_ids.tolist() for number in numbers]
+        else:
+            assert tokens == [rows.read(number).response_ids.tolist() for number in numbers], "the same trajectories"
+    gap = (gradients["live"] - gradients["cached"]).norm() / gradients["cached"].norm()
+    assert gap < 1e-5
+    assert math.isfinite(losses["live"])
+
+
+def test_online_training_is_stale_when_it_would_draw_otherwise(recipe: dict) -> None:
+    live = {**recipe, "compositions": {"live": {"weights": HALF, "online": True}}}
+    steps = steps_of(live)
+    for change in ({"responses": 4}, {"temperature": 0.7}, {"max_tokens": 9}, {"seed": 7}, {"top_p": 0.9}):
+        other = steps_of({**live, "rollout": {**recipe["rollout"], **change}})
+        assert other.train("live").fingerprint != steps.train("live").fingerprint, change
+
+
+def test_online_training_alone_makes_no_cache(recipe: dict, tmp_path: Path) -> None:
+    live = {**recipe, "runs": str(tmp_path), "compositions": {"live": {"weights": HALF, "online": True}}}
+    (tmp_path / "sums.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n')
+    live["eval"] = {"benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"], "samples": 1, "max_tokens": 4, "chat": False}
+    steps = steps_of({**live, "train": {**recipe["train"], "epochs": 1}})
+    assert [step.path for step in steps.everything()][:2] == ["prompts", "train/live"]
+    assert steps.prompts.command.startswith("lweave train")
+    train.run(steps, QUIET)
+    page = report.run([steps], QUIET)
+    assert (page.parent / "figures" / "training-reverse_kl.svg").exists(), "training shows before anything is evaluated"
+    run.run(steps, QUIET)
+    assert not (steps.store.run_dir / "rollout").exists()
+    assert (steps.store.run_dir / "eval" / "live" / "sums" / "summary.json").exists()
+
+
+def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:
+    """What the current student does is held against the student it began as, and held-out rows stay what they were."""
+    live = {"weights": HALF, "online": True, "objective": "tilted"}
+    steps = steps_of({**recipe, "compositions": {"live": live}, "train": {**recipe["train"], "validation": 0.25}})
+    ranks, schedule = Ranks(0, 1, torch.device("cpu")), make_schedule(steps.recipe, 12)
+    trainee, cache = open_trainee(steps, ranks, torch.float32), open_cache(steps, "live")
+    rows = LiveRows(steps, "live", trainee, prompts.make(steps, QUIET), schedule)
+    for number in schedule.held_out():
+        assert rows.read(number).response_ids.tolist() == cache.read(number).response_ids.tolist()
+    with torch.no_grad():
+        for parameter in trainee.parameters():
+            parameter.mul_(1.5)
+    rows.refresh(0)
+    model = load_model(steps.student_path, dtype=torch.float32, device="cpu")
+    changed = 0
+    for number in schedule.rows(0):
+        row = rows.read(number)
+        ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()[None]
+        with torch.no_grad():
+            began, now = (m(ids).logits[0, len(row.prompt_ids) - 1 : -1] for m in (model, trainee.model))
+        asked_TC = torch.from_numpy(row.candidate_ids_TC).long()
+        for logits, wanted in ((began, True), (now, False)):
+            logp_TC = logits[:, : rows.vocabulary].log_softmax(-1).gather(1, asked_TC)
+            assert np.allclose(row.logp_TC, logp_TC.numpy(), atol=1e-4) is wanted
+        assert set(now[0, : rows.vocabulary].topk(4).indices.tolist()) <= set(row.candidate_ids_TC[0].tolist())
+        changed += row.response_ids.tolist() != cache.read(number).response_ids.tolist()
+    assert changed, "the current student draws"
+
+
+def test_an_online_run_is_validated_on_the_rows_held_out(recipe: dict) -> None:
+    live = {**recipe, "train": {**recipe["train"], "validation": 0.25}}
+    steps = steps_of({**live, "compositions": {"watched": {"weights": HALF, "online": True}}})
+    train.run(steps, QUIET)
+    assert steps.store.stage(steps.train("watched")).require()["validation_reverse_kl"] > 0
+
+
+@pytest.mark.slow
+def test_an_online_run_killed_between_rounds_ends_the_same(
+    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
+) -> None:
+    live = {**recipe, "compositions": {"live": {"weights": HALF, "online": True}}}
+    live["train"] = {**recipe["train"], "checkpoint_every": 1, "epochs": 4}
+    expected = trained({**live, "runs": str(tmp_path / "whole")}, **live["compositions"])["live"]
+
+    live["runs"] = str(tmp_path / "killed")
+    file = tmp_path / "live.toml"
+    file.write_text(dump_recipe(check_recipe(live)))
+    job = {"arguments": ["train", str(file)], "output": str(tmp_path / "said")}
+    first_round = {"kill": "rename", "where": r"/checkpoints/\.tmp-\d+$", "count": 1}
+    assert lweave({**job, **first_round}) == [signal.SIGKILL], "killed after its first round, before its last"
+    assert lweave(job) == [0]
+    assert "goes on after update" in (tmp_path / "said").read_text()
+    found = load_file(tmp_path / "killed" / "tiny" / "train" / "live" / "final" / "model.safetensors")
+    assert same(found, expected)

@@ -1,0 +1,79 @@
+"""The cost table adds up what the ledger says, and the summary is the paper's arithmetic."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lightning_weave.errors import InputError
+from lightning_weave.store import append_line
+from lightning_weave.views import cost
+from tiny import make_world, steps_of
+
+# GPU hours of the paper's Qwen3-4B with three anchors (tab. training-cost), as seconds
+PAPER = {"rollout": 3.50, "reference": 0.62, "score": 4.95, "train": 2.48}
+
+EVEN = {"weights": {"acc": 0.5, "brief": 0.5}}
+
+
+def row(stage: str, name: str, hours: float, **extra: object) -> dict:
+    counts = {"tokens": 1000, "bytes": 2_000_000, "peak_memory": 3_000_000_000}
+    return {"stage": stage, "name": name, "device_seconds": 3600 * hours, **counts, **extra}
+
+
+def test_the_papers_own_costs_give_the_papers_ratios(tmp_path: Path) -> None:
+    steps = steps_of({**make_world(tmp_path), "compositions": {"even": EVEN, "live": {**EVEN, "online": True}}})
+    models = list(steps.score_names.values())
+    rows = [row(stage, "", PAPER[stage]) for stage in ("rollout", "reference")]
+    rows += [row("score", model, PAPER["score"] / len(models)) for model in models]
+    rows += [row("train", "even", PAPER["train"], method="joint"), row("train", "live", 19.66, method="online")]
+    lines = cost.summary(steps, rows)
+    assert lines[0] == "One composition: 11 h 33 m (9 h 04 m cache + 2 h 28 m training)"
+    assert lines[1].startswith("Five sharing the cache: 21 h 28 m")
+    assert lines[2] == "Online (live): 19 h 39 m = 1.70 x offline for one, 4.58 x for five"
+
+
+def test_online_is_compared_with_the_same_anchors_and_the_same_updates_offline(tmp_path: Path) -> None:
+    compositions = {
+        "one": {"weights": {"acc": 1.0}},
+        "long": {"weights": {"acc": 1.0}, "epochs": 20},
+        "steps": {**EVEN, "sequence": ["acc", "brief"]},
+        "live": {"weights": {"acc": 1.0, "brief": 0.0}, "online": True},
+        "live-long": {"weights": {"acc": 1.0}, "online": True, "epochs": 20},
+    }
+    steps = steps_of({**make_world(tmp_path), "compositions": compositions})
+    rows = [row("rollout", "", 1.0), row("reference", "", 1.0)]
+    rows += [row("score", name, {"acc": 0.5, "brief": 40.0}[name.split("-")[0]]) for name in steps.score_names.values()]
+    rows += [row("train", "one", 0.5, method="joint"), row("train", "one", 0.5, method="joint")]
+    rows += [row("train", "long", 80.0, method="joint"), row("train", "live-long", 80.0, method="online")]
+    rows += [row("train", "steps/leg-1", 0.1, method="joint"), row("train", "steps", 7.0, method="sequential")]
+    rows += [row("train", "live", 8.0, method="online")]
+    lines = cost.summary(steps, rows)
+    assert lines[0] == "One composition: 84 h 00 m (83 h 00 m cache + 1 h 00 m training)"
+    assert lines[2:] == ["Online (live): 8 h 00 m = 2.00 x offline for one, 5.00 x for five"]
+    table = cost.variants_table(steps, rows)
+    said = {name: (way, time) for name, way, time in zip(*(column.cells for column in table.columns), strict=True)}
+    assert said["steps"] == ("sequential", "7 h 06 m")
+    assert said["live-long"] == ("online, 20 epochs", "80 h 00 m")
+    assert said["one"] == ("joint", "1 h 00 m")
+
+
+def test_rows_of_one_stage_are_added_up() -> None:
+    rows = [row("score", "a", 1.0), row("score", "a", 0.5), row("score", "b", 2.0)]
+    found = cost.costs(rows, "stage", "name")
+    assert found[("score", "a")].seconds == 3600 * 1.5
+    assert found[("score", "a")].tokens == 2000
+
+
+def test_the_table_is_printed_from_the_runs_ledger(tmp_path: Path) -> None:
+    steps = steps_of(make_world(tmp_path))
+    with pytest.raises(InputError, match=r"nothing measured yet. Start with: lweave run tiny\.toml"):
+        cost.run(steps, Console(quiet=True))
+    for stage, hours in PAPER.items():
+        append_line(steps.store.run_dir / "ledger.jsonl", row(stage, "x", hours, method="joint"))
+    out = Console(record=True, width=140, file=(tmp_path / "out").open("w"))
+    cost.run(steps, out)
+    text = out.export_text()
+    out.file.close()
+    assert "11 h 33 m" in text
+    assert "3.00 GB" in text

@@ -1,0 +1,166 @@
+"""A miniature world from nothing to points, twice the same, and once more on two ranks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from lightning_weave.bench.statistics import ProblemMeans
+from lightning_weave.config import check_recipe, dump_recipe
+from lightning_weave.progress import Progress
+from lightning_weave.runs.steps import Steps
+from lightning_weave.store import read_json
+from lightning_weave.world import claims, demo
+from lightning_weave.world.build import build_world
+from lightning_weave.world.claims import CLAIMS, SWEEP, check, claims_table, results_table
+
+QUIET = Progress(quiet=True)
+SMALL = [
+    "prompts.take=16",
+    "rollout.max_tokens=24",
+    "rollout.prompts_per_shard=4",
+    "train.epochs=1",
+    "train.prompts_per_round=8",
+    "train.updates_per_round=2",
+    "eval.samples=2",
+    "eval.max_tokens=24",
+    "eval.block=16",
+    "machine.threads=1",
+]
+IGNORED = {"metrics.jsonl", "README.md", "manifest.json"}  # they hold times, or where the run is
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("demo")
+    build_world(root / "runs" / "demo-world", seed=3, size="miniature")
+    return root
+
+
+def small_demo(place: Path, monkeypatch: pytest.MonkeyPatch, *sets: str) -> Steps:
+    monkeypatch.chdir(place)
+    return demo.load_demo(demo.World(), False, 0, [*SMALL, *sets])
+
+
+@pytest.fixture(scope="module")
+def first(place: Path) -> Steps:
+    """The demo, run once for those that it is compared with."""
+    with pytest.MonkeyPatch.context() as patch:
+        steps = small_demo(place, patch)
+        demo.run(steps, QUIET, Console(quiet=True))
+    return steps
+
+
+def contents(steps: Steps) -> dict[str, bytes]:
+    root = steps.store.run_dir
+    kept = ("prompts", "rollout", "reference", "score", "train", "eval")
+    files = [path for part in kept for path in (root / part).rglob("*") if path.is_file() and path.name not in IGNORED]
+    return {str(path.relative_to(root)): path.read_bytes() for path in files if "checkpoints" not in path.parts}
+
+
+@pytest.mark.slow
+def test_the_demo_runs_twice_with_identical_results(place: Path, first: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = small_demo(place, monkeypatch, "runs=again")
+    points = read_json(first.store.run_dir / "report" / "points.json")
+    assert [point["policy"] for point in points][:3] == ["base", "accuracy-only", "brevity-only"]
+    assert all(
+        {"weights", "alpha", "accuracy", "tokens", "aes", "aes_low", "aes_high"} <= point.keys() for point in points
+    )
+    assert (first.store.run_dir / "report" / "index.html").exists()
+
+    demo.run(second, QUIET, Console(quiet=True))
+    one, two = contents(first), contents(second)
+    assert one.keys() == two.keys()
+    assert [name for name in one if one[name] != two[name]] == []
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_same_cache_and_nearly_the_same_students(
+    place: Path, first: Steps, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    together = small_demo(place, monkeypatch, "runs=together")
+    recipe = tmp_path / "together.toml"
+    recipe.write_text(dump_recipe(check_recipe(together.recipe.model_dump(by_alias=True, exclude_unset=True))))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "lightning_weave.cli", "run", str(recipe)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = contents(first), contents(together)
+    cached = [name for name in one if name.startswith(("rollout", "reference", "score", "eval/base"))]
+    assert len(cached) > 20
+    assert [name for name in cached if one[name] != two[name]] == []
+    for name in first.recipe.compositions:
+        weights = [
+            load_file(steps.store.run_dir / "train" / name / "final" / "model.safetensors")
+            for steps in (first, together)
+        ]
+        for key in weights[0]:  # exported in float16
+            torch.testing.assert_close(weights[0][key], weights[1][key], atol=2e-3, rtol=2e-3)
+
+
+def test_seeds_and_worlds_have_runs_of_their_own() -> None:
+    names = [
+        demo.load_demo(demo.World(seed), True, number, ["name=x"]).recipe.name
+        for seed in (None, 7)
+        for number in (0, 1)
+    ]
+    assert names == ["x", "x-1", "x-world-7", "x-world-7-1"]
+    assert demo.load_demo(demo.World(), False, 0, []).recipe.name == "demo"
+
+
+def policy(accuracy: float, tokens: float, spread: float) -> list[ProblemMeans]:
+    """200 problems of two benchmarks around the given means."""
+    found = []
+    for name in ("x", "y"):
+        rng = np.random.default_rng(len(found))
+        ids = tuple(f"p{n}" for n in range(200))
+        found.append(ProblemMeans(name, ids, accuracy + spread * rng.normal(size=200), np.full(200, tokens)))
+    return found
+
+
+def test_claims_are_judged_by_their_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "RESAMPLES", 400)  # nothing here is a near thing
+    names = {claim.one for claim in CLAIMS} | {claim.two for claim in CLAIMS} | set(SWEEP)
+    policies = {"base": policy(60, 40, 5), **{name: policy(60, 40, 5) for name in sorted(names)}}
+    same = {finding.claim: finding.verdict for finding in check(policies)}
+    assert same["tilted is close to online, composition"] == "holds"
+    assert same["composition beats the data mixture"] == "within noise"
+    assert same["length falls as the brevity share grows"] == "does not hold"
+    assert same["some composition is dominated by no single anchor"] == "holds", "ties are kept"
+
+    policies["weave-50"] = policy(80, 20, 5)
+    better = {finding.claim: finding.verdict for finding in check(policies)}
+    assert better["composition beats the data mixture"] == "holds"
+    assert better["composition is more accurate than the accuracy anchor"] == "holds"
+    assert better["twice the dose moves the composition up"] == "does not hold"
+    assert better["tilted is close to online, composition"] == "does not hold"
+    for share, name in enumerate(SWEEP):
+        policies[name] = policy(80 - share, 40 - share, 5)
+    assert {finding.claim: finding.verdict for finding in check(policies)}[
+        "length falls as the brevity share grows"
+    ] == "holds"
+
+
+def test_every_training_seed_is_shown_beside_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "RESAMPLES", 50)
+    seeds = [
+        {"base": policy(50, 40, 0), "weave-50": policy(up, 20, 0), "brevity-only": policy(50, 20, 0)} for up in (75, 60)
+    ]
+    mean = {"base": policy(50, 40, 0), "weave-50": policy(67.5, 20, 0), "brevity-only": policy(50, 20, 0)}
+    finding = next(found for found in check(mean, seeds) if found.claim == "composition beats the brevity anchor alone")
+    assert finding.figures == "aes +1.05 [+1.05, +1.05] (+1.50, +0.60)"
+    assert "| weave-50 | 67.5 | 20.0 | 1.55 | 1.55 to 1.55 | 2.00, 1.10 |" in results_table(mean, seeds)
+
+
+def test_what_was_not_evaluated_is_said() -> None:
+    found = {"here": check({"base": policy(60, 40, 5), "weave-50": policy(70, 30, 5)})}
+    assert "**not measured**" in claims_table(found)
+    assert "| weave-50 | 70" in results_table({"base": policy(60, 40, 0), "weave-50": policy(70, 30, 0)})
