@@ -129,9 +129,9 @@ def measure_cache(folder: Path) -> dict[str, float]:
     cache = open_cache(folder)
     held = []
     for start in range(0, len(cache), 64):
-        rows = [cache.read(number) for number in range(start, min(start + 64, len(cache)))]
-        for place in range(0, len(rows), 8):
-            compose(rows[place : place + 8], cache.weights, ALPHA)
+        block = cache.block(range(start, min(start + 64, len(cache))))
+        for place in range(0, len(block), 8):
+            compose(block.pick(range(len(block))[place : place + 8]), cache.weights, ALPHA)
         held.append(kernel_says("RssAnon"))
     return {"rows": len(cache), "held": held[-1], "most": max(held)}
 

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from lightning_weave.models.hf import Scorer, ScoreRow
 from lightning_weave.models.load import load_model, load_tokenizer
+from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import ScoredModel, Steps
 from lightning_weave.train.loop import Fit
-from lightning_weave.train.offline import open_cache
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.training import make_fit, open_trainee
 from lightning_weave.types import Candidates, Ragged, Rollouts, Scores
-from train.cached import VOCABULARY, make_run, save_student
+from rows import read_row
+from train.cached import VOCABULARY, context, make_run, save_student
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -36,7 +37,7 @@ class ComposedTeacher(nn.Module):
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
-        self.student = load_model(steps.student_path, dtype=torch.float32, device=CPU)
+        self.student = load_model(steps.student.path, dtype=torch.float32, device=CPU)
         self.config = self.student.config
         self.pairs = nn.ModuleDict(
             {
@@ -81,7 +82,7 @@ def make_scored_run(root: Path) -> Steps:
 
 def score_all(steps: Steps, scored: ScoredModel) -> None:
     stage = steps.store.stage(steps.score(scored))
-    scorer = Scorer(load_model(Path(scored.model), dtype=torch.float32, device=CPU), VOCABULARY)
+    scorer = Scorer(load_model(scored.checkpoint.path, dtype=torch.float32, device=CPU), VOCABULARY)
     shards = len(steps.store.stage(steps.rollout).require()["shards"])
     for shard in range(shards):
         rollouts = steps.store.stage(steps.rollout).open(Rollouts, shard).read()
@@ -99,7 +100,7 @@ def score_all(steps: Steps, scored: ScoredModel) -> None:
 
 def frozen_tokens(fit: Fit) -> dict[str, Tensor]:
     """The same trajectories as TRL wants them: padded, with labels that leave out prompts and padding."""
-    rows = [fit.cache.read(number) for number in ROWS]
+    rows = [read_row(fit.cache, number) for number in ROWS]
     batch = {
         name: torch.full((len(rows), max(row.tokens for row in rows)), fill)
         for name, fill in (("input_ids", 0), ("attention_mask", 0), ("labels", -100))
@@ -126,12 +127,12 @@ def make_trainer(steps: Steps, root: Path) -> Any:
         gradient_checkpointing=False,
     )
     trainer = GKDTrainer(
-        model=load_model(steps.student_path, dtype=torch.float32, device=CPU).requires_grad_(True),
+        model=load_model(steps.student.path, dtype=torch.float32, device=CPU).requires_grad_(True),
         teacher_model=ComposedTeacher(steps),
         args=settings,
         train_dataset=Dataset.from_list([{"unused": 0}]),
         data_collator=lambda rows: rows,
-        processing_class=load_tokenizer(steps.student_path),
+        processing_class=load_tokenizer(steps.student.path),
     )
     trainer.current_gradient_accumulation_steps = 1  # as its own loop would set it
     return trainer
@@ -141,10 +142,8 @@ def test_the_whole_vocabulary_objective_is_trls_loss_times_alpha(tmp_path: Path)
     pytest.importorskip("trl")
     steps = make_scored_run(tmp_path)
     ranks = Ranks(0, 1, CPU)
-    stage = steps.store.stage(steps.train("both"))
-    fit = make_fit(
-        steps, "both", open_trainee(steps, ranks, torch.float32), open_cache(steps, "both"), ALPHA, ranks, stage
-    )
+    trainee = open_trainee(steps, context(ranks))
+    fit = make_fit(steps, "both", trainee, open_cache(steps, "both"), alpha=ALPHA, ranks=ranks)
     trainer = make_trainer(steps, tmp_path)
     # Adam does not see alpha, and both optimizers are given the same rest.
     theirs = torch.optim.AdamW(trainer.model.parameters(), 1e-3, weight_decay=0.0)

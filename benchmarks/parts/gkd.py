@@ -55,10 +55,11 @@ def trl_way(cache: Cache, layers: int, rows: list[int], rate: float, clock: Cloc
     )
     trainer.current_gradient_accumulation_steps = 1
     optimizer = torch.optim.AdamW(trainer.model.parameters(), rate, weight_decay=0.01, fused=True)
-    read = [cache.read(number) for number in rows]
-    ids = torch.tensor(np.stack([np.concatenate([row.prompt_ids, row.response_ids]) for row in read])).long()
+    read = cache.block(rows).rollouts
+    pairs = zip(read.prompt_ids, read.response_ids, strict=True)
+    ids = torch.tensor(np.stack([np.concatenate(pair) for pair in pairs])).long()
     labels = ids.clone()
-    labels[:, : len(read[0].prompt_ids)] = -100
+    labels[:, : len(read.prompt_ids[0])] = -100
 
     def step() -> None:
         trainer.training_step(

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_weave.cache.reader import Cache
-from lightning_weave.cache.sources import Pair
+from lightning_weave.cache.sources import PairSource
 from lightning_weave.store import Stage, Step
 from lightning_weave.types import Candidates, Ragged, Rollouts, Scores
 
@@ -60,7 +60,7 @@ def stages(folder: Path) -> dict[str, Stage]:
 
 def open_cache(folder: Path) -> Cache:
     found = stages(folder)
-    pairs = [Pair(str(k), found[f"post-{k}"], found[f"pre-{k}"], 0.5) for k in range(2)]
+    pairs = [PairSource(str(k), found[f"post-{k}"], found[f"pre-{k}"], 0.5) for k in range(2)]
     return Cache(found["rollout"], found["reference"], pairs)
 
 

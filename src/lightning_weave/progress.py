@@ -1,7 +1,6 @@
 """How long steps talk to people: bars with rate and time left on a terminal, plain lines when piped."""
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+
+from lightning_weave.ranks import is_first
 
 PLAIN_EVERY = 10.0  # seconds between plain lines
 log = logging.getLogger("lightning_weave")
@@ -61,7 +62,7 @@ class Progress:
     """Where stages report to. Ranks other than 0 stay silent."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.quiet = quiet or os.environ.get("RANK", "0") != "0"
+        self.quiet = quiet or not is_first()
         self.console = Console(stderr=True, highlight=False)
 
     def say(self, message: str) -> None:

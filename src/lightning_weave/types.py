@@ -5,13 +5,14 @@ Position t of a row is the *decision* about response token t: its state is the p
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+T = TypeVar("T")
 FinishReason = Literal["stop", "length"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")  # stored as their index
 
@@ -40,10 +41,6 @@ class Ragged:
         if not 0 <= row < len(self):
             raise IndexError(row)
         return self.flat[self.offsets[row] : self.offsets[row + 1]]
-
-    def only(self, row: int) -> "Ragged":
-        """That one row, still ragged."""
-        return Ragged.of([self[row]])
 
     def __iter__(self) -> Iterator[NDArray]:
         return (self[row] for row in range(len(self)))
@@ -119,16 +116,6 @@ class Candidates:
     other_logp: Ragged  # (P,) float32, log-mass of everything that is not a candidate
     sampled_logp: Ragged  # (P,) float32, log-prob of the token that was sampled
 
-    def only(self, row: int) -> "Candidates":
-        """That one row."""
-        return Candidates(
-            self.trajectory_R[row : row + 1],
-            self.ids.only(row),
-            self.logp.only(row),
-            self.other_logp.only(row),
-            self.sampled_logp.only(row),
-        )
-
 
 @dataclass(frozen=True)
 class Scores:
@@ -139,6 +126,30 @@ class Scores:
     mapped: Ragged  # (P, C) bool: the candidate is one token of this model, at a boundary it can see
     mass: Ragged  # (P,) float32, this model's own probability mass on the mapped candidates
 
-    def only(self, row: int) -> "Scores":
-        """That one row."""
-        return Scores(self.trajectory_R[row : row + 1], self.logp.only(row), self.mapped.only(row), self.mass.only(row))
+
+def pick_rows(table: T, rows: Sequence[int]) -> T:
+    """Take some rows of a dataclass of row arrays and ragged arrays, in this order."""
+    return _each_field(type(table), lambda name: _pick(getattr(table, name), rows))
+
+
+def join_rows(tables: Sequence[T]) -> T:
+    """Put the rows of several such dataclasses of one kind after one another."""
+    return _each_field(type(tables[0]), lambda name: _join([getattr(table, name) for table in tables]))
+
+
+def _each_field(kind: type[T], value: Callable[[str], Any]) -> T:
+    return kind(**{field.name: value(field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+def _pick(values: Any, rows: Sequence[int]) -> Any:
+    if not isinstance(values, Ragged):
+        return values[list(rows)]
+    return Ragged.of([values[row] for row in rows]) if len(rows) else Ragged(values.flat[:0], values.offsets[:1])
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    if not isinstance(parts[0], Ragged):
+        return np.concatenate(parts)
+    ends = np.cumsum([0, *(part.offsets[-1] for part in parts)])
+    offsets = [part.offsets[1:] + start for part, start in zip(parts, ends, strict=False)]
+    return Ragged(np.concatenate([part.flat for part in parts]), np.concatenate([[0], *offsets]).astype(np.int64))

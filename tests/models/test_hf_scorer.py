@@ -74,7 +74,7 @@ def test_given_candidates_are_reread_from_the_whole_logits(architecture: str) ->
     for ids_TC, (_, response) in zip(asked, rows, strict=True):
         absent_T = ~(ids_TC == np.array(response, np.int32).reshape(-1, 1)).any(axis=1)
         ids_TC[::2, 3] = np.where(absent_T, response, ids_TC[:, 3])[::2]  # the sampled token is a candidate or not
-    found = Scorer(model, VOCABULARY, 70).reread(rows, asked)
+    found = Scorer(model, VOCABULARY, 70).rescore(rows, asked)
     for (prompt, response), given_TC, (ids_TC, logp_TC, other_T, sampled_T) in zip(rows, asked, found, strict=True):
         assert np.array_equal(ids_TC, given_TC)
         expected_PV = whole_logprobs(model, prompt + response)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from lightning_weave.pipeline import reference, rollout, score, train
+from lightning_weave.pipeline.flow import make_cache, make_students
 from lightning_weave.progress import Progress
 from tiny import make_world, steps_of
 
@@ -17,15 +17,14 @@ def make_scored(folder: Path) -> dict:
     """Make a world and score it; returns its recipe."""
     recipe = make_world(folder)
     steps = steps_of(recipe)
-    for stage in (rollout, reference, score):
-        stage.run(steps, QUIET)
+    make_cache(steps, QUIET)
     return recipe
 
 
 def trained(recipe: dict, **compositions: dict) -> dict[str, dict[str, torch.Tensor]]:
     recipe = {**recipe, "compositions": compositions}
     steps = steps_of(recipe)
-    train.run(steps, QUIET)
+    make_students(steps, QUIET)
     folder = steps.store.run_dir / "train"
     return {name: load_file(folder / name / "final" / "model.safetensors") for name in compositions}
 

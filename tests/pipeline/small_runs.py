@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave.config import check_recipe
-from lightning_weave.pipeline import reference, rollout, score
+from lightning_weave.pipeline import flow
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from models.small_models import small_model
@@ -108,6 +108,5 @@ def steps_of(recipe: Mapping[str, Any]) -> Steps:
 
 def make_cache(recipe: Mapping[str, Any]) -> Steps:
     steps = steps_of(recipe)
-    for stage in (rollout, reference, score):
-        stage.run(steps, QUIET)
+    flow.make_cache(steps, QUIET)
     return steps

@@ -72,7 +72,7 @@ def test_the_page_leads_to_a_student_that_is_ready_for_the_hub(tmp_path: Path) -
     trained = AutoModelForCausalLM.from_pretrained(out)
     assert not any("lora" in name for name, _ in trained.named_parameters())
     assert (out / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
-    before = AutoModelForCausalLM.from_pretrained(steps.student_path)
+    before = AutoModelForCausalLM.from_pretrained(steps.student.path)
     moved = [
         name
         for (name, old), new in zip(before.named_parameters(), trained.parameters(), strict=True)

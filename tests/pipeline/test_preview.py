@@ -10,12 +10,14 @@ from rich.console import Console
 
 from lightning_weave.errors import InputError
 from lightning_weave.models.load import load_model
-from lightning_weave.pipeline import preview, reference, rollout, score
+from lightning_weave.pipeline import preview
+from lightning_weave.pipeline.flow import make_cache
 from lightning_weave.progress import Progress
+from lightning_weave.runs.caches import open_cache
 from lightning_weave.store.ledger import read_ledger
 from lightning_weave.train.data import compose, kept_decisions
-from lightning_weave.train.offline import open_cache
 from lightning_weave.types import Request
+from rows import block_of, read_row
 from tiny import make_tokenizer, make_world, steps_of
 
 QUIET = Progress(quiet=True)
@@ -36,14 +38,17 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
 def test_the_live_target_is_the_cached_one(recipe: dict, name: str) -> None:
     """At every decision of real trajectories: candidates, residual, masked positions, non-candidates' odds."""
     steps = steps_of(recipe)
-    for stage in (rollout, reference, score):
-        stage.run(steps, QUIET)
-    cache, target = open_cache(steps, name), preview._open_target(steps, name, {})
-    student = load_model(steps.student_path, dtype=torch.float32, device=torch.device("cpu"))
+    make_cache(steps, QUIET)
+    cache = open_cache(steps, name)
+    target = preview._open_target(steps, name, {})
+    student = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu"))
     vocabulary, masked = len(make_tokenizer("student")), 0
     for number in range(6):
-        row = cache.read(number)
-        batch, places = compose([row], cache.weights, 2.0), np.flatnonzero(kept_decisions(row, cache.weights))
+        row = read_row(cache, number)
+        batch, places = (
+            compose(block_of([row]), cache.weights, 2.0),
+            np.flatnonzero(kept_decisions(cache.block([number]), cache.weights)),
+        )
         expected = dict(zip(places.tolist(), batch.log_q_NO, strict=True))
         ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()
         logits_TV = student(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1, :vocabulary]

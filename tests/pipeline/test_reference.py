@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from lightning_weave.errors import InputError, StaleInput
-from lightning_weave.pipeline import reference, rollout
+from lightning_weave.pipeline import reference
+from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.runs.steps import Steps
 from pipeline.expected import check_reference, read_cache
 from pipeline.small_runs import QUIET, make_recipe, steps_of
@@ -29,7 +30,7 @@ def test_the_token_budget_changes_no_number(edge_run: Steps, tmp_path: Any) -> N
     found = []
     for name, budget in (("small", 1), ("large", 100_000)):
         steps = steps_of(recipe | {"name": name, "reference": {"candidates": 4, "token_budget": budget}})
-        rollout.run(steps, QUIET)
+        make_rollouts(steps, QUIET)
         reference.run(steps, QUIET)
         found.append(steps)
     for steps in found:
@@ -40,7 +41,7 @@ def test_missing_and_stale_rollouts_are_refused_with_the_command(tmp_path: Any) 
     recipe = make_recipe(tmp_path, "qwen3", "llama", "bytes")
     with pytest.raises(StaleInput, match=r"rollout is not there yet\. Make it with: lweave rollout small\.toml"):
         reference.run(steps_of(recipe), QUIET)
-    rollout.run(steps_of(recipe), QUIET)
+    make_rollouts(steps_of(recipe), QUIET)
     recipe["rollout"]["seed"] = 7
     with pytest.raises(StaleInput, match=r"rollout is stale \(seed 42 -> 7\).*\n.*lweave rollout small\.toml"):
         reference.run(steps_of(recipe), QUIET)
@@ -48,6 +49,6 @@ def test_missing_and_stale_rollouts_are_refused_with_the_command(tmp_path: Any) 
 
 def test_more_candidates_than_tokens_are_refused(tmp_path: Any) -> None:
     recipe = make_recipe(tmp_path, "qwen3", "llama", "bytes", reference={"candidates": 1000})
-    rollout.run(steps_of(recipe), QUIET)
+    make_rollouts(steps_of(recipe), QUIET)
     with pytest.raises(InputError, match=r"reference\.candidates = 1000: the student has only 269 tokens"):
         reference.run(steps_of(recipe), QUIET)

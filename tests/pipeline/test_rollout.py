@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_weave.errors import InputError
-from lightning_weave.pipeline import rollout
+from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.runs.machine import my_share, set_up
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store.ledger import read_ledger
@@ -30,7 +30,7 @@ def shards(steps: Steps) -> list[Rollouts]:
 
 def test_every_prompt_has_its_responses_in_order(recipe: dict[str, Any]) -> None:
     steps = steps_of(recipe)
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     found = shards(steps)
     assert [len(shard.prompt_R) for shard in found] == [8, 4]  # four prompts to a shard, two responses each
     assert np.concatenate([shard.prompt_R for shard in found]).tolist() == [n // 2 for n in range(12)]
@@ -45,7 +45,7 @@ def test_every_prompt_has_its_responses_in_order(recipe: dict[str, Any]) -> None
 
 def test_a_row_ends_with_a_stop_token_or_at_the_limit(recipe: dict[str, Any]) -> None:
     steps = steps_of(recipe)
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     folder = Path(recipe["student"]["model"])
     stops = {*json.loads((folder / "generation_config.json").read_text())["eos_token_id"]}
     rows = [row for shard in shards(steps) for row in zip(shard.response_ids, shard.finish_R, strict=True)]
@@ -60,7 +60,7 @@ def test_a_row_ends_with_a_stop_token_or_at_the_limit(recipe: dict[str, Any]) ->
 def test_temperature_zero_is_the_likeliest_token(recipe: dict[str, Any]) -> None:
     recipe["rollout"] |= {"temperature": 0.0, "responses": 1}
     steps = steps_of(recipe)
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     model = AutoModelForCausalLM.from_pretrained(recipe["student"]["model"], dtype=torch.float32)
     for shard in shards(steps):
         for prompt, response in zip(shard.prompt_ids, shard.response_ids, strict=True):
@@ -71,27 +71,27 @@ def test_temperature_zero_is_the_likeliest_token(recipe: dict[str, Any]) -> None
 
 def test_nothing_is_sampled_twice_and_a_new_seed_samples_anew(recipe: dict[str, Any]) -> None:
     steps = steps_of(recipe)
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     first, sessions = shards(steps), len(read_ledger(steps.store.run_dir))
-    rollout.run(steps_of(recipe), QUIET)
+    make_rollouts(steps_of(recipe), QUIET)
     assert len(read_ledger(steps.store.run_dir)) == sessions
     recipe["rollout"]["seed"] = 43
     fresh = steps_of(recipe)
     assert fresh.store.stage(fresh.rollout).state() == "stale"
-    rollout.run(fresh, QUIET)
+    make_rollouts(fresh, QUIET)
     same = [np.array_equal(a.response_ids.flat, b.response_ids.flat) for a, b in zip(first, shards(fresh), strict=True)]
     assert not any(same)
 
 
 def test_execution_settings_are_no_reason_to_sample_anew(recipe: dict[str, Any]) -> None:
     steps = steps_of(recipe)
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     first = [shard.response_ids.flat.tolist() for shard in shards(steps)]
     recipe["rollout"]["batch_size"] = 64
     assert steps_of(recipe).store.stage(steps_of(recipe).rollout).state() == "done"
     recipe["runs"] += "-again"  # sampled for real with other batches
     again = steps_of(recipe)
-    rollout.run(again, QUIET)
+    make_rollouts(again, QUIET)
     assert [shard.response_ids.flat.tolist() for shard in shards(again)] == first
 
 
@@ -121,4 +121,4 @@ def test_the_thread_count_is_measured_once_per_run(recipe: dict[str, Any]) -> No
 def test_a_device_that_is_not_there_is_refused(recipe: dict[str, Any]) -> None:
     recipe["machine"]["device"] = "cuda"
     with pytest.raises(InputError, match=r'machine\.device = "cuda": no CUDA device'):
-        rollout.run(steps_of(recipe), QUIET)
+        make_rollouts(steps_of(recipe), QUIET)

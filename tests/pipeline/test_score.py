@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_weave.errors import InputError, Mismatch, StaleInput
-from lightning_weave.pipeline import reference, rollout, score
+from lightning_weave.pipeline import reference, score
+from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Role, Steps
 from lightning_weave.store.ledger import read_ledger
@@ -203,7 +204,7 @@ def test_stale_inputs_are_refused_with_the_command(recipe: dict[str, Any]) -> No
 
 def test_candidates_of_another_trajectory_are_refused(recipe: dict[str, Any]) -> None:
     steps = steps_of(recipe)
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     reference.run(steps, QUIET)
     stage = steps.store.stage(steps.reference)
     found = stage.open(Candidates, 0).read()
@@ -218,7 +219,7 @@ def test_masked_ends_are_said_after_scoring(recipe: dict[str, Any], capsys: pyte
     recipe["reference"]["candidates"] = 200  # so that the end of turn is always among them
     recipe["prompts"]["take"] = 2
     steps = steps_of(recipe)
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     reference.run(steps, QUIET)
     score.run(steps, Progress())
     said = capsys.readouterr().err

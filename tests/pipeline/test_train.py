@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_weave.config import check_recipe
 from lightning_weave.errors import CorruptData, InputError, Mismatch, WeaveError
-from lightning_weave.pipeline import train
+from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_json, read_lines
@@ -59,16 +59,16 @@ def test_final_is_a_whole_model_directory_nearer_to_its_target(tmp_path: Path) -
     student = {"dtype": torch.bfloat16, "generation": refused}
     steps = make_run(tmp_path, student=student, train={"epochs": 8, "learning_rate": 1e-2, "validation": 0.2})
     progress = Heard()
-    train.run(steps, progress)
+    make_students(steps, progress)
 
     final = folder(steps) / "final"
     model, info = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
     assert model.dtype == torch.bfloat16
     assert not any(info.values())
     tokenizer = AutoTokenizer.from_pretrained(final)
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(steps.student_path).get_vocab()
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(steps.student.path).get_vocab()
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
-        assert (final / name).read_bytes() == (steps.student_path / name).read_bytes()
+        assert (final / name).read_bytes() == (steps.student.path / name).read_bytes()
 
     rows = list(read_lines(folder(steps) / "metrics.jsonl"))
     assert [row["step"] for row in rows] == list(range(1, 25))
@@ -87,12 +87,12 @@ def test_final_is_a_whole_model_directory_nearer_to_its_target(tmp_path: Path) -
     assert sum(row["tokens"] for row in read_ledger(steps.store.run_dir)) == sum(row["tokens"] for row in rows)
 
     said = len(progress.said)
-    train.run(steps, progress)
+    make_students(steps, progress)
     assert len(progress.said) == said, "a composition that is done is left alone"
     shutil.rmtree(final)
     before = rows
-    train.run(steps, progress)
-    assert "goes on after update 24" in " ".join(progress.said), "the last checkpoint is enough to export again"
+    make_students(steps, progress)
+    assert "resuming from update 24" in " ".join(progress.said), "the last checkpoint is enough to export again"
     assert list(read_lines(folder(steps) / "metrics.jsonl")) == before
     assert steps.store.stage(steps.train("both")).verify() == []
 
@@ -107,7 +107,7 @@ def test_an_endpoint_is_the_single_anchor_run_bit_for_bit(tmp_path: Path) -> Non
         "both": {"weights": {"short": 0.1, "long": 0.9}},
     }
     steps = make_run(tmp_path, valid=patchy, compositions=compositions)
-    train.run(steps, Progress(quiet=True))
+    make_students(steps, Progress(quiet=True))
     alone, endpoint, both = (weights(steps, name) for name in compositions)
     assert all(torch.equal(endpoint[key], tensor) for key, tensor in alone.items())
     assert not all(torch.equal(both[key], tensor) for key, tensor in alone.items())
@@ -116,8 +116,8 @@ def test_an_endpoint_is_the_single_anchor_run_bit_for_bit(tmp_path: Path) -> Non
 def test_a_low_rank_run_is_merged_on_export(tmp_path: Path) -> None:
     lora = {"rank": 2, "targets": ["q_proj", "down_proj"]}
     steps = make_run(tmp_path, train={"lora": lora, "learning_rate": 1e-2, "epochs": 6, "checkpoint_every": 5})
-    train.run(steps, Progress(quiet=True))
-    student = load_file(steps.student_path / "model.safetensors")
+    make_students(steps, Progress(quiet=True))
+    student = load_file(steps.student.path / "model.safetensors")
     trained = weights(steps)
     assert trained.keys() == student.keys()
     moved = {name for name, tensor in trained.items() if not torch.equal(tensor, student[name])}
@@ -128,21 +128,21 @@ def test_a_low_rank_run_is_merged_on_export(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder(steps) / "final")
     assert model.dtype == torch.float32
     with pytest.raises(InputError, match=r"train\.lora\.targets"):
-        train.run(with_train(steps, lora={"targets": ["no_such_layer"]}), Progress(quiet=True))
+        make_students(with_train(steps, lora={"targets": ["no_such_layer"]}), Progress(quiet=True))
 
 
 def test_every_way_to_compute_gives_the_same_student(tmp_path: Path) -> None:
     steps = make_run(tmp_path, student={"tie_word_embeddings": False})
-    train.run(steps, Progress(quiet=True))
+    make_students(steps, Progress(quiet=True))
     expected = weights(steps)
     shutil.rmtree(folder(steps))
-    train.run(with_train(steps, gradient_checkpointing=True, token_budget=7), Progress(quiet=True))
+    make_students(with_train(steps, gradient_checkpointing=True, token_budget=7), Progress(quiet=True))
     for name, tensor in weights(steps).items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5)
     shutil.rmtree(folder(steps))
     # Compute in bfloat16 with float32 masters: one process, sharded over itself.
-    train.run(with_train(steps, dtype="bfloat16"), Progress(quiet=True))
-    student = load_file(steps.student_path / "model.safetensors")
+    make_students(with_train(steps, dtype="bfloat16"), Progress(quiet=True))
+    student = load_file(steps.student.path / "model.safetensors")
     moved = sum((tensor - student[name]).abs().sum() for name, tensor in expected.items())
     apart = sum((tensor - expected[name]).abs().sum() for name, tensor in weights(steps).items())
     assert 0 < apart < 0.3 * moved
@@ -154,10 +154,10 @@ def test_every_way_to_compute_gives_the_same_student(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_blocks_give_the_same_student(tmp_path: Path) -> None:
     steps = make_run(tmp_path, groups=2, train={"epochs": 1, "learning_rate": 1e-3})
-    train.run(steps, Progress(quiet=True))
+    make_students(steps, Progress(quiet=True))
     expected, loss = weights(steps), mean_loss(steps)
     shutil.rmtree(folder(steps))
-    train.run(with_train(steps, compile=True), Progress(quiet=True))
+    make_students(with_train(steps, compile=True), Progress(quiet=True))
     assert mean_loss(steps) == pytest.approx(loss, rel=1e-5)
     for name, tensor in weights(steps).items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-4)  # a tenth of a step
@@ -166,7 +166,7 @@ def test_compiled_blocks_give_the_same_student(tmp_path: Path) -> None:
 def test_a_head_that_is_no_plain_product_is_trained_and_it_is_said_once(tmp_path: Path) -> None:
     steps = make_run(tmp_path, student={"family": "gemma3", "final_logit_softcapping": 4.0})
     progress = Heard()
-    train.run(steps, progress)
+    make_students(steps, progress)
     assert sum("head has a soft cap: the plain loss is used" in said for said in progress.said) == 1
     rows = list(read_lines(folder(steps) / "metrics.jsonl"))
     assert mean_kl(rows[3:]) < mean_kl(rows[:3])
@@ -175,54 +175,54 @@ def test_a_head_that_is_no_plain_product_is_trained_and_it_is_said_once(tmp_path
 def test_disagreement_stops_the_run_unless_it_is_allowed(tmp_path: Path) -> None:
     steps = make_run(tmp_path, train={"agreement": 1e-30})
     with pytest.raises(Mismatch, match=r"over 1e-30 \(train.agreement\)(.|\n)*train.allow_disagreement = true"):
-        train.run(steps, Progress(quiet=True))
+        make_students(steps, Progress(quiet=True))
     assert not (folder(steps) / "final").exists()
     progress = Heard()
-    train.run(with_train(steps, allow_disagreement=True), progress)
+    make_students(with_train(steps, allow_disagreement=True), progress)
     assert any("over 1e-30" in said for said in progress.said)
     assert (folder(steps) / "final").exists()
 
 
 def test_trackers_get_every_step(tmp_path: Path) -> None:
     steps = make_run(tmp_path, train={"trackers": ["tensorboard"]})
-    train.run(steps, Progress(quiet=True))
+    make_students(steps, Progress(quiet=True))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder(steps) / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 7))
     with pytest.raises(InputError, match=r"train\.trackers: wandb is not installed"):
-        train.run(with_train(steps, trackers=["wandb"], epochs=1), Progress(quiet=True))
+        make_students(with_train(steps, trackers=["wandb"], epochs=1), Progress(quiet=True))
 
 
 def test_a_checkpoint_of_another_recipe_is_not_continued_and_a_broken_one_is_named(tmp_path: Path) -> None:
     steps = make_run(tmp_path, train={"checkpoint_every": 2})
-    train.run(steps, Progress(quiet=True))
+    make_students(steps, Progress(quiet=True))
     progress = Heard()
     other = with_train(steps, learning_rate=2e-3)
-    train.run(other, progress)
+    make_students(other, progress)
     assert not any("goes on" in said for said in progress.said)
     kept = sorted((folder(steps) / "checkpoints").iterdir())
     assert [path.name for path in kept] == ["000004", "000006"]
     (folder(steps) / "manifest.json").unlink()
     next(kept[-1].glob("*.distcp")).write_bytes(b"")
-    with pytest.raises(CorruptData, match=r"000006: this checkpoint cannot be read .* goes on from the one before"):
-        train.run(other, Progress(quiet=True))
+    with pytest.raises(CorruptData, match=r"000006: this checkpoint cannot be read .* resumes from the one before"):
+        make_students(other, Progress(quiet=True))
     shutil.rmtree(kept[-1])
-    train.run(other, progress)
-    assert "goes on after update 4" in " ".join(progress.said)
+    make_students(other, progress)
+    assert "resuming from update 4" in " ".join(progress.said)
 
 
 def test_wrong_wishes_are_refused_with_what_to_do(tmp_path: Path) -> None:
     steps = make_run(tmp_path)
     quiet = Progress(quiet=True)
     with pytest.raises(InputError, match="--only nobody: no such composition; this recipe has both"):
-        train.run(steps, quiet, ["nobody"])
+        make_students(steps, quiet, ["nobody"])
     with pytest.raises(InputError, match=rf"reverse-kl-full.*set reference\.candidates = {VOCABULARY} \(now 4\)"):
-        train.run(with_train(steps, objective="reverse-kl-full"), quiet)
+        make_students(with_train(steps, objective="reverse-kl-full"), quiet)
     with pytest.raises(InputError, match=r'train\.dtype = "float16"'):
-        train.run(with_train(steps, dtype="float16"), quiet)
-    assert json.loads((steps.student_path / "config.json").read_text())["vocab_size"] > VOCABULARY
+        make_students(with_train(steps, dtype="float16"), quiet)
+    assert json.loads((steps.student.path / "config.json").read_text())["vocab_size"] > VOCABULARY
 
 
 def test_a_full_disk_is_said_and_costs_nothing_that_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +235,8 @@ def test_a_full_disk_is_said_and_costs_nothing_that_was_done(tmp_path: Path, mon
     with monkeypatch.context() as patched:
         patched.setattr(export.shutil, "copyfile", full)
         with pytest.raises(WeaveError, match=r"final: cannot be written .*No space left on device.*train again"):
-            train.run(steps, Progress(quiet=True))
+            make_students(steps, Progress(quiet=True))
     progress = Heard()
-    train.run(steps, progress)
-    assert "goes on after update 3" in " ".join(progress.said)
+    make_students(steps, progress)
+    assert "resuming from update 3" in " ".join(progress.said)
     assert steps.store.stage(steps.train("both")).verify() == []

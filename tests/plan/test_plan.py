@@ -10,7 +10,8 @@ import pytest
 
 import tiny
 from lightning_weave.config import check_recipe, load_recipe
-from lightning_weave.pipeline import reference, rollout, score
+from lightning_weave.pipeline import reference, score
+from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.plan.costs import Machine
 from lightning_weave.plan.gpus import find_gpu
 from lightning_weave.plan.memory import cache_bytes
@@ -87,7 +88,7 @@ def test_disk_is_what_a_real_run_takes(tmp_path: Path) -> None:
     world["rollout"] |= {"prompts_per_shard": 32, "responses": 4, "max_tokens": 64}
     world["reference"]["candidates"] = 16
     steps, quiet = tiny.steps_of(world), Progress(quiet=True)
-    rollout.run(steps, quiet)
+    make_rollouts(steps, quiet)
     reference.run(steps, quiet)
     score.run(steps, quiet, ["acc-pre"])
     stages = [steps.store.stage(step) for step in (steps.rollout, steps.reference)]

@@ -9,12 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
+from lightning_weave.cache.block import Block
 from lightning_weave.maths import compose_shifts, expected_kl, tilted_target, with_other
 from lightning_weave.report.kinds import Vocabulary
 from lightning_weave.report.loom import Setting, Thread, pack
 from lightning_weave.report.page import Page, RunView, render
-from lightning_weave.report.survey import ShardView
 from report.chromium import Opened, browsing, needs_chromium, open_page
+from rows import decisions_block
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -31,7 +32,7 @@ WORDS = [*HOSTILE, "7", " the", "\n", "+", " wait", "done", "x", "=", "1", "0", 
 POSITIONS, CANDIDATES = 30, 5
 
 
-def view(seed: int) -> ShardView:
+def view(seed: int) -> Block:
     """Random decisions, some masked for either anchor, one whose candidates hold all but 1e-12 of the mass."""
     rng = np.random.default_rng(seed)
     ids = np.stack([rng.permutation(len(WORDS))[:CANDIDATES] for _ in range(POSITIONS)]).astype(np.int32)
@@ -39,15 +40,13 @@ def view(seed: int) -> ShardView:
     logits[3, -1] = -28.0
     logp = (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32)
     mapped = rng.random((2, POSITIONS, CANDIDATES)) < 0.96
-    return ShardView(
-        sampled_P=np.concatenate(
-            [np.arange(len(HOSTILE)), rng.integers(0, len(WORDS), POSITIONS - len(HOSTILE))]
-        ).astype(np.int32),
-        ids_PC=ids,
-        logp_PC=logp[:, :-1],
-        other_logp_P=logp[:, -1],
+    rest = rng.integers(0, len(WORDS), POSITIONS - len(HOSTILE))
+    return decisions_block(
+        np.concatenate([np.arange(len(HOSTILE)), rest]).astype(np.int32),
+        ids,
+        logp,
+        mapped,
         r_KPC=np.where(mapped, 2 * rng.normal(size=mapped.shape), 0).astype(np.float32),
-        mapped_KPC=mapped,
         valid_KP=mapped.all(axis=2),
     )
 
@@ -79,10 +78,12 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def expected(one: ShardView, weights: list[float], alpha: float) -> tuple[torch.Tensor, ...]:
+def expected(one: Block, weights: list[float], alpha: float) -> tuple[torch.Tensor, ...]:
     """What the maths says of every decision: behaviour, target, KL and whether it is kept."""
     r_NC, valid_N = compose_shifts(torch.tensor(one.r_KPC).double(), torch.tensor(one.valid_KP), weights)
-    log_b_NO = with_other(torch.tensor(one.logp_PC).double(), torch.tensor(one.other_logp_P).double())
+    log_b_NO = with_other(
+        torch.tensor(one.candidates.logp.flat).double(), torch.tensor(one.candidates.other_logp.flat).double()
+    )
     log_q_NO = tilted_target(log_b_NO, r_NC, alpha)
     return log_b_NO.exp(), log_q_NO.exp(), expected_kl(log_q_NO, log_b_NO), valid_N
 
@@ -98,7 +99,7 @@ def slide(page: Any, name: str, value: str) -> None:
     page.evaluate("new Promise(requestAnimationFrame)")
 
 
-def check_screen(opened: Opened, one: ShardView, weights: list[float], alpha: float) -> None:
+def check_screen(opened: Opened, one: Block, weights: list[float], alpha: float) -> None:
     """Compare the readout and a few decisions with the maths."""
     b_NO, q_NO, kl_N, valid_N = expected(one, weights, alpha)
     shown = float(opened.page.locator(".mean-kl").inner_text())

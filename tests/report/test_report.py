@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from lightning_weave.bench.samples import read_samples, to_line
-from lightning_weave.cache.shifts import CachedShifts
 from lightning_weave.errors import InputError
 from lightning_weave.maths import aes
 from lightning_weave.models.load import load_model, load_tokenizer, vocabulary_size
-from lightning_weave.pipeline import reference, rollout, score, train
+from lightning_weave.pipeline.flow import make_cache, make_students
 from lightning_weave.progress import Progress
 from lightning_weave.report import anchors as report_cache
 from lightning_weave.report import read_cases as report_cases
 from lightning_weave.report import report
 from lightning_weave.report.cases import choose
+from lightning_weave.runs.caches import open_scored
 from report.chromium import browsing, needs_chromium, open_page
 from report.evaluated import HOSTILE, write_evaluations
 from tiny import make_world, save_prompts, steps_of
@@ -39,9 +39,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     made["eval"] = {"benchmarks": [f"file:{save_prompts(root / 'sums.jsonl', 14, seed=9)}"]}
     made["report"] = {"trajectories": 6, "cases": {"accuracy-and-brevity": CASE}}
     steps = steps_of(made)
-    for stage in (rollout, reference, score):
-        stage.run(steps, QUIET)
-    train.run(steps, QUIET, ["both"])
+    make_cache(steps, QUIET)
+    make_students(steps, QUIET, ["both"])
     write_evaluations(steps, POLICIES)
     return made
 
@@ -92,24 +91,26 @@ def test_points_are_what_was_evaluated(recipe: dict[str, Any], page: Path) -> No
 
 def test_trained_students_in_the_loom_are_the_checkpoints(recipe: dict[str, Any]) -> None:
     steps = steps_of(recipe)
-    cache = CachedShifts.open(steps)
+    cache = open_scored(steps)
     assert cache is not None
-    rows = report_cache._read_rows(steps, cache, [0, 5, 11], 1)
-    scored = report_cache._score_student(steps, "both", rows, QUIET)
+    blocks = [cache.block([number]) for number in (0, 5, 11)]
+    scored = report_cache._score_student(steps, "both", blocks, QUIET)
     folder = steps.store.stage(steps.train("both")).folder / "final"
     model = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
     vocabulary = vocabulary_size(load_tokenizer(folder))
-    for row, (logp_TC, mass_T) in zip(rows, scored, strict=True):
-        ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.view.sampled_P])).long()
-        logits = model(ids[None]).logits[0, len(row.prompt_ids) - 1 : -1, :vocabulary]  # padding has no token
-        expected = torch.log_softmax(logits, dim=-1).gather(1, torch.from_numpy(row.view.ids_PC).long())
+    for block, (logp_TC, mass_T) in zip(blocks, scored, strict=True):
+        prompt_ids = block.rollouts.prompt_ids.flat
+        ids = torch.from_numpy(np.concatenate([prompt_ids, block.sampled_P])).long()
+        logits = model(ids[None]).logits[0, len(prompt_ids) - 1 : -1, :vocabulary]  # padding has no token
+        candidates = torch.from_numpy(np.array(block.candidates.ids.flat)).long()
+        expected = torch.log_softmax(logits, dim=-1).gather(1, candidates)
         np.testing.assert_allclose(logp_TC, expected.detach().numpy(), atol=1e-4)
         np.testing.assert_allclose(mass_T, expected.exp().sum(dim=1).detach().numpy(), atol=1e-4)
 
 
 def test_the_loom_holds_no_more_than_it_may(recipe: dict[str, Any]) -> None:
     steps = steps_of({**recipe, "report": {"trajectories": 6, "megabytes": 0.004}})
-    cache = CachedShifts.open(steps)
+    cache = open_scored(steps)
     assert cache is not None
     loom = report_cache.loom_data(steps, cache, report_cache.student_vocabulary(steps), None, QUIET)
     assert loom is not None

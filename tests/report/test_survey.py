@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from lightning_weave.cache.block import Block
 from lightning_weave.report.kinds import KINDS, Vocabulary
-from lightning_weave.report.survey import REASONS, ShardView, Survey
+from lightning_weave.report.survey import REASONS, Survey
+from rows import decisions_block
 
 WORDS = ["<|end|>", "7", " 42", "the", "+", " ", "</think>", "x1", "\n", "é", "=", "done"]
 STOPS = frozenset({0})
@@ -24,36 +26,38 @@ def vocabulary() -> Vocabulary:
     return Vocabulary.of(tokenizer, STOPS)
 
 
-def shard(seed: int, positions: int = 40, candidates: int = 4) -> ShardView:
+def shard(seed: int, positions: int = 40, candidates: int = 4) -> Block:
     rng = np.random.default_rng(seed)
     ids = np.stack([rng.permutation(len(WORDS))[:candidates] for _ in range(positions)]).astype(np.int32)
     logits = np.sort(rng.normal(size=(positions, candidates + 1)), axis=1)[:, ::-1]
     logp = (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32)
     mapped = rng.random((2, positions, candidates)) < 0.93
     mapped[:, rng.random(positions) < 0.1] = False
-    return ShardView(
-        sampled_P=rng.integers(0, len(WORDS), positions).astype(np.int32),
-        ids_PC=ids,
-        logp_PC=logp[:, :-1],
-        other_logp_P=logp[:, -1],
+    return decisions_block(
+        rng.integers(0, len(WORDS), positions).astype(np.int32),
+        ids,
+        logp,
+        mapped,
         r_KPC=np.where(mapped, rng.normal(size=mapped.shape), 0).astype(np.float32),
-        mapped_KPC=mapped,
         valid_KP=np.stack([mapped[0].all(axis=1), mapped[1].any(axis=1)]),  # the second anchor: per candidate
     )
 
 
-def by_hand(shards: list[ShardView]) -> dict:
+def by_hand(shards: list[Block]) -> dict:
     """Everything that a survey says, one decision at a time."""
     kinds = [vocabulary().kind(id) for id in range(len(WORDS))]
     out: dict = {"reasons": [[0] * len(REASONS) for _ in "ab"], "kept": dict.fromkeys(COMPOSITIONS, 0)}
     out |= {"push": np.zeros((2, len(WORDS))), "sizes": [{}, {}], "agree": {"sampled": [], "top": []}, "kinds": {}}
     uv = uu = vv = 0.0
     for one in shards:
+        candidates = one.candidates
         for p, sampled in enumerate(one.sampled_P):
-            probabilities = [math.exp(x) for x in (*one.logp_PC[p], max(one.other_logp_P[p], math.log(1e-8)))]
+            probabilities = [
+                math.exp(x) for x in (*candidates.logp.flat[p], max(candidates.other_logp.flat[p], math.log(1e-8)))
+            ]
             total = sum(probabilities)
             b = [x / total for x in probabilities]
-            ids = one.ids_PC[p].tolist()
+            ids = candidates.ids.flat[p].tolist()
             place = ids.index(sampled) if sampled in ids else len(ids)
             pulls = []
             for k in range(2):
@@ -78,7 +82,7 @@ def by_hand(shards: list[ShardView]) -> dict:
                 uv += sum(x * u * v for x, u, v in zip(b, *pulls, strict=True))
                 uu += sum(x * u * u for x, u in zip(b, pulls[0], strict=True))
                 vv += sum(x * v * v for x, v in zip(b, pulls[1], strict=True))
-                top = max(range(len(ids)), key=lambda c: one.logp_PC[p][c])
+                top = max(range(len(ids)), key=lambda c: candidates.logp.flat[p][c])
                 for where, at in (("sampled", place), ("top", top)):
                     same = (pulls[0][at] > 0) == (pulls[1][at] > 0)
                     out["agree"][where].append(same)
@@ -139,7 +143,7 @@ def test_kinds_of_tokens() -> None:
 
 
 def test_memory_does_not_grow_with_the_cache() -> None:
-    def peak(shards: Iterator[ShardView]) -> int:
+    def peak(shards: Iterator[Block]) -> int:
         survey = Survey(["a", "b"], COMPOSITIONS, vocabulary())
         tracemalloc.start()
         for one in shards:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_weave.pipeline import reference, rollout, score
+from lightning_weave.pipeline.flow import make_cache
 from lightning_weave.progress import Progress
 from tiny import make_world, steps_of
 
@@ -29,8 +29,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     recipe = make_world(tmp_path_factory.mktemp("robust") / "world", prompts=8)
     recipe["compositions"] = {"both": recipe["compositions"]["both"]}
     recipe["train"] |= {"epochs": 1, "checkpoint_every": 1}
-    for stage in (rollout, reference, score):
-        stage.run(steps_of(recipe), QUIET)
+    make_cache(steps_of(recipe), QUIET)
     return recipe
 
 

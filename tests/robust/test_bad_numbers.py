@@ -15,18 +15,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lightning_weave.cache.reader import Row
 from lightning_weave.errors import CorruptData, InputError, WeaveError
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.pipeline import eval as eval_stage
-from lightning_weave.pipeline import reference, rollout, score, train
+from lightning_weave.pipeline import reference, score
+from lightning_weave.pipeline.flow import make_cache, make_rollouts, make_students
 from lightning_weave.progress import Progress
+from lightning_weave.prompts import read_prompts
+from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
 from lightning_weave.train import offline
-from lightning_weave.train.offline import open_cache
 from lightning_weave.train.training import make_schedule
 from lightning_weave.types import Candidates, Ragged, Request, Rollouts, SamplingSettings, Scores
+from rows import Row, read_row
 from tiny import make_tokenizer, save_model, steps_of
 from train.cached import make_run as make_cached_run
 
@@ -77,7 +79,7 @@ def test_logits_gone_bad_stop_the_sampler_and_only_the_shard_in_flight(recipe: R
     student = save_model(tmp_path / "untied", "student", "llama", 7)
     recipe |= {"name": "good", "student": {"model": str(student)}}
     steps = steps_of(recipe)
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     first, later = (steps.store.stage(steps.rollout).open(Rollouts, shard).read() for shard in range(2))
     token = max({*later.prompt_ids.flat} - {*first.prompt_ids.flat, *first.response_ids.flat})
 
@@ -86,7 +88,7 @@ def test_logits_gone_bad_stop_the_sampler_and_only_the_shard_in_flight(recipe: R
     with pytest.raises(
         WeaveError, match=r"^prompt [4-7], response \d: .*logits are not finite \(.*bad\)\. Try float32"
     ):
-        rollout.run(steps, QUIET)
+        make_rollouts(steps, QUIET)
     stage = steps.store.stage(steps.rollout)
     assert (stage.state(), stage.pending(2)) == ("partial", [1])
     assert np.array_equal(stage.open(Rollouts, 0).read().response_ids.flat, first.response_ids.flat)
@@ -100,7 +102,7 @@ def test_logits_gone_bad_stop_the_reference_by_prompt_and_response(
     recipe["student"]["model"] = spoil(student, tmp_path / "bad", token_of(value, 30))
     trajectories = [([9, number], [[11, 12], [13, 30 if number == 24 else 14, 15]]) for number in (21, 22, 23, 24)]
     steps = steps_of(own(recipe, tmp_path / "own.jsonl", trajectories))
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     with pytest.raises(WeaveError, match=r"^prompt 3, response 1: the model's logits are not finite \(.*bad\)"):
         reference.run(steps, QUIET)
     stage = steps.store.stage(steps.reference)
@@ -118,7 +120,7 @@ def test_logits_gone_bad_stop_the_score_and_nothing_is_trained_on_it(
     make_run: Callable[[str], Recipe], tmp_path: Path, everywhere: bool, message: str
 ) -> None:
     recipe = make_run("runs")
-    asked = rollout.prompts_stage.make(steps_of(recipe), QUIET)[0].text
+    asked = read_prompts(steps_of(recipe).prompts_file)[0].text
     token = max(make_tokenizer("accuracy").encode(asked))
     change: BadNumber = token_of(math.nan, token)
     if everywhere:
@@ -131,7 +133,7 @@ def test_logits_gone_bad_stop_the_score_and_nothing_is_trained_on_it(
     with pytest.raises(
         InputError, match=r"score/bad is not there yet\. Make it with: lweave score tiny\.toml --only bad"
     ):
-        train.run(steps, QUIET)
+        make_students(steps, QUIET)
 
 
 def test_logits_gone_bad_stop_the_evaluation(recipe: Recipe, tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ def test_a_cached_number_gone_bad_is_named_and_the_remedy_works(
     before = steps.store.stage(steps.reference).shard_path(1).read_bytes()
     path = plant(steps, where, value)
     with pytest.raises(CorruptData, match=r"row (8|9|1\d) has a log-probability that is not finite") as caught:
-        train.run(steps, QUIET)
+        make_students(steps, QUIET)
     assert f"rm {path}" in str(caught.value)
     stage = reference if where in ("logp", "sampled_logp") else score
     assert f"lweave {stage.__name__.rpartition('.')[2]} tiny.toml" in str(caught.value)
@@ -215,13 +217,13 @@ def test_a_cached_number_gone_bad_is_named_and_the_remedy_works(
     path.unlink()
     stage.run(steps, QUIET)
     assert steps.store.stage(steps.reference).shard_path(1).read_bytes() == before
-    train.run(steps_of(recipe), QUIET)
+    make_students(steps_of(recipe), QUIET)
     assert_all_finite(steps)
 
 
 def test_what_is_not_mapped_is_not_looked_at(make_run: Callable[[str], Recipe]) -> None:
     steps = steps_of(make_run("runs"))
-    expected = [open_cache(steps, "both").read(row) for row in range(16)]
+    expected = [read_row(open_cache(steps, "both"), row) for row in range(16)]
     stage = steps.store.stage(steps.scores_of("acc")[0])
     for index in range(2):
         shard = stage.open(Scores, index).read()
@@ -229,7 +231,7 @@ def test_what_is_not_mapped_is_not_looked_at(make_run: Callable[[str], Recipe]) 
         logp = np.where(shard.mapped.flat, shard.logp.flat, np.float32(np.nan))
         stage.write(index, replace(shard, logp=Ragged(logp, shard.logp.offsets)))
     for row, old in enumerate(expected):
-        found = open_cache(steps, "both").read(row)
+        found = read_row(open_cache(steps, "both"), row)
         for name in Row.__dataclass_fields__:
             assert np.array_equal(getattr(found, name), getattr(old, name)), name
 
@@ -250,14 +252,13 @@ def test_anchors_and_students_without_a_doubt_train_to_finite_weights(
     recipe["compositions"] = {"both": {"weights": {"acc": 1.0}}}
     recipe["train"] |= {"objective": objective}
     steps = steps_of(recipe)
-    for stage in (rollout, reference, score):
-        stage.run(steps, QUIET)
+    make_cache(steps, QUIET)
     found = steps.store.stage(steps.reference).open(Candidates, 0).read()
     scores = steps.store.stage(steps.scores_of("acc")[0]).open(Scores, 0).read()
     assert (np.exp(found.logp.flat) == [1, 0, 0, 0]).all(axis=1).any()
     assert max(found.logp.flat.min(), scores.logp.flat.min()) < -1e3
     assert all(np.isfinite(values.flat).all() for values in (found.logp, found.other_logp, scores.logp, scores.mass))
-    train.run(steps, QUIET)
+    make_students(steps, QUIET)
     assert_all_finite(steps)
 
 
@@ -268,8 +269,8 @@ def test_a_run_in_which_every_decision_is_masked_leaves_the_student_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = make_cached_run(tmp_path, valid=lambda anchor, row, decisions: np.zeros(decisions, dtype=bool))
-    train.run(steps, Progress())
-    expected = load_file(steps.student_path / "model.safetensors")
+    make_students(steps, Progress())
+    expected = load_file(steps.student.path / "model.safetensors")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in final_weights(steps).items())
     assert {row["kept"] for row in assert_all_finite(steps)} == {0.0}
     assert capsys.readouterr().err.count("has no valid decision and changes nothing; lweave doctor says why") == 1
@@ -279,10 +280,10 @@ def test_empty_responses_keep_their_place_and_add_nothing(recipe: Recipe, tmp_pa
     said = [[11, 12, 13], [14, 15]]
     trajectories = [([9, 21], [[], []]), ([9, 22], [[], []]), ([9, 23], said), ([9, 24], [[], [16]])]
     steps = steps_of(own(recipe, tmp_path / "own.jsonl", trajectories))
-    for stage in (rollout, reference, score, train):
-        stage.run(steps, QUIET)
+    make_cache(steps, QUIET)
+    make_students(steps, QUIET)
     cache = open_cache(steps, "both")
-    assert [len(cache.read(row).response_ids) for row in range(8)] == [0, 0, 0, 0, 3, 2, 0, 1]
+    assert [len(read_row(cache, row).response_ids) for row in range(8)] == [0, 0, 0, 0, 3, 2, 0, 1]
     rows = assert_all_finite(steps)
     assert sum(row["tokens"] for row in rows) == 8 * 2 + 6
     assert max(row["kept"] for row in rows) > 0
@@ -299,16 +300,16 @@ def test_a_prompt_that_fills_the_context_is_refused_before_anything_is_sampled(r
     with pytest.raises(
         InputError, match=r"'long' has 3\d\d tokens.* 256 of .*student\. Set prompts\.max_tokens to 255"
     ):
-        rollout.run(steps_of(recipe), QUIET)
+        make_rollouts(steps_of(recipe), QUIET)
     assert list(Path(recipe["runs"]).rglob("*.safetensors")) == []
     recipe["prompts"]["max_tokens"] = 255
-    rollout.run(steps_of(recipe), QUIET)
+    make_rollouts(steps_of(recipe), QUIET)
     assert steps_of(recipe).store.stage(steps_of(recipe).rollout).require()["rows"] == 16
 
 
 def test_a_trajectory_longer_than_the_context_is_refused_by_prompt_and_response(recipe: Recipe, tmp_path: Path) -> None:
     steps = steps_of(own(recipe, tmp_path / "own.jsonl", [([9, 21], [[11], [12]]), ([9], [[11], [12] * 260])]))
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     with pytest.raises(InputError, match=r"prompt 1, response 1: 260 tokens are more than the 256 .*student\)"):
         reference.run(steps, QUIET)
 
@@ -328,7 +329,7 @@ def test_a_gradient_gone_bad_stops_with_its_rows_and_costs_nothing(
     make_run: Callable[[str], Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     undisturbed, disturbed = steps_of(make_run("alone")), steps_of(make_run("disturbed"))
-    train.run(undisturbed, QUIET)
+    make_students(undisturbed, QUIET)
     real, updates = offline.open_trainee, 0
 
     def with_bad_gradient(*arguments: Any) -> Any:
@@ -345,13 +346,13 @@ def test_a_gradient_gone_bad_stops_with_its_rows_and_costs_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(offline, "open_trainee", with_bad_gradient)
         with pytest.raises(WeaveError, match=r"the gradient is nan, from the rows .*The last checkpoint is kept"):
-            train.run(disturbed, QUIET)
+            make_students(disturbed, QUIET)
     folder = disturbed.store.run_dir / "train" / "both"
     written = json.loads((folder / "bad_rows.json").read_text())
     schedule = make_schedule(disturbed.recipe, groups=8)
     assert written == {"what": "gradient", "value": "nan", "rows": [{"row": row} for row in schedule.rows(2)]}
     assert [row["step"] for row in read_lines(folder / "metrics.jsonl")] == [1, 2]
-    train.run(disturbed, QUIET)
+    make_students(disturbed, QUIET)
     expected = final_weights(undisturbed)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in final_weights(disturbed).items())
     assert not (folder / "bad_rows.json").exists()

@@ -17,7 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lightning_weave.errors import WeaveError
 from lightning_weave.models.load import load_model
 from lightning_weave.pipeline import eval as eval_stage
-from lightning_weave.pipeline import reference, rollout, score, train
+from lightning_weave.pipeline import reference, score
+from lightning_weave.pipeline.flow import make_rollouts, make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
@@ -54,7 +55,7 @@ def fields_of(steps: Steps, step: Any, kind: type) -> list[np.ndarray]:
 def test_rollouts_are_the_same_tokens(cached: Recipe, recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
     steps, undisturbed = steps_of(recipe), steps_of(cached)
     with caplog.at_level(logging.WARNING, "lightning_weave"), room_for(25) as failed:
-        rollout.run(steps, QUIET)
+        make_rollouts(steps, QUIET)
     assert failed
     assert "out of memory with 6 rows: the batch size is now 3" in caplog.text
     found, expected = (fields_of(each, each.rollout, Rollouts) for each in (steps, undisturbed))
@@ -65,7 +66,7 @@ def test_references_and_scores_are_the_same_numbers(
     cached: Recipe, recipe: Recipe, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps, undisturbed = steps_of(recipe), steps_of(cached)
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     for stage in (reference, score):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "lightning_weave"), room_for(70) as failed:
@@ -102,10 +103,10 @@ def test_students_are_the_same_up_to_rounding(
     """Also where no update is under way: the check before training, and the held-out rows."""
     runs = {name: make_run(name) for name in ("undisturbed", "disturbed")}
     steps = {name: steps_of(run | {"train": {**run["train"], "validation": 0.3}}) for name, run in runs.items()}
-    train.run(steps["undisturbed"], Progress())
+    make_students(steps["undisturbed"], Progress())
     assert "out of memory" not in capsys.readouterr().err
     with room_for(70) as failed:
-        train.run(steps["disturbed"], Progress())
+        make_students(steps["disturbed"], Progress())
     assert failed
     assert "train both: out of memory: train.token_budget halved to" in capsys.readouterr().err
     weights, rows = {}, {}
@@ -124,7 +125,7 @@ def test_an_optimizer_without_room_is_said(make_run: Callable[[str], Recipe], mo
     steps = steps_of(make_run("runs"))
     monkeypatch.setattr(torch.optim.AdamW, "_init_group", lambda *_: torch.empty(2**55))
     with pytest.raises(WeaveError, match=r"out of memory at update 1: no room for the optimizer.*train\.lora"):
-        train.run(steps, QUIET)
+        make_students(steps, QUIET)
 
 
 def test_weights_without_room_are_said(cached: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from lightning_weave import cli
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.models import load
-from lightning_weave.pipeline import train
+from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
 from lightning_weave.train.parallel import load_state, save_state
 from tiny import save_model, steps_of
@@ -182,13 +182,13 @@ def test_a_checkpoint_that_holds_more_than_one_is_not_resumed_from(
 ) -> None:
     recipe = make_run("runs")
     steps = steps_of(recipe)
-    train.run(steps, QUIET)
+    make_students(steps, QUIET)
     folder = steps.store.run_dir / "train" / "both"
     (folder / "manifest.json").unlink()
     newest = max((folder / "checkpoints").iterdir())
     (newest / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "marker")))
     with pytest.raises(CorruptData, match=r"cannot be read \(it holds [\w.]+, which no checkpoint of ours does"):
-        train.run(steps_of(recipe), QUIET)
+        make_students(steps_of(recipe), QUIET)
     assert not (tmp_path / "marker").exists()
 
 

@@ -1,5 +1,6 @@
 """Shards on a Ray cluster (`make test-ray`): two nodes on this machine, one of them killed while it works."""
 
+from lightning_weave.pipeline.flow import make_rollouts
 import logging
 import os
 import socket
@@ -15,7 +16,7 @@ import tiny
 from lightning_weave.config import Machine
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.pipeline import eval as eval_stage
-from lightning_weave.pipeline import reference, rollout, score
+from lightning_weave.pipeline import prompts, reference, rollout, score
 from lightning_weave.progress import Bar, Progress
 from lightning_weave.runs.cluster import check_address, connect, crew_of
 from lightning_weave.runs.steps import Steps
@@ -36,7 +37,7 @@ def world(root: Path, models: dict | None = None) -> dict:
 
 def make_everything(steps: Steps, progress: Progress, do: Do | None = None) -> None:
     here = {} if do is None else {"do": do}
-    rollout.run(steps, progress, **here)
+    make_rollouts(steps, progress, **here)
     reference.run(steps, progress, **here)
     score.run(steps, progress, **here)
     eval_stage.run(steps, progress, ["base"], **here)
@@ -171,7 +172,7 @@ def test_an_error_of_a_worker_is_the_users_to_read(cluster: Any, tmp_path: Path)
     recipe = world(tmp_path)
     recipe["reference"] = {"candidates": 500}
     steps = tiny.steps_of(recipe)
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     with pytest.raises(InputError, match=r"reference\.candidates = 500: the student has only"):
         reference.run(steps, QUIET, connect(None))
 

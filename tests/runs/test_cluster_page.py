@@ -1,5 +1,6 @@
 """The scripts of docs/clusters.md: bash accepts them, and an array of tasks makes what one process makes."""
 
+from lightning_weave.pipeline.flow import make_rollouts
 import json
 import os
 import re
@@ -57,7 +58,7 @@ def test_an_array_of_tasks_makes_what_one_process_makes(tmp_path: Path) -> None:
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m lightning_weave.cli "$@"\n')
     command.chmod(0o755)
     alone = tiny.steps_of({**recipe, "runs": str(tmp_path / "alone")})
-    rollout.run(alone, Progress(quiet=True))
+    make_rollouts(alone, Progress(quiet=True))
     made = tmp_path / "runs" / "tiny" / "rollout"
     for task in ("1", "0"):
         assert not (made / "manifest.json").exists()

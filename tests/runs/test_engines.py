@@ -1,5 +1,11 @@
 """Engines other than our own: refused when they disagree with the scorer, and real vLLM where its environment is."""
 
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.types import Prompt
+from lightning_weave.runs.steps import Steps
+from lightning_weave.prompts import read_prompts
+from lightning_weave.pipeline import prompts
+from lightning_weave.pipeline.flow import make_rollouts
 import json
 import logging
 import os
@@ -81,12 +87,17 @@ def false_engine(tmp_path: Path) -> tuple[dict, Path]:
     return make_recipe(tmp_path / "world", str(python)), known
 
 
+def made_prompts(steps: Steps) -> list[Prompt]:
+    prompts.run(steps, QUIET)
+    return read_prompts(steps.prompts_file)
+
+
 def write_known(recipe: dict, known: Path, error: float) -> None:
     """Let the engine answer every prompt with the first tokens of the vocabulary, its log-probs off by `error`."""
     steps = tiny.steps_of(recipe)
-    model = AutoModelForCausalLM.from_pretrained(steps.student_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(steps.student.path, dtype=torch.float32)
     answers = {}
-    for prompt in rollout.prompts_stage.make(steps, QUIET):
+    for prompt in made_prompts(steps):
         ids = prompt.token_ids
         response = [1, 2, 3]
         with torch.no_grad():
@@ -101,7 +112,7 @@ def test_an_engine_that_agrees_may_sample(false_engine: tuple[dict, Path], caplo
     write_known(recipe, known, error=0.001)
     steps = tiny.steps_of(recipe)
     with caplog.at_level(logging.INFO, "lightning_weave"):
-        rollout.run(steps, QUIET)
+        make_rollouts(steps, QUIET)
     assert "vLLM and the scorer agree to 1.0e-03 nats per token" in caplog.text
     rows = steps.store.stage(steps.rollout).open(Rollouts, 0).read()
     assert {tuple(ids) for ids in rows.response_ids} == {(1, 2, 3)}
@@ -113,10 +124,10 @@ def test_an_engine_that_disagrees_is_refused_with_the_figure(false_engine: tuple
     steps = tiny.steps_of(recipe)
     message = r"disagree by 0\.2500 nats per token, more than rollout\.parity = 0\.05 \(12 tokens"
     with pytest.raises(Mismatch, match=message):
-        rollout.run(steps, QUIET)
+        make_rollouts(steps, QUIET)
     assert steps.store.stage(steps.rollout).state() == "missing"
     patient = tiny.steps_of({**recipe, "rollout": recipe["rollout"] | {"parity": 0.3}})
-    rollout.run(patient, QUIET)
+    make_rollouts(patient, QUIET)
     assert patient.store.stage(patient.rollout).state() == "done"
 
 
@@ -124,11 +135,11 @@ def test_an_engine_that_says_nan_does_not_agree(false_engine: tuple[dict, Path])
     recipe, known = false_engine
     write_known(recipe, known, error=float("nan"))
     with pytest.raises(Mismatch, match="disagree by nan"):
-        rollout.run(tiny.steps_of(recipe), QUIET)
+        make_rollouts(tiny.steps_of(recipe), QUIET)
 
 
 def test_room_is_made_for_the_longest_prompt_and_never_beyond_the_model(tmp_path: Path) -> None:
-    student = tiny.save_model(tmp_path / "student", "student", "qwen3", 1)  # made for 256 tokens
+    student = Checkpoint(str(tiny.save_model(tmp_path / "student", "student", "qwen3", 1)))  # made for 256 tokens
     assert longest_context(student, [[1] * 5, [1] * 9], 40) == 49
     assert longest_context(student, [[1] * 250], 40) == 256
 
@@ -148,7 +159,7 @@ def test_vllm_samples_trajectories_that_the_reference_accepts(
 ) -> None:
     steps = tiny.steps_of(make_recipe(tmp_path, vllm_python))
     with caplog.at_level(logging.INFO, "lightning_weave"):
-        rollout.run(steps, QUIET)
+        make_rollouts(steps, QUIET)
     print(next(line for line in caplog.messages if "agree" in line))
     reference.run(steps, QUIET)
     rollouts, found = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
@@ -162,7 +173,7 @@ def test_vllm_samples_trajectories_that_the_reference_accepts(
     before = [path.read_bytes() for path in sorted(rollouts.folder.glob("*.safetensors"))]
     for path in rollouts.folder.glob("*.safetensors"):
         path.unlink()
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     assert [path.read_bytes() for path in sorted(rollouts.folder.glob("*.safetensors"))] == before
 
 
@@ -194,7 +205,7 @@ def test_a_real_checkpoint_goes_through_vllm(
     recipe["eval"] |= {"chat": True, "samples": 1, "max_tokens": 24}
     steps = tiny.steps_of(recipe)
     with caplog.at_level(logging.INFO, "lightning_weave"):
-        rollout.run(steps, QUIET)
+        make_rollouts(steps, QUIET)
     print(next(line for line in caplog.messages if "agree" in line))
     reference.run(steps, QUIET)
     eval_stage.run(steps, QUIET, ["base"])

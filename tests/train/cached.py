@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,26 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedToken
 from lightning_weave.config import check_recipe
 from lightning_weave.models.hf import Scorer
 from lightning_weave.models.load import load_model
-from lightning_weave.pipeline.reference import find_candidates
-from lightning_weave.pipeline.rollout import pack_rollouts
+from lightning_weave.pipeline.flow import make_cache
+from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import ScoredModel, Steps
+from lightning_weave.runs.trajectories import find_candidates, pack_rollouts
+from lightning_weave.train.parallel import Ranks
+from lightning_weave.train.training import TrainContext
 from lightning_weave.types import Candidates, Ragged, Request, Response, Rollouts, Scores
 
+QUIET = Progress(quiet=True)
 VOCABULARY = 40
 PADDED = 48  # rows of the output matrix: the last eight belong to no token
 ANCHORS = ("long", "short")
 
 Validity = Callable[[str, int, int], np.ndarray]
 """From an anchor, a row and its number of decisions to the decisions that are valid there."""
+
+
+def context(ranks: Ranks, dtype: torch.dtype = torch.float32) -> TrainContext:
+    """What training is given where nothing is to be sampled or printed."""
+    return TrainContext(ranks, dtype, QUIET, partial(make_cache, progress=QUIET))
 
 
 def everywhere(anchor: str, row: int, decisions: int) -> np.ndarray:
@@ -114,7 +124,7 @@ def write_cache(steps: Steps, groups: int, longest: int, valid: Validity, seed: 
     rng = np.random.default_rng(seed)
     recipe, store = steps.recipe, steps.store
     per_shard, responses = recipe.rollout.prompts_per_shard, recipe.rollout.responses
-    model = load_model(steps.student_path, dtype=torch.float32, device=torch.device("cpu"))
+    model = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu"))
     scorer = Scorer(model, VOCABULARY)
     rollout, reference = store.stage(steps.rollout), store.stage(steps.reference)
     shards = -(-groups // per_shard)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_weave.config import dump_recipe
-from lightning_weave.pipeline import train
+from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.train import checkpoint, export, loop, schedule
@@ -37,7 +37,7 @@ def train_all(plan: Plan) -> None:
     if plan.kill:
         KILLS[plan.kill](plan.after)
     for steps in plan.runs:
-        train.run(steps, Progress(quiet=True))
+        make_students(steps, Progress(quiet=True))
 
 
 def lopsided(lengths: Sequence[int], rank: int, world: int) -> list[int]:

@@ -10,12 +10,14 @@ from lightning_weave.cache.sources import deal_groups
 from lightning_weave.config import Composition
 from lightning_weave.errors import InputError
 from lightning_weave.maths import expected_kl
-from lightning_weave.pipeline import reference, rollout, train
+from lightning_weave.pipeline import reference
+from lightning_weave.pipeline.flow import make_rollouts, make_students
+from lightning_weave.runs.caches import open_cache
 from lightning_weave.train.data import compose
 from lightning_weave.train.dose import anchor_doses
-from lightning_weave.train.offline import open_cache
 from lightning_weave.types import Scores
 from pipeline.scored import HALF, QUIET, make_scored, same, trained
+from rows import block_of, read_row
 from tiny import steps_of
 
 
@@ -46,12 +48,12 @@ def test_a_mixture_gives_each_prompt_one_anchor_in_exact_shares(recipe: dict) ->
     }
     found = []
     for number in range(len(cache)):
-        row = cache.read(number)
+        row = read_row(cache, number)
         matches = [
             anchor
             for anchor, single in singles.items()
-            if np.array_equal(row.r_KTC, single.read(number).r_KTC)
-            and np.array_equal(row.valid_KT, single.read(number).valid_KT)
+            if np.array_equal(row.r_KTC, read_row(single, number).r_KTC)
+            and np.array_equal(row.valid_KT, read_row(single, number).valid_KT)
         ]
         assert len(matches) == 1
         found.append(matches[0])
@@ -72,7 +74,7 @@ def test_a_teacher_target_is_the_teachers_own_distribution(recipe: dict) -> None
     cache = open_cache(steps, "opd")
     post = steps.store.stage(steps.scores_of("acc")[0])
     for number in range(8):
-        batch = compose([cache.read(number)], cache.weights, 3.0)
+        batch = compose(cache.block([number]), cache.weights, 3.0)
         scores = post.open(Scores, number // 8).read(number % 8, number % 8 + 1)
         kept = scores.mapped[0].all(axis=-1)
         logp_NC, mass_N = torch.from_numpy(scores.logp[0][kept]), torch.from_numpy(scores.mass[0][kept])
@@ -83,15 +85,15 @@ def test_a_teacher_target_is_the_teachers_own_distribution(recipe: dict) -> None
 def test_self_distillation_aims_at_the_student_at_another_temperature(recipe: dict) -> None:
     steps = steps_of({**recipe, "compositions": {"self": {"sharpen": 0.5, "alpha": 3.0}}})
     cache = open_cache(steps, "self")
-    batch = compose([cache.read(0)], cache.weights, 3.0)
+    batch = compose(cache.block([0]), cache.weights, 3.0)
     torch.testing.assert_close(batch.log_q_NO, torch.log_softmax(2 * batch.log_b_NO, dim=-1), atol=1e-5, rtol=1e-5)
 
 
 def test_a_contrast_subtracts_a_shift(recipe: dict) -> None:
     weights = {"acc": 1.5, "brief": -0.5}
     steps = steps_of({**recipe, "compositions": {"minus": {"weights": weights, "allow_negative": True}}})
-    row = (cache := open_cache(steps, "minus")).read(0)
-    batch = compose([row], cache.weights, 2.0)
+    row = read_row(cache := open_cache(steps, "minus"), 0)
+    batch = compose(block_of([row]), cache.weights, 2.0)
     kept = row.valid_KT.all(axis=0)
     expected = 1.5 * row.r_KTC[0][kept] - 0.5 * row.r_KTC[1][kept]
     torch.testing.assert_close(batch.r_NC, torch.from_numpy(expected))
@@ -103,8 +105,8 @@ def test_a_kl_budget_is_hit_within_one_percent_on_the_cache(recipe: dict) -> Non
     steps = steps_of({**recipe, "compositions": {"budget": {"weights": HALF, "kl_budget": budget}}})
     manifest = steps.store.stage(steps.train("budget")).require()
     cache = open_cache(steps, "budget")
-    rows = [cache.read(number) for number in range(len(cache))]
-    batch = compose(rows, cache.weights, manifest["alpha"])
+    rows = [read_row(cache, number) for number in range(len(cache))]
+    batch = compose(block_of(rows), cache.weights, manifest["alpha"])
     assert expected_kl(batch.log_q_NO, batch.log_b_NO).mean().item() == pytest.approx(budget, rel=0.01)
     assert manifest["target_kl"] == pytest.approx(budget, rel=0.01)
 
@@ -133,6 +135,7 @@ def test_self_distillation_without_anchors_is_a_whole_run(recipe: dict, tmp_path
     alone = {key: value for key, value in recipe.items() if key != "anchors"}
     steps = steps_of({**alone, "runs": str(tmp_path), "compositions": {"self": {"sharpen": 0.5}}})
     assert [step.path for step in steps.everything()][:4] == ["prompts", "rollout", "reference", "train/self"]
-    for stage in (rollout, reference, train):
-        stage.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
+    reference.run(steps, QUIET)
+    make_students(steps, QUIET)
     assert steps.store.stage(steps.train("self")).state() == "done"

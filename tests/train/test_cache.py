@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from lightning_weave.errors import CorruptData, Mismatch, StaleInput
-from lightning_weave.train.offline import open_cache
+from lightning_weave.runs.caches import open_cache
 from lightning_weave.types import Candidates, Rollouts, Scores
+from rows import read_row
 from train.cached import make_run
 
 
@@ -26,7 +27,7 @@ def test_a_row_is_what_its_shards_say(tmp_path: Path) -> None:
     }
     rollouts, found = stages["r"].open(Rollouts, 2).read(), stages["c"].open(Candidates, 2).read()
     for place in range(2):  # shard 2 holds the last group only
-        row = cache.read(8 + place)
+        row = read_row(cache, 8 + place)
         assert np.array_equal(row.response_ids, rollouts.response_ids[place])
         assert np.array_equal(row.prompt_ids, rollouts.prompt_ids[place])
         assert cache.length(8 + place) == row.tokens
@@ -45,11 +46,11 @@ def test_scores_of_another_trajectory_are_refused(tmp_path: Path) -> None:
     swapped = Scores(shard.trajectory_R[::-1].copy(), shard.logp, shard.mapped, shard.mass)
     stage.write(1, swapped)
     cache = open_cache(steps, "both")
-    cache.read(0)
+    read_row(cache, 0)
     with pytest.raises(
         Mismatch, match=r"short-post: row 4 belongs to another trajectory.*lweave score .* --only short-"
     ):
-        cache.read(4)
+        read_row(cache, 4)
 
 
 def test_damage_is_found_when_the_row_is_read(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_damage_is_found_when_the_row_is_read(tmp_path: Path) -> None:
     path.write_bytes(data)
     cache = open_cache(steps, "both")
     with pytest.raises(CorruptData, match="is damaged"):
-        [cache.read(number) for number in range(4)]
+        [read_row(cache, number) for number in range(4)]
 
 
 def test_a_cache_that_is_not_finished_is_refused_before_anything_is_spent(tmp_path: Path) -> None:

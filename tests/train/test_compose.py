@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import oracle
-from lightning_weave.cache.reader import Row
 from lightning_weave.train.data import compose, tokens_needed
+from rows import Row, block_of
 
 VOCABULARY, CANDIDATES = 11, 4
 
@@ -47,7 +47,7 @@ SHAPES = [(3, 5), (1, 1), (4, 9), (2, 0), (6, 2)]
 @pytest.mark.parametrize("weights", [(0.5, 0.5), (0.9, 0.1), (1.0, 0.0), (0.0, 1.0)])
 def test_every_decision_is_what_the_equations_say(weights: tuple[float, float]) -> None:
     rows, behaviours = make_rows(0, SHAPES)
-    batch = compose(rows, weights, alpha=1.7)
+    batch = compose(block_of(rows), weights, alpha=1.7)
     found = iter(range(len(batch)))
     longest = batch.input_ids_RT.shape[1]
     for place, (row, b_TV) in enumerate(zip(rows, behaviours, strict=True)):
@@ -75,15 +75,15 @@ def test_every_decision_is_what_the_equations_say(weights: tuple[float, float]) 
 def test_nothing_is_run_after_the_last_kept_decision() -> None:
     rows, _ = make_rows(1, [(3, 8), (2, 8)])
     early = [replace(row, valid_KT=np.arange(8) < np.array([[2], [8]])) for row in rows]
-    assert [tokens_needed(row, (0.5, 0.5)) for row in early] == [4, 3]
-    assert [tokens_needed(row, (0.0, 1.0)) for row in early] == [10, 9]
-    assert compose(early, (0.5, 0.5), 2.0).input_ids_RT.shape == (2, 4)
+    assert tokens_needed(block_of(early), (0.5, 0.5)) == [4, 3]
+    assert tokens_needed(block_of(early), (0.0, 1.0)) == [10, 9]
+    assert compose(block_of(early), (0.5, 0.5), 2.0).input_ids_RT.shape == (2, 4)
 
 
 def test_rows_without_a_valid_decision_make_a_batch_that_asks_for_nothing() -> None:
     rows, _ = make_rows(2, [(3, 4), (2, 0)])
     masked = [replace(row, valid_KT=np.zeros_like(row.valid_KT)) for row in rows]
-    batch = compose(masked, (0.5, 0.5), 2.0)
+    batch = compose(block_of(masked), (0.5, 0.5), 2.0)
     assert len(batch) == 0
     assert batch.input_ids_RT.shape == (2, 1)
     assert batch.log_q_NO.shape == (0, CANDIDATES + 1)
@@ -93,14 +93,14 @@ def test_an_endpoint_ignores_the_other_anchor_even_where_it_is_broken() -> None:
     rows, _ = make_rows(3, SHAPES)
     alone = [replace(row, r_KTC=row.r_KTC[:1], valid_KT=row.valid_KT[:1]) for row in rows]
     spoilt = [replace(row, r_KTC=np.stack([row.r_KTC[0], np.full_like(row.r_KTC[1], np.nan)])) for row in rows]
-    one, other = compose(alone, (1.0,), 2.0), compose(spoilt, (1.0, 0.0), 2.0)
+    one, other = compose(block_of(alone), (1.0,), 2.0), compose(block_of(spoilt), (1.0, 0.0), 2.0)
     for name, tensor in vars(one).items():
         assert torch.equal(tensor, getattr(other, name)), name
 
 
 def test_the_first_decisions_are_the_first() -> None:
     rows, _ = make_rows(4, SHAPES)
-    batch = compose(rows, (0.5, 0.5), 2.0)
+    batch = compose(block_of(rows), (0.5, 0.5), 2.0)
     few = batch.first(3)
     assert len(few) == 3
     assert torch.equal(few.log_q_NO, batch.log_q_NO[:3])

@@ -1,6 +1,7 @@
 """One update of the real loop against the plain formula, and what it does when something is wrong."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_weave.cache.reader import Cache, Row
+from lightning_weave.cache.block import Block
+from lightning_weave.cache.reader import Cache
 from lightning_weave.errors import WeaveError
 from lightning_weave.maths import direct_opd_loss, log_residual_loss, reverse_kl, tilted_target, with_other
 from lightning_weave.models.load import load_model
+from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
 from lightning_weave.train.loop import BAD_ROWS, Fit, check_agreement
-from lightning_weave.train.offline import open_cache
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.training import make_fit, make_schedule, open_trainee
-from train.cached import VOCABULARY, make_run
+from rows import Row, block_of, read_row
+from train.cached import VOCABULARY, context, make_run
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 CAPPED = {"family": "gemma3", "final_logit_softcapping": 5.0}
@@ -31,9 +34,8 @@ def patchy(anchor: str, row: int, decisions: int) -> np.ndarray:
 
 
 def open_fit(steps: Steps, name: str = "both") -> Fit:
-    stage = steps.store.stage(steps.train(name))
-    trainee = open_trainee(steps, ALONE, torch.float32)
-    return make_fit(steps, name, trainee, open_cache(steps, name), 2.0, ALONE, stage)
+    trainee = open_trainee(steps, context(ALONE))
+    return make_fit(steps, name, trainee, open_cache(steps, name), alpha=2.0, ranks=ALONE)
 
 
 def gradients(fit: Fit) -> dict[str, Tensor]:
@@ -92,8 +94,8 @@ def test_an_update_follows_the_plain_formula_whatever_the_token_budget(
     objective: str, student: dict[str, Any], candidates: int, tmp_path: Path
 ) -> None:
     steps = make_run(tmp_path, valid=patchy, candidates=candidates, student=student, train={"objective": objective})
-    model = load_model(steps.student_path, dtype=torch.float32, device=torch.device("cpu")).requires_grad_(True)
-    rows = [open_cache(steps, "both").read(number) for number in ROWS]
+    model = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu")).requires_grad_(True)
+    rows = [read_row(open_cache(steps, "both"), number) for number in ROWS]
     loss = plain_loss(model, rows, objective)
     loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -110,7 +112,7 @@ def test_an_update_follows_the_plain_formula_whatever_the_token_budget(
 def test_what_is_watched_is_what_the_batch_says(tmp_path: Path) -> None:
     steps = make_run(tmp_path, valid=patchy)
     fit = open_fit(steps)
-    rows = [fit.cache.read(number) for number in ROWS]
+    rows = [read_row(fit.cache, number) for number in ROWS]
     masks = [row.valid_KT.all(axis=0) for row in rows]
     figures = fit.update(1, ROWS)
     assert figures["kept"] == pytest.approx(np.concatenate(masks).mean())
@@ -164,10 +166,11 @@ class Spoilt:
     def length(self, number: int) -> int:
         return self.cache.length(number)
 
-    def read(self, number: int) -> Row:
-        row = self.cache.read(number)
-        if number != self.row:
-            return row
+    def block(self, rows: Sequence[int]) -> Block:
+        read = [read_row(self.cache, number) for number in rows]
+        return block_of([self._spoil(row) if row.number == self.row else row for row in read])
+
+    def _spoil(self, row: Row) -> Row:
         logp_TC = row.logp_TC.copy()
         logp_TC[self.place, 1] = np.nan
         return replace(row, logp_TC=logp_TC)
@@ -177,7 +180,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_rows_that_caused_it(tmp_path: 
     steps = make_run(tmp_path)
     fit = open_fit(steps)
     cache = open_cache(steps, "both")
-    bad = next(number for number in ROWS if len(cache.read(number).response_ids) > 3)
+    bad = next(number for number in ROWS if len(read_row(cache, number).response_ids) > 3)
     fit.cache = Spoilt(cache, bad, place=2)
     before = [p.detach().clone() for p in fit.trainee.parameters()]
     with pytest.raises(WeaveError, match=rf"the loss is nan, from the rows {bad} "):

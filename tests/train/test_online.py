@@ -12,15 +12,19 @@ from safetensors.torch import load_file
 
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.models.load import load_model
-from lightning_weave.pipeline import prompts, run, train
+from lightning_weave.pipeline import run
+from lightning_weave.pipeline.flow import make_students
+from lightning_weave.prompts import read_prompts
 from lightning_weave.report import report
+from lightning_weave.runs.caches import open_cache
 from lightning_weave.train.data import compose
-from lightning_weave.train.offline import open_cache
 from lightning_weave.train.online import LiveRows
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.training import make_fit, make_schedule, open_trainee
 from pipeline.scored import HALF, QUIET, make_scored, same, trained
+from rows import read_row
 from tiny import steps_of
+from train.cached import context
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +42,26 @@ def test_online_begins_with_the_offline_gradient(recipe: dict, objective: str) -
     ranks = Ranks(0, 1, torch.device("cpu"))
     gradients, losses = {}, {}
     for name in compositions:
-        trainee = open_trainee(steps, ranks, torch.float32)
+        trainee = open_trainee(steps, context(ranks))
         schedule = make_schedule(steps.recipe, 12)
         if name == "live":
-            rows = LiveRows(steps, name, trainee, prompts.make(steps, QUIET), schedule)
+            rows = LiveRows(steps, name, trainee, read_prompts(steps.prompts_file), schedule)
             rows.refresh(0)
         else:
             rows = open_cache(steps, name)
         numbers = schedule.rows(0)
-        fit = make_fit(steps, name, trainee, rows, 2.0, ranks, steps.store.stage(steps.train(name)))
-        batch = compose([rows.read(number) for number in numbers], rows.weights, 2.0)
+        fit = make_fit(steps, name, trainee, rows, alpha=2.0, ranks=ranks)
+        batch = compose(rows.block(numbers), rows.weights, 2.0)
         loss, _ = trainee(batch, fit.loss, float(len(batch)))
         loss.backward()
         losses[name] = loss.item()
         gradients[name] = torch.cat([p.grad.flatten() for p in trainee.parameters() if p.grad is not None])
         if name == "live":
-            tokens = [rows.read(number).response_ids.tolist() for number in numbers]
+            tokens = [read_row(rows, number).response_ids.tolist() for number in numbers]
         else:
-            assert tokens == [rows.read(number).response_ids.tolist() for number in numbers], "the same trajectories"
+            assert tokens == [read_row(rows, number).response_ids.tolist() for number in numbers], (
+                "the same trajectories"
+            )
     gap = (gradients["live"] - gradients["cached"]).norm() / gradients["cached"].norm()
     assert gap < 1e-5
     assert math.isfinite(losses["live"])
@@ -76,7 +82,7 @@ def test_online_training_alone_makes_no_cache(recipe: dict, tmp_path: Path) -> N
     steps = steps_of({**live, "train": {**recipe["train"], "epochs": 1}})
     assert [step.path for step in steps.everything()][:2] == ["prompts", "train/live"]
     assert steps.prompts.command.startswith("lweave train")
-    train.run(steps, QUIET)
+    make_students(steps, QUIET)
     page = report.run([steps], QUIET)
     assert (page.parent / "figures" / "training-reverse_kl.svg").exists(), "training shows before anything is evaluated"
     run.run(steps, QUIET)
@@ -89,18 +95,18 @@ def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:
     live = {"weights": HALF, "online": True, "objective": "tilted"}
     steps = steps_of({**recipe, "compositions": {"live": live}, "train": {**recipe["train"], "validation": 0.25}})
     ranks, schedule = Ranks(0, 1, torch.device("cpu")), make_schedule(steps.recipe, 12)
-    trainee, cache = open_trainee(steps, ranks, torch.float32), open_cache(steps, "live")
-    rows = LiveRows(steps, "live", trainee, prompts.make(steps, QUIET), schedule)
+    trainee, cache = open_trainee(steps, context(ranks)), open_cache(steps, "live")
+    rows = LiveRows(steps, "live", trainee, read_prompts(steps.prompts_file), schedule)
     for number in schedule.held_out():
-        assert rows.read(number).response_ids.tolist() == cache.read(number).response_ids.tolist()
+        assert read_row(rows, number).response_ids.tolist() == read_row(cache, number).response_ids.tolist()
     with torch.no_grad():
         for parameter in trainee.parameters():
             parameter.mul_(1.5)
     rows.refresh(0)
-    model = load_model(steps.student_path, dtype=torch.float32, device="cpu")
+    model = load_model(steps.student.path, dtype=torch.float32, device="cpu")
     changed = 0
     for number in schedule.rows(0):
-        row = rows.read(number)
+        row = read_row(rows, number)
         ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()[None]
         with torch.no_grad():
             began, now = (m(ids).logits[0, len(row.prompt_ids) - 1 : -1] for m in (model, trainee.model))
@@ -109,14 +115,14 @@ def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:
             logp_TC = logits[:, : rows.vocabulary].log_softmax(-1).gather(1, asked_TC)
             assert np.allclose(row.logp_TC, logp_TC.numpy(), atol=1e-4) is wanted
         assert set(now[0, : rows.vocabulary].topk(4).indices.tolist()) <= set(row.candidate_ids_TC[0].tolist())
-        changed += row.response_ids.tolist() != cache.read(number).response_ids.tolist()
+        changed += row.response_ids.tolist() != read_row(cache, number).response_ids.tolist()
     assert changed, "the current student draws"
 
 
 def test_an_online_run_is_validated_on_the_rows_held_out(recipe: dict) -> None:
     live = {**recipe, "train": {**recipe["train"], "validation": 0.25}}
     steps = steps_of({**live, "compositions": {"watched": {"weights": HALF, "online": True}}})
-    train.run(steps, QUIET)
+    make_students(steps, QUIET)
     assert steps.store.stage(steps.train("watched")).require()["validation_reverse_kl"] > 0
 
 
@@ -135,6 +141,6 @@ def test_an_online_run_killed_between_rounds_ends_the_same(
     first_round = {"kill": "rename", "where": r"/checkpoints/\.tmp-\d+$", "count": 1}
     assert lweave({**job, **first_round}) == [signal.SIGKILL], "killed after its first round, before its last"
     assert lweave(job) == [0]
-    assert "goes on after update" in (tmp_path / "said").read_text()
+    assert "resuming from update" in (tmp_path / "said").read_text()
     found = load_file(tmp_path / "killed" / "tiny" / "train" / "live" / "final" / "model.safetensors")
     assert same(found, expected)

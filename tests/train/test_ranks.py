@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
-from lightning_weave.train.offline import open_cache
 from lightning_weave.train.training import make_schedule
 from train.cached import make_run
 from train.launch import Plan, lopsided, start, torchrun

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_weave.pipeline import train
+from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
@@ -29,7 +29,7 @@ def checkpoints(steps: Steps) -> list[str]:
 def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
     left_alone = make_run(tmp_path / "alone", groups=5, train=SETTINGS, student=DROPOUT)
     killed = make_run(tmp_path / "killed", groups=5, train=SETTINGS, student=DROPOUT)
-    train.run(left_alone, Progress(quiet=True))
+    make_students(left_alone, Progress(quiet=True))
     assert start(Plan([killed], kill="update", after=2)) == [-9]
     assert checkpoints(killed) == ["000002"]
     assert start(Plan([killed], kill="state", after=0)) == [-9]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import CorruptData, InputError
-from lightning_weave.pipeline import reference, rollout, score, train
+from lightning_weave.pipeline.flow import make_cache, make_students
 from lightning_weave.report.costs import training_figures
 from lightning_weave.store import read_lines
 from lightning_weave.store.ledger import read_ledger
@@ -76,8 +76,8 @@ def test_every_leg_has_prompts_of_its_own(recipe: dict, tmp_path: Path, take: in
         },
     }
     steps = steps_of(recipe)
-    for stage in (rollout, reference, score, train):
-        stage.run(steps, QUIET)
+    make_cache(steps, QUIET)
+    make_students(steps, QUIET)
     run_dir = steps.store.run_dir
     everything = [row["id"] for row in read_lines(run_dir / "prompts" / "prompts.jsonl")]
     third_of_them = len(everything) // 3
@@ -106,8 +106,8 @@ def test_a_sequence_samples_anew_on_prompts_that_came_with_trajectories(recipe: 
     brought = {**recipe, "runs": str(tmp_path), "rollout": {**recipe["rollout"], "from": str(own)}}
     brought["compositions"] = {"two": {"weights": HALF, "sequence": ["acc", "brief"]}}
     steps = steps_of(brought)
-    for stage in (rollout, reference, score, train):
-        stage.run(steps, QUIET)
+    make_cache(steps, QUIET)
+    make_students(steps, QUIET)
     assert len(leg_prompts(steps.store.run_dir, "two", 2)) == 6, "half of the 12"
     _, leg = legs(steps, "two")
     drawn = leg.steps.store.stage(leg.steps.rollout).open(Rollouts, 0).read()
@@ -119,18 +119,19 @@ def test_a_sequence_samples_anew_on_prompts_that_came_with_trajectories(recipe: 
 def test_too_few_prompts_for_the_legs_are_said(recipe: dict, tmp_path: Path) -> None:
     few = {**recipe, "runs": str(tmp_path), "prompts": {**recipe["prompts"], "take": 1}}
     steps = steps_of({**few, "compositions": {"two": {"weights": HALF, "sequence": ["acc", "brief"]}}})
-    for stage in (rollout, reference, score):
-        stage.run(steps, QUIET)
+    make_cache(steps, QUIET)
     with pytest.raises(InputError, match=r"compositions\.two\.sequence: 1 prompts cannot be shared among 2 legs"):
-        train.run(steps, QUIET)
+        make_students(steps, QUIET)
 
 
 def test_what_a_sequence_cost_is_booked_once(recipe: dict) -> None:
     steps = steps_of({**recipe, "compositions": {"again": {"weights": HALF, "sequence": ["acc", "brief"]}}})
-    train.run(steps, QUIET)
+    make_students(steps, QUIET)
     booked = [row for row in read_ledger(steps.store.run_dir) if row["name"] == "again"]
     steps.store.stage(steps.train("again")).manifest_path.unlink()
-    train.run(steps_of({**recipe, "compositions": {"again": {"weights": HALF, "sequence": ["acc", "brief"]}}}), QUIET)
+    make_students(
+        steps_of({**recipe, "compositions": {"again": {"weights": HALF, "sequence": ["acc", "brief"]}}}), QUIET
+    )
     assert [row for row in read_ledger(steps.store.run_dir) if row["name"] == "again"] == booked
 
 

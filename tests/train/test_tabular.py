@@ -9,14 +9,14 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor, nn
 
-from lightning_weave.cache.reader import Row
 from lightning_weave.heads import Head
+from lightning_weave.runs.caches import open_cache
 from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.loop import Fit, adam
 from lightning_weave.train.objectives import Loss
-from lightning_weave.train.offline import open_cache
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.training import make_schedule
+from rows import Row, block_of
 from train.cached import VOCABULARY, make_run
 
 LONGEST = 9
@@ -69,7 +69,7 @@ def counterexample() -> Batch:
         r_KTC=np.log(np.array([[[1.5, 0.5], [1.5, 0.5]]], dtype=np.float32)),
         valid_KT=np.ones((1, 2), dtype=bool),
     )
-    return compose([row], [1.0], alpha=1.0)
+    return compose(block_of([row]), [1.0], alpha=1.0)
 
 
 def follow(objective: str, x: float, updates: int) -> tuple[float, float]:

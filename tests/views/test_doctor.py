@@ -18,7 +18,7 @@ from lightning_weave.checks.findings import Finding
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.models.untrained import OutputMatrix, untrained_rows
-from lightning_weave.pipeline import rollout
+from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.views import doctor
 from models.small_models import small_model
 from pipeline.expected import Words, image, read_cache
@@ -149,7 +149,7 @@ def test_the_same_tokenizer_has_nothing_to_say(tmp_path: Path) -> None:
 
 
 def test_stale_rollouts_are_not_looked_at(recipe: dict[str, Any]) -> None:
-    rollout.run(steps_of(recipe), QUIET)
+    make_rollouts(steps_of(recipe), QUIET)
     assert look(recipe)["anchors.one", "positions"].figures["measured_on"] == "rollouts"
     recipe["rollout"]["seed"] = 3
     finding = look(recipe)["anchors.one", "positions"]

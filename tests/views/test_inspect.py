@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
-from lightning_weave.pipeline import train
+from lightning_weave.pipeline.flow import make_students
 from lightning_weave.runs.steps import Steps
 from lightning_weave.views import inspect
 from pipeline.expected import Words, read_cache
@@ -86,7 +86,7 @@ def test_targets_are_those_that_training_aims_at(recipe: dict[str, Any]) -> None
     recipe = {**recipe, "compositions": {**recipe["compositions"], **ways}}
     steps = steps_of(recipe)
     assert "budget" not in inspect.look(steps, 0, 0).targets, "alpha is solved when training begins"
-    train.run(steps, QUIET, ["budget"])
+    make_students(steps, QUIET, ["budget"])
     alpha = steps.store.stage(steps.train("budget")).require()["alpha"]
     assert alpha != 2.0
     dealt = set()

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from lightning_weave.bench.samples import write_block
-from lightning_weave.pipeline import reference, rollout, score, train
+from lightning_weave.pipeline import reference, score
+from lightning_weave.pipeline.flow import make_rollouts, make_students
 from lightning_weave.views import status
 from pipeline.small_runs import QUIET, make_cache, make_recipe, steps_of
 
@@ -31,7 +32,7 @@ def test_a_run_grows_stage_by_stage(recipe: dict[str, Any]) -> None:
     assert set(seen.values()) == {"missing"}
     assert why["reference"] == "waits for rollout"
     assert "Next: lweave rollout small.toml" in text
-    rollout.run(steps_of(recipe), QUIET)
+    make_rollouts(steps_of(recipe), QUIET)
     seen, why, text = states(recipe)
     assert (seen["prompts"], seen["rollout"], seen["reference"]) == ("done", "done", "missing")
     assert why["rollout"].startswith("12 rows, ")
@@ -58,7 +59,7 @@ def test_an_unfinished_stage_says_how_far_it_got(recipe: dict[str, Any]) -> None
 
 def test_training_and_evaluation_under_way_are_unfinished_not_missing(recipe: dict[str, Any]) -> None:
     steps = make_cache(recipe)
-    train.run(steps, QUIET)
+    make_students(steps, QUIET)
     stage = steps.store.stage(steps.train("only"))
     updates = stage.require()["updates"]
     stage.manifest_path.unlink()

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from lightning_weave.errors import CorruptData
-from lightning_weave.pipeline import reference, rollout
+from lightning_weave.pipeline import reference
+from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
 from lightning_weave.views import verify
 from tiny import make_world, steps_of
@@ -16,7 +17,7 @@ QUIET = Progress(quiet=True)
 
 def test_a_flipped_byte_is_found_in_every_file_and_mended_by_the_command_named(tmp_path: Path) -> None:
     steps = steps_of(make_world(tmp_path))
-    rollout.run(steps, QUIET)
+    make_rollouts(steps, QUIET)
     reference.run(steps, QUIET)
     out = Console(record=True, width=140, file=(tmp_path / "out").open("w"))
     verify.run(steps, QUIET, out)
@@ -32,7 +33,7 @@ def test_a_flipped_byte_is_found_in_every_file_and_mended_by_the_command_named(t
         assert str(path) in message
         assert "lweave" in message
         path.unlink()  # as the message says
-        rollout.run(steps, QUIET)
+        make_rollouts(steps, QUIET)
         reference.run(steps, QUIET)
         assert path.read_bytes() == whole
     verify.run(steps, QUIET, Console(quiet=True))

@@ -1,50 +1,21 @@
-"""Read cached trajectories row by row from memory-mapped shards; what is held never grows with the cache."""
+"""Read cached trajectories from memory-mapped shards; what is held never grows with the cache."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Protocol
+from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.cache.sources import Source
+from lightning_weave.cache.block import Block
+from lightning_weave.cache.sources import Shift, ShiftSource
 from lightning_weave.errors import CorruptData, Mismatch
 from lightning_weave.store import RowIndex, Shard, Stage
 from lightning_weave.types import Candidates, Rollouts, Scores
 
 OPEN_SHARDS = 256  # maps kept open, over all stages
-
-
-@dataclass(frozen=True)
-class Row:
-    """One trajectory with everything cached about it. T decisions, C candidates, K anchors."""
-
-    number: int
-    prompt_ids: NDArray[np.int32]
-    response_ids: NDArray[np.int32]
-    candidate_ids_TC: NDArray[np.int32]
-    logp_TC: NDArray[np.float32]
-    other_logp_T: NDArray[np.float32]
-    sampled_logp_T: NDArray[np.float32]
-    r_KTC: NDArray[np.float32]
-    valid_KT: NDArray[np.bool_]
-
-    @property
-    def tokens(self) -> int:
-        """Count prompt and response."""
-        return len(self.prompt_ids) + len(self.response_ids)
-
-
-class Rows(Protocol):
-    """Trajectories with shifts, by row number: cached, or made a moment ago."""
-
-    @property
-    def weights(self) -> list[float]: ...
-
-    def length(self, number: int) -> int: ...
-
-    def read(self, number: int) -> Row: ...
+T = TypeVar("T")
 
 
 class Cache:
@@ -57,15 +28,19 @@ class Cache:
         self,
         rollouts: Stage,
         reference: Stage,
-        sources: Sequence[Source],
+        sources: Sequence[ShiftSource] = (),
         dealt_R: NDArray[np.int64] | None = None,
     ) -> None:
-        self.rollouts, self.reference, self.sources = rollouts, reference, tuple(sources)
+        self.rollouts = rollouts
+        self.reference = reference
+        self.sources = tuple(sources)
         self.dealt_R = dealt_R
-        for stage in (rollouts, *(stage for source in sources for stage in source.stages)):
+        stages = (rollouts, reference, *(stage for source in sources for stage in source.stages))
+        for stage in stages:
             stage.require()
         self.rows = RowIndex.of(reference.require())
-        self._open = lru_cache(OPEN_SHARDS)(self._open_shard)
+        by_folder = {stage.folder: stage for stage in stages}
+        self._open = lru_cache(OPEN_SHARDS)(lambda folder, kind, shard: by_folder[folder].open(kind, shard))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -75,62 +50,81 @@ class Cache:
         """What each source's shift counts."""
         return [source.weight for source in self.sources] if self.dealt_R is None else [1.0]
 
+    @property
+    def names(self) -> list[str]:
+        return [source.name for source in self.sources]
+
     def length(self, number: int) -> int:
         """Tokens of one row, prompt and response."""
         shard, place = self.rows.find(number)
-        rollouts = self._open(self.rollouts.folder, shard, Rollouts).read(place, place + 1)
+        rollouts = self._open(self.rollouts.folder, Rollouts, shard).read(place, place + 1)
         return len(rollouts.prompt_ids.flat) + len(rollouts.response_ids.flat)
 
-    def read(self, number: int) -> Row:
-        """Read one row from every stage, checking CRCs and that all of them mean the same trajectory."""
-        shard, place = self.rows.find(number)
-        rollouts = self._open(self.rollouts.folder, shard, Rollouts).read(place, place + 1)
-        candidates = self._open(self.reference.folder, shard, Candidates).read(place, place + 1)
-        trajectory = rollouts.trajectories()[0]
-        self._check_same(trajectory, candidates.trajectory_R[0], self.reference, number)
-        said = (candidates.logp, candidates.other_logp, candidates.sampled_logp)
-        check_finite([values.flat for values in said], self.reference, shard, f"row {number}")
-        shape_TC = candidates.logp[0].shape
-        sources = self.sources if self.dealt_R is None else [self.sources[self.dealt_R[number]]]
-        r_KTC = np.zeros((len(sources), *shape_TC), np.float32)
-        valid_KT = np.zeros((len(sources), shape_TC[0]), np.bool_)
-        for index, source in enumerate(sources):
-            scores = [self._scores(stage, shard, place, number, trajectory) for stage in source.stages]
-            r_KTC[index], valid_KT[index] = source.shift(candidates, scores)
-        return Row(
-            number,
-            rollouts.prompt_ids[0],
-            rollouts.response_ids[0],
-            candidates.ids[0],
-            candidates.logp[0],
-            candidates.other_logp[0],
-            candidates.sampled_logp[0],
-            r_KTC,
-            valid_KT,
-        )
+    def block(self, rows: Sequence[int]) -> Block:
+        """Read rows from every stage, checking CRCs, that all stages mean the same trajectories, and every number."""
+        if not len(rows):  # a rank without rows
+            return self.block([0]).pick([])
+        return Block.joined([self._read(run) for run in self._runs(rows)])
 
-    def _scores(self, stage: Stage, shard: int, place: int, number: int, trajectory: np.uint32) -> Scores:
-        scores = self._open(stage.folder, shard, Scores).read(place, place + 1)
-        self._check_same(trajectory, scores.trajectory_R[0], stage, number)
-        check_finite([scores.logp.flat[scores.mapped.flat], scores.mass.flat], stage, shard, f"row {number}")
-        return scores
+    def shard_rows(self, shard: int) -> range:
+        """The rows of one shard."""
+        return range(int(self.rows.starts[shard]), int(self.rows.starts[shard + 1]))
 
-    def _check_same(self, expected: np.uint32, found: np.uint32, stage: Stage, number: int) -> None:
-        if expected != found:
+    def _runs(self, rows: Sequence[int]) -> Iterator[list[int]]:
+        """Group rows that follow one another and can be read together."""
+
+        def key(item: tuple[int, int]) -> tuple[int, int, int]:
+            place, number = item
+            dealt = 0 if self.dealt_R is None else int(self.dealt_R[number])
+            return self.rows.find(number)[0], number - place, dealt
+
+        return ([number for _, number in group] for _, group in groupby(enumerate(rows), key=key))
+
+    def _read(self, run: list[int]) -> Block:
+        rollouts = self._part(self.rollouts, Rollouts, run)
+        candidates = self._part(self.reference, Candidates, run)
+        trajectory_R = rollouts.trajectories()
+        self._check_same(trajectory_R, candidates.trajectory_R, self.reference, run)
+        for values in (candidates.logp, candidates.other_logp, candidates.sampled_logp):
+            self._check_finite(values.flat, candidates.ids.offsets, self.reference, run)
+        sources = self.sources if self.dealt_R is None else [self.sources[self.dealt_R[run[0]]]]
+        shifts = [self._shift(source, candidates, trajectory_R, run) for source in sources]
+        return Block.of(run, rollouts, candidates, shifts)
+
+    def _shift(
+        self, source: ShiftSource, candidates: Candidates, trajectory_R: NDArray[np.uint32], run: list[int]
+    ) -> Shift:
+        parts = []
+        for stage in source.stages:
+            scores = self._part(stage, Scores, run)
+            self._check_same(trajectory_R, scores.trajectory_R, stage, run)
+            # Where a candidate is not mapped its number means nothing, so nothing is looked at.
+            mapped_logp = np.where(scores.mapped.flat, scores.logp.flat, 0)
+            self._check_finite(mapped_logp, scores.logp.offsets, stage, run)
+            self._check_finite(scores.mass.flat, scores.mass.offsets, stage, run)
+            parts.append(scores)
+        return source.shift(candidates, parts)
+
+    def _part(self, stage: Stage, kind: type[T], run: list[int]) -> T:
+        shard, place = self.rows.find(run[0])
+        opened: Shard[T] = self._open(stage.folder, kind, shard)  # type: ignore[arg-type]
+        return opened.read(place, place + len(run))
+
+    def _check_same(self, expected_R: NDArray, found_R: NDArray, stage: Stage, run: list[int]) -> None:
+        if not np.array_equal(expected_R, found_R):
+            number = run[int(np.flatnonzero(expected_R != found_R)[0])]
             raise Mismatch(
                 f"{stage.folder}: row {number} belongs to another trajectory. Make it again with: {stage.step.command}"
             )
 
-    def _open_shard(self, folder: object, shard: int, kind: type) -> Shard:
-        stages = [self.rollouts, self.reference, *(stage for source in self.sources for stage in source.stages)]
-        return next(stage for stage in stages if stage.folder == folder).open(kind, shard)
-
-
-def check_finite(values: Sequence[NDArray[np.float32]], stage: Stage, shard: int, what: str) -> None:
-    """Stop at a number gone bad: a score of -inf is no zero probability, which finite logits never give."""
-    if not all(np.isfinite(each).all() for each in values):
-        path = stage.shard_path(shard)
-        raise CorruptData(
-            f"{path}: {what} has a log-probability that is not finite. Remove the shard (rm {path}) and make it "
-            f"again with: {stage.step.command}"
-        )
+    def _check_finite(self, values: NDArray, offsets: NDArray[np.int64], stage: Stage, run: list[int]) -> None:
+        """Stop at a number gone bad: a score of -inf is no zero probability, which finite logits never give."""
+        finite = np.isfinite(values)
+        if not finite.all():
+            position = int(np.argwhere(~finite)[0, 0])
+            number = run[int(np.searchsorted(offsets, position, side="right")) - 1]
+            path = stage.shard_path(self.rows.find(number)[0])
+            raise CorruptData(
+                f"{path}: row {number} has a log-probability that is not finite. Remove the shard (rm {path}) and "
+                f"make it again with: {stage.step.command}"
+            )

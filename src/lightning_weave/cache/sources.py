@@ -5,6 +5,7 @@ All of them are shifts of the student's candidates against `other`, so that one 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,20 +14,35 @@ from lightning_weave.config import Anchor
 from lightning_weave.store import Stage
 from lightning_weave.types import Candidates, Scores
 
-Shift = tuple[NDArray[np.float32], NDArray[np.bool_]]  # r_TC, valid_T
-SMALLEST_MASS = 1e-8  # of what a teacher leaves to the tokens that are not candidates
+SMALLEST_MASS = 1e-8  # what a teacher leaves at least to the tokens that are not candidates
+
+
+class Shift(NamedTuple):
+    """A shift at every decision of some rows."""
+
+    r_PC: NDArray[np.float32]
+    mapped_PC: NDArray[np.bool_]  # candidates that have a shift
+    valid_P: NDArray[np.bool_]  # decisions that can be learned from
+
+
+def valid_positions(mapped_PC: NDArray[np.bool_], validity: str) -> NDArray[np.bool_]:
+    """The validity rule: which decisions count, given the candidates that an anchor can express.
+
+    By position (the paper's rule) every candidate must be expressible. By candidate one is enough, and the others keep
+    shift 0.
+    """
+    return np.asarray(mapped_PC.all(axis=-1) if validity == "position" else mapped_PC.any(axis=-1))
 
 
 def pair_shift(post: Scores, pre: Scores, validity: str) -> Shift:
-    """Subtract pre from post, at all their positions, where both can express the candidates (cross-tokenizer-shift)."""
-    mapped_TC = post.mapped.flat & pre.mapped.flat
-    r_TC = np.where(mapped_TC, post.logp.flat - pre.logp.flat, np.float32(0))
-    valid_T = mapped_TC.all(axis=-1) if validity == "position" else mapped_TC.any(axis=-1)
-    return r_TC, valid_T
+    """Subtract pre from post where both can express the candidate (cross-tokenizer-shift)."""
+    mapped_PC = post.mapped.flat & pre.mapped.flat
+    r_PC = np.where(mapped_PC, post.logp.flat - pre.logp.flat, np.float32(0))
+    return Shift(r_PC, mapped_PC, valid_positions(mapped_PC, validity))
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairSource:
     """One anchor's two scored models and its share of the composed shift."""
 
     name: str
@@ -45,7 +61,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Teacher:
+class TeacherSource:
     """One anchor's post-trained model as a teacher: the target is its own distribution (opd-objective)."""
 
     name: str
@@ -60,14 +76,15 @@ class Teacher:
     def shift(self, candidates: Candidates, scores: Sequence[Scores]) -> Shift:
         """Lead from the behaviour to the teacher, candidates and `other` alike."""
         (post,) = scores
-        left_T = np.log(np.maximum(1 - post.mass[0], SMALLEST_MASS))
-        gap_TC = (post.logp[0] - candidates.logp[0]) - (left_T - candidates.other_logp[0])[:, None]
-        valid_T: NDArray[np.bool_] = np.asarray(post.mapped[0].all(axis=-1))
-        return (self.alpha * np.where(valid_T[:, None], gap_TC, 0)).astype(np.float32), valid_T
+        left_P = np.log(np.maximum(1 - post.mass.flat, SMALLEST_MASS))
+        gap_PC = (post.logp.flat - candidates.logp.flat) - (left_P - candidates.other_logp.flat)[:, None]
+        valid_P = valid_positions(post.mapped.flat, "position")
+        r_PC = (self.alpha * np.where(valid_P[:, None], gap_PC, 0)).astype(np.float32)
+        return Shift(r_PC, post.mapped.flat, valid_P)
 
 
 @dataclass(frozen=True)
-class Sharpened:
+class SharpenedSource:
     """The student as its own teacher, at another temperature."""
 
     temperature: float
@@ -78,12 +95,12 @@ class Sharpened:
 
     def shift(self, candidates: Candidates, scores: Sequence[Scores]) -> Shift:
         """Raise the behaviour to the power 1 / temperature, on the finite outcomes."""
-        gap_TC = candidates.logp[0] - candidates.other_logp[0][:, None]
-        r_TC = self.alpha * (1 / self.temperature - 1) * gap_TC
-        return r_TC.astype(np.float32), np.ones(len(r_TC), np.bool_)
+        gap_PC = candidates.logp.flat - candidates.other_logp.flat[:, None]
+        r_PC = (self.alpha * (1 / self.temperature - 1) * gap_PC).astype(np.float32)
+        return Shift(r_PC, np.ones(r_PC.shape, np.bool_), np.ones(len(r_PC), np.bool_))
 
 
-Source = Pair | Teacher | Sharpened
+ShiftSource = PairSource | TeacherSource | SharpenedSource
 
 
 def deal_groups(groups: int, shares: Sequence[float], seed: int) -> NDArray[np.int64]:

@@ -5,22 +5,20 @@ import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.sources import valid_positions
 from lightning_weave.checks.findings import Finding, listed, percent, visible
-from lightning_weave.checks.sample import STOP, places
-from lightning_weave.models.load import stop_ids
-from lightning_weave.models.untrained import OutputMatrix
-from lightning_weave.runs.alignment import open_tokenizer, student_tokenizer
+from lightning_weave.checks.sample import STOP, spread
+from lightning_weave.models.untrained import untrained_specials
+from lightning_weave.runs.caches import anchor_pair
 from lightning_weave.runs.steps import Steps
 from lightning_weave.tokens import TokenMap, breaking_tokens, suggest_alias
-from lightning_weave.types import Candidates, Rollouts, Scores
 
 MASKED_SHARE = 0.05  # of finished rows, above which it is worth a warning
 ENDS = 2048  # rows that are looked at
@@ -47,7 +45,7 @@ class Ends:
     def supervised(self, validity: str) -> NDArray[np.bool_]:
         """Say which decisions carry a shift; candidate by candidate, it is the sampled one that must."""
         if validity == "position":
-            return np.all(self.mapped_RC, axis=1)
+            return valid_positions(self.mapped_RC, validity)
         return np.any(self.mapped_RC & (self.candidate_ids_RC == self.sampled_R[:, None]), axis=1)
 
     def only(self, wanted_R: NDArray[np.bool_]) -> "Ends":
@@ -57,20 +55,15 @@ class Ends:
 
 def scored_ends(steps: Steps, anchor: str) -> Ends:
     """Read the ends of finished rows and where a scored pair is valid."""
-    rollout, reference = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
-    scores = [steps.store.stage(step) for step in steps.scores_of(anchor)]
+    pair = anchor_pair(steps, anchor)
+    cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), [pair])
     sampled, candidates, mapped = [], [], []
-    for shard, group in groupby(sorted(places(steps, ENDS)), key=itemgetter(0)):
-        rollouts, references = rollout.open(Rollouts, shard), reference.open(Candidates, shard)
-        pair = [stage.open(Scores, shard) for stage in scores]
-        for _, place in group:
-            rows = rollouts.read(place, place + 1)
-            if rows.finish_R[0] != STOP or not len(rows.response_ids[0]):
-                continue
-            post, pre = (shift.read(place, place + 1).mapped[0][-1] for shift in pair)
-            sampled.append(rows.response_ids[0][-1])
-            candidates.append(references.read(place, place + 1).ids[0][-1])
-            mapped.append(post & pre)
+    for row in spread(len(cache), ENDS):
+        block = cache.block([row])
+        if block.rollouts.finish_R[0] == STOP and len(block.sampled_P):
+            sampled.append(block.sampled_P[-1])
+            candidates.append(block.candidates.ids.flat[-1])
+            mapped.append(block.mapped_KPC[0, -1])
     return Ends.of(sampled, candidates, mapped, steps.recipe.reference.candidates)
 
 
@@ -83,7 +76,9 @@ def warn_if_masked(steps: Steps, anchor: str) -> Finding | None:
 
 def judge_ends(steps: Steps, anchor: str, ends: Ends) -> Finding:
     """Say how many end-of-turn decisions a pair cannot supervise, and the line that changes it."""
-    about, check, finished = f"anchors.{anchor}", "end of turn", len(ends.sampled_R)
+    about = f"anchors.{anchor}"
+    check = "end of turn"
+    finished = len(ends.sampled_R)
     if not finished:
         return Finding(about, check, "note", "no sampled row has ended by itself: nothing to learn about stopping here")
     supervised_R = ends.supervised(steps.recipe.anchors[anchor].validity)
@@ -98,8 +93,8 @@ def judge_ends(steps: Steps, anchor: str, ends: Ends) -> Finding:
 
 def judge_stops(steps: Steps, anchor: str) -> Finding:
     """Say the same before anything is sampled: does the student's end of turn have a counterpart?"""
-    student, tokenizers = student_tokenizer(steps), _anchor_tokenizer(steps, anchor)
-    tokens = TokenMap.between(student, tokenizers, steps.recipe.anchors[anchor].aliases)
+    student = steps.student.tokenizer
+    tokens = TokenMap.between(student, steps.anchor(anchor, "post").tokenizer, steps.recipe.anchors[anchor].aliases)
     stops = _ordered_stops(steps, student, [])
     _, mapped = tokens.candidate_map(torch.tensor(stops))
     alone = [
@@ -107,7 +102,8 @@ def judge_stops(steps: Steps, anchor: str) -> Finding:
         for id, found in zip(stops, mapped.tolist(), strict=True)
         if not found
     ]
-    about, check = f"anchors.{anchor}", "end of turn"
+    about = f"anchors.{anchor}"
+    check = "end of turn"
     if not alone:
         return Finding(about, check, "ok", "every stop token of the student has a counterpart")
     line, figures = alias_line(steps, anchor, [])
@@ -122,8 +118,10 @@ def judge_stops(steps: Steps, anchor: str) -> Finding:
 
 def _advice(steps: Steps, anchor: str, masked: Ends, finished: int) -> tuple[str, dict[str, Any]]:
     """Find what masks these decisions, and whether an alias would help."""
-    section, ids_RC = steps.recipe.anchors[anchor], torch.from_numpy(masked.candidate_ids_RC)
-    student, other = student_tokenizer(steps), _anchor_tokenizer(steps, anchor)
+    section = steps.recipe.anchors[anchor]
+    ids_RC = torch.from_numpy(masked.candidate_ids_RC)
+    student = steps.student.tokenizer
+    other = steps.anchor(anchor, "post").tokenizer
     tokens = TokenMap.between(student, other, section.aliases)
     line, figures = alias_line(steps, anchor, masked.sampled_R.tolist())
     advice = ""
@@ -146,7 +144,9 @@ def _advice(steps: Steps, anchor: str, masked: Ends, finished: int) -> tuple[str
 
 def alias_line(steps: Steps, anchor: str, sampled: list[int]) -> tuple[str | None, dict[str, Any]]:
     """Write the recipe line that supervises stopping, with what the pre-anchor's untrained row makes necessary."""
-    section, student, other = steps.recipe.anchors[anchor], student_tokenizer(steps), _anchor_tokenizer(steps, anchor)
+    section = steps.recipe.anchors[anchor]
+    student = steps.student.tokenizer
+    other = steps.anchor(anchor, "post").tokenizer
     aliased = {id for text in section.aliases for id in [student.convert_tokens_to_ids(text)]}
     stops = [id for id in _ordered_stops(steps, student, sampled) if id not in aliased]
     suggested = suggest_alias(student, other, stops)
@@ -158,7 +158,7 @@ def alias_line(steps: Steps, anchor: str, sampled: list[int]) -> tuple[str | Non
         f"{json.dumps(one, ensure_ascii=False)} = {json.dumps(two, ensure_ascii=False)}" for one, two in aliases.items()
     )
     line = f"aliases = {{ {', '.join(pairs)} }}"
-    if section.untrained is None and _ends_untrained(steps, anchor, other):
+    if section.untrained is None and other.eos_token_id in untrained_specials(steps.anchor(anchor, "pre")):
         line += '\nuntrained = "keep"'
     return line, {"alias": line}
 
@@ -169,18 +169,7 @@ def _in_words(line: str) -> str:
     return line.replace("\n", " and ") + caution
 
 
-def _ends_untrained(steps: Steps, anchor: str, tokenizer: Any) -> bool:
-    section = steps.recipe.anchors[anchor]
-    matrix = OutputMatrix.of(steps.path_of(section.pre, section.pre_revision))
-    return matrix is not None and tokenizer.eos_token_id in matrix.untrained(sorted(tokenizer.added_tokens_decoder))
-
-
 def _ordered_stops(steps: Steps, student: Any, sampled: list[int]) -> list[int]:
     """Order the stop tokens by how often they were drawn, the tokenizer's own first among equals."""
     drawn = Counter(sampled)
-    return sorted(stop_ids(steps.student_path, student), key=lambda id: (-drawn[id], id != student.eos_token_id, id))
-
-
-def _anchor_tokenizer(steps: Steps, anchor: str) -> Any:
-    section = steps.recipe.anchors[anchor]
-    return open_tokenizer(steps.path_of(section.post, section.post_revision), section.trust_remote_code)
+    return sorted(steps.student.stop_ids, key=lambda id: (-drawn[id], id != student.eos_token_id, id))

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Verdict = Literal["ok", "note", "warning"]
+Level = Literal["ok", "note", "warning"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Finding:
 
     about: str  # the dotted key of the recipe that it concerns
     check: str
-    verdict: Verdict
+    verdict: Level
     text: str
     figures: dict[str, Any] = field(default_factory=dict)
 

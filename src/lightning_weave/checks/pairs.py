@@ -1,6 +1,5 @@
 """What doctor asks of a pair: can its anchors follow the student's tokens, and are their shifts to be trusted?"""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,22 +7,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_weave.cache.sources import valid_positions
 from lightning_weave.checks.end_of_turn import Ends, judge_ends, judge_stops, warn_if_masked
-from lightning_weave.checks.findings import Finding, Verdict, listed, percent, visible
-from lightning_weave.checks.models import check_checkpoint, config_at, context_limit_at
-from lightning_weave.checks.sample import Sample, SampleRow
+from lightning_weave.checks.findings import Finding, Level, listed, percent, visible
+from lightning_weave.checks.models import check_checkpoint
+from lightning_weave.checks.sample import CheckedRow, CheckedRows
 from lightning_weave.checks.separation import judge_separation
 from lightning_weave.config import Anchor
-from lightning_weave.models.untrained import OutputMatrix
-from lightning_weave.runs.alignment import Alignment, open_tokenizer, student_tokenizer
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.untrained import untrained_specials
+from lightning_weave.runs.alignment import Alignment
 from lightning_weave.runs.steps import ROLES, Role, ScoredModel, Steps
-from lightning_weave.tokens import (
-    TokenMap,
-    added_without_counterpart,
-    atomic_share,
-    breaking_tokens,
-    same_tokenizer,
-)
+from lightning_weave.tokens import TokenMap, added_without_counterpart, atomic_share, breaking_tokens, same_tokenizer
 
 FEW_SURVIVE = 0.5  # share of positions below which a pair teaches little for its cost
 WANTS_BOS = ("gemma",)  # families whose models break without one
@@ -38,7 +33,7 @@ class PairSample:
     first_ids: tuple[int, ...]  # how the first context begins for the post-anchor
 
     @classmethod
-    def of(cls, steps: Steps, section: Anchor, sample: Sample) -> "PairSample":
+    def of(cls, steps: Steps, section: Anchor, sample: CheckedRows) -> "PairSample":
         """Align a sample with both models."""
         post, pre = (_open_alignment(steps, section, role, sample.kind in ("candidates", "rollouts")) for role in ROLES)
         read = [(_align(post, row), _align(pre, row)) for row in sample.rows]
@@ -47,65 +42,61 @@ class PairSample:
 
     def valid(self, validity: str) -> NDArray[np.bool_]:
         """Say at which positions of the sample the pair has a shift."""
-        rows = [mapped.all(axis=1) if validity == "position" else mapped.any(axis=1) for mapped in self.mapped]
+        rows = [valid_positions(mapped, validity) for mapped in self.mapped]
         return np.concatenate(rows) if rows else np.zeros(0, bool)
 
 
-def check_pair(steps: Steps, name: str, sample: Sample) -> tuple[list[Finding], NDArray[np.bool_]]:
+def check_pair(steps: Steps, name: str, sample: CheckedRows) -> tuple[list[Finding], NDArray[np.bool_]]:
     """Check one pair; returns also where it is valid in the sample."""
-    section, about = steps.recipe.anchors[name], f"anchors.{name}"
-    paths = [
-        steps.path_of(scored.model, scored.revision) for scored in (ScoredModel.of(section, role) for role in ROLES)
-    ]
+    section = steps.recipe.anchors[name]
+    about = f"anchors.{name}"
+    post, pre = (steps.anchor(name, role) for role in ROLES)
     pair = PairSample.of(steps, section, sample)
     tokens = pair.alignments[0].tokens
-    found = [_check_tokenizers(steps, about, section, paths)]
-    if paths[0].resolve() == paths[1].resolve():
-        found.append(
+    findings = [_check_tokenizers(steps, about, post, pre)]
+    if post.path.resolve() == pre.path.resolve():
+        findings.append(
             Finding(about, "checkpoints", "warning", "post and pre are the same checkpoint: every shift is zero")
         )
-    for role, path in zip(ROLES, paths, strict=True):
-        found += check_checkpoint(steps, f"{about}.{role}", path, section.trust_remote_code, steps.recipe.score.dtype)
+    for role, checkpoint in zip(ROLES, (post, pre), strict=True):
+        findings += check_checkpoint(steps, f"{about}.{role}", checkpoint, steps.recipe.score.dtype)
     share = atomic_share(tokens)
     said = f"{percent(share)} of the student's vocabulary is a single token of the anchor"
-    found.append(Finding(about, "atomic", "ok" if share > FEW_SURVIVE else "note", said, {"share": share}))
+    findings.append(Finding(about, "atomic", "ok" if share > FEW_SURVIVE else "note", said, {"share": share}))
     valid = pair.valid(section.validity)
-    found += _check_survival(about, sample, valid, tokens)
-    found += _check_specials(about, tokens)
-    found.append(_check_bos(about, section, pair, open_tokenizer(paths[0], section.trust_remote_code), paths[0]))
-    found += _check_untrained(about, section, pair, sample, paths[1])
+    findings += _check_survival(about, sample, valid, tokens)
+    findings += _check_specials(about, tokens)
+    findings.append(_check_bos(about, section, pair, post))
+    findings += _check_untrained(about, pair, sample, pre)
     if section.prompt == "native":
-        found.append(_check_template(about, open_tokenizer(paths[0], section.trust_remote_code)))
-    found.append(_check_end_of_turn(steps, name, sample, pair))
+        findings.append(_check_template(about, post.tokenizer))
+    findings.append(_check_end_of_turn(steps, name, sample, pair))
     if separation := judge_separation(steps, name) if sample.kind == "candidates" else None:
-        found.append(separation)
-    return found, valid
+        findings.append(separation)
+    return findings, valid
 
 
 def _open_alignment(steps: Steps, section: Anchor, role: Role, cached: bool) -> Alignment:
     scored = ScoredModel.of(section, role)
     if not cached:  # then no prompts.jsonl need be there to be rendered natively
         scored = replace(scored, prompt="student", template=None)
-    path = steps.path_of(scored.model, scored.revision)
+    checkpoint = scored.checkpoint
     masked: frozenset[int] = frozenset()
     if scored.untrained == "mask":
-        tokenizer = open_tokenizer(path, scored.trust_remote_code)
-        masked = frozenset(_untrained(path, tokenizer)) & {
-            tokenizer.convert_tokens_to_ids(to) for _, to in scored.aliases
-        }
-    return Alignment.open(steps, scored, context_limit_at(path, scored.trust_remote_code), masked)
+        targets = {checkpoint.tokenizer.convert_tokens_to_ids(to) for _, to in scored.aliases}
+        masked = frozenset(untrained_specials(checkpoint)) & targets
+    return Alignment.open(steps, scored, checkpoint.context_limit, masked)
 
 
-def _align(alignment: Alignment, row: SampleRow) -> Any:
+def _align(alignment: Alignment, row: CheckedRow) -> Any:
     return alignment.align(row.prompt, row.prompt_ids, row.response_ids, row.candidate_ids_TC)
 
 
-def _check_tokenizers(steps: Steps, about: str, section: Anchor, paths: Sequence[Any]) -> Finding:
-    post, pre = (open_tokenizer(path, section.trust_remote_code) for path in paths)
-    if not same_tokenizer(post, pre):
+def _check_tokenizers(steps: Steps, about: str, post: Checkpoint, pre: Checkpoint) -> Finding:
+    if not same_tokenizer(post.tokenizer, pre.tokenizer):
         said = "post and pre have different tokenizers: they see different prefixes, which the shift then includes"
         return Finding(about, "tokenizer", "warning", said, {"same": False})
-    same = same_tokenizer(student_tokenizer(steps), post)
+    same = same_tokenizer(steps.student.tokenizer, post.tokenizer)
     said = (
         "the same as the student's"
         if same
@@ -114,14 +105,14 @@ def _check_tokenizers(steps: Steps, about: str, section: Anchor, paths: Sequence
     return Finding(about, "tokenizer", "ok" if same else "note", said, {"same": same})
 
 
-def _check_survival(about: str, sample: Sample, valid: NDArray[np.bool_], tokens: TokenMap) -> list[Finding]:
+def _check_survival(about: str, sample: CheckedRows, valid: NDArray[np.bool_], tokens: TokenMap) -> list[Finding]:
     if not len(valid):
         return [Finding(about, "positions", "note", f"not measured: {sample.said}")]
     share = float(valid.mean())
     figures = {"share": share, "positions": len(valid), "measured_on": sample.kind}
     most = "" if sample.kind == "candidates" else "at most "
     said = f"{most}{percent(share)} of {len(valid):,} positions survive ({sample.said})"
-    verdict: Verdict = "warning" if share < FEW_SURVIVE else "ok" if share == 1 else "note"
+    verdict: Level = "warning" if share < FEW_SURVIVE else "ok" if share == 1 else "note"
     found = [Finding(about, "positions", verdict, said, figures)]
     ids_TC = torch.from_numpy(np.concatenate([row.candidate_ids_TC for row in sample.rows]))
     breaking = breaking_tokens(tokens, ids_TC)
@@ -140,8 +131,10 @@ def _check_specials(about: str, tokens: TokenMap) -> list[Finding]:
     return [Finding(about, "special tokens", "note", said, {"tokens": alone})]
 
 
-def _check_bos(about: str, section: Anchor, pair: PairSample, tokenizer: Any, path: Any) -> Finding:
-    bos, family = tokenizer.bos_token_id, config_at(path, section.trust_remote_code).model_type
+def _check_bos(about: str, section: Anchor, pair: PairSample, post: Checkpoint) -> Finding:
+    tokenizer = post.tokenizer
+    bos = tokenizer.bos_token_id
+    family = post.config.model_type
     if section.bos or (bos is not None and pair.first_ids[:1] == (bos,)):
         return Finding(about, "bos", "ok", "the anchors' contexts begin with their beginning-of-sequence token")
     if family.startswith(WANTS_BOS):
@@ -154,18 +147,12 @@ def _check_bos(about: str, section: Anchor, pair: PairSample, tokenizer: Any, pa
     return Finding(about, "bos", "ok", "none needed")
 
 
-def _untrained(path: Any, tokenizer: Any) -> set[int]:
-    matrix = OutputMatrix.of(path)
-    return matrix.untrained(sorted(tokenizer.added_tokens_decoder)) if matrix else set()
-
-
-def _check_untrained(about: str, section: Anchor, pair: PairSample, sample: Sample, pre: Any) -> list[Finding]:
+def _check_untrained(about: str, pair: PairSample, sample: CheckedRows, pre: Checkpoint) -> list[Finding]:
     """Report rows of the pre-anchor that look untrained, and how often a candidate is scored by one."""
-    tokenizer = open_tokenizer(pre, section.trust_remote_code)
-    untrained = _untrained(pre, tokenizer)
+    untrained = untrained_specials(pre)
     if not untrained:
         return [Finding(about, "untrained rows", "ok", "no special token of the pre-anchor looks untrained")]
-    texts = [tokenizer.convert_ids_to_tokens(id) for id in sorted(untrained)]
+    texts = [pre.tokenizer.convert_ids_to_tokens(id) for id in sorted(untrained)]
     touched = [
         np.isin(_align(pair.alignments[1], row).candidate_ids_TC, list(untrained)) & mapped
         for row, mapped in zip(sample.rows, pair.mapped, strict=True)
@@ -184,13 +171,13 @@ def _check_template(about: str, tokenizer: Any) -> Finding:
     )
 
 
-def _check_end_of_turn(steps: Steps, name: str, sample: Sample, pair: PairSample) -> Finding:
+def _check_end_of_turn(steps: Steps, name: str, sample: CheckedRows, pair: PairSample) -> Finding:
     if sample.kind != "candidates":
         return judge_stops(steps, name)
     return warn_if_masked(steps, name) or judge_ends(steps, name, _sampled_ends(steps, name, sample, pair))
 
 
-def _sampled_ends(steps: Steps, name: str, sample: Sample, pair: PairSample) -> Ends:
+def _sampled_ends(steps: Steps, name: str, sample: CheckedRows, pair: PairSample) -> Ends:
     """Take the ends of the sample's finished rows, before anything is scored."""
     rows = [(row, mapped) for row, mapped in zip(sample.rows, pair.mapped, strict=True) if row.finished]
     sampled = [int(row.response_ids[-1]) for row, _ in rows]

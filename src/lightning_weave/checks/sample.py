@@ -7,19 +7,19 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.pipeline.prompts import own_trajectories
-from lightning_weave.prompts import build_prompts, read_prompts
-from lightning_weave.runs.alignment import student_tokenizer
+from lightning_weave.cache.reader import Cache
+from lightning_weave.prompts import build_prompts
+from lightning_weave.runs.prompts import own_trajectories
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import RowIndex
-from lightning_weave.types import FINISH_REASONS, Candidates, Prompt, Rollouts
+from lightning_weave.types import FINISH_REASONS, Prompt, Rollouts
 
 ROWS = 256  # of a sample: enough for shares to a few percent, quick for any cache
 STOP = FINISH_REASONS.index("stop")
 
 
 @dataclass(frozen=True)
-class SampleRow:
+class CheckedRow:
     """One trajectory. Without a cached reference the tokens themselves are the only candidates known."""
 
     prompt: int
@@ -30,11 +30,11 @@ class SampleRow:
 
 
 @dataclass(frozen=True)
-class Sample:
+class CheckedRows:
     """A few trajectories, spread evenly over what there is."""
 
     kind: Literal["candidates", "rollouts", "prompts", "nothing"]
-    rows: list[SampleRow]
+    rows: list[CheckedRow]
     said: str  # what was looked at, or why there is nothing
 
     @property
@@ -42,28 +42,28 @@ class Sample:
         return sum(len(row.response_ids) for row in self.rows)
 
 
-def take_sample(steps: Steps) -> Sample:
+def take_sample(steps: Steps) -> CheckedRows:
     """Look for the best that there is: cached candidates, then rollouts, then prompts."""
     if (steps.store.run_dir / "rollout" / "manifest.json").exists():  # else no checkpoint need be hashed
         rollout, reference = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
         if rollout.state() == "done":
             cached = reference.state() == "done"
             rows = [row for row in _cached_rows(steps, cached) if len(row.response_ids)]
-            return Sample("candidates" if cached else "rollouts", rows, f"{len(rows)} cached trajectories")
+            return CheckedRows("candidates" if cached else "rollouts", rows, f"{len(rows)} cached trajectories")
         why = f"rollout/ is {rollout.state()}"
     else:
         why = "nothing is cached yet"
     prompts = some_prompts(steps)
-    tokenizer = student_tokenizer(steps)
+    tokenizer = steps.student.tokenizer
     rows = [_prompt_row(number, prompt, tokenizer) for number, prompt in enumerate(prompts)]
-    return Sample("prompts", rows, f"{len(rows)} prompts; {why}")
+    return CheckedRows("prompts", rows, f"{len(rows)} prompts; {why}")
 
 
 def some_prompts(steps: Steps) -> list[Prompt]:
     """Read the prompts of the run, or the first of what they would be made from."""
-    tokenizer = student_tokenizer(steps)
+    tokenizer = steps.student.tokenizer
     if steps.recipe.rollout.from_ is not None:
-        return [group.as_prompt(tokenizer) for group in own_trajectories(steps, tokenizer)][:ROWS]
+        return [group.as_prompt(tokenizer) for group in own_trajectories(steps)][:ROWS]
     settings = steps.recipe.prompts.model_dump()
     take = min(settings.pop("take") or ROWS, ROWS)
     return build_prompts(tokenizer, **settings, take=take)[0]
@@ -78,31 +78,27 @@ def spread(count: int, most: int) -> list[int]:
     return [number * count // min(count, most) for number in range(min(count, most))]
 
 
-def places(steps: Steps, most: int) -> Iterator[tuple[int, int]]:
-    """Choose rows of the cached rollouts by shard and place in it."""
-    index = RowIndex.of(steps.store.stage(steps.rollout).require())
-    return map(index.find, spread(len(index), most))
+def rollout_rows(steps: Steps, most: int) -> Iterator[Rollouts]:
+    """Read some of the sampled rows, one at a time, spread evenly."""
+    stage = steps.store.stage(steps.rollout)
+    index = RowIndex.of(stage.require())
+    for shard, place in map(index.find, spread(len(index), most)):
+        yield stage.open(Rollouts, shard).read(place, place + 1)
 
 
-def _cached_rows(steps: Steps, with_candidates: bool) -> Iterator[SampleRow]:
-    rollout, reference = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
-    for shard, place in places(steps, ROWS):
-        rows = rollout.open(Rollouts, shard).read(place, place + 1)
-        ids = rows.response_ids[0]
-        if with_candidates:
-            candidates_TC = reference.open(Candidates, shard).read(place, place + 1).ids[0]
-        else:
-            candidates_TC = ids[:, None]
+def _cached_rows(steps: Steps, with_candidates: bool) -> Iterator[CheckedRow]:
+    if with_candidates:
+        cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference))
+        blocks = (cache.block([row]) for row in spread(len(cache), ROWS))
+        read = ((block.rollouts, block.candidates.ids.flat) for block in blocks)
+    else:
+        read = ((rows, rows.response_ids.flat[:, None]) for rows in rollout_rows(steps, ROWS))
+    for rows, ids_TC in read:
         finished = int(rows.finish_R[0]) == STOP
-        yield SampleRow(int(rows.prompt_R[0]), rows.prompt_ids[0], ids, candidates_TC, finished)
+        yield CheckedRow(int(rows.prompt_R[0]), rows.prompt_ids[0], rows.response_ids[0], ids_TC, finished)
 
 
-def _prompt_row(number: int, prompt: Prompt, tokenizer: Any) -> SampleRow:
+def _prompt_row(number: int, prompt: Prompt, tokenizer: Any) -> CheckedRow:
     answer = tokenizer(prompt.answer, add_special_tokens=False)["input_ids"] if prompt.answer else []
     ids = np.array([*prompt.token_ids, *answer], dtype=np.int32)
-    return SampleRow(number, ids[:1], ids[1:], ids[1:, None], finished=False)
-
-
-def prompts_by_line(steps: Steps) -> list[Prompt]:
-    """Read prompts.jsonl of the run."""
-    return read_prompts(steps.store.stage(steps.prompts).folder / "prompts.jsonl")
+    return CheckedRow(number, ids[:1], ids[1:], ids[1:, None], finished=False)

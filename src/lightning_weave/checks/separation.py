@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.cache.reader import Cache, Row
-from lightning_weave.cache.shifts import anchor_pair, is_scored
-from lightning_weave.checks.findings import Finding, Verdict
-from lightning_weave.checks.sample import prompts_by_line, spread
+from lightning_weave.cache.block import Block
+from lightning_weave.cache.reader import Cache
+from lightning_weave.checks.findings import Finding, Level
+from lightning_weave.checks.sample import spread
 from lightning_weave.grading.math import grade
-from lightning_weave.runs.alignment import student_tokenizer
+from lightning_weave.prompts import read_prompts
+from lightning_weave.runs.caches import anchor_pair
 from lightning_weave.runs.steps import Steps
 
 ROWS = 2048
@@ -19,7 +20,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Graded:
+class GradedShifts:
     """Responses with a pair's summed shift, their length and whether they are right."""
 
     shift_R: Floats
@@ -30,13 +31,13 @@ class Graded:
 def judge_separation(steps: Steps, anchor: str) -> Finding | None:
     """Judge a scored pair by how its summed shift ranks graded responses; None where nothing is scored or graded."""
     pair = anchor_pair(steps, anchor)
-    if not is_scored(pair):
+    if any(stage.state() != "done" for stage in pair.stages):
         return None
     graded = _grade(steps, Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), [pair]))
     return None if graded is None else _judge(f"anchors.{anchor}", graded)
 
 
-def _judge(about: str, graded: Graded) -> Finding:
+def _judge(about: str, graded: GradedShifts) -> Finding:
     right, wrong = int(graded.right_R.sum()), int((~graded.right_R).sum())
     by_length = rank_correlation(graded.shift_R, graded.length_R)
     figures = {"right": right, "wrong": wrong, "length_correlation": by_length}
@@ -53,31 +54,33 @@ def _judge(about: str, graded: Graded) -> Finding:
     return Finding(about, "separation", verdict, said, figures)
 
 
-def _words(auc: float, error: float) -> tuple[Verdict, str]:
+def _words(auc: float, error: float) -> tuple[Level, str]:
     if abs(auc - 0.5) <= CHANCE * error:
         return "note", "does not tell them apart"
     return ("ok", "prefers right ones") if auc > 0.5 else ("warning", "prefers wrong ones")
 
 
-def _grade(steps: Steps, cache: Cache) -> Graded | None:
-    prompts, tokenizer, responses = prompts_by_line(steps), student_tokenizer(steps), steps.recipe.rollout.responses
+def _grade(steps: Steps, cache: Cache) -> GradedShifts | None:
+    prompts = read_prompts(steps.prompts_file)
+    tokenizer = steps.student.tokenizer
+    responses = steps.recipe.rollout.responses
     shifts, lengths, rights = [], [], []
     for number in spread(len(cache), ROWS):
         answer = prompts[number // responses].answer
         if answer is not None:
-            row = cache.read(number)
-            shifts.append(summed_shift(row))
-            lengths.append(len(row.response_ids))
-            rights.append(grade(tokenizer.decode(row.response_ids.tolist(), skip_special_tokens=True), answer))
+            block = cache.block([number])
+            shifts.append(summed_shift(block))
+            lengths.append(len(block.sampled_P))
+            rights.append(grade(tokenizer.decode(block.sampled_P.tolist(), skip_special_tokens=True), answer))
     if not rights:
         return None
-    return Graded(np.array(shifts, float), np.array(lengths, float), np.array(rights, bool))
+    return GradedShifts(np.array(shifts, float), np.array(lengths, float), np.array(rights, bool))
 
 
-def summed_shift(row: Row) -> float:
+def summed_shift(block: Block) -> float:
     """Add up the pair's shift of the sampled tokens where it is valid and they are among the candidates."""
-    sampled_TC = (row.candidate_ids_TC == row.response_ids[:, None]) & row.valid_KT[0][:, None]
-    return float(row.r_KTC[0][sampled_TC].sum())
+    sampled_PC = (block.candidates.ids.flat == block.sampled_P[:, None]) & block.valid_KP[0][:, None]
+    return float(block.r_KPC[0][sampled_PC].sum())
 
 
 def area_under_curve(scores_R: Floats, right_R: NDArray[np.bool_]) -> float:

@@ -11,6 +11,7 @@ import typer
 
 from lightning_weave.cli import demo, explore, look, pipeline
 from lightning_weave.errors import WeaveError
+from lightning_weave.ranks import is_first
 
 app = typer.Typer(
     help="Compose what independently post-trained models have learned into one student.",
@@ -57,7 +58,7 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 def _options(debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False) -> None:
     global DEBUG
     DEBUG = debug
-    level = logging.DEBUG if debug else logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
+    level = logging.DEBUG if debug else logging.INFO if is_first() else logging.ERROR
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lightning_weave").setLevel(level)
     if not debug:  # it warns at every try; the message at the end says what to do

@@ -1,6 +1,5 @@
 """What the commands share: their options, and what those open. Nothing heavy is imported before a recipe is checked."""
 
-import os
 import shlex
 import shutil
 import sys
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from lightning_weave.errors import InputError
+from lightning_weave.ranks import check_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,10 +83,3 @@ def writing(steps: "Steps") -> Iterator[None]:
         elif before is not None and recipe.exists():
             write_atomic(recipe, before)
         raise
-
-
-def check_ranks() -> None:
-    """Refuse a rank that no shard belongs to."""
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise InputError(f"RANK={rank} WORLD_SIZE={world}: ranks are numbers from 0 to WORLD_SIZE - 1")

@@ -30,10 +30,10 @@ app = typer.Typer()
 def rollout(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
     """Sample the student's own trajectories."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.pipeline import rollout as stage
+    from lightning_weave.pipeline.flow import make_rollouts
 
     with writing(steps):
-        stage.run(steps, open_progress(), choose_crew(cluster, address))
+        make_rollouts(steps, open_progress(), choose_crew(cluster, address))
 
 
 @app.command()
@@ -62,10 +62,10 @@ def score(
 def train(recipe: Files, set_: Sets = None, only: Only = None) -> None:
     """Fit the student to every composition of the cached shifts."""
     steps = load_steps(recipe, set_)
-    from lightning_weave.pipeline import train as stage
+    from lightning_weave.pipeline.flow import make_students
 
     with writing(steps):
-        stage.run(steps, open_progress(), only)
+        make_students(steps, open_progress(), only)
 
 
 @app.command("eval")

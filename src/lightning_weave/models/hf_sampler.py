@@ -44,7 +44,7 @@ class HFSampler:
         self.batch_size = batch_size
         self.on_tokens = on_tokens
         self.tilt = tilt
-        self.limit = context_limit(model)
+        self.limit = context_limit(model.config)
         self.is_stop_V = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
         self.is_stop_V[[token for token in sorted(stop) if token < vocabulary]] = True
 

@@ -54,7 +54,7 @@ class Scorer:
         self.model = model
         self.vocabulary = vocabulary
         self.token_budget = token_budget
-        self.limit = context_limit(model)
+        self.limit = context_limit(model.config)
         self.embedded = model.get_input_embeddings().num_embeddings
         self.head = find_head(model, vocabulary)
 
@@ -71,7 +71,7 @@ class Scorer:
 
         return self._outcomes(rows, count, names, look)
 
-    def reread(
+    def rescore(
         self,
         rows: Sequence[tuple[Tokens, Tokens]],
         ids: Sequence[NDArray[np.int32]],

@@ -1,7 +1,6 @@
 """Walk from one checkpoint to another of the same shape, one tensor in memory at a time (model interpolation)."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from lightning_weave.errors import InputError
 from lightning_weave.models.load import check_weights, checkpoint_json
-from lightning_weave.store import make_directory
+from lightning_weave.store import make_directory, whole_directory
 
 ALIGNMENT = 8
 NOT_SHAPING = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
@@ -61,18 +60,16 @@ def interpolate(first: Path, second: Path, share: float, out: Path) -> list[str]
     one, two = Weights.of(first), Weights.of(second)
     _check_same_shape(one, two)
     differing = _differing_keys(first, second)
-    unfinished = out.with_name(f".tmp-{out.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    make_directory(unfinished, str(out))
-    for path in sorted(first.iterdir()):
-        if path.is_file() and path.suffix != ".safetensors":
-            shutil.copyfile(path, unfinished / path.name)
-    card = f"(1 - {share:g}) x `{first.name}` + {share:g} x `{second.name}`, weight by weight.\n"
-    (unfinished / "README.md").write_text(card, encoding="utf-8")
-    for file in sorted(set(one.files.values())):
-        names = [name for name, holder in one.files.items() if holder == file]
-        _write(unfinished / file, {name: one.shape(name) for name in names}, _mixed(one, two, names, share))
-    os.rename(unfinished, out)
+    make_directory(out.parent, str(out))
+    with whole_directory(out) as unfinished:
+        for path in sorted(first.iterdir()):
+            if path.is_file() and path.suffix != ".safetensors":
+                shutil.copyfile(path, unfinished / path.name)
+        card = f"(1 - {share:g}) x `{first.name}` + {share:g} x `{second.name}`, weight by weight.\n"
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        for file in sorted(set(one.files.values())):
+            names = [name for name, holder in one.files.items() if holder == file]
+            _write(unfinished / file, {name: one.shape(name) for name in names}, _mixed(one, two, names, share))
     return differing
 
 
@@ -128,8 +125,6 @@ def _write(path: Path, shapes: dict[str, tuple[list[int], str]], tensors: Iterat
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        file.flush()
-        os.fsync(file.fileno())
 
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,7 +12,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jinja2 import TemplateError
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from lightning_weave.errors import InputError, WeaveError
@@ -38,7 +37,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:  # never a name of the hub
         raise InputError(f"model {name!r}: no such directory. Give the path of a checkpoint directory or a hub name")
     try:
-        fetched = snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        return _download(name, revision)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = _first_line(error)
         at = f" at revision {revision!r}" if revision else ""
@@ -46,7 +45,12 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
             f"model {name!r}{at}: no such directory, and the hub did not give it ({reason}). Give the path of a "
             f"checkpoint directory, or fetch it where there is a network: hf download {name}"
         ) from error
-    return Path(fetched)
+
+
+@cache
+def _download(name: str, revision: str | None) -> Path:
+    """Ask the hub once per process."""
+    return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
@@ -56,7 +60,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        refuse_code(path, trust_remote_code, error)
+        _refuse_code(path, trust_remote_code, error)
         raise InputError(
             f"{path}: no usable tokenizer ({_first_line(error)}). Put its tokenizer.json beside the weights"
         ) from error
@@ -84,7 +88,7 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
             f"{path}: its weights do not fit on {device}. Use a smaller dtype or a larger device"
         ) from error
     except (OSError, ValueError, KeyError) as error:
-        refuse_code(path, trust_remote_code, error)
+        _refuse_code(path, trust_remote_code, error)
         raise InputError(
             f"{path}: cannot be loaded as a causal language model ({_first_line(error)}). Check its config.json and "
             "files"
@@ -130,23 +134,21 @@ def checkpoint_dtype(path: Path) -> torch.dtype:
     return torch.float32
 
 
-def context_limit(model: Any) -> int | None:
-    """Give the longest context a model was made for, or None where its config sets no limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
-def saved_context_limit(path: Path) -> int | None:
-    """Read the longest context that a checkpoint says it was made for, without loading it or any code of its own."""
-    config = checkpoint_json(path / "config.json")
-    limit = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+def context_limit(config: Any) -> int | None:
+    """Give the longest context that a configuration allows, or None where it sets no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
-def default_device() -> torch.device:
-    """Choose this process's own GPU where there is one, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+def read_config(path: Path, trust_remote_code: bool = False) -> Any:
+    """Read a checkpoint's configuration."""
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        _refuse_code(path, trust_remote_code, error)
+        raise InputError(
+            f"{path}: its config.json cannot be used ({_first_line(error)}). Download the checkpoint again"
+        ) from error
 
 
 def check_weights(path: Path) -> None:
@@ -179,7 +181,7 @@ def _check_index(path: Path) -> None:
             )
 
 
-def refuse_code(path: Path, trusted: bool, error: Exception) -> None:
+def _refuse_code(path: Path, trusted: bool, error: Exception) -> None:
     """Say where the reason is that a checkpoint brings code of its own, which was not run."""
     configs = [checkpoint_json(path / name) for name in ("config.json", "tokenizer_config.json")]
     if not trusted and any(config.get("auto_map") for config in configs):

@@ -10,6 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from lightning_weave.models.checkpoint import Checkpoint
+
 SAME_DIRECTION = 1 - 1e-4  # rows that only weight decay moved stay this parallel; exact equality misses them
 NEAR_ZERO = 1e-3  # of the median row's norm
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -50,6 +52,12 @@ class OutputMatrix:
         step = max(_BLOCK, self.rows // _BLOCKS)
         sample = [id for start in range(0, self.rows, step) for id in range(start, min(start + _BLOCK, self.rows))]
         return _look_untrained(ids, self.read(ids), self.read(sample))
+
+
+def untrained_specials(checkpoint: Checkpoint) -> set[int]:
+    """List the special tokens of a checkpoint whose output row looks untrained, without loading it."""
+    matrix = OutputMatrix.of(checkpoint.path)
+    return matrix.untrained(sorted(checkpoint.tokenizer.added_tokens_decoder)) if matrix else set()
 
 
 def untrained_rows(weight_VD: Tensor, special: Sequence[int]) -> set[int]:

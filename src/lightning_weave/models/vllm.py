@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.types import Request, Response, SamplingSettings
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -66,6 +67,14 @@ class VLLMSampler:
             "options": options or {},
         }
         self.limit = int(self._ask(settings)["limit"])
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, dtype: str, **settings: Any) -> "VLLMSampler":
+        """Start an engine on a checkpoint."""
+        trust = checkpoint.trust_remote_code
+        return cls(
+            checkpoint.path, checkpoint.stop_ids, checkpoint.vocabulary, dtype, trust_remote_code=trust, **settings
+        )
 
     def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]:
         """Draw one response per request, in their order."""

@@ -1,44 +1,19 @@
 """`lweave eval`: sample, grade and summarise every policy on every benchmark."""
 
-import os
-import shutil
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from lightning_weave.bench.definitions import Benchmark, Problem, load_benchmark
+from lightning_weave.bench.definitions import load_benchmark
 from lightning_weave.bench.export import export_samples
 from lightning_weave.bench.lock import check_lock
-from lightning_weave.bench.samples import (
-    Pair,
-    Sample,
-    blocks,
-    cut_points,
-    merge_blocks,
-    pending_blocks,
-    read_samples,
-    to_line,
-    write_block,
-)
-from lightning_weave.bench.summary import read_summary, summarise, write_summary
-from lightning_weave.config import Eval, Student
-from lightning_weave.config import Policy as PolicySection
+from lightning_weave.bench.samples import read_samples
+from lightning_weave.bench.summary import read_summary
 from lightning_weave.errors import InputError
-from lightning_weave.models.load import load_tokenizer, saved_context_limit
-from lightning_weave.models.protocols import Sampler
-from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.progress import Progress
-from lightning_weave.prompts import chatml, encode, livecodebench, question_answer, render
-from lightning_weave.runs.engines import close_sampler, longest_context, open_sampler
-from lightning_weave.runs.grade import Grader
+from lightning_weave.runs.evaluation import Evaluated, drop_blocks, evaluate, prompt_texts
 from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import Do, Job, Made, do_here
-from lightning_weave.store import Stage, write_atomic
-from lightning_weave.types import Request, SamplingSettings
+from lightning_weave.runs.work import Do, do_here
 
 
 def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None, do: Do = do_here) -> None:
@@ -46,261 +21,36 @@ def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None, do:
     if unknown := sorted(set(only or ()) - set(steps.policies)):
         raise InputError(f"--only {unknown[0]}: no such policy; this recipe has {', '.join(steps.policies)}")
     section = steps.recipe.eval
-    for policy in steps.policies:
-        if only is not None and policy not in only:
+    for name in steps.policies:
+        if only is not None and name not in only:
             continue
-        stages = {name: steps.store.stage(steps.eval(policy, name)) for name in section.benchmarks}
-        waiting = {name: stage for name, stage in stages.items() if stage.state() != "done"}
-        for name in stages.keys() - waiting.keys():
-            _drop_blocks(stages[name])  # of a run that was killed as it ended
+        stages = {benchmark: steps.store.stage(steps.eval(name, benchmark)) for benchmark in section.benchmarks}
+        waiting = {benchmark: stage for benchmark, stage in stages.items() if stage.state() != "done"}
+        for benchmark in stages.keys() - waiting.keys():
+            drop_blocks(stages[benchmark])  # of a run that was killed as it ended
         if waiting:
-            student = Policy.open(steps, policy)
+            policy = Evaluated(name, steps.policy(name))
             try:
-                for name, stage in waiting.items():
-                    benchmark = load_benchmark(name, section.sources.get(name))
-                    check_lock(benchmark, steps.store.run_dir / "eval" / "benchmarks.json")
-                    evaluate(steps, student, benchmark, stage, progress, do)
+                for benchmark, stage in waiting.items():
+                    loaded = load_benchmark(benchmark, section.sources.get(benchmark))
+                    check_lock(loaded, steps.store.run_dir / "eval" / "benchmarks.json")
+                    evaluate(steps, policy, loaded, stage, progress, do=do)
             finally:
-                student.close()
-
-
-@dataclass
-class Policy:
-    """A checkpoint to evaluate; its weights are loaded when the first sample is wanted."""
-
-    name: str
-    path: Path
-    trust_remote_code: bool
-    _sampler: Sampler | None = None
-
-    @classmethod
-    def open(cls, steps: Steps, name: str) -> "Policy":
-        """Find the checkpoint of a policy: the student, a trained composition, or any other."""
-        recipe = steps.recipe
-        if name in recipe.compositions:
-            stage = steps.store.stage(steps.train(name))
-            stage.require()
-            return cls(name, stage.folder / "final", recipe.student.trust_remote_code)
-        section: PolicySection | Student = recipe.policies.get(name) or recipe.student
-        return cls(name, steps.path_of(section.model, section.revision), section.trust_remote_code)
-
-    def sampler(self, steps: Steps, prompts: Sequence[list[int]], max_tokens: int) -> Sampler:
-        """Load the checkpoint, or keep it from the benchmark before where its engine has room for these prompts."""
-        needed = longest_context(self.path, prompts, max_tokens)
-        if isinstance(self._sampler, VLLMSampler) and self._sampler.limit < needed:
-            self.close()
-        if self._sampler is None:
-            section = steps.recipe.eval
-            self._sampler = open_sampler(steps, self.path, section, prompts, max_tokens, self.trust_remote_code)
-        return self._sampler
-
-    def close(self) -> None:
-        """Let the engine end."""
-        close_sampler(self._sampler)
-        self._sampler = None
-
-
-def evaluate(
-    steps: Steps,
-    policy: Policy,
-    benchmark: Benchmark,
-    stage: Stage,
-    progress: Progress,
-    do: Do = do_here,
-    booked: str = "eval",
-) -> None:
-    """Sample what is missing of one benchmark, then write samples.jsonl and summary.json.
-
-    What it costs is booked under that word on the ledger.
-    """
-    section = steps.recipe.eval
-    samples = section.samples or benchmark.samples
-    settings = SamplingSettings(
-        section.temperature, section.top_p, section.max_tokens or benchmark.max_tokens, section.seed
-    )
-    grader = Grader(benchmark, section.profile, section.unsafe_local)
-    if _is_graded_otherwise(stage):
-        if os.environ.get("RANK", "0") == "0":
-            progress.say(f"eval {policy.name}/{stage.folder.name}: graded anew, nothing is sampled")
-            _grade_again(stage, benchmark, grader, settings, section)
-        return
-    todo = blocks(len(benchmark.problems), samples, section.block)
-    folder = stage.folder / f"blocks-{stage.step.fingerprint}"
-    opener = partial(open_exam, policy=policy, benchmark=benchmark, settings=settings, todo=todo, folder=folder)
-    name = f"{policy.name}/{stage.folder.name}"
-    do(Job(booked, name, "block", pending_blocks(folder, len(todo)), opener), steps, progress)
-    if os.environ.get("RANK", "0") == "0":  # the blocks go when they are merged: one rank does it
-        while pending_blocks(folder, len(todo)):
-            time.sleep(0.2)
-        merge_blocks(folder, len(todo), stage.folder / "samples.jsonl")
-        _summarise(stage, benchmark, grader, settings, section)
-        _drop_blocks(stage)
-
-
-@dataclass(frozen=True)
-class Exam:
-    """One policy answering one benchmark."""
-
-    section: Eval
-    benchmark: Benchmark
-    settings: SamplingSettings
-    todo: Sequence[Sequence[Pair]]
-    folder: Path
-    grader: Grader
-    tokenizer: Any
-    prompts: Sequence[list[int]]
-    sampler: Sampler
-
-    def make(self, block: int) -> Made:
-        """Sample a fixed block of (problem, sample) pairs as one batch, and grade it."""
-        done = self._samples(self.todo[block])
-        write_block(self.folder, block, done)
-        return Made(sum(sample.tokens for sample in done))
-
-    def close(self) -> None:
-        """The policy keeps its engine for the next benchmark."""
-
-    def _samples(self, pairs: Sequence[Pair]) -> list[Sample]:
-        problems = self.benchmark.problems
-        requests = [Request(self.prompts[problem], problem, sample) for problem, sample in pairs]
-        responses = self.sampler.sample(requests, self.settings)
-        texts = [self._decode(response.ids) for response in responses]
-        graded = self.grader.grade([(problems[problem], text) for (problem, _), text in zip(pairs, texts, strict=True)])
-        return [
-            Sample(
-                problem=problems[problem].id,
-                sample=sample,
-                seed=self.settings.seed,
-                tokens=len(response.ids),
-                finish=response.finish,
-                text=text,
-                answer=verdict.answer,
-                correct=verdict.correct,
-                why=verdict.why,
-                cuts=cut_points(response.ids, self._decode, self.section.budgets),
-            )
-            for (problem, sample), response, text, verdict in zip(pairs, responses, texts, graded, strict=True)
-        ]
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def open_exam(
-    steps: Steps,
-    policy: Policy,
-    benchmark: Benchmark,
-    settings: SamplingSettings,
-    todo: Sequence[Sequence[Pair]],
-    folder: Path,
-) -> Exam:
-    """Load a policy and render what it is asked."""
-    section = steps.recipe.eval
-    tokenizer = load_tokenizer(policy.path, policy.trust_remote_code)
-    prompts = encode(prompt_texts(benchmark, tokenizer, section), tokenizer, _is_rendered(benchmark, section))
-    _check_lengths(policy, benchmark, prompts)
-    grader = Grader(benchmark, section.profile, section.unsafe_local)
-    sampler = policy.sampler(steps, prompts, settings.max_tokens)
-    return Exam(section, benchmark, settings, todo, folder, grader, tokenizer, prompts, sampler)
-
-
-def _check_lengths(policy: Policy, benchmark: Benchmark, prompts: Sequence[list[int]]) -> None:
-    """Refuse a problem that leaves no room for a response before anything is sampled."""
-    limit = saved_context_limit(policy.path)
-    for problem, ids in zip(benchmark.problems, prompts, strict=True):
-        if limit is not None and len(ids) >= limit:
-            raise InputError(
-                f"{benchmark.name}: problem {problem.id!r} has {len(ids)} tokens, which leaves no room in the {limit} "
-                f"of {policy.path}. Leave the problem out, or evaluate a checkpoint with a longer context"
-            )
-
-
-def _drop_blocks(stage: Stage) -> None:
-    for leftover in stage.folder.glob("blocks-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _is_graded_otherwise(stage: Stage) -> bool:
-    """Say whether whole samples are there that only another recipe's grading keeps from being this one's."""
-    manifest, new = stage.manifest(), dict(stage.step.settings)
-    if manifest is None or manifest["fingerprint"] == stage.step.fingerprint:
-        return False
-    old, inputs = manifest["settings"], {step.path: step.fingerprint for step in stage.step.inputs}
-    changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
-    known = changed <= {"profile", "budgets"} and set(new["budgets"]) <= set(old.get("budgets", ()))
-    return known and manifest["inputs"] == inputs and not stage.damaged()
-
-
-def _grade_again(stage: Stage, benchmark: Benchmark, grader: Grader, settings: SamplingSettings, section: Eval) -> None:
-    target, problems = stage.folder / "samples.jsonl", {problem.id: problem for problem in benchmark.problems}
-    samples = list(read_samples(target))
-    graded = grader.grade([(problems[sample.problem], sample.text) for sample in samples])
-    lines = [
-        to_line(
-            replace(
-                sample,
-                answer=verdict.answer,
-                correct=verdict.correct,
-                why=verdict.why,
-                cuts={budget: cut for budget, cut in sample.cuts.items() if budget in section.budgets},
-            )
-        )
-        for sample, verdict in zip(samples, graded, strict=True)
-    ]
-    stage.manifest_path.unlink()  # it vouches for the samples as they were
-    write_atomic(target, "".join(lines).encode())
-    _summarise(stage, benchmark, grader, settings, section)
-
-
-def _summarise(stage: Stage, benchmark: Benchmark, grader: Grader, settings: SamplingSettings, section: Eval) -> None:
-    target, summary = stage.folder / "samples.jsonl", stage.folder / "summary.json"
-    problems = {problem.id: problem for problem in benchmark.problems}
-
-    def regrade(cut: list[tuple[Sample, str]]) -> list[bool]:
-        return [graded.correct for graded in grader.grade([(problems[sample.problem], text) for sample, text in cut])]
-
-    protocol = {
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "max_tokens": settings.max_tokens,
-        "seed": settings.seed,
-        "grading": grader.name,
-        "engine": section.engine,
-    }
-    samples = list(read_samples(target))
-    write_summary(summary, summarise(benchmark, samples, protocol, section.budgets, regrade))
-    stage.record([target, summary])
-
-
-def prompt_texts(benchmark: Benchmark, tokenizer: Any, section: Eval) -> list[str]:
-    """Render every problem as the paper does; the LiveCodeBench prompt is already rendered and not wrapped again."""
-    return [_prompt_text(problem, tokenizer, section) for problem in benchmark.problems]
-
-
-def _prompt_text(problem: Problem, tokenizer: Any, section: Eval) -> str:
-    if problem.row is not None:
-        return chatml(livecodebench(problem.question, str(problem.row.get("starter_code") or "")))
-    asked = question_answer(problem.question) if section.format == "question-answer" else problem.question
-    return render([{"role": "user", "content": asked}], tokenizer, section.chat, section.thinking)
-
-
-def _is_rendered(benchmark: Benchmark, section: Eval) -> bool:
-    return benchmark.kind == "code" or section.chat
+                policy.close()
 
 
 def export_lm_eval(steps: Steps, folder: Path, when: datetime) -> list[Path]:
     """Write every finished evaluation as lm-evaluation-harness sample files, a folder per policy."""
-    section, written = steps.recipe.eval, []
+    section = steps.recipe.eval
+    written = []
     for policy in steps.policies:
         for name in section.benchmarks:
             stage = steps.store.stage(steps.eval(policy, name))
             if stage.state() != "done":
                 continue
             benchmark = load_benchmark(name, section.sources.get(name))
-            checkpoint = Policy.open(steps, policy)
-            tokenizer = load_tokenizer(checkpoint.path, checkpoint.trust_remote_code)
-            prompts = prompt_texts(benchmark, tokenizer, section)
+            prompts = prompt_texts(benchmark, steps.policy(policy).tokenizer, section)
             samples = read_samples(stage.folder / "samples.jsonl")
             settings = read_summary(stage.folder / "summary.json").settings
-            written.append(export_samples(folder / policy, benchmark, prompts, samples, settings, when))
+            written.append(export_samples(folder / policy, benchmark, prompts, samples, settings=settings, when=when))
     return written

@@ -10,36 +10,36 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
 from lightning_weave.bench.definitions import load_benchmark
 from lightning_weave.bench.summary import Summary, read_summary
+from lightning_weave.cache.block import Block
 from lightning_weave.config import benchmark_folder
 from lightning_weave.errors import InputError
-from lightning_weave.maths import compose_shifts, policy_shift, tilted_target, with_other
-from lightning_weave.models.hf import HFSampler, ScoreRow
-from lightning_weave.models.load import load_model, load_tokenizer, stop_ids, vocabulary_size
-from lightning_weave.pipeline.eval import Policy, evaluate
-from lightning_weave.pipeline.score import AnchorReader
+from lightning_weave.maths import compose_shifts, tilted_target, with_other
+from lightning_weave.models.hf import HFSampler
 from lightning_weave.progress import Progress
 from lightning_weave.report.results import policy_rows
 from lightning_weave.report.tables import console
-from lightning_weave.runs.machine import compute_dtype, set_up
+from lightning_weave.runs.anchors import AnchorScorer, LiveAnchors
+from lightning_weave.runs.evaluation import Evaluated, evaluate
+from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import ScoredModel, Steps
+from lightning_weave.runs.trajectories import pack_rollouts
 from lightning_weave.store import Step
-from lightning_weave.types import Request
+from lightning_weave.types import Candidates, Ragged, Request, Response
 
 
 @dataclass(frozen=True)
 class Target:
     """The tilted target of a composition, one decision at a time."""
 
-    weights: Sequence[float]
     alpha: float
     candidates: int
-    pairs: Sequence[tuple[AnchorReader, AnchorReader]]
-    validity: Sequence[str]
+    anchors: LiveAnchors
 
     def __call__(self, requests: list[Request], responses: list[list[int]], logits_NV: Tensor) -> Tensor:
         """Tilt the student's distribution by the composed shift, on the whole vocabulary (finite-candidate-target)."""
@@ -47,39 +47,29 @@ class Target:
         logp_NC, ids_NC = log_b_NV.topk(self.candidates, dim=-1)
         other_N = torch.logsumexp(log_b_NV.scatter(1, ids_NC, -torch.inf), dim=-1)
         log_b_NO = with_other(logp_NC, other_N)
-        r_KNC, valid_KN = self._shifts(requests, responses, ids_NC)
-        r_NC, valid_N = compose_shifts(r_KNC, valid_KN, list(self.weights))
-        log_q_NO = tilted_target(log_b_NO, r_NC, self.alpha)
+        block = self._block(requests, responses, ids_NC.cpu().numpy().astype(np.int32), log_b_NO.cpu().numpy())
+        shifts = torch.from_numpy(block.r_KPC), torch.from_numpy(block.valid_KP)
+        r_NC, valid_N = compose_shifts(*shifts, list(self.anchors.weights.values()))
+        log_q_NO = tilted_target(log_b_NO, r_NC.to(log_b_NO.device), self.alpha)
         # Tokens that are no candidates keep their odds among themselves.
         log_q_NV = (log_b_NV + (log_q_NO[:, -1] - log_b_NO[:, -1])[:, None]).scatter(1, ids_NC, log_q_NO[:, :-1])
-        return torch.where(valid_N[:, None], log_q_NV, log_b_NV)
+        return torch.where(valid_N.to(log_b_NV.device)[:, None], log_q_NV, log_b_NV)
 
-    def _shifts(self, requests: list[Request], responses: list[list[int]], ids_NC: Tensor) -> tuple[Tensor, Tensor]:
-        shifts, valid = [], []
-        for (post, pre), validity in zip(self.pairs, self.validity, strict=True):
-            post_NC, post_mapped = _score_next(post, requests, responses, ids_NC)
-            pre_NC, pre_mapped = _score_next(pre, requests, responses, ids_NC)
-            mapped_NC = post_mapped & pre_mapped
-            shifts.append(policy_shift(post_NC, pre_NC).masked_fill(~mapped_NC, 0.0))
-            valid.append(mapped_NC.all(dim=-1) if validity == "position" else mapped_NC.any(dim=-1))
-        return torch.stack(shifts), torch.stack(valid)
-
-
-def _score_next(
-    reader: AnchorReader, requests: list[Request], responses: list[list[int]], ids_NC: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Score the candidates of the next decision under one model."""
-    rows = []
-    for request, response, candidates in zip(requests, responses, ids_NC.cpu().numpy(), strict=True):
+    def _block(
+        self, requests: list[Request], responses: list[list[int]], ids_NC: NDArray[np.int32], log_b_NO: NDArray
+    ) -> Block:
+        """Put the next decision of every response into a block, as the last token of a longer prompt."""
+        states = [
+            Request([*request.prompt_ids, *response], request.prompt, request.response)
+            for request, response in zip(requests, responses, strict=True)
+        ]
         # Any token stands for the one that is about to be drawn: only the decision before it is scored.
-        ids_TC = np.tile(candidates, (len(response) + 1, 1))
-        prompt, answer = np.array(request.prompt_ids), np.array([*response, candidates[0]])
-        row = reader.alignment.align(request.prompt, prompt, answer, ids_TC)
-        rows.append(ScoreRow(row.ids, row.positions_T[-1:], row.candidate_ids_TC[-1:], row.mapped_TC[-1:]))
-    scored = reader.scorer.score(rows)
-    logp_NC = torch.from_numpy(np.concatenate([logp_TC for logp_TC, _ in scored]))
-    mapped_NC = torch.from_numpy(np.concatenate([row.mapped_TC for row in rows]))
-    return logp_NC.to(ids_NC.device), mapped_NC.to(ids_NC.device)
+        rows = pack_rollouts(states, [Response([int(ids[0])], "length") for ids in ids_NC])
+        offsets = rows.response_ids.offsets
+        other_N = Ragged(log_b_NO[:, -1], offsets)
+        logp_NC = Ragged(log_b_NO[:, :-1], offsets)
+        candidates = Candidates(rows.trajectories(), Ragged(ids_NC, offsets), logp_NC, other_N, other_N)
+        return self.anchors.block(range(len(states)), rows, candidates)
 
 
 def run(
@@ -96,18 +86,18 @@ def run(
         raise InputError("no composition of this recipe can be previewed: " + _listed(whys))
     if not only and len(can) < len(whys):
         progress.say("left out: " + _listed({name: why for name, why in whys.items() if why}))
-    readers: dict[ScoredModel, AnchorReader] = {}
-    found = {"base": _evaluate(steps, "base", problems, readers, progress)}
-    for name in only or can:
-        found[name] = _evaluate(steps, name, problems, readers, progress)
-    out.print(console(policy_rows(found)))
+    loaded: dict[ScoredModel, AnchorScorer] = {}
+    names = ["base", *(only or can)]
+    summaries = {name: _evaluate(steps, name, problems, loaded, progress) for name in names}
+    out.print(console(policy_rows(summaries)))
     out.print("Sampled from the targets themselves: no student was trained for this.")
-    return found
+    return summaries
 
 
 def _why_not(steps: Steps, name: str) -> str:
     """Say why a composition's target cannot be sampled from; nothing if it can."""
-    composition, anchors = steps.recipe.compositions[name], steps.recipe.anchors
+    composition = steps.recipe.compositions[name]
+    anchors = steps.recipe.anchors
     if composition.method != "joint":
         return f"its method is {composition.method}; only shifts that act together have a target to sample from"
     if composition.kl_budget is not None:
@@ -121,18 +111,20 @@ def _listed(whys: dict[str, str]) -> str:
 
 
 def _evaluate(
-    steps: Steps, name: str, problems: int, readers: dict[ScoredModel, AnchorReader], progress: Progress
+    steps: Steps, name: str, problems: int, loaded: dict[ScoredModel, AnchorScorer], progress: Progress
 ) -> list[Summary]:
-    section, found, policy = steps.recipe.eval, [], None
+    section = steps.recipe.eval
+    summaries = []
+    policy = None
     for benchmark_name in section.benchmarks:
         stage = steps.store.stage(preview_step(steps, name, benchmark_name, problems))
         if stage.state() != "done":
             whole = load_benchmark(benchmark_name, section.sources.get(benchmark_name))
             benchmark = replace(whole, problems=whole.problems[:problems])
-            policy = policy or _open_policy(steps, name, readers)
+            policy = policy or _open_policy(steps, name, loaded)
             evaluate(steps, policy, benchmark, stage, progress, booked="preview")
-        found.append(read_summary(stage.folder / "summary.json"))
-    return found
+        summaries.append(read_summary(stage.folder / "summary.json"))
+    return summaries
 
 
 def preview_step(steps: Steps, name: str, benchmark: str, problems: int) -> Step:
@@ -145,30 +137,18 @@ def preview_step(steps: Steps, name: str, benchmark: str, problems: int) -> Step
     return Step(f"preview/{name}/{benchmark_folder(benchmark)}", settings, (), f"lweave preview {steps.arguments}")
 
 
-def _open_policy(steps: Steps, name: str, readers: dict[ScoredModel, AnchorReader]) -> Policy:
-    path, trust = steps.student_path, steps.recipe.student.trust_remote_code
-    device, section = set_up(steps.recipe, steps.store), steps.recipe.eval
-    model = load_model(path, dtype=compute_dtype(section.dtype, path, device), device=device, trust_remote_code=trust)
-    tokenizer = load_tokenizer(path, trust)
-    tilt = None if name == "base" else _open_target(steps, name, readers)
-    sampler = HFSampler(model, stop_ids(path, tokenizer), vocabulary_size(tokenizer), section.batch_size, tilt=tilt)
-    return Policy(name, path, trust, sampler)
+def _open_policy(steps: Steps, name: str, loaded: dict[ScoredModel, AnchorScorer]) -> Evaluated:
+    student = steps.student
+    section = steps.recipe.eval
+    device = set_up(steps.recipe, steps.store)
+    model = student.load(student.compute_dtype(section.dtype, device), device)
+    tilt = None if name == "base" else _open_target(steps, name, loaded)
+    sampler = HFSampler(model, student.stop_ids, student.vocabulary, section.batch_size, tilt=tilt)
+    return Evaluated(name, student, sampler)
 
 
-def _open_target(steps: Steps, name: str, readers: dict[ScoredModel, AnchorReader]) -> Target:
-    composition, anchors = steps.recipe.compositions[name], steps.recipe.anchors
-    used = {anchor: weight for anchor, weight in sorted(composition.weights.items()) if weight != 0}
-
-    def reader(anchor: str, role: str) -> AnchorReader:
-        scored = ScoredModel.of(anchors[anchor], "post" if role == "post" else "pre")
-        if scored not in readers:
-            readers[scored] = AnchorReader.open(steps, scored)
-        return readers[scored]
-
-    return Target(
-        list(used.values()),
-        composition.alpha,
-        steps.recipe.reference.candidates,
-        [(reader(anchor, "post"), reader(anchor, "pre")) for anchor in used],
-        [anchors[anchor].validity for anchor in used],
-    )
+def _open_target(steps: Steps, name: str, loaded: dict[ScoredModel, AnchorScorer]) -> Target:
+    composition = steps.recipe.compositions[name]
+    shares = {anchor: weight for anchor, weight in sorted(composition.weights.items()) if weight != 0}
+    anchors = LiveAnchors(steps, shares, loaded=loaded)
+    return Target(composition.alpha, steps.recipe.reference.candidates, anchors)

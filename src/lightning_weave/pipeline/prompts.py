@@ -1,140 +1,23 @@
 """prompts/: what the student is asked, from data of any kind or from the user's own trajectories."""
 
-import json
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-from lightning_weave.errors import InputError
-from lightning_weave.models.load import load_tokenizer, stop_ids, vocabulary_size
 from lightning_weave.progress import Progress
-from lightning_weave.prompts import build_prompts, read_prompts
+from lightning_weave.prompts import build_prompts
+from lightning_weave.runs.prompts import keep_prompts, own_trajectories
 from lightning_weave.runs.steps import Steps
-from lightning_weave.store import write_atomic
-from lightning_weave.types import FINISH_REASONS, FinishReason, Prompt, Response
 
 
-def make(steps: Steps, progress: Progress) -> list[Prompt]:
-    """Read the prompts of this run, building them first if they are not there or stale. Any rank may; all agree."""
+def run(steps: Steps, progress: Progress) -> None:
+    """Build the prompts of this run unless they are up to date. Any rank may; all write the same."""
     if steps.store.stage(steps.prompts).state() == "done":
-        return read_prompts(path_of(steps))
-    tokenizer = load_tokenizer(steps.student_path, steps.recipe.student.trust_remote_code)
+        return
     if steps.recipe.rollout.from_ is not None:
-        groups = own_trajectories(steps, tokenizer)
-        prompts = [group.as_prompt(tokenizer) for group in groups]
+        prompts = [group.as_prompt(steps.student.tokenizer) for group in own_trajectories(steps)]
         counts: dict[str, Any] = {"read": len(prompts) * steps.recipe.rollout.responses, "kept": len(prompts)}
     else:
-        settings = steps.recipe.prompts.model_dump()
-        prompts, report = build_prompts(tokenizer, **settings)
+        prompts, report = build_prompts(steps.student.tokenizer, **steps.recipe.prompts.model_dump())
         counts = asdict(report)
         progress.say(str(report))
-    keep(steps, prompts, {"report": counts})
-    return prompts
-
-
-def keep(steps: Steps, prompts: Sequence[Prompt], extra: Mapping[str, Any]) -> None:
-    """Make these the prompts of the run."""
-    lines = "".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
-    write_atomic(path_of(steps), lines.encode())
-    steps.store.stage(steps.prompts).record([path_of(steps)], {"rows": len(prompts), **extra})
-
-
-def path_of(steps: Steps) -> Path:
-    """Where the prompts of a run are."""
-    return steps.store.stage(steps.prompts).folder / "prompts.jsonl"
-
-
-@dataclass(frozen=True)
-class OwnGroup:
-    """The trajectories that a user brings for one prompt."""
-
-    prompt_ids: tuple[int, ...]
-    row: dict[str, Any]
-    responses: list[Response]
-
-    def as_prompt(self, tokenizer: Any) -> Prompt:
-        text = self.row.get("prompt") or tokenizer.decode(self.prompt_ids)
-        digest = zlib.crc32(repr(self.prompt_ids).encode())
-        name = str(self.row.get("id", f"own-{digest:08x}"))
-        answer = self.row.get("answer")
-        # No messages: the text of these ids is rendered already, and no anchor can render it in its own way.
-        messages = self.row.get("messages", [])
-        return Prompt(name, messages, text, list(self.prompt_ids), None if answer is None else str(answer))
-
-
-def own_trajectories(steps: Steps, tokenizer: Any) -> list[OwnGroup]:
-    """Read `[rollout] from`: JSONL of prompt_ids, response_ids and, if known, finish, id, prompt, messages, answer."""
-    path, wanted = Path(steps.recipe.rollout.from_ or "").expanduser(), steps.recipe.rollout.responses
-    vocabulary, stops = vocabulary_size(tokenizer), stop_ids(steps.student_path, tokenizer)
-    groups: dict[tuple[int, ...], OwnGroup] = {}
-    for where, row in _rows(path):
-        prompt_ids = tuple(_ids(row, "prompt_ids", where, vocabulary))
-        if not prompt_ids:
-            raise InputError(f"{where}: prompt_ids is empty; every prompt needs at least one token")
-        response_ids = _ids(row, "response_ids", where, vocabulary)
-        _check_messages(row, where)
-        for key in ("id", "answer"):
-            if not isinstance(row.get(key), str | int | float | None):
-                raise InputError(f"{where}: {key} = {row[key]!r} must be text or a number")
-        ended = bool(response_ids) and response_ids[-1] in stops
-        response = Response(response_ids, _finish(row, where, ended))
-        groups.setdefault(prompt_ids, OwnGroup(prompt_ids, row, [])).responses.append(response)
-    if not groups:
-        raise InputError(f"{path}: no trajectory in it; each line is one, with prompt_ids and response_ids")
-    if not any(response.ids for group in groups.values() for response in group.responses):
-        raise InputError(f"{path}: no response in it has a token; give response_ids as the student drew them")
-    for group in groups.values():
-        if len(group.responses) != wanted:
-            raise InputError(
-                f"{path}: the prompt {group.row.get('id', group.prompt_ids[:8])} has {len(group.responses)} responses, "
-                f"but rollout.responses = {wanted}. Give every prompt as many, or set that key"
-            )
-    return list(groups.values())
-
-
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(
-            f"rollout.from = {str(path)!r}: cannot be read ({error.strerror}). Give a JSONL file"
-        ) from None
-    for number, line in enumerate(lines, start=1):
-        where = f"{path}:{number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{where}: not JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise InputError(f"{where}: must be an object with prompt_ids and response_ids")
-        yield where, row
-
-
-def _ids(row: dict[str, Any], key: str, where: str, vocabulary: int) -> list[int]:
-    ids = row.get(key)
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise InputError(f"{where}: {key} must be a list of token ids")
-    if outside := [token for token in ids if not 0 <= token < vocabulary]:
-        raise InputError(
-            f"{where}: {key} holds {outside[0]}, but the student's tokenizer has the ids 0 to {vocabulary - 1}. "
-            "Were these tokens made with another tokenizer?"
-        )
-    return ids
-
-
-def _check_messages(row: dict[str, Any], where: str) -> None:
-    turns = row.get("messages", [])
-    plain = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
-    if not plain or not all(isinstance(turn.get(key), str) for turn in turns for key in ("role", "content")):
-        raise InputError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}')
-
-
-def _finish(row: dict[str, Any], where: str, ended: bool) -> FinishReason:
-    finish = row.get("finish", "stop" if ended else "length")
-    if finish not in FINISH_REASONS:
-        raise InputError(f"{where}: finish = {finish!r} must be one of {', '.join(FINISH_REASONS)}")
-    return finish
+    keep_prompts(steps, prompts, {"report": counts})

@@ -6,30 +6,27 @@ from typing import Any
 from rich.console import Console
 
 from lightning_weave.maths.metrics import pareto_front
-from lightning_weave.pipeline import eval as eval_stage
-from lightning_weave.pipeline import reference, rollout, score, train
+from lightning_weave.pipeline.flow import evaluate, make_cache, make_students
 from lightning_weave.progress import Progress, duration
 from lightning_weave.report.results import policy_rows, summaries
+from lightning_weave.runs.costs import costs, offline_cost
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.sweeps import Planned, remember
 from lightning_weave.store.ledger import read_ledger
-from lightning_weave.views.cost import costs, offline_cost
 
 
 def run(steps: Steps, plan: Sequence[Planned], progress: Progress, out: Console) -> None:
     """Train and evaluate what is missing of a sweep, one setting after the other. Resumable."""
     extended = remember(steps, plan)
     out.print("\n".join(forecast(extended, plan)), markup=False, soft_wrap=True)
-    rollout.run(extended, progress)
-    reference.run(extended, progress)
-    score.run(extended, progress)
-    eval_stage.run(extended, progress, ["base"])
+    make_cache(extended, progress)
+    evaluate(extended, progress, ["base"])
     missing = [one.name for one in plan if not _is_evaluated(extended, one.name)]
     policies = ["base", *(one.name for one in plan)]
     out.print("\n".join(running_front(extended, policies)), markup=False, soft_wrap=True)
     for name in missing:
-        train.run(extended, progress, [name])
-        eval_stage.run(extended, progress, [name])
+        make_students(extended, progress, [name])
+        evaluate(extended, progress, [name])
         out.print("\n".join(running_front(extended, policies)), markup=False, soft_wrap=True)
 
 

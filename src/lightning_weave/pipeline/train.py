@@ -1,6 +1,6 @@
-"""`lweave train`: fit the student to each composition of the cached shifts, student only."""
+"""`lweave train`: fit the student to each composition of the cached shifts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -9,41 +9,45 @@ from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
-from lightning_weave.store import Stage
 from lightning_weave.train.offline import train_offline
 from lightning_weave.train.online import train_online
-from lightning_weave.train.parallel import Ranks, join
+from lightning_weave.train.parallel import join
 from lightning_weave.train.sequential import train_in_sequence
+from lightning_weave.train.training import TrainContext
 
 
-def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:
-    """Train every composition that is not up to date. Resumable: goes on from the newest checkpoint."""
+def run(
+    steps: Steps, progress: Progress, make_cache: Callable[[Steps], None], only: Sequence[str] | None = None
+) -> None:
+    """Train every composition that is not up to date, resuming from the newest checkpoint.
+
+    `make_cache` makes the cache of a method that samples while it trains.
+    """
     names = list(steps.recipe.compositions)
     if unknown := sorted(set(only or ()) - set(names)):
         raise InputError(f"--only {unknown[0]}: no such composition; this recipe has {', '.join(names) or 'none'}")
     if not names:
         raise InputError("this recipe has no composition to train; add a [compositions.NAME] with weights")
-    stages = {name: steps.store.stage(steps.train(name)) for name in names if only is None or name in only}
-    pending = {name: stage for name, stage in stages.items() if stage.state() != "done"}
+    wanted = [name for name in names if only is None or name in only]
+    pending = [name for name in wanted if steps.store.stage(steps.train(name)).state() != "done"]
     if pending:
         device = set_up(steps.recipe, steps.store)
         dtype = _compute_dtype(steps.recipe, device)
         with join(device, sharded=dtype != torch.float32) as ranks:
-            for name, stage in pending.items():
-                train_composition(steps, name, stage, ranks, dtype, progress)
+            context = TrainContext(ranks, dtype, progress, make_cache)
+            for name in pending:
+                train_composition(steps, name, context)
 
 
-def train_composition(
-    steps: Steps, name: str, stage: Stage, ranks: Ranks, dtype: torch.dtype, progress: Progress
-) -> None:
-    """Fit one composition, in the way that it asks for, and export it."""
+def train_composition(steps: Steps, name: str, context: TrainContext) -> None:
+    """Fit one composition with its own method, and export it."""
     match steps.recipe.compositions[name].method:
         case "sequential":
-            train_in_sequence(steps, name, stage, ranks, dtype, progress)
+            train_in_sequence(steps, name, context)
         case "online":
-            train_online(steps, name, stage, ranks, dtype, progress)
+            train_online(steps, name, context)
         case _:
-            train_offline(steps, name, stage, ranks, dtype, progress)
+            train_offline(steps, name, context)
 
 
 def _compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:

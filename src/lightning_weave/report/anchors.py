@@ -2,28 +2,27 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.cache.shifts import CachedShifts
+from lightning_weave.cache.block import Block
+from lightning_weave.cache.reader import Cache
 from lightning_weave.errors import InputError
 from lightning_weave.models.hf import Scorer, ScoreRow
-from lightning_weave.models.load import load_model, load_tokenizer, stop_ids, vocabulary_size
 from lightning_weave.progress import Progress
+from lightning_weave.prompts import read_prompts
 from lightning_weave.report.figures import BLUE, GREEN, GREY, ORANGE, PALETTE, VERMILION
 from lightning_weave.report.kinds import KINDS, TokenKind, Vocabulary
 from lightning_weave.report.loom import Setting, Thread, bytes_per_decision, draw_rows, longest_that_fits, pack
 from lightning_weave.report.page import PairView, Push, Wishes
 from lightning_weave.report.plots import grouped, stacked
 from lightning_weave.report.results import alpha_of
-from lightning_weave.report.survey import REASONS, ShardView, Survey
-from lightning_weave.runs.machine import compute_dtype, set_up
+from lightning_weave.report.survey import REASONS, Survey
+from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
-from lightning_weave.store import read_lines
-from lightning_weave.types import FINISH_REASONS
+from lightning_weave.types import FINISH_REASONS, Rollouts
 
 REASON_WORDS = (
     "kept",
@@ -36,30 +35,18 @@ SMALLEST_PUSH = 0.05  # tokens per 1,000 decisions
 REASON_COLOURS = dict(zip(REASON_WORDS, (BLUE, GREEN, VERMILION, ORANGE, GREY), strict=True))
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One trajectory that the loom will show."""
-
-    name: str
-    prompt_ids: NDArray[np.int32]
-    tokens: int
-    finish: int
-    view: ShardView
-
-
 def student_vocabulary(steps: Steps) -> Vocabulary:
     """The student's tokens as text."""
-    tokenizer = load_tokenizer(steps.student_path, steps.recipe.student.trust_remote_code)
-    return Vocabulary.of(tokenizer, stop_ids(steps.student_path, tokenizer))
+    return Vocabulary.of(steps.student.tokenizer, steps.student.stop_ids)
 
 
-def survey_cache(steps: Steps, cache: CachedShifts, vocabulary: Vocabulary, progress: Progress) -> Survey:
+def survey_cache(steps: Steps, cache: Cache, vocabulary: Vocabulary, progress: Progress) -> Survey:
     """Read the whole cache once, a shard at a time."""
     woven = {setting.name: setting.weights for setting in _settings(steps, cache)}
     survey = Survey(cache.names, woven, vocabulary)
     with progress.bar("report: anchors", cache.rows.shards, "shard") as bar:
         for shard in range(cache.rows.shards):
-            survey.add(cache.read(shard)[1])
+            survey.add(cache.block(cache.shard_rows(shard)))
             bar.advance()
     return survey
 
@@ -125,34 +112,50 @@ def _with_agreement(survey: Survey, kind: TokenKind) -> str:
 
 
 def loom_data(
-    steps: Steps, cache: CachedShifts, vocabulary: Vocabulary, start: str | None, progress: Progress
+    steps: Steps, cache: Cache, vocabulary: Vocabulary, start: str | None, progress: Progress
 ) -> dict[str, Any] | None:
     """Embed trajectories that the seed chose, as many decisions of each as there is room for."""
-    section, settings = steps.recipe.report, _settings(steps, cache)
-    numbers = draw_rows(len(cache.rows), section.trajectories, section.seed)
-    if not numbers or not settings or not cache.anchors:
+    section = steps.recipe.report
+    settings = _settings(steps, cache)
+    numbers = draw_rows(len(cache), section.trajectories, section.seed)
+    if not numbers or not settings or not cache.sources:
         return None
     students = _shown_students(steps)
-    rows = [row for row in _read_rows(steps, cache, numbers, len(students)) if len(row.view.sampled_P)]
-    if not rows:
+    whole = [block for block in map(cache.block, ([number] for number in numbers)) if len(block.sampled_P)]
+    if not whole:
         return None
-    scores = {name: _score_student(steps, name, rows, progress) for name in students}
-    tokenizer = load_tokenizer(steps.student_path, steps.recipe.student.trust_remote_code)
+    blocks = _cut(steps, whole, len(cache.sources), len(students))
+    scores = {name: _score_student(steps, name, blocks, progress) for name in students}
+    prompts = [prompt.id for prompt in read_prompts(steps.prompts_file)] if steps.prompts_file.exists() else []
     threads = [
         Thread(
-            name=row.name,
-            prompt=str(tokenizer.decode(row.prompt_ids)),
-            tokens=row.tokens,
-            finish=FINISH_REASONS[row.finish],
-            view=row.view,
+            name=_row_name(one.rollouts, prompts),
+            prompt=str(steps.student.tokenizer.decode(one.rollouts.prompt_ids[0])),
+            tokens=len(one.sampled_P),
+            finish=FINISH_REASONS[int(one.rollouts.finish_R[0])],
+            block=block,
             students={name: scores[name][place] for name in students},
         )
-        for place, row in enumerate(rows)
+        for place, (one, block) in enumerate(zip(whole, blocks, strict=True))
     ]
     return {**pack(threads, cache.names, settings, vocabulary), "start": start or settings[-1].name}
 
 
-def _settings(steps: Steps, cache: CachedShifts) -> list[Setting]:
+def _row_name(rollouts: Rollouts, prompts: Sequence[str]) -> str:
+    prompt = int(rollouts.prompt_R[0])
+    name = prompts[prompt] if prompt < len(prompts) else f"prompt {prompt}"
+    return f"{name}, response {int(rollouts.response_R[0]) + 1}"
+
+
+def _cut(steps: Steps, blocks: Sequence[Block], anchors: int, students: int) -> list[Block]:
+    """Cut rows to what the page has room for."""
+    room = steps.recipe.report.megabytes * 1e6
+    decisions = int(room / bytes_per_decision(steps.recipe.reference.candidates, anchors, students))
+    longest = longest_that_fits([len(block.sampled_P) for block in blocks], decisions)
+    return [block.first(longest) for block in blocks]
+
+
+def _settings(steps: Steps, cache: Cache) -> list[Setting]:
     """The compositions that weave cached shifts, where all their anchors are there."""
     known = set(cache.names)
     return [
@@ -177,44 +180,21 @@ def _shown_students(steps: Steps) -> list[str]:
     return [name for name in names if steps.store.stage(steps.train(name)).state() == "done"]
 
 
-def _read_rows(steps: Steps, cache: CachedShifts, numbers: Sequence[int], students: int) -> list[_Row]:
-    """Read the chosen rows and cut them to what the page has room for."""
-    found = [cache.rows.find(number) for number in numbers]
-    lengths = [len(cache.read(shard, place, place + 1)[1].sampled_P) for shard, place in found]
-    candidates = steps.recipe.reference.candidates
-    room = int(steps.recipe.report.megabytes * 1e6 / bytes_per_decision(candidates, len(cache.anchors), students))
-    longest = longest_that_fits(lengths, room)
-    names = _prompt_names(steps)
-    rows = []
-    for shard, place in found:
-        rollouts, view = cache.read(shard, place, place + 1)
-        prompt, response = int(rollouts.prompt_R[0]), int(rollouts.response_R[0])
-        name = f"{names.get(prompt, f'prompt {prompt}')}, response {response + 1}"
-        cut = next(iter(view.chunks(longest)), view)
-        rows.append(_Row(name, rollouts.prompt_ids[0], len(view.sampled_P), int(rollouts.finish_R[0]), cut))
-    return rows
-
-
-def _prompt_names(steps: Steps) -> dict[int, str]:
-    path = steps.store.run_dir / "prompts" / "prompts.jsonl"
-    return {number: str(line.get("id", number)) for number, line in enumerate(read_lines(path))}
-
-
 def _score_student(
-    steps: Steps, name: str, rows: Sequence[_Row], progress: Progress
+    steps: Steps, name: str, blocks: Sequence[Block], progress: Progress
 ) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
     """Ask one trained student for its log-probs of the candidates that the loom shows."""
-    progress.say(f"report: {name} reads {len(rows)} trajectories")
-    path = steps.store.stage(steps.train(name)).folder / "final"
+    progress.say(f"report: {name} scores {len(blocks)} trajectories")
+    student = steps.policy(name)
     device = set_up(steps.recipe, steps.store)
-    trust = steps.recipe.student.trust_remote_code
-    dtype = compute_dtype(steps.recipe.reference.dtype, path, device)
-    model = load_model(path, dtype=dtype, device=device, trust_remote_code=trust)
-    scorer = Scorer(model, vocabulary_size(load_tokenizer(path, trust)), steps.recipe.reference.token_budget)
-    return scorer.score([_as_score_row(row) for row in rows])
+    model = student.load(student.compute_dtype(steps.recipe.reference.dtype, device), device)
+    scorer = Scorer(model, student.vocabulary, steps.recipe.reference.token_budget)
+    return scorer.score([_as_score_row(block) for block in blocks])
 
 
-def _as_score_row(row: _Row) -> ScoreRow:
-    ids = np.concatenate([row.prompt_ids, row.view.sampled_P])
-    positions_T = np.arange(len(row.prompt_ids) - 1, len(ids) - 1)
-    return ScoreRow(ids, positions_T, row.view.ids_PC, np.ones(row.view.ids_PC.shape, np.bool_))
+def _as_score_row(block: Block) -> ScoreRow:
+    prompt_ids = block.rollouts.prompt_ids[0]
+    ids_PC = block.candidates.ids.flat
+    ids = np.concatenate([prompt_ids, block.sampled_P])
+    positions_T = np.arange(len(prompt_ids) - 1, len(ids) - 1)
+    return ScoreRow(ids, positions_T, ids_PC, np.ones(ids_PC.shape, np.bool_))

@@ -5,9 +5,9 @@ from typing import Any
 
 from lightning_weave.report.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 from lightning_weave.report.plots import Line, amortised, lines, stacked
+from lightning_weave.runs.costs import offline_cost, online_costs
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
-from lightning_weave.views.cost import offline_cost, online_costs
 
 COLOURS = {"rollout": BLUE, "reference": SKY, "score": GREEN, "train": ORANGE, "online": PURPLE}
 UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_weave.cache.block import Block
 from lightning_weave.maths import RESIDUAL_FLOOR
 from lightning_weave.report.kinds import Vocabulary
-from lightning_weave.report.survey import ShardView
 from lightning_weave.types import FinishReason
 
 
@@ -22,7 +22,7 @@ class Thread:
     prompt: str
     tokens: int  # of the whole response
     finish: FinishReason
-    view: ShardView
+    block: Block  # of this row alone
     students: Mapping[str, tuple[NDArray[np.float32], NDArray[np.float32]]]  # logp_PC, mass_P on the candidates
 
 
@@ -69,9 +69,9 @@ def pack(
     threads: Sequence[Thread], anchors: Sequence[str], settings: Sequence[Setting], vocabulary: Vocabulary
 ) -> dict[str, Any]:
     """Lay the trajectories out as flat arrays in base64, tokens by their place in one list of texts."""
-    views = [thread.view for thread in threads]
-    ids_PC = np.concatenate([view.ids_PC for view in views])
-    sampled_P = np.concatenate([view.sampled_P for view in views])
+    block = Block.joined([thread.block for thread in threads])
+    ids_PC = block.candidates.ids.flat
+    sampled_P = block.sampled_P
     known, places = np.unique(np.concatenate([ids_PC.reshape(-1), sampled_P]), return_inverse=True)
     students = list(threads[0].students)
     return {
@@ -85,18 +85,16 @@ def pack(
         "texts": [vocabulary.text(int(id)) for id in known],
         "threads": [
             {"name": thread.name, "prompt": thread.prompt, "tokens": thread.tokens, "finish": thread.finish,
-             "shown": len(thread.view.sampled_P)}
+             "shown": len(thread.block.sampled_P)}
             for thread in threads
         ],
         "ids": _base64(places[: ids_PC.size], "<u4"),
         "sampled": _base64(places[ids_PC.size :], "<u4"),
-        "logp": _base64(np.concatenate([view.logp_PC for view in views]), "<f4"),
-        "other": _base64(np.concatenate([view.other_logp_P for view in views]), "<f4"),
-        "shifts": [_base64(np.concatenate([view.r_KPC[k] for view in views]), "<f4") for k in range(len(anchors))],
-        "mapped": [
-            _base64(np.concatenate([view.mapped_KPC[k] for view in views]), "u1") for k in range(len(anchors))
-        ],
-        "valid": [_base64(np.concatenate([view.valid_KP[k] for view in views]), "u1") for k in range(len(anchors))],
+        "logp": _base64(block.candidates.logp.flat, "<f4"),
+        "other": _base64(block.candidates.other_logp.flat, "<f4"),
+        "shifts": [_base64(r_PC, "<f4") for r_PC in block.r_KPC],
+        "mapped": [_base64(mapped_PC, "u1") for mapped_PC in block.mapped_KPC],
+        "valid": [_base64(valid_P, "u1") for valid_P in block.valid_KP],
         "students": {name: _student(threads, name) for name in students},
     }  # fmt: skip
 

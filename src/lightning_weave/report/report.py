@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave import __version__
-from lightning_weave.cache.shifts import CachedShifts
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress, duration
 from lightning_weave.report import anchors as report_cache
@@ -17,11 +16,12 @@ from lightning_weave.report.cases import latex_panels
 from lightning_weave.report.figures import frontier, inline, save
 from lightning_weave.report.page import Fact, Figure, Page, RunView, render
 from lightning_weave.report.results import Found, merge, overalls, points, policy_rows, summaries
+from lightning_weave.runs.caches import open_scored
+from lightning_weave.runs.costs import summary as cost_summary
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.sweeps import with_sweep
 from lightning_weave.store import write_atomic, write_json
 from lightning_weave.store.ledger import read_ledger
-from lightning_weave.views.cost import summary as cost_summary
 
 TRAINING_WORDS = {
     "reverse_kl": (
@@ -147,17 +147,17 @@ def _run_view(
 ) -> RunView:
     """Everything that one run shows beside its results."""
     suffix = f"-{steps.recipe.name}" if several else ""
-    cache = CachedShifts.open(steps)
+    cache = open_scored(steps)
     notes, why = [], []
     loom, pairs, wishes = None, [], []
-    if cache is not None and cache.anchors:
+    if cache is not None and cache.sources:
         vocabulary = report_cache.student_vocabulary(steps)
         survey = report_cache.survey_cache(steps, cache, vocabulary, progress)
         pairs, wishes = report_cache.pair_views(survey), report_cache.wishes(survey)
         why = _why_figures(survey, writer, suffix)
         start = report_results.start_composition(steps.recipe, rows)
         loom = report_cache.loom_data(steps, cache, vocabulary, start, progress)
-    if steps.recipe.anchors and (cache is None or len(cache.anchors) < len(steps.recipe.anchors)):
+    if steps.recipe.anchors and (cache is None or len(cache.sources) < len(steps.recipe.anchors)):
         notes.append(f"The cache is not complete, so not every anchor is shown. Next: lweave score {steps.arguments}")
     details = [
         writer.figure(drawing, f"training-{key}{suffix}", *TRAINING_WORDS[key])
@@ -216,7 +216,7 @@ def _cost_figures(steps: Steps, ledger: list[dict[str, Any]], writer: Writer, su
 
 def _check_one_student(runs: Sequence[Steps]) -> None:
     for steps in runs[1:]:
-        if steps.student_identity != runs[0].student_identity:
+        if steps.identity_of(steps.student) != runs[0].identity_of(runs[0].student):
             raise InputError(
                 f"{runs[0].arguments} and {steps.arguments} have different students "
                 f"({runs[0].recipe.student.model}, {steps.recipe.student.model}); report them apart"
@@ -232,7 +232,7 @@ def _facts(runs: Sequence[Steps]) -> list[Fact]:
         prefix = f"{steps.recipe.name}: " if len(runs) > 1 else ""
         if steps.recipe.anchors:
             facts.append(Fact(f"{prefix}Anchors", ", ".join(steps.recipe.anchors)))
-        cache = CachedShifts.open(steps)
+        cache = open_scored(steps)
         if cache is not None:
             positions = cache.reference.require().get("positions", 0)
             facts.append(Fact(f"{prefix}Cache", f"{len(cache.rows):,}", f"trajectories, {positions:,} decisions"))

@@ -6,7 +6,7 @@ A *pull* is a shift measured from its mean under the behaviour, r(a) - E_b[r]: i
 or lowers the token's probability at first order, whatever constant the shift carries (corollary permutation-scale).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,39 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_weave.cache.block import Block
 from lightning_weave.maths import compose_shifts, shift_covariance, with_other
 from lightning_weave.report.kinds import KINDS, TokenKind, Vocabulary
 
-CHUNK = 16_384  # positions held as tensors at once
+CHUNK = 16_384  # decisions held as tensors at once
 REASONS = ("kept", "kept in part", "end of turn", "no single token", "out of sight")
 KEPT, PARTLY, END_OF_TURN, NO_SINGLE_TOKEN, OUT_OF_SIGHT = range(len(REASONS))
-
-
-@dataclass(frozen=True)
-class ShardView:
-    """One shard of the cache with the shifts of K anchors. P positions, C candidates."""
-
-    sampled_P: NDArray[np.int32]
-    ids_PC: NDArray[np.int32]
-    logp_PC: NDArray[np.float32]
-    other_logp_P: NDArray[np.float32]
-    r_KPC: NDArray[np.float32]
-    mapped_KPC: NDArray[np.bool_]
-    valid_KP: NDArray[np.bool_]
-
-    def chunks(self, size: int = CHUNK) -> Iterator["ShardView"]:
-        """Cut into pieces of bounded size."""
-        for start in range(0, len(self.sampled_P), size):
-            part = slice(start, start + size)
-            yield ShardView(
-                self.sampled_P[part],
-                self.ids_PC[part],
-                self.logp_PC[part],
-                self.other_logp_P[part],
-                self.r_KPC[:, part],
-                self.mapped_KPC[:, part],
-                self.valid_KP[:, part],
-            )
 
 
 @dataclass
@@ -100,20 +74,24 @@ class Survey:
         self.count_KJ = np.zeros((len(self.anchors), len(KINDS)), np.int64)
         self.pairs = {(one, two): PairSums() for n, one in enumerate(self.anchors) for two in self.anchors[n + 1 :]}
 
-    def add(self, shard: ShardView) -> None:
-        """Count one shard."""
-        for chunk in shard.chunks():
-            self._add_chunk(chunk)
+    def add(self, block: Block) -> None:
+        """Count some rows."""
+        for chunk in block.chunks(CHUNK):
+            if len(chunk.sampled_P):
+                self._add_chunk(chunk)
 
-    def _add_chunk(self, chunk: ShardView) -> None:
+    def _add_chunk(self, chunk: Block) -> None:
+        ids_PC = chunk.candidates.ids.flat
         self.decisions += len(chunk.sampled_P)
         valid_KP = torch.from_numpy(chunk.valid_KP)
         for name, weights in self.compositions.items():
             _, kept_P = compose_shifts(torch.zeros(*valid_KP.shape, 1), valid_KP, weights)
             self.kept[name] += int(kept_P.sum())
-        log_b_PO = with_other(torch.tensor(chunk.logp_PC), torch.tensor(chunk.other_logp_P)).double()
+        log_b_PO = with_other(
+            torch.tensor(chunk.candidates.logp.flat), torch.tensor(chunk.candidates.other_logp.flat)
+        ).double()
         b_PO = torch.softmax(log_b_PO, dim=-1)
-        np.add.at(self.seen_V, chunk.ids_PC.reshape(-1), b_PO[:, :-1].numpy().reshape(-1))
+        np.add.at(self.seen_V, ids_PC.reshape(-1), b_PO[:, :-1].numpy().reshape(-1))
         r_KPC = torch.tensor(np.where(chunk.valid_KP[..., None], chunk.r_KPC, 0.0)).double()
         pull_KPO = pull(b_PO, r_KPC)
         for anchor in range(len(self.anchors)):
@@ -121,26 +99,28 @@ class Survey:
             self._add_wishes(anchor, chunk, b_PO, pull_KPO[anchor])
         for (one, two), sums in self.pairs.items():
             k, j = self.anchors.index(one), self.anchors.index(two)
-            self._add_pair(sums, chunk, log_b_PO, r_KPC[[k, j]], pull_KPO[[k, j]], valid_KP[k] & valid_KP[j])
+            both_P = valid_KP[k] & valid_KP[j]
+            self._add_pair(sums, chunk, log_b_PO, r_2PC=r_KPC[[k, j]], pull_2PO=pull_KPO[[k, j]], both_P=both_P)
 
-    def _add_reasons(self, anchor: int, chunk: ShardView) -> None:
-        reasons_P = why_masked(chunk.mapped_KPC[anchor], chunk.valid_KP[anchor], chunk.ids_PC, self._stops)
+    def _add_reasons(self, anchor: int, chunk: Block) -> None:
+        reasons_P = why_masked(chunk.mapped_KPC[anchor], chunk.valid_KP[anchor], chunk.candidates.ids.flat, self._stops)
         self.reasons_KR[anchor] += np.bincount(reasons_P, minlength=len(REASONS))
 
-    def _add_wishes(self, anchor: int, chunk: ShardView, b_PO: Tensor, pull_PO: Tensor) -> None:
+    def _add_wishes(self, anchor: int, chunk: Block, b_PO: Tensor, pull_PO: Tensor) -> None:
         """Add up b(a) (r(a) - E_b[r]): how the expected number of each token moves, per unit of weight / alpha."""
         valid_P = chunk.valid_KP[anchor]
         moved_PC = (b_PO * pull_PO)[:, :-1].numpy()
-        np.add.at(self.push_KV[anchor], chunk.ids_PC[valid_P].reshape(-1), moved_PC[valid_P].reshape(-1))
+        np.add.at(self.push_KV[anchor], chunk.candidates.ids.flat[valid_P].reshape(-1), moved_PC[valid_P].reshape(-1))
         size_P = _at_sampled(chunk, pull_PO).abs().numpy()
         kind_P = self._kind_V[chunk.sampled_P]
         np.add.at(self.size_KJ[anchor], kind_P[valid_P], size_P[valid_P])
         np.add.at(self.count_KJ[anchor], kind_P[valid_P], 1)
 
     def _add_pair(
-        self, sums: PairSums, chunk: ShardView, log_b_PO: Tensor, r_2PC: Tensor, pull_2PO: Tensor, both_P: Tensor
+        self, sums: PairSums, chunk: Block, log_b_PO: Tensor, *, r_2PC: Tensor, pull_2PO: Tensor, both_P: Tensor
     ) -> None:
-        log_b_NO, u_NC, v_NC = log_b_PO[both_P], r_2PC[0][both_P], r_2PC[1][both_P]
+        log_b_NO = log_b_PO[both_P]
+        u_NC, v_NC = (r_PC[both_P] for r_PC in r_2PC)
         sums.decisions += int(both_P.sum())
         sums.covariance += shift_covariance(log_b_NO, u_NC, v_NC).sum().item()
         sums.variance_one += shift_covariance(log_b_NO, u_NC, u_NC).sum().item()
@@ -192,9 +172,9 @@ def why_masked(
     return np.where(valid_P, np.where(unmapped_PC.any(axis=1), PARTLY, KEPT), masked_P)
 
 
-def _at_sampled(chunk: ShardView, value_PO: Tensor) -> Tensor:
+def _at_sampled(chunk: Block, value_PO: Tensor) -> Tensor:
     """Look at the sampled token, or at `other` where it is no candidate."""
-    is_sampled_PC = torch.from_numpy(chunk.ids_PC == chunk.sampled_P[:, None])
+    is_sampled_PC = torch.from_numpy(chunk.candidates.ids.flat == chunk.sampled_P[:, None])
     found_P = is_sampled_PC.any(dim=1)
     place_P = torch.where(found_P, is_sampled_PC.int().argmax(dim=1), value_PO.shape[1] - 1)
     return value_PO.gather(1, place_P[:, None])[:, 0]

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,6 @@ from numpy.typing import NDArray
 
 from lightning_weave.errors import InputError
 from lightning_weave.models.hf import ScoreRow
-from lightning_weave.models.load import load_tokenizer
 from lightning_weave.prompts import encode, read_prompts, render
 from lightning_weave.runs.steps import ScoredModel, Steps
 from lightning_weave.tokens import TokenMap
@@ -34,16 +31,14 @@ class Alignment:
         cls, steps: Steps, scored: ScoredModel, limit: int | None, masked_ids: frozenset[int] = frozenset()
     ) -> "Alignment":
         """Align the tokenizer of one anchor model with the student's."""
-        student = student_tokenizer(steps)
-        anchor = open_tokenizer(steps.path_of(scored.model, scored.revision), scored.trust_remote_code)
+        anchor = scored.checkpoint.tokenizer
+        name = scored.checkpoint.name
         if scored.bos and anchor.bos_token_id is None:
-            raise InputError(
-                f"anchors: bos = true, but the tokenizer of {scored.model} has no such token. Leave it out"
-            )
+            raise InputError(f"anchors: bos = true, but the tokenizer of {name} has no such token. Leave it out")
         try:
-            tokens = TokenMap.between(student, anchor, dict(scored.aliases))
+            tokens = TokenMap.between(steps.student.tokenizer, anchor, dict(scored.aliases))
         except InputError as error:
-            raise InputError(f"{scored.model}: {error}") from None
+            raise InputError(f"{name}: {error}") from None
         return cls(
             tokens,
             limit,
@@ -73,15 +68,14 @@ class Alignment:
 def _native_prompts(steps: Steps, scored: ScoredModel, anchor: Any) -> list[list[int]]:
     """Render the prompts in the post-anchor's chat template, so that both models of the pair see the same text."""
     assert scored.template is not None
-    stage = steps.store.stage(steps.prompts)
-    stage.require()
-    speaker = open_tokenizer(steps.path_of(*scored.template), scored.trust_remote_code)
+    steps.store.stage(steps.prompts).require()
+    speaker = scored.template.tokenizer
     if not speaker.chat_template:
         raise InputError(
-            f'anchors: prompt = "native", but the tokenizer of {scored.template[0]} has no chat template. '
+            f'anchors: prompt = "native", but the tokenizer of {scored.template.name} has no chat template. '
             'Use prompt = "student"'
         )
-    prompts = read_prompts(stage.folder / "prompts.jsonl")
+    prompts = read_prompts(steps.prompts_file)
     return encode([_native_text(prompt, speaker, steps) for prompt in prompts], anchor, rendered=True)
 
 
@@ -92,19 +86,3 @@ def _native_text(prompt: Prompt, speaker: Any, steps: Steps) -> str:
             'Add them to its line, or use prompt = "student"'
         )
     return render(prompt.messages, speaker, True, steps.recipe.prompts.thinking)
-
-
-def student_tokenizer(steps: Steps) -> Any:
-    """Load the student's tokenizer, once."""
-    return open_tokenizer(steps.student_path, steps.recipe.student.trust_remote_code)
-
-
-def open_tokenizer(path: Path, trust_remote_code: bool) -> Any:
-    """Load a tokenizer, or take the one that was loaded from the same files before: reading its spellings is slow."""
-    stamps = tuple(sorted((file.name, file.stat().st_mtime_ns) for file in path.glob("*.json")))
-    return _opened(path, trust_remote_code, stamps)
-
-
-@lru_cache(maxsize=8)
-def _opened(path: Path, trust_remote_code: bool, stamps: tuple[tuple[str, int], ...]) -> Any:
-    return load_tokenizer(path, trust_remote_code)

@@ -2,20 +2,18 @@
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from lightning_weave.config import Eval, Rollout
 from lightning_weave.errors import Mismatch
+from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.hf import HFSampler, Scorer
-from lightning_weave.models.load import load_model, load_tokenizer, stop_ids, vocabulary_size
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.models.vllm import VLLMSampler
-from lightning_weave.runs.machine import compute_dtype, set_up
+from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
-from lightning_weave.store import read_json
 from lightning_weave.types import Request, SamplingSettings
 
 PARITY_ROWS = 4
@@ -24,33 +22,23 @@ log = logging.getLogger(__name__)
 
 
 def open_sampler(
-    steps: Steps,
-    model: Path,
-    section: Rollout | Eval,
-    prompts: Sequence[list[int]],
-    max_tokens: int,
-    trust_remote_code: bool = False,
+    steps: Steps, checkpoint: Checkpoint, section: Rollout | Eval, prompts: Sequence[list[int]], max_tokens: int
 ) -> Sampler:
     """Load a model behind the Sampler protocol, for these prompts and at most so many tokens each."""
     device = set_up(steps.recipe, steps.store)
-    dtype = compute_dtype(section.dtype, model, device)
-    tokenizer = load_tokenizer(model, trust_remote_code)
-    stop, vocabulary = stop_ids(model, tokenizer), vocabulary_size(tokenizer)
+    dtype = checkpoint.compute_dtype(section.dtype, device)
     if section.engine == "hf":
-        loaded = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        return HFSampler(loaded, stop, vocabulary, section.batch_size)
-    sampler = VLLMSampler(
-        model,
-        stop,
-        vocabulary,
+        model = checkpoint.load(dtype, device)
+        return HFSampler(model, checkpoint.stop_ids, checkpoint.vocabulary, section.batch_size)
+    sampler = VLLMSampler.open(
+        checkpoint,
         str(dtype).removeprefix("torch."),
-        max_length=longest_context(model, prompts, max_tokens),
+        max_length=longest_context(checkpoint, prompts, max_tokens),
         python=section.python,
-        trust_remote_code=trust_remote_code,
         options=dict(section.options),
     )
     try:
-        check_parity(sampler, model, prompts, section, trust_remote_code)
+        check_parity(sampler, checkpoint, prompts, section)
     except BaseException:
         sampler.close()
         raise
@@ -63,22 +51,21 @@ def close_sampler(sampler: Sampler | None) -> None:
         sampler.close()
 
 
-def longest_context(model: Path, prompts: Sequence[list[int]], max_tokens: int) -> int:
+def longest_context(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_tokens: int) -> int:
     """Say how long a sequence can get: memory is set aside for that, not for all that the model could hold."""
     wanted = max((len(ids) for ids in prompts), default=1) + max_tokens
-    config = read_json(model / "config.json")
-    limit = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
-    return wanted if limit is None else min(wanted, int(limit))
+    limit = checkpoint.context_limit
+    return wanted if limit is None else min(wanted, limit)
 
 
 def check_parity(
-    sampler: VLLMSampler, model: Path, prompts: Sequence[list[int]], section: Rollout | Eval, trust_remote_code: bool
+    sampler: VLLMSampler, checkpoint: Checkpoint, prompts: Sequence[list[int]], section: Rollout | Eval
 ) -> float:
     """Compare the engine's own log-probabilities of a few responses with the scorer's; returns nats per token."""
     requests = [Request(ids, number, 0) for number, ids in enumerate(prompts[:PARITY_ROWS])]
     drawn = sampler.sample_with_logprobs(requests, PARITY_SETTINGS)
     # The engine has taken the GPU, and these few tokens are nothing for a CPU.
-    loaded = load_model(model, dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=trust_remote_code)
+    loaded = checkpoint.load(torch.float32, torch.device("cpu"))
     # The engine normalises over all rows of the output matrix, those of no token included.
     scorer = Scorer(loaded, loaded.get_output_embeddings().weight.shape[0])
     rows = [(request.prompt_ids, row.response.ids) for request, row in zip(requests, drawn, strict=True)]
@@ -89,7 +76,7 @@ def check_parity(
     if not gap <= section.parity:  # a NaN is no agreement either
         raise Mismatch(
             f"{key}.engine = {section.engine!r} and the scorer disagree by {gap:.4f} nats per token, more than "
-            f"{key}.parity = {section.parity:g} ({len(ours_N)} tokens of {model}).\n"
+            f"{key}.parity = {section.parity:g} ({len(ours_N)} tokens of {checkpoint.path}).\n"
             f'Try {key}.dtype = "float32" or another version of the engine; {key}.engine = "hf" always agrees'
         )
     log.info("%s: vLLM and the scorer agree to %.1e nats per token", key, gap)

@@ -1,15 +1,14 @@
 """Where a stage runs: device, dtype, threads, and which share of the shards is this process's."""
 
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from lightning_weave.config import Dtype, Recipe
+from lightning_weave.config import Recipe
 from lightning_weave.errors import InputError
-from lightning_weave.models.load import checkpoint_dtype, default_device
+from lightning_weave.ranks import local_rank, rank, world_size
 from lightning_weave.store import Store, read_json, write_json
 
 
@@ -23,20 +22,14 @@ def choose_device(recipe: Recipe) -> torch.device:
     """Take the device that the recipe names, or the best there is."""
     if recipe.machine.device == "cuda" and not torch.cuda.is_available():
         raise InputError('machine.device = "cuda": no CUDA device is visible here. Use "auto" or "cpu"')
-    return torch.device("cpu") if recipe.machine.device == "cpu" else default_device()
-
-
-def compute_dtype(setting: Dtype, model: Path, device: torch.device) -> torch.dtype:
-    """Resolve "auto": float32 on a CPU, the checkpoint's own dtype on a GPU."""
-    if setting != "auto":
-        return getattr(torch, setting)
-    return torch.float32 if device.type == "cpu" else checkpoint_dtype(model)
+    if recipe.machine.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 
 def my_share(shards: Iterable[int]) -> list[int]:
     """Pick the shards of this rank by their number, so that ranks agree however late each of them looks."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    return [shard for shard in shards if shard % world == rank]
+    return [shard for shard in shards if shard % world_size() == rank()]
 
 
 def _kept_threads(path: Path) -> int:

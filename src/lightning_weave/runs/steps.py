@@ -5,6 +5,7 @@ threads) are left out: they are recorded elsewhere, never fingerprinted.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any, Literal, assert_never
 
 from lightning_weave.config import Anchor, Composition, Objective, Recipe, Train, benchmark_folder, slug
 from lightning_weave.errors import InputError
-from lightning_weave.models.load import resolve_model
-from lightning_weave.store import Step, Store, file_identities, file_identity, model_identity, read_json, write_json
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.store import Step, Store, file_identities, file_identity, read_json, write_json
 
 Role = Literal["post", "pre"]
 ROLES: tuple[Role, Role] = ("post", "pre")
@@ -37,30 +38,37 @@ TRAIN_EXECUTION = {
 class ScoredModel:
     """One checkpoint as one or more anchors use it; scored once however many pairs share it."""
 
-    model: str
-    revision: str | None
-    trust_remote_code: bool
+    checkpoint: Checkpoint
     aliases: tuple[tuple[str, str], ...]
     checks_aliases: bool  # a pre-anchor: an alias may lead to a row that it never trained
     untrained: Literal["keep", "mask"] | None  # of a pre-anchor with aliases; None elsewhere
     bos: bool
     prompt: Literal["student", "native"]
-    template: (
-        tuple[str, str | None] | None
-    )  # whose chat template both models of a pair read natively: the post-anchor's
+    template: Checkpoint | None  # whose chat template both models of a pair read natively: the post-anchor's
 
     @classmethod
     def of(cls, anchor: Anchor, role: Role) -> "ScoredModel":
+        post = Checkpoint(anchor.post, anchor.post_revision, anchor.trust_remote_code)
+        pre = Checkpoint(anchor.pre, anchor.pre_revision, anchor.trust_remote_code)
         return cls(
-            model=anchor.post if role == "post" else anchor.pre,
-            revision=anchor.post_revision if role == "post" else anchor.pre_revision,
-            trust_remote_code=anchor.trust_remote_code,
+            checkpoint=post if role == "post" else pre,
             aliases=tuple(sorted(anchor.aliases.items())),
             checks_aliases=role == "pre" and bool(anchor.aliases),
             untrained=anchor.untrained if role == "pre" and anchor.aliases else None,
             bos=anchor.bos,
             prompt=anchor.prompt,
-            template=(anchor.post, anchor.post_revision) if anchor.prompt == "native" else None,
+            template=post if anchor.prompt == "native" else None,
+        )
+
+    @property
+    def text(self) -> str:
+        """What tells two scored models of one name apart. Folders of existing runs are named by it: it must not change."""
+        template = None if self.template is None else (self.template.name, self.template.revision)
+        return (
+            f"ScoredModel(model={self.checkpoint.name!r}, revision={self.checkpoint.revision!r}, "
+            f"trust_remote_code={self.checkpoint.trust_remote_code!r}, aliases={self.aliases!r}, "
+            f"checks_aliases={self.checks_aliases!r}, untrained={self.untrained!r}, bos={self.bos!r}, "
+            f"prompt={self.prompt!r}, template={template!r})"
         )
 
 
@@ -70,26 +78,30 @@ class Steps:
 
     recipe: Recipe
     arguments: str = "RECIPE"
-    _paths: dict[tuple[str, str | None], Path] = field(default_factory=dict, repr=False)
     _identities: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def store(self) -> Store:
         return Store(Path(self.recipe.runs) / self.recipe.name)
 
-    def path_of(self, model: str, revision: str | None) -> Path:
-        """Resolve a model once per command."""
-        key = (model, revision)
-        if key not in self._paths:
-            self._paths[key] = resolve_model(model, revision)
-        return self._paths[key]
+    @cached_property
+    def student(self) -> Checkpoint:
+        return Checkpoint.of(self.recipe.student)
 
-    def identity_of(self, model: str, revision: str | None) -> str:
+    def policy(self, name: str) -> Checkpoint:
+        """The checkpoint of anything that can be evaluated: the student, a composition that is trained, another."""
+        if name in self.recipe.compositions:
+            stage = self.store.stage(self.train(name))
+            stage.require()
+            return self.student.at(stage.folder / "final")
+        return Checkpoint.of(self.recipe.policies[name]) if name in self.recipe.policies else self.student
+
+    def identity_of(self, checkpoint: Checkpoint) -> str:
         """Identify a model once per command; one that is gone is still known to the run that it was scored for."""
-        name = f"{model}@{revision}" if revision else model
+        name = str(checkpoint)
         if name not in self._identities:
             try:
-                self._identities[name] = model_identity(self.path_of(model, revision))
+                self._identities[name] = checkpoint.identity
             except InputError:
                 if name not in self._remembered:
                     raise
@@ -116,12 +128,9 @@ class Steps:
             write_json(self.store.run_dir / IDENTITIES, kept)
 
     @property
-    def student_path(self) -> Path:
-        return self.path_of(self.recipe.student.model, self.recipe.student.revision)
-
-    @property
-    def student_identity(self) -> str:
-        return self.identity_of(self.recipe.student.model, self.recipe.student.revision)
+    def prompts_file(self) -> Path:
+        """Where the prompts of the run are."""
+        return self.store.stage(self.prompts).folder / "prompts.jsonl"
 
     @cached_property
     def prompts(self) -> Step:
@@ -139,7 +148,7 @@ class Steps:
                 self._data_identity(name, "prompts.screen_against") for name in self.recipe.prompts.screen_against
             ]
         command = self._command("rollout" if self.needs_cache else "train")
-        return Step("prompts", settings | {"student": self.student_identity}, (), command)
+        return Step("prompts", settings | {"student": self.identity_of(self.student)}, (), command)
 
     @cached_property
     def rollout(self) -> Step:
@@ -147,25 +156,25 @@ class Steps:
         if self.recipe.rollout.from_ is not None:
             names = {"prompts_per_shard"}
         settings = self.recipe.rollout.model_dump(mode="json", include=names)
-        return Step("rollout", settings | {"student": self.student_identity}, (self.prompts,), self._command("rollout"))
+        return Step("rollout", settings | {"student": self.identity_of(self.student)}, (self.prompts,), self._command("rollout"))
 
     @cached_property
     def reference(self) -> Step:
         settings = self.recipe.reference.model_dump(mode="json", exclude={"token_budget"})
-        settings["student"] = self.student_identity
+        settings["student"] = self.identity_of(self.student)
         return Step("reference", settings, (self.rollout,), self._command("reference"))
 
     def score(self, scored: ScoredModel) -> Step:
         settings = {
             "dtype": self.recipe.score.dtype,
-            "model": self.identity_of(scored.model, scored.revision),
+            "model": self.identity_of(scored.checkpoint),
             "aliases": dict(scored.aliases),
             "untrained": scored.untrained,
             "bos": scored.bos,
             "prompt": scored.prompt,
         }
         if scored.template is not None:
-            settings["template"] = template_identity(self.path_of(*scored.template))
+            settings["template"] = template_identity(scored.template.path)
         name = self.score_names[scored]
         command = f"{self._command('score')} --only {name}"
         return Step(f"score/{name}", settings, (self.reference,), command)
@@ -176,11 +185,15 @@ class Steps:
         models = [ScoredModel.of(anchor, role) for anchor in self.recipe.anchors.values() for role in ROLES]
         names: dict[ScoredModel, str] = {}
         for scored in dict.fromkeys(models):
-            name = slug(scored.model)
+            name = slug(scored.checkpoint.name)
             if name in names.values():  # the first keeps it: an anchor that is added later renames no other
-                name = f"{name}-{hashlib.sha256(repr(scored).encode()).hexdigest()[:6]}"
+                name = f"{name}-{hashlib.sha256(scored.text.encode()).hexdigest()[:6]}"
             names[scored] = name
         return names
+
+    def anchor(self, name: str, role: Role) -> Checkpoint:
+        """One of the two models of an anchor."""
+        return ScoredModel.of(self.recipe.anchors[name], role).checkpoint
 
     def scores_of(self, anchor: str) -> tuple[Step, Step]:
         """The steps of a pair: post, then pre."""
@@ -196,7 +209,7 @@ class Steps:
             "weights": {anchor: composition.weights[anchor] for anchor in used},
             "alpha": composition.alpha if composition.kl_budget is None else None,
             "anchors": {anchor: self._shift_settings(anchor) for anchor in used},
-            "student": self.student_identity,
+            "student": self.identity_of(self.student),
             **self._method_settings(composition),
         }
         scores = {step.path: step for anchor in used for step in self.scores_of(anchor)}
@@ -258,10 +271,9 @@ class Steps:
         if policy in self.recipe.compositions:
             inputs = (self.train(policy),)
         elif policy in self.recipe.policies:
-            other = self.recipe.policies[policy]
-            settings["model"] = self.identity_of(other.model, other.revision)
+            settings["model"] = self.identity_of(Checkpoint.of(self.recipe.policies[policy]))
         else:
-            settings["model"] = self.student_identity
+            settings["model"] = self.identity_of(self.student)
         return Step(
             f"eval/{policy}/{benchmark_folder(benchmark)}", settings, inputs, f"{self._command('eval')} --only {policy}"
         )
@@ -275,10 +287,15 @@ class Steps:
         live = [self.prompts] if trains and not cached else []
         return [*cached, *live, *trains, *evals]
 
+    def methods(self, only: Sequence[str] | None = None) -> set[str]:
+        """The methods of these compositions, or of all."""
+        named = self.recipe.compositions.items()
+        return {composition.method for name, composition in named if only is None or name in only}
+
     @property
     def needs_cache(self) -> bool:
         """Online training alone needs none; neither does a recipe that only evaluates."""
-        methods = {composition.method for composition in self.recipe.compositions.values()}
+        methods = self.methods()
         return methods != {"online"} if methods else bool(self.recipe.anchors)
 
     def _command(self, verb: str) -> str:

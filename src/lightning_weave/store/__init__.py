@@ -1,6 +1,14 @@
 """Everything that a run keeps on disk: shards, manifests, fingerprints, locks and logs."""
 
-from lightning_weave.store.files import append_line, make_directory, read_json, read_lines, write_atomic, write_json
+from lightning_weave.store.files import (
+    append_line,
+    make_directory,
+    read_json,
+    read_lines,
+    whole_directory,
+    write_atomic,
+    write_json,
+)
 from lightning_weave.store.identity import file_identities, file_identity, fingerprint, model_identity
 from lightning_weave.store.lock import lock_run
 from lightning_weave.store.rows import RowIndex
@@ -23,6 +31,7 @@ __all__ = [
     "model_identity",
     "read_json",
     "read_lines",
+    "whole_directory",
     "write_atomic",
     "write_json",
 ]

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ def write_atomic(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_directory(path.parent)
+        sync(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise _unwritable(path, error) from error
@@ -32,8 +34,8 @@ def _unwritable(path: Path, error: OSError) -> WeaveError:
     return WeaveError(f"{path}: cannot be written ({error.strerror}). What was finished before is kept")
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory durable."""
+def sync(path: Path) -> None:
+    """Make a file, or the renames in a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -41,9 +43,26 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def is_alone() -> bool:
-    """Say whether no other rank writes beside this one."""
-    return os.environ.get("WORLD_SIZE", "1") == "1"
+@contextmanager
+def whole_directory(folder: Path) -> Iterator[Path]:
+    """Give a temporary directory; at the end of the block, sync it and rename it to `folder`, replacing what is there.
+
+    An error removes it and leaves `folder` as it was; what a kill leaves behind, the next call removes.
+    """
+    unfinished = folder.with_name(f"{TEMPORARY}{folder.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        for path in unfinished.rglob("*"):
+            sync(path)
+        sync(unfinished)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(unfinished, folder)
+    sync(folder.parent)
 
 
 def remove_temporaries(folder: Path, suffix: str) -> None:

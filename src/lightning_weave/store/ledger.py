@@ -3,7 +3,6 @@
 A row is appended every minute and when a stage ends, however it ends, so a killed run still knows what it spent.
 """
 
-import os
 import platform
 import resource
 import sys
@@ -15,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lightning_weave.ranks import rank
 from lightning_weave.store.files import append_line, read_lines
 
 FLUSH_EVERY = 60.0  # seconds
@@ -52,7 +52,7 @@ class Meter:
             "tokens": self.tokens,
             "bytes": self.written,
             "peak_memory": peak_memory(),
-            "rank": int(os.environ.get("RANK", "0")),
+            "rank": rank(),
             "time": round(time.time(), 1),
             **self.extra,
             **hardware(),

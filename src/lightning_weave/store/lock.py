@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.store.files import is_alone, remove_temporaries
+from lightning_weave.ranks import is_alone, is_first
+from lightning_weave.store.files import remove_temporaries
 
 
 @contextmanager
 def lock_run(run_dir: Path) -> Iterator[None]:
     """Hold the run directory for this process, or say who does. Ranks other than 0 work under rank 0's lock."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first():
         yield
         return
     try:

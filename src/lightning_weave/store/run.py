@@ -11,7 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
 from lightning_weave.errors import CorruptData, StaleInput
-from lightning_weave.store.files import is_alone, read_json, remove_temporaries, sha256_file, write_atomic, write_json
+from lightning_weave.ranks import is_alone
+from lightning_weave.store.files import read_json, remove_temporaries, sha256_file, write_atomic, write_json
 from lightning_weave.store.identity import fingerprint
 from lightning_weave.store.shards import FINGERPRINT, Shard, pack
 

@@ -1,7 +1,7 @@
 """Checkpoints: a folder per update, whole or not there, the last few kept."""
 
-import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from lightning_weave.errors import CorruptData, WeaveError
-from lightning_weave.store import read_json, write_json
-from lightning_weave.store.files import sync_directory
+from lightning_weave.store import read_json, whole_directory, write_json
 from lightning_weave.train.parallel import Ranks, load_state, save_state
 
 
@@ -23,7 +22,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class TrainingCheckpoints:
     """The checkpoints of one composition."""
 
     folder: Path
@@ -32,20 +31,19 @@ class Checkpoints:
 
     def save(self, update: int, module: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
         """Write under a temporary name, sync, rename; then drop the oldest."""
-        unfinished, final = self.folder / f".tmp-{update:06d}", self.folder / f"{update:06d}"
+        final = self.folder / f"{update:06d}"
+        unfinished = self.folder / f".tmp-{update:06d}"
         try:
             if ranks.first:
-                for leftover in (*self.folder.glob(".tmp-*"), final):  # of writers that were killed
+                for leftover in self.folder.glob(".tmp-*"):  # of writers that were killed
                     shutil.rmtree(leftover, ignore_errors=True)
-                unfinished.mkdir(parents=True)
-            ranks.wait()
-            save_state(unfinished, module, optimizer)
-            ranks.wait()
+            with whole_directory(final) if ranks.first else nullcontext():
+                ranks.wait()
+                save_state(unfinished, module, optimizer)
+                ranks.wait()
+                if ranks.first:
+                    write_json(unfinished / "position.json", asdict(Position(update, self.fingerprint)))
             if ranks.first:
-                write_json(unfinished / "position.json", asdict(Position(update, self.fingerprint)))
-                sync_folder(unfinished)
-                os.rename(unfinished, final)
-                sync_directory(self.folder)
                 for old in self._complete()[: -self.keep]:
                     shutil.rmtree(old)
         except OSError as error:
@@ -64,7 +62,7 @@ class Checkpoints:
         except Exception as error:  # unpickling what is damaged can raise anything
             raise CorruptData(
                 f"{folder}: this checkpoint cannot be read ({str(error).strip().splitlines()[0]}). Remove it "
-                f"(rm -r {folder}) and train again: it goes on from the one before"
+                f"(rm -r {folder}) and train again: it resumes from the one before"
             ) from error
 
     def clear(self) -> None:
@@ -74,14 +72,3 @@ class Checkpoints:
     def _complete(self) -> list[Path]:
         paths = [path for path in self.folder.glob("[0-9]*") if (path / "position.json").exists()]
         return sorted(path for path in paths if read_json(path / "position.json")["fingerprint"] == self.fingerprint)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make every file of a folder durable before the folder gets its final name."""
-    for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    sync_directory(folder)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_weave.cache.reader import Row
+from lightning_weave.cache.block import Block
 from lightning_weave.maths import compose_shifts, tilted_target, with_other
 
 
@@ -39,54 +39,63 @@ class Batch:
         return replace(self, **kept) if decisions else replace(self, input_ids_RT=self.input_ids_RT[:1, :1], **kept)
 
 
-def kept_decisions(row: Row, weights: Sequence[float]) -> NDArray[np.bool_]:
-    """Find the decisions of a row at which every anchor that takes part is valid."""
+def kept_decisions(block: Block, weights: Sequence[float]) -> NDArray[np.bool_]:
+    """Find the decisions at which every anchor that takes part is valid."""
     takes_part_K = np.array(weights) != 0
-    return row.valid_KT[takes_part_K].all(axis=0)
+    return block.valid_KP[takes_part_K].all(axis=0)
 
 
-def tokens_needed(row: Row, weights: Sequence[float]) -> int:
-    """Count the tokens of a row up to the last state that is learned from: nothing after it needs to be run."""
-    kept = np.flatnonzero(kept_decisions(row, weights))
-    return len(row.prompt_ids) + int(kept[-1]) if len(kept) else 1
+def tokens_needed(block: Block, weights: Sequence[float]) -> list[int]:
+    """Count the tokens of each row up to the last state that is learned from: nothing after it needs to be run."""
+    kept_P = kept_decisions(block, weights)
+    offsets = block.rollouts.response_ids.offsets
+    needed = []
+    for row, prompt_ids in enumerate(block.rollouts.prompt_ids):
+        kept = np.flatnonzero(kept_P[offsets[row] : offsets[row + 1]])
+        needed.append(len(prompt_ids) + int(kept[-1]) if len(kept) else 1)
+    return needed
 
 
-def compose(rows: Sequence[Row], weights: Sequence[float], alpha: float) -> Batch:
+def compose(block: Block, weights: Sequence[float], alpha: float) -> Batch:
     """Weigh the shifts, intersect the masks, tilt the behaviour: all that a composition is (composed-shift)."""
     r_PC, valid_P = compose_shifts(
-        torch.from_numpy(np.concatenate([row.r_KTC for row in rows], axis=1)),
-        torch.from_numpy(np.concatenate([row.valid_KT for row in rows], axis=1)),
+        torch.from_numpy(block.r_KPC),
+        torch.from_numpy(block.valid_KP),
         torch.tensor(weights, dtype=torch.float32),
     )
 
-    def kept(parts: list[NDArray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts))[valid_P]
+    kept_P = valid_P.numpy()
 
-    longest = max(tokens_needed(row, weights) for row in rows)
-    log_b_NO = with_other(kept([row.logp_TC for row in rows]), kept([row.other_logp_T for row in rows]))
+    def kept(values: NDArray) -> Tensor:
+        return torch.from_numpy(values[kept_P])
+
+    longest = max(tokens_needed(block, weights))
+    candidates = block.candidates
+    log_b_NO = with_other(kept(candidates.logp.flat), kept(candidates.other_logp.flat))
     r_NC = r_PC[valid_P]
+    row_P = np.repeat(np.arange(len(block)), block.decisions_R)
+    place_P = np.arange(len(row_P)) - block.rollouts.response_ids.offsets[row_P]
+    prompt_R = np.diff(block.rollouts.prompt_ids.offsets)
     return Batch(
-        input_ids_RT=_padded(rows, longest),
-        states_N=kept([index * longest + _states(row) for index, row in enumerate(rows)]),
-        rows_N=kept([np.full(len(row.response_ids), row.number) for row in rows]),
-        places_N=kept([np.arange(len(row.response_ids)) for row in rows]),
-        candidate_ids_NC=kept([row.candidate_ids_TC for row in rows]).long(),
+        input_ids_RT=_padded(block, longest),
+        # The state before a decision: the prompt's last token comes before the first.
+        states_N=kept(row_P * longest + prompt_R[row_P] - 1 + place_P),
+        rows_N=kept(block.number_R[row_P]),
+        places_N=kept(place_P),
+        candidate_ids_NC=kept(candidates.ids.flat).long(),
         log_b_NO=log_b_NO,
         log_q_NO=tilted_target(log_b_NO, r_NC, alpha),
         r_NC=r_NC,
-        sampled_ids_N=kept([row.response_ids for row in rows]).long(),
-        sampled_log_b_N=kept([row.sampled_logp_T for row in rows]),
+        sampled_ids_N=kept(block.sampled_P).long(),
+        sampled_log_b_N=kept(candidates.sampled_logp.flat),
     )
 
 
-def _states(row: Row) -> NDArray[np.int64]:
-    """Place of the token before each decision: the prompt's last one comes before the first."""
-    return len(row.prompt_ids) - 1 + np.arange(len(row.response_ids))
-
-
-def _padded(rows: Sequence[Row], longest: int) -> Tensor:
-    ids_RT = torch.zeros(len(rows), longest, dtype=torch.long)
-    for index, row in enumerate(rows):
-        ids = np.concatenate([row.prompt_ids, row.response_ids])[:longest]
-        ids_RT[index, : len(ids)] = torch.from_numpy(ids)
+def _padded(block: Block, longest: int) -> Tensor:
+    ids_RT = torch.zeros(len(block), longest, dtype=torch.long)
+    for row, (prompt_ids, response_ids) in enumerate(
+        zip(block.rollouts.prompt_ids, block.rollouts.response_ids, strict=True)
+    ):
+        ids = np.concatenate([prompt_ids, response_ids])[:longest]
+        ids_RT[row, : len(ids)] = torch.from_numpy(ids)
     return ids_RT

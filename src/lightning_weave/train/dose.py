@@ -61,8 +61,8 @@ def find_dose(steps: Steps, name: str, cache: Cache, schedule: Schedule) -> Dose
     """Measure a composition's dose, solving for alpha where the recipe gives a KL budget."""
     composition = steps.recipe.compositions[name]
     updates = min(SAMPLED_UPDATES, len(schedule))
-    rows = [cache.read(number) for update in range(updates) for number in schedule.rows(update)]
-    batch = compose(rows, cache.weights, composition.alpha)
+    rows = [number for update in range(updates) for number in schedule.rows(update)]
+    batch = compose(cache.block(rows), cache.weights, composition.alpha)
     alpha = composition.alpha
     if composition.kl_budget is not None:
         alpha = _solve(name, batch.log_b_NO, batch.r_NC, composition.kl_budget)

@@ -1,6 +1,5 @@
 """final/: a complete Hugging Face directory in the student's own dtype, with a card that says how it was made."""
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +14,9 @@ from lightning_weave.config import Lora
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.heads import find_head, hidden_states
 from lightning_weave.maths import reverse_kl
-from lightning_weave.models.load import load_model
-from lightning_weave.store.files import sync_directory
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.store import whole_directory
 from lightning_weave.store.identity import TOKENIZER_FILES
-from lightning_weave.train.checkpoint import sync_folder
 from lightning_weave.train.data import Batch
 
 # Taken from the student as they are: training changes none of them, and other programs read what they read before.
@@ -39,9 +37,9 @@ def with_lora(model: Any, lora: Lora, seed: int) -> Any:
         raise InputError(f"train.lora.targets = {lora.targets}: {error}") from None
 
 
-def trained_model(student: Path, weights: Mapping[str, Tensor], lora: Lora | None, trust_remote_code: bool) -> Any:
+def trained_model(student: Checkpoint, weights: Mapping[str, Tensor], lora: Lora | None) -> Any:
     """Put trained weights into the student's own architecture, adapters merged; float32, on the CPU."""
-    model = load_model(student, dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=trust_remote_code)
+    model = student.load(torch.float32, torch.device("cpu"))
     if lora is not None:
         model = with_lora(model, lora, seed=0)
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()})
@@ -62,23 +60,18 @@ def round_weights(model: Any, dtype: torch.dtype, batch: Batch, vocabulary: int)
     return reverse_kl(log_probs(), trained_NV, 1.0).mean().item() if len(batch) else 0.0
 
 
-def write_model(folder: Path, model: Any, dtype: torch.dtype, student: Path, card: str) -> list[Path]:
-    """Write a model beside the student's own tokenizer, config and generation settings; whole or not at all."""
-    unfinished = folder.with_name(f".tmp-{folder.name}")
-    if (student / "generation_config.json").exists():
+def write_model(folder: Path, model: Any, student: Checkpoint, card: str) -> list[Path]:
+    """Write a model in the student's dtype, with its tokenizer, config and generation settings; whole or not at all."""
+    if (student.path / "generation_config.json").exists():
         model.generation_config = GenerationConfig()  # the student's may be one that transformers refuses to save
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        model.to(dtype).save_pretrained(unfinished)
-        for file in (file for pattern in KEPT_FILES for file in student.glob(pattern)):
-            shutil.copyfile(file, unfinished / file.name)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
-        for file in unfinished.iterdir():
-            file.chmod(0o644)  # safetensors makes its files for their owner only
-        sync_folder(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(unfinished, folder)
-        sync_directory(folder.parent)
+        with whole_directory(folder) as unfinished:
+            model.to(student.dtype).save_pretrained(unfinished)
+            for file in (file for pattern in KEPT_FILES for file in student.path.glob(pattern)):
+                shutil.copyfile(file, unfinished / file.name)
+            (unfinished / "README.md").write_text(card, encoding="utf-8")
+            for file in unfinished.iterdir():
+                file.chmod(0o644)  # safetensors makes its files for their owner only
     except (OSError, SafetensorError) as error:
         raise WeaveError(
             f"{folder}: cannot be written ({error}). The last checkpoint is kept: train again, and only this is done"

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_weave.cache.reader import Row, Rows
+from lightning_weave.cache.block import Block
 from lightning_weave.errors import WeaveError
 from lightning_weave.maths import log_residual_loss
 from lightning_weave.models.memory import free_memory, is_out_of_memory
@@ -25,6 +25,17 @@ from lightning_weave.train.schedule import micro_batches, share_rows
 
 BAD_ROWS = "bad_rows.json"
 ROUNDING = 100.0  # how much more a trainer in low precision may disagree with its cache
+
+
+class Rows(Protocol):
+    """Trajectories with shifts, by row number: cached, or made a moment ago."""
+
+    @property
+    def weights(self) -> list[float]: ...
+
+    def length(self, number: int) -> int: ...
+
+    def block(self, rows: Sequence[int]) -> Block: ...
 
 
 @dataclass
@@ -46,12 +57,12 @@ class Fit:
     def update(self, step: int, numbers: Sequence[int]) -> dict[str, float]:
         """Take one optimizer step on these rows; returns what there is to watch."""
         started = time.perf_counter()
-        rows = [self.cache.read(number) for number in self._share(numbers)]
+        block = self.cache.block(self._share(numbers))
         loading = time.perf_counter() - started
-        totals = self.ranks.total(self._counts(rows))
+        totals = self.ranks.total(self._counts(block))
         if not totals["kept"]:
             self._note_once(f"update {step} has no valid decision and changes nothing; lweave doctor says why")
-        sums = self._accumulate(step, rows, totals["kept"])
+        sums = self._accumulate(step, block, totals["kept"])
         loading += sums.pop("loading")
         figures = self.ranks.total(sums)
         norm = self._step(step, totals["kept"])
@@ -77,48 +88,50 @@ class Fit:
         share = share_rows([self.cache.length(number) for number in numbers], self.ranks.rank, self.ranks.world)
         return [numbers[index] for index in share]
 
-    def _counts(self, rows: Sequence[Row]) -> dict[str, float]:
-        kept = [int(kept_decisions(row, self.cache.weights).sum()) for row in rows]
+    def _counts(self, block: Block) -> dict[str, float]:
+        kept_P = kept_decisions(block, self.cache.weights)
+        row_P = np.repeat(np.arange(len(block)), block.decisions_R)
+        kept_R = np.bincount(row_P[kept_P], minlength=len(block))
         return {
-            "kept": sum(kept),
-            "decisions": sum(len(row.response_ids) for row in rows),
-            "rows_without": kept.count(0),
-            "tokens": sum(row.tokens for row in rows),
+            "kept": int(kept_P.sum()),
+            "decisions": len(kept_P),
+            "rows_without": int((kept_R == 0).sum()),
+            "tokens": int(block.tokens_R.sum()),
         }
 
-    def _accumulate(self, step: int, rows: list[Row], kept: float) -> dict[str, float]:
+    def _accumulate(self, step: int, block: Block, kept: float) -> dict[str, float]:
         """Run all micro-batches forward and backward; too little memory halves them and starts the update again."""
         while True:
             try:
-                return self._run_micro_batches(step, rows, kept)
+                return self._run_micro_batches(step, block, kept)
             except (MemoryError, RuntimeError) as error:
-                self._halve(error, rows, f"at update {step}")
+                self._halve(error, block, f"at update {step}")
             self.optimizer.zero_grad(set_to_none=True)
 
-    def _halve(self, error: Exception, rows: Sequence[Row], when: str) -> None:
+    def _halve(self, error: Exception, block: Block, when: str) -> None:
         """Halve the micro-batches that were too large for memory, or say so where they cannot be any smaller."""
         if not is_out_of_memory(error):
             raise error
-        lengths = [tokens_needed(row, self.cache.weights) for row in rows]
+        lengths = tokens_needed(block, self.cache.weights)
         if self.ranks.world > 1 or self.token_budget <= max(lengths):
             raise WeaveError(
                 f"out of memory {when} with train.token_budget = {self.token_budget}. Make it "
                 "smaller, or set train.gradient_checkpointing = true, or use more ranks"
             ) from error
         free_memory()
-        self.token_budget = min(self.token_budget, len(rows) * max(lengths)) // 2
+        self.token_budget = min(self.token_budget, len(block) * max(lengths)) // 2
         self.notes.append(f"out of memory: train.token_budget halved to {self.token_budget}; the loss is the same")
 
-    def _run_micro_batches(self, step: int, rows: list[Row], kept: float) -> dict[str, float]:
+    def _run_micro_batches(self, step: int, block: Block, kept: float) -> dict[str, float]:
         # Dropout of a student that has any follows from the update, so nothing random needs to be kept for a resume.
         torch.manual_seed(int(np.random.SeedSequence([self.seed, step, self.ranks.rank]).generate_state(1)[0]))
         normalizer = max(kept, 1) / self.ranks.world  # sharded gradients are averaged over ranks
         sums = dict.fromkeys(("loss", "reverse_kl", "forward_kl", "total_variation", "covered_mass", "loading"), 0.0)
         bad: list[dict[str, Any]] = []
-        lengths = [tokens_needed(row, self.cache.weights) for row in rows]
+        lengths = tokens_needed(block, self.cache.weights)
         for members in self._in_step(micro_batches(lengths, self.token_budget)):
             started = time.perf_counter()
-            batch = self._compose([rows[index] for index in members])
+            batch = self._compose(block.pick(members) if members else None)
             sums["loading"] += time.perf_counter() - started
             loss, log_pi_NO = self.trainee(batch, self.loss, normalizer)
             loss.backward()
@@ -156,10 +169,10 @@ class Fit:
         own = list(batches)
         return own + [[]] * (self.ranks.most(len(own)) - len(own))
 
-    def _compose(self, rows: Sequence[Row]) -> Batch:
-        """The batch of some rows; without rows, one that has nothing to learn from."""
-        batch = compose(rows or [self.cache.read(0)], self.cache.weights, self.loss.alpha)
-        return (batch if rows else batch.first(0)).to(self.ranks.device)
+    def _compose(self, block: Block | None) -> Batch:
+        """The batch of a block; without one, a batch that has nothing to learn from."""
+        batch = compose(block or self.cache.block([0]), self.cache.weights, self.loss.alpha)
+        return (batch if block else batch.first(0)).to(self.ranks.device)
 
     def _stop_unless_finite(self, what: str, value: float, rows: list[dict[str, Any]]) -> None:
         """Stop on all ranks with the rows that caused it, before they can spoil the weights."""
@@ -202,23 +215,25 @@ class Fit:
         planned = micro_batches([self.cache.length(number) for number in share], self.token_budget)
         with _without_dropout(self.trainee):
             for members in self._in_step(planned):
-                yield from self._outcomes([self.cache.read(share[index]) for index in members])
+                yield from self._outcomes(self.cache.block([share[index] for index in members]) if members else None)
 
-    def _outcomes(self, rows: list[Row]) -> Iterator[tuple[Batch, Tensor]]:
+    def _outcomes(self, block: Block | None) -> Iterator[tuple[Batch, Tensor]]:
         """Run one micro-batch forward, in halves where it does not fit in memory."""
-        tokens = len(rows) * max((tokens_needed(row, self.cache.weights) for row in rows), default=0)
-        if len(rows) <= 1 or tokens <= self.token_budget:  # it may have been planned with a larger budget
-            batch = self._compose(rows)
+        rows = len(block) if block else 0
+        tokens = rows * max(tokens_needed(block, self.cache.weights)) if block else 0
+        if rows <= 1 or tokens <= self.token_budget:  # it may have been planned with a larger budget
+            batch = self._compose(block)
             try:
-                found = self.trainee(batch, self.loss, 1.0)[1]
+                log_pi_NO = self.trainee(batch, self.loss, 1.0)[1]
             except (MemoryError, RuntimeError) as error:
-                self._halve(error, rows, "before an update")
+                self._halve(error, block or self.cache.block([0]), "before an update")
             else:
-                yield batch, found
+                yield batch, log_pi_NO
                 return
-        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+        assert block is not None, "a batch without rows fits in memory"
+        for half in (range(rows // 2), range(rows // 2, rows)):
             if half:
-                yield from self._outcomes(half)
+                yield from self._outcomes(block.pick(half))
 
 
 def check_agreement(fit: Fit, numbers: Sequence[int], largest: float, dtype: torch.dtype) -> tuple[float, str | None]:

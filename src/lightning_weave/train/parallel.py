@@ -6,7 +6,6 @@ so that a run started on two ranks resumes on one and the other way round.
 
 import atexit
 import io
-import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -33,6 +32,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lightning_weave.ranks import rank, world_size
 
 # All that the index of a checkpoint consists of. It is a pickle: anything else in it could run code.
 INDEX_CLASSES = {
@@ -104,7 +105,7 @@ class Ranks:
 @contextmanager
 def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
     """Join the process group that torchrun describes; alone, make one only where sharding needs it."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    world = world_size()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -113,7 +114,7 @@ def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
         if not _grouped():
             dist.init_process_group(backend, timeout=PATIENCE)
             atexit.register(dist.destroy_process_group)
-        yield Ranks(rank, world, device)
+        yield Ranks(rank(), world, device)
         return
     if sharded:
         dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())

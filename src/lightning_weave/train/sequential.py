@@ -4,26 +4,21 @@ Each leg gets its share of the prompts and so of the updates. A later leg sample
 before it left behind: a small run of its own, below this composition's folder, with the ordinary stages.
 """
 
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from lightning_weave.config import Composition
 from lightning_weave.errors import InputError
-from lightning_weave.pipeline import prompts as prompts_stage
-from lightning_weave.pipeline import reference, rollout, score
-from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
+from lightning_weave.runs.prompts import keep_prompts
 from lightning_weave.runs.steps import Steps
-from lightning_weave.store import Stage, Step, append_line, write_atomic
+from lightning_weave.store import Stage, Step, append_line, whole_directory, write_atomic
 from lightning_weave.store.ledger import LEDGER, read_ledger
 from lightning_weave.train.card import model_card
 from lightning_weave.train.offline import Leg, train_offline
-from lightning_weave.train.parallel import Ranks
+from lightning_weave.train.training import TrainContext
 
 
 @dataclass(frozen=True)
@@ -49,38 +44,39 @@ class LegRun:
         return [*(cache if self.samples else []), self.steps.train(self.name)]
 
 
-def train_in_sequence(
-    steps: Steps, name: str, stage: Stage, ranks: Ranks, dtype: torch.dtype, progress: Progress
-) -> None:
+def train_in_sequence(steps: Steps, name: str, context: TrainContext) -> None:
     """Train leg after leg and keep the last one's student. Resumable within and between legs."""
     final = None
     for leg in legs(steps, name):
         if leg.samples:
-            _make_cache(steps, leg, ranks, progress)
+            _make_cache(steps, leg, context)
         if leg.stage.state() != "done":
-            train_offline(leg.steps, leg.name, leg.stage, ranks, dtype, progress, leg.leg)
+            train_offline(leg.steps, leg.name, context, leg.leg)
         final = leg.stage.folder / "final"
-    if ranks.first:
+    if context.ranks.first:
         assert final is not None, "a sequence has a leg"
-        _keep(steps, name, stage, final)
-    ranks.wait()
+        _keep(steps, name, final)
+    context.ranks.wait()
 
 
 def legs(steps: Steps, name: str) -> Iterator[LegRun]:
     """The legs of a sequence in their order, up to the first whose student has not been made."""
-    composition, final = steps.recipe.compositions[name], None
-    count, prompts = len(composition.sequence), steps.store.stage(steps.prompts).require()["rows"]
+    composition = steps.recipe.compositions[name]
+    final: Path | None = None
+    count = len(composition.sequence)
+    prompts = steps.store.stage(steps.prompts).require()["rows"]
     if prompts < count:
         raise InputError(f"compositions.{name}.sequence: {prompts} prompts cannot be shared among {count} legs")
     for number, anchor in enumerate(composition.sequence):
         part = (1 - (number + 1) / count, 1 - number / count)  # the first leg gets the last share
         own = _leg_composition(composition, anchor)
         if number == 0 or not composition.resample:
-            leg = LegRun(_on_first_cache(steps, f"{name}/leg-{number + 1}", own), part, Leg(final, part), False)
+            start = None if final is None else steps.student.at(final)
+            leg = LegRun(_on_first_cache(steps, f"{name}/leg-{number + 1}", own), part, Leg(start, part), False)
         else:
             assert final is not None, "a leg has come before"
             first, last = (round(end * prompts) for end in part)
-            own_steps = _on_own_cache(steps, name, number, own, final, last - first)
+            own_steps = _on_own_cache(steps, name, own, number=number, student=final, prompts=last - first)
             leg = LegRun(own_steps, part, Leg(), True)
         yield leg
         final = leg.stage.folder / "final"
@@ -104,16 +100,19 @@ def _on_first_cache(steps: Steps, name: str, composition: Composition) -> Steps:
     return Steps(recipe, steps.arguments)
 
 
-def _on_own_cache(steps: Steps, name: str, number: int, composition: Composition, student: Path, prompts: int) -> Steps:
+def _on_own_cache(
+    steps: Steps, name: str, composition: Composition, *, number: int, student: Path, prompts: int
+) -> Steps:
     """A run of its own, with the student of the leg before and a share of this run's prompts."""
-    recipe, folder = steps.recipe, steps.store.run_dir / "train" / name
-    anchor, source = next(iter(composition.weights)), prompts_stage.path_of(steps)
+    recipe = steps.recipe
+    folder = steps.store.run_dir / "train" / name
+    anchor = next(iter(composition.weights))
     own = recipe.model_copy(
         update={
             "name": f"leg-{number + 1}",
             "runs": str(folder),
             "student": recipe.student.model_copy(update={"model": str(student), "revision": None}),
-            "prompts": recipe.prompts.model_copy(update={"source": str(source), "take": prompts}),
+            "prompts": recipe.prompts.model_copy(update={"source": str(steps.prompts_file), "take": prompts}),
             "rollout": recipe.rollout.model_copy(update={"from_": None}),
             "anchors": {anchor: recipe.anchors[anchor]},
             "compositions": {f"{name}.leg-{number + 1}": composition},
@@ -123,22 +122,21 @@ def _on_own_cache(steps: Steps, name: str, number: int, composition: Composition
     return Steps(own, steps.arguments)
 
 
-def _make_cache(steps: Steps, leg: LegRun, ranks: Ranks, progress: Progress) -> None:
+def _make_cache(steps: Steps, leg: LegRun, context: TrainContext) -> None:
     """Sample and score the leg's own share of the prompts."""
     _same_threads(steps, leg.steps)
-    if ranks.first:
+    if context.ranks.first:
         _share_prompts(steps, leg)
-    for stage in (rollout, reference, score):
-        ranks.wait()
-        stage.run(leg.steps, progress)
-    ranks.wait()
+    context.ranks.wait()
+    context.make_cache(leg.steps)
+    context.ranks.wait()
 
 
 def _share_prompts(steps: Steps, leg: LegRun) -> None:
     if leg.steps.store.stage(leg.steps.prompts).state() != "done":
-        everything = read_prompts(prompts_stage.path_of(steps))
+        everything = read_prompts(steps.prompts_file)
         first, last = (round(end * len(everything)) for end in leg.part)
-        prompts_stage.keep(leg.steps, everything[first:last], {})
+        keep_prompts(leg.steps, everything[first:last], {})
 
 
 def _same_threads(steps: Steps, leg_steps: Steps) -> None:
@@ -147,15 +145,14 @@ def _same_threads(steps: Steps, leg_steps: Steps) -> None:
         write_atomic(leg_steps.store.run_dir / kept.name, kept.read_bytes())
 
 
-def _keep(steps: Steps, name: str, stage: Stage, final: Path) -> None:
+def _keep(steps: Steps, name: str, final: Path) -> None:
     """Make the last leg's student this composition's, and put what the legs cost on the run's ledger."""
-    unfinished, target = stage.folder / ".tmp-final", stage.folder / "final"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.copytree(final, unfinished)
+    stage = steps.store.stage(steps.train(name))
+    target = stage.folder / "final"
     legs = steps.recipe.compositions[name].sequence
-    write_atomic(unfinished / "README.md", model_card(steps, name, {"legs": legs}).encode())
-    shutil.rmtree(target, ignore_errors=True)
-    os.rename(unfinished, target)
+    with whole_directory(target) as unfinished:
+        shutil.copytree(final, unfinished, dirs_exist_ok=True)
+        (unfinished / "README.md").write_text(model_card(steps, name, {"legs": legs}), encoding="utf-8")
     booked = read_ledger(steps.store.run_dir)
     for folder in sorted(stage.folder.glob("leg-*")):
         for row in read_ledger(folder):

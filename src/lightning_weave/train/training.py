@@ -2,25 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_weave.cache.reader import Rows
 from lightning_weave.config import Recipe
 from lightning_weave.errors import Mismatch
-from lightning_weave.models.load import checkpoint_dtype, load_model, load_tokenizer, vocabulary_size
+from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage
 from lightning_weave.store.ledger import Meter
 from lightning_weave.train.card import model_card
-from lightning_weave.train.checkpoint import Checkpoints
+from lightning_weave.train.checkpoint import TrainingCheckpoints
 from lightning_weave.train.data import compose
 from lightning_weave.train.export import round_weights, trained_model, with_lora, write_model
-from lightning_weave.train.loop import BAD_ROWS, Fit, adam, check_agreement
+from lightning_weave.train.loop import BAD_ROWS, Fit, Rows, adam, check_agreement
 from lightning_weave.train.objectives import Loss, Trainee
 from lightning_weave.train.parallel import Ranks, shard, whole_weights
 from lightning_weave.train.schedule import Schedule
@@ -41,23 +39,34 @@ RECORDED = (
 )
 
 
-def open_trainee(steps: Steps, ranks: Ranks, dtype: torch.dtype, start: Path | None = None) -> Trainee:
+@dataclass(frozen=True)
+class TrainContext:
+    """What every way to train is given beside the recipe."""
+
+    ranks: Ranks
+    dtype: torch.dtype  # of the computation; master weights are float32
+    progress: Progress
+    make_cache: Callable[[Steps], None]  # the stages before training, for ways that sample while they train
+
+
+def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None = None) -> Trainee:
     """Load the student with float32 masters, wrapped and sharded as the recipe says."""
-    section, path = steps.recipe.train, start or steps.student_path
-    trust = steps.recipe.student.trust_remote_code
-    model = load_model(path, dtype=torch.float32, device=ranks.device, trust_remote_code=trust)
+    section = steps.recipe.train
+    ranks = context.ranks
+    checkpoint = start or steps.student
+    model = checkpoint.load(torch.float32, ranks.device)
     model.requires_grad_(True).train()
     if section.lora is not None:
         model = with_lora(model, section.lora, section.seed)
     if section.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    trainee = Trainee(model, vocabulary_size(load_tokenizer(path, trust)))
+    trainee = Trainee(model, checkpoint.vocabulary)
     blocks = _blocks(model)
     if section.compile:
         for block in blocks:
             block.compile()
-    if ranks.world > 1 or dtype != torch.float32:
-        shard(trainee, blocks, ranks, dtype)
+    if ranks.world > 1 or context.dtype != torch.float32:
+        shard(trainee, blocks, ranks, context.dtype)
     return trainee
 
 
@@ -71,44 +80,58 @@ def make_schedule(
     recipe: Recipe, groups: int, part: tuple[float, float] = (0.0, 1.0), epochs: int | None = None
 ) -> Schedule:
     """The updates of a run: the same rows in the same order for every composition."""
-    train, first = recipe.train, round(part[0] * groups)
+    train = recipe.train
+    first = round(part[0] * groups)
     return Schedule(
-        round(part[1] * groups) - first,
-        recipe.rollout.responses,
-        epochs or train.epochs,
-        train.prompts_per_round,
-        train.updates_per_round,
-        train.seed,
-        train.validation,
-        first,
+        groups=round(part[1] * groups) - first,
+        responses=recipe.rollout.responses,
+        epochs=epochs or train.epochs,
+        prompts_per_round=train.prompts_per_round,
+        updates_per_round=train.updates_per_round,
+        seed=train.seed,
+        validation=train.validation,
+        first=first,
     )
 
 
-def make_fit(steps: Steps, name: str, trainee: Trainee, cache: Rows, alpha: float, ranks: Ranks, stage: Stage) -> Fit:
+def make_fit(steps: Steps, name: str, trainee: Trainee, rows: Rows, *, alpha: float, ranks: Ranks) -> Fit:
     """Put student, objective and optimizer together."""
-    train, loss = steps.recipe.train, Loss(steps.objective(name), alpha)
+    train = steps.recipe.train
+    loss = Loss(steps.objective(name), alpha)
     loss.check(steps.recipe.reference.candidates, trainee.head_description.vocabulary)
-    optimizer = adam(trainee, train.learning_rate, train.betas, train.weight_decay)
-    return Fit(trainee, optimizer, cache, loss, train.clip, train.token_budget, train.seed, ranks, stage.folder)
+    return Fit(
+        trainee=trainee,
+        optimizer=adam(trainee, train.learning_rate, train.betas, train.weight_decay),
+        cache=rows,
+        loss=loss,
+        clip=train.clip,
+        token_budget=train.token_budget,
+        seed=train.seed,
+        ranks=ranks,
+        folder=steps.store.stage(steps.train(name)).folder,
+    )
 
 
 @dataclass(frozen=True)
-class Job:
+class Training:
     """The training of one composition."""
 
     steps: Steps
     name: str
-    stage: Stage
     schedule: Schedule
     fit: Fit
     progress: Progress
     before_round: Callable[[int], None] | None = None  # online training makes the round's trajectories here
 
     @property
-    def checkpoints(self) -> Checkpoints:
+    def stage(self) -> Stage:
+        return self.steps.store.stage(self.steps.train(self.name))
+
+    @property
+    def checkpoints(self) -> TrainingCheckpoints:
         """Where this composition's checkpoints are."""
         folder = self.stage.folder / "checkpoints"
-        return Checkpoints(folder, self.stage.step.fingerprint, self.steps.recipe.train.keep)
+        return TrainingCheckpoints(folder, self.stage.step.fingerprint, self.steps.recipe.train.keep)
 
     def say(self, message: str) -> None:
         """Tell people something about this composition."""
@@ -135,12 +158,13 @@ class Job:
                 self.checkpoints.clear()
         if start:
             self.checkpoints.restore(start, self.fit.trainee, self.fit.optimizer)
-            self.say(f"goes on after update {start}")
+            self.say(f"resuming from update {start}")
         return start
 
     def fit_all(self, start: int, meter: Meter) -> dict[str, float]:
         """Run all updates that are left; rank 0 returns the last figures."""
-        train, total = self.steps.recipe.train, len(self.schedule)
+        train = self.steps.recipe.train
+        total = len(self.schedule)
         metrics = self._open_metrics(start) if self.fit.ranks.first else None
         with self.progress.bar(f"train {self.name}", total - start, "update") as bar:
             for step in range(start + 1, total + 1):
@@ -163,8 +187,9 @@ class Job:
         return {**metrics.last, "updates": total}
 
     def _is_checkpoint(self, step: int) -> bool:
-        """Every so many updates; of an online run, at the end of the round, since a round is made anew."""
-        every, this_round = self.steps.recipe.train.checkpoint_every, self.schedule.round_of(step - 1)
+        """Every so many updates; of an online run, at the end of the round, since a resume samples the round again."""
+        every = self.steps.recipe.train.checkpoint_every
+        this_round = self.schedule.round_of(step - 1)
         if self.before_round is None:
             return step % every == 0
         return step == this_round[-1] + 1 and any((update + 1) % every == 0 for update in this_round)
@@ -186,15 +211,14 @@ class Job:
 
     def export(self, weights: dict[str, Any], figures: dict[str, Any]) -> None:
         """Write final/ in the student's dtype, and say what the rounding cost."""
-        recipe, student, cache = self.steps.recipe, self.steps.student_path, self.fit.cache
-        model = trained_model(student, weights, recipe.train.lora, recipe.student.trust_remote_code)
+        student = self.steps.student
+        rows = self.fit.cache
+        model = trained_model(student, weights, self.steps.recipe.train.lora)
         last = self.schedule.rows(len(self.schedule) - 1)
-        rows = [cache.read(number) for number in last[:EXPORT_ROWS]]
-        batch = compose(rows, cache.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS)
-        dtype = checkpoint_dtype(student)
-        lost = round_weights(model, dtype, batch, self.fit.trainee.head_description.vocabulary)
+        batch = compose(rows.block(last[:EXPORT_ROWS]), rows.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS)
+        lost = round_weights(model, student.dtype, batch, self.fit.trainee.head_description.vocabulary)
         figures = {**figures, "export_kl": lost}
         final = self.stage.folder / "final"
-        files = write_model(final, model, dtype, student, model_card(self.steps, self.name, figures))
+        files = write_model(final, model, student, model_card(self.steps, self.name, figures))
         self.stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
         self.say(f"{final} (KL exported || trained {lost:.1e} nats)")

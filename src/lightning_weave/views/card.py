@@ -1,6 +1,5 @@
 """`lweave card`: a trained student as a directory that is ready for the hub, its evaluation on the card."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.report.results import policy_rows, summaries
 from lightning_weave.report.tables import markdown
 from lightning_weave.runs.steps import Steps
-from lightning_weave.store import make_directory
+from lightning_weave.store import make_directory, whole_directory
 from lightning_weave.train.card import TAG, model_card
 
 
@@ -23,15 +22,12 @@ def run(steps: Steps, composition: str, out: Path | None, progress: Progress) ->
     figures = stage.require()
     target = out or steps.store.run_dir / "publish" / composition
     _check_target(target)
-    unfinished = target.with_name(f".tmp-{target.name}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    make_directory(unfinished, f"--out {target}")
-    shutil.copytree(stage.folder / "final", unfinished, dirs_exist_ok=True)
+    make_directory(target.parent, f"--out {target}")
     card = model_card(steps, composition, figures, evaluation(steps, composition))
-    (unfinished / "README.md").write_text(card, encoding="utf-8")
-    (unfinished / "recipe.toml").write_text(dump_recipe(steps.recipe), encoding="utf-8")
-    shutil.rmtree(target, ignore_errors=True)
-    os.rename(unfinished, target)
+    with whole_directory(target) as unfinished:
+        shutil.copytree(stage.folder / "final", unfinished, dirs_exist_ok=True)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        (unfinished / "recipe.toml").write_text(dump_recipe(steps.recipe), encoding="utf-8")
     progress.say(f"{target}: ready. Publish it with: hf upload OWNER/NAME {target}")
     return target
 

@@ -10,15 +10,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from lightning_weave.checks.findings import Finding, Verdict, percent, size
+from lightning_weave.checks.findings import Finding, Level, percent, size
 from lightning_weave.checks.models import check_student
 from lightning_weave.checks.pairs import FEW_SURVIVE, check_pair
-from lightning_weave.checks.sample import STOP, Sample, places, take_sample
+from lightning_weave.checks.sample import STOP, CheckedRows, rollout_rows, take_sample
 from lightning_weave.errors import InputError
 from lightning_weave.runs.steps import Steps
-from lightning_weave.types import Rollouts
 
-STYLES: dict[Verdict, str] = {"ok": "green", "note": "cyan", "warning": "yellow"}
+STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow"}
 MANY_CUT = 0.5  # share of rollouts
 ROWS = 2048
 
@@ -42,7 +41,7 @@ def examine(steps: Steps) -> list[Finding]:
     try:
         sample = take_sample(steps)
     except InputError as error:
-        sample = Sample("nothing", [], str(error))
+        sample = CheckedRows("nothing", [], str(error))
     if sample.kind == "nothing":
         found.append(Finding("prompts", "prompts", "warning", sample.said))
     valid: dict[str, NDArray[np.bool_]] = {}
@@ -73,7 +72,7 @@ def show(found: list[Finding], console: Console) -> None:
     console.print(", ".join(counts))
 
 
-def _check_compositions(steps: Steps, sample: Sample, valid: dict[str, NDArray[np.bool_]]) -> list[Finding]:
+def _check_compositions(steps: Steps, sample: CheckedRows, valid: dict[str, NDArray[np.bool_]]) -> list[Finding]:
     """Say what is left where all anchors of a composition must be valid (mask intersection)."""
     found = []
     for name, composition in steps.recipe.compositions.items():
@@ -83,16 +82,15 @@ def _check_compositions(steps: Steps, sample: Sample, valid: dict[str, NDArray[n
         share = float(np.logical_and.reduce([valid[anchor] for anchor in used]).mean())
         most = "" if sample.kind == "candidates" else "at most "
         said = f"{most}{percent(share)} of positions survive in all of its {len(used)} anchors"
-        verdict: Verdict = "warning" if share < FEW_SURVIVE else "ok" if share == 1 else "note"
+        verdict: Level = "warning" if share < FEW_SURVIVE else "ok" if share == 1 else "note"
         found.append(Finding(f"compositions.{name}", "positions", verdict, said, {"share": share}))
     return found
 
 
-def _check_rollouts(steps: Steps, sample: Sample) -> list[Finding]:
+def _check_rollouts(steps: Steps, sample: CheckedRows) -> list[Finding]:
     if sample.kind not in ("candidates", "rollouts"):
         return []
-    rollout = steps.store.stage(steps.rollout)
-    rows = [rollout.open(Rollouts, shard).read(place, place + 1) for shard, place in places(steps, ROWS)]
+    rows = list(rollout_rows(steps, ROWS))
     share = float(np.mean([row.finish_R[0] != STOP for row in rows]))
     length = float(np.mean([len(row.response_ids[0]) for row in rows]))
     said = (
@@ -105,7 +103,7 @@ def _check_rollouts(steps: Steps, sample: Sample) -> list[Finding]:
     ]
 
 
-def _check_disk(steps: Steps, sample: Sample) -> Finding:
+def _check_disk(steps: Steps, sample: CheckedRows) -> Finding:
     """Compare what the cache needs (bytes per position x positions) with what is free."""
     recipe = steps.recipe
     candidates, models = recipe.reference.candidates, len(steps.score_names)
@@ -121,7 +119,7 @@ def _check_disk(steps: Steps, sample: Sample) -> Finding:
     return Finding("run", "disk", "warning" if needed - written > free else "ok", said, figures)
 
 
-def _positions(steps: Steps, sample: Sample) -> tuple[int, str]:
+def _positions(steps: Steps, sample: CheckedRows) -> tuple[int, str]:
     """Count the decisions of the run, as well as they are known."""
     match sample.kind:
         case "candidates":

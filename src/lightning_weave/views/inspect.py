@@ -6,24 +6,21 @@ from dataclasses import asdict, dataclass
 from math import exp
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from lightning_weave.cache.reader import Cache
-from lightning_weave.cache.shifts import anchor_pair, is_scored
 from lightning_weave.checks.findings import visible
-from lightning_weave.checks.sample import prompts_by_line
 from lightning_weave.errors import InputError
-from lightning_weave.maths import compose_shifts, tilted_target, with_other
-from lightning_weave.runs.alignment import student_tokenizer
-from lightning_weave.runs.steps import ROLES, ScoredModel, Steps
+from lightning_weave.prompts import read_prompts
+from lightning_weave.runs.caches import anchor_pair, open_cache
+from lightning_weave.runs.steps import Steps
 from lightning_weave.tokens.spelling import Spelling
+from lightning_weave.train.data import compose
 from lightning_weave.train.dose import alpha_of
-from lightning_weave.train.offline import open_cache
-from lightning_weave.types import FINISH_REASONS, Rollouts, Scores
+from lightning_weave.types import FINISH_REASONS, Scores
 
 SHOWN_BEFORE = 400  # characters of context on a terminal; all of it with --json
 
@@ -64,32 +61,37 @@ def run(steps: Steps, row: int, position: int, console: Console, as_json: bool =
 def look(steps: Steps, row: int, position: int) -> Decision:
     """Read one decision from the cache, and compose it as training would."""
     pairs = [anchor_pair(steps, name) for name in steps.recipe.anchors]
-    scored = [pair for pair in pairs if is_scored(pair)]
+    scored = [pair for pair in pairs if all(stage.state() == "done" for stage in pair.stages)]
     cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), scored)
     _check_range("row", row, len(cache), "this run")
-    read = cache.read(row)
-    _check_range("position", position, len(read.response_ids), f"row {row}")
-    shard, place = cache.rows.find(row)
-    rollouts = cache.rollouts.open(Rollouts, shard).read(place, place + 1)
-    spelling, models = Spelling.of(student_tokenizer(steps)), _models(steps, shard, place, position)
+    block = cache.block([row])
+    _check_range("position", position, len(block.sampled_P), f"row {row}")
+    rollouts = block.rollouts
+    candidates = block.candidates
+    spelling = Spelling.of(steps.student.tokenizer)
+    before = [*rollouts.prompt_ids.flat.tolist(), *block.sampled_P[:position].tolist()]
+    ids = candidates.ids.flat[position].tolist()
     return Decision(
-        row,
-        len(cache),
-        position,
-        len(read.response_ids),
-        prompts_by_line(steps)[int(rollouts.prompt_R[0])].id,
-        int(rollouts.response_R[0]),
-        FINISH_REASONS[int(rollouts.finish_R[0])],
-        _text(spelling, [*read.prompt_ids.tolist(), *read.response_ids[:position].tolist()]),
-        _text(spelling, [int(read.response_ids[position])]),
-        [_text(spelling, [id]) for id in read.candidate_ids_TC[position].tolist()],
-        read.candidate_ids_TC[position].tolist(),
-        [*read.logp_TC[position].tolist(), float(read.other_logp_T[position])],
-        models,
-        {pair.name: _shifts(steps, pair.name, models, read.r_KTC[k, position]) for k, pair in enumerate(scored)},
-        {pair.name: bool(read.valid_KT[k, position]) for k, pair in enumerate(scored)},
-        _targets(steps, row, position, [pair.name for pair in scored]),
-        [pair.name for pair in pairs if pair not in scored],
+        row=row,
+        rows=len(cache),
+        position=position,
+        positions=len(block.sampled_P),
+        prompt=read_prompts(steps.prompts_file)[int(rollouts.prompt_R[0])].id,
+        response=int(rollouts.response_R[0]),
+        finish=FINISH_REASONS[int(rollouts.finish_R[0])],
+        before=_text(spelling, before),
+        sampled=_text(spelling, [int(block.sampled_P[position])]),
+        tokens=[_text(spelling, [id]) for id in ids],
+        ids=ids,
+        behaviour=[*candidates.logp.flat[position].tolist(), float(candidates.other_logp.flat[position])],
+        models=_models(steps, cache.rows.find(row), position),
+        shifts={
+            pair.name: _with_gaps(block.r_KPC[k, position], block.mapped_KPC[k, position])
+            for k, pair in enumerate(scored)
+        },
+        valid={pair.name: bool(block.valid_KP[k, position]) for k, pair in enumerate(scored)},
+        targets=_targets(steps, row, position, [pair.name for pair in scored]),
+        missing=[pair.name for pair in pairs if pair not in scored],
     )
 
 
@@ -99,21 +101,16 @@ def _check_range(what: str, number: int, count: int, where: str) -> None:
         raise InputError(f"--{what} {number}: {where} has {choice}")
 
 
-def _shifts(steps: Steps, anchor: str, models: dict[str, list[float | None]], r_C: NDArray) -> list[float | None]:
-    section = steps.recipe.anchors[anchor]
-    post, pre = (models[steps.score_names[ScoredModel.of(section, role)]] for role in ROLES)
-    return [None if one is None or other is None else float(r) for one, other, r in zip(post, pre, r_C, strict=True)]
-
-
-def _models(steps: Steps, shard: int, place: int, position: int) -> dict[str, list[float | None]]:
-    """Read each scored model's own log-probs."""
-    found = {}
+def _models(steps: Steps, at: tuple[int, int], position: int) -> dict[str, list[float | None]]:
+    """Read each scored model's own log-probs of one decision; `at` is the row's shard and place in it."""
+    shard, place = at
+    models = {}
     for scored, name in steps.score_names.items():
         stage = steps.store.stage(steps.score(scored))
         if stage.state() == "done":
             scores = stage.open(Scores, shard).read(place, place + 1)
-            found[name] = _with_gaps(scores.logp[0][position], scores.mapped[0][position])
-    return found
+            models[name] = _with_gaps(scores.logp.flat[position], scores.mapped.flat[position])
+    return models
 
 
 def _with_gaps(values_C: NDArray, mapped_C: NDArray[np.bool_]) -> list[float | None]:
@@ -131,11 +128,9 @@ def _targets(steps: Steps, row: int, position: int, scored: list[str]) -> dict[s
         known = all(anchor in scored for anchor, weight in composition.weights.items() if weight)
         if known and alpha is not None and not composition.sequence:
             cache = open_cache(steps, name)
-            read, at = cache.read(row), slice(position, position + 1)
-            log_b_NO = with_other(torch.tensor(read.logp_TC[at]), torch.tensor(read.other_logp_T[at]))
-            shifts = torch.tensor(read.r_KTC[:, at]), torch.tensor(read.valid_KT[:, at])
-            r_NC, valid_N = compose_shifts(*shifts, cache.weights)
-            targets[name] = tilted_target(log_b_NO, r_NC, alpha)[0].tolist() if valid_N[0] else None
+            batch = compose(cache.block([row]), cache.weights, alpha)
+            here = batch.log_q_NO[batch.places_N == position]
+            targets[name] = here[0].tolist() if len(here) else None
     return targets
 
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage, State, Step, Store
-from lightning_weave.train.checkpoint import Checkpoints
+from lightning_weave.train.checkpoint import TrainingCheckpoints
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _so_far(stage: Stage) -> str:
     """Say what an unfinished stage has by now: shards, updates of training, legs of a sequence, evaluated blocks."""
     if shards := len(list(stage.folder.glob("*.safetensors"))):
         return f"{shards} shards so far"
-    if updates := Checkpoints(stage.folder / "checkpoints", stage.step.fingerprint, keep=0).latest():
+    if updates := TrainingCheckpoints(stage.folder / "checkpoints", stage.step.fingerprint, keep=0).latest():
         return f"{updates} updates so far"
     if legs := len(list(stage.folder.glob("leg-*"))):
         return f"leg {legs} has begun"

@@ -16,10 +16,11 @@ from lightning_weave.pipeline import run as run_stage
 from lightning_weave.progress import Progress, duration
 from lightning_weave.report import report as report_stage
 from lightning_weave.report.results import show_results, summaries
+from lightning_weave.runs.costs import summary
 from lightning_weave.runs.steps import Steps
-from lightning_weave.store import write_atomic
+from lightning_weave.store import whole_directory, write_atomic
 from lightning_weave.store.ledger import read_ledger
-from lightning_weave.views.cost import summary, variants_table
+from lightning_weave.views.cost import variants_table
 from lightning_weave.world.build import build_world
 from lightning_weave.world.claims import check, claims_table, pooled, results_table
 from lightning_weave.world.layout import shipped_world
@@ -48,10 +49,8 @@ class World:
         if self.seed is not None:
             build_world(folder, self.seed, progress)
         elif not folder.exists():
-            unfinished = folder.with_name(f".tmp-{folder.name}")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            shutil.copytree(shipped_world(), unfinished)
-            unfinished.rename(folder)
+            with whole_directory(folder) as unfinished:
+                shutil.copytree(shipped_world(), unfinished, dirs_exist_ok=True)
 
 
 def load_demo(world: World, full: bool, number: int, sets: list[str]) -> Steps:

@@ -1,8 +1,6 @@
 """A world on disk: one Hugging Face directory per model, problems as JSONL, and `world.json` that says what it is."""
 
 import json
-import os
-import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.resources import files
@@ -12,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lightning_weave.errors import InputError
+from lightning_weave.store import whole_directory, write_atomic
 from lightning_weave.world.measure import Figures
 from lightning_weave.world.plan import Size
 from lightning_weave.world.task import Problem
@@ -85,12 +84,10 @@ def read_problems(path: Path) -> list[Problem]:
 
 
 def save_checkpoint(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Save a model in float16 under a temporary name, then rename: what has the name is whole."""
-    unfinished = directory.with_name(f".{directory.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    model.to(torch.float16).save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    unfinished.rename(directory)
+    """Save a model in float16; a directory of that name is complete."""
+    with whole_directory(directory) as unfinished:
+        model.to(torch.float16).save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
 
 
 def _read_json(path: Path) -> dict:
@@ -98,7 +95,4 @@ def _read_json(path: Path) -> dict:
 
 
 def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
+    write_atomic(path, text.encode())

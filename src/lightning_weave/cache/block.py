@@ -1,0 +1,113 @@
+"""Trajectories with everything that is known about their decisions: what training, reports and checks all read."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_weave.cache.sources import Shift
+from lightning_weave.types import Candidates, Ragged, Rollouts, join_rows, pick_rows
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows of a run. R rows, P decisions of all rows one after another, C candidates, K sources of shifts."""
+
+    number_R: NDArray[np.int64]  # row numbers in the run
+    rollouts: Rollouts
+    candidates: Candidates
+    r_KPC: NDArray[np.float32]
+    mapped_KPC: NDArray[np.bool_]
+    valid_KP: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], rollouts: Rollouts, candidates: Candidates, shifts: Sequence[Shift]) -> "Block":
+        """Put rows and the shift of every source together."""
+        shape_PC = candidates.ids.flat.shape
+        return cls(
+            np.array(numbers, np.int64),
+            rollouts,
+            candidates,
+            _stack([shift.r_PC for shift in shifts], np.float32, shape_PC),
+            _stack([shift.mapped_PC for shift in shifts], np.bool_, shape_PC),
+            _stack([shift.valid_P for shift in shifts], np.bool_, shape_PC[:1]),
+        )
+
+    @classmethod
+    def joined(cls, blocks: Sequence["Block"]) -> "Block":
+        """Put the rows of several blocks after one another."""
+        if len(blocks) == 1:
+            return blocks[0]
+        return cls(
+            np.concatenate([block.number_R for block in blocks]),
+            join_rows([block.rollouts for block in blocks]),
+            join_rows([block.candidates for block in blocks]),
+            np.concatenate([block.r_KPC for block in blocks], axis=1),
+            np.concatenate([block.mapped_KPC for block in blocks], axis=1),
+            np.concatenate([block.valid_KP for block in blocks], axis=1),
+        )
+
+    def __len__(self) -> int:
+        return len(self.number_R)
+
+    @property
+    def sampled_P(self) -> NDArray[np.int32]:
+        """The token that was sampled at each decision."""
+        return self.rollouts.response_ids.flat
+
+    @property
+    def decisions_R(self) -> NDArray[np.int64]:
+        """How many decisions each row has."""
+        return np.diff(self.rollouts.response_ids.offsets)
+
+    @property
+    def tokens_R(self) -> NDArray[np.int64]:
+        """How many tokens each row has, prompt and response."""
+        return np.diff(self.rollouts.prompt_ids.offsets) + self.decisions_R
+
+    def pick(self, rows: Sequence[int]) -> "Block":
+        """Take some of its rows, by their place in the block."""
+        offsets = self.rollouts.response_ids.offsets
+        places_P = np.concatenate([np.arange(0), *(np.arange(offsets[row], offsets[row + 1]) for row in rows)])
+        return Block(
+            self.number_R[list(rows)],
+            pick_rows(self.rollouts, rows),
+            pick_rows(self.candidates, rows),
+            self.r_KPC[:, places_P],
+            self.mapped_KPC[:, places_P],
+            self.valid_KP[:, places_P],
+        )
+
+    def chunks(self, decisions: int) -> Iterator["Block"]:
+        """Cut into blocks of whole rows with at most so many decisions each; a longer row stands alone."""
+        rows: list[int] = []
+        for row, count in enumerate(self.decisions_R.tolist()):
+            if rows and self.decisions_R[rows].sum() + count > decisions:
+                yield self.pick(rows)
+                rows = []
+            rows.append(row)
+        if rows:
+            yield self.pick(rows)
+
+    def first(self, decisions: int) -> "Block":
+        """Cut a block of one row after its first decisions."""
+
+        def cut(values: Ragged) -> Ragged:
+            return Ragged.of([values[0][:decisions]])
+
+        decided = ("ids", "logp", "other_logp", "sampled_logp")
+        cut_fields: dict[str, Any] = {name: cut(getattr(self.candidates, name)) for name in decided}
+        return Block(
+            self.number_R,
+            replace(self.rollouts, response_ids=cut(self.rollouts.response_ids)),
+            replace(self.candidates, **cut_fields),
+            self.r_KPC[:, :decisions],
+            self.mapped_KPC[:, :decisions],
+            self.valid_KP[:, :decisions],
+        )
+
+
+def _stack(parts: Sequence[NDArray], dtype: type, shape: tuple[int, ...]) -> NDArray:
+    return np.stack(parts) if parts else np.zeros((0, *shape), dtype)

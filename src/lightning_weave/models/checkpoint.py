@@ -1,0 +1,89 @@
+"""One handle for a model: where it is, what is known of it without its weights, and how to load it."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_weave.config import Dtype, Policy, Student
+from lightning_weave.models import load
+from lightning_weave.store import model_identity
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model directory or hub name. Nothing is fetched or read before it is needed."""
+
+    name: str
+    revision: str | None = None
+    trust_remote_code: bool = False  # whether code that comes with the checkpoint may run
+
+    @classmethod
+    def of(cls, section: Student | Policy) -> "Checkpoint":
+        """The checkpoint that a section of the recipe names."""
+        return cls(section.model, section.revision, section.trust_remote_code)
+
+    def at(self, folder: Path) -> "Checkpoint":
+        """The same architecture with the weights of another directory, such as a trained student's."""
+        return replace(self, name=str(folder), revision=None)
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+    @cached_property
+    def path(self) -> Path:
+        """The local directory; a hub name is downloaded."""
+        return load.resolve_model(self.name, self.revision)
+
+    @property
+    def identity(self) -> str:
+        """What the checkpoint is, by content."""
+        return model_identity(self.path)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Its tokenizer, read once for as long as its files do not change: reading the spellings is slow."""
+        stamps = tuple(sorted((file.name, file.stat().st_mtime_ns) for file in self.path.glob("*.json")))
+        return _tokenizer(self.path, self.trust_remote_code, stamps)
+
+    @property
+    def vocabulary(self) -> int:
+        """How many ids the tokenizer has; output rows beyond them belong to no token."""
+        return load.vocabulary_size(self.tokenizer)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every id that ends a response."""
+        return load.stop_ids(self.path, self.tokenizer)
+
+    @cached_property
+    def config(self) -> Any:
+        """Its configuration, class defaults included."""
+        return load.read_config(self.path, self.trust_remote_code)
+
+    @property
+    def context_limit(self) -> int | None:
+        """The longest context it was made for; None where it sets no limit."""
+        return load.context_limit(self.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype it was saved in."""
+        return load.checkpoint_dtype(self.path)
+
+    def compute_dtype(self, setting: Dtype, device: torch.device) -> torch.dtype:
+        """Resolve "auto": float32 on a CPU, the checkpoint's own dtype elsewhere."""
+        if setting != "auto":
+            return getattr(torch, setting)
+        return torch.float32 if device.type == "cpu" else self.dtype
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """Load the weights for inference."""
+        return load.load_model(self.path, dtype=dtype, device=device, trust_remote_code=self.trust_remote_code)
+
+
+@lru_cache(maxsize=8)
+def _tokenizer(path: Path, trust_remote_code: bool, stamps: tuple[tuple[str, int], ...]) -> Any:
+    return load.load_tokenizer(path, trust_remote_code)

@@ -1,0 +1,59 @@
+"""The order in which data flows: the only file that knows all stages. Stages never import each other.
+
+prompts -> rollout -> reference -> score -> train -> eval
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from lightning_weave.pipeline import eval as eval_stage
+from lightning_weave.pipeline import prompts, reference, rollout, score, train
+from lightning_weave.progress import Progress
+from lightning_weave.ranks import is_alone
+from lightning_weave.runs.steps import Steps
+from lightning_weave.runs.work import Do, do_here
+from lightning_weave.store import Step
+
+
+def make_rollouts(steps: Steps, progress: Progress, do: Do = do_here) -> None:
+    """Build the prompts and sample the student's responses."""
+    prompts.run(steps, progress)
+    rollout.run(steps, progress, do)
+
+
+def make_cache(steps: Steps, progress: Progress, do: Do = do_here) -> None:
+    """Make everything that offline training reads."""
+    make_rollouts(steps, progress, do)
+    _wait_for([steps.rollout], steps)
+    reference.run(steps, progress, do)
+    _wait_for([steps.reference], steps)
+    score.run(steps, progress, do=do)
+    _wait_for([steps.score(scored) for scored in steps.score_names], steps)
+
+
+def make_students(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:
+    """Train compositions. Those that sample while they train make their own cache, with the stages above."""
+    if "online" in steps.methods(only):
+        prompts.run(steps, progress)
+    train.run(steps, progress, partial(make_cache, progress=progress), only)
+
+
+def make_everything(steps: Steps, progress: Progress, do: Do = do_here) -> None:
+    """Bring every stage up to date; what is up to date is not touched. `do` may hand shards out; training runs here."""
+    if steps.recipe.compositions:
+        if steps.needs_cache:
+            make_cache(steps, progress, do)
+        make_students(steps, progress)
+    eval_stage.run(steps, progress, do=do)
+
+
+def evaluate(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:
+    """Evaluate policies."""
+    eval_stage.run(steps, progress, only)
+
+
+def _wait_for(made: list[Step], steps: Steps) -> None:
+    """Let the other ranks finish their shards. They need no collectives for it: they meet on disk."""
+    while not is_alone() and any(steps.store.stage(step).state() != "done" for step in made):
+        time.sleep(0.2)

@@ -1,0 +1,37 @@
+"""Which of the processes that torchrun started this one is. No other file reads these variables."""
+
+import os
+
+from lightning_weave.errors import InputError
+
+
+def rank() -> int:
+    """This process's number among all ranks; 0 where it runs alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_first() -> bool:
+    """Whether this rank does what only one may do."""
+    return rank() == 0
+
+
+def is_alone() -> bool:
+    """Whether no other rank writes beside this one."""
+    return world_size() == 1
+
+
+def check_ranks() -> None:
+    """Refuse a rank that no shard belongs to."""
+    number, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (number.isdecimal() and world.isdecimal() and int(number) < int(world)):
+        raise InputError(f"RANK={number} WORLD_SIZE={world}: ranks are numbers from 0 to WORLD_SIZE - 1")
