@@ -27,12 +27,12 @@ class Block:
         """Put rows and the shift of every source together."""
         shape_PC = candidates.ids.flat.shape
         return cls(
-            np.array(numbers, np.int64),
-            rollouts,
-            candidates,
-            _stack([shift.r_PC for shift in shifts], np.float32, shape_PC),
-            _stack([shift.mapped_PC for shift in shifts], np.bool_, shape_PC),
-            _stack([shift.valid_P for shift in shifts], np.bool_, shape_PC[:1]),
+            number_R=np.array(numbers, np.int64),
+            rollouts=rollouts,
+            candidates=candidates,
+            r_KPC=_stack([shift.r_PC for shift in shifts], np.float32, shape_PC),
+            mapped_KPC=_stack([shift.mapped_PC for shift in shifts], np.bool_, shape_PC),
+            valid_KP=_stack([shift.valid_P for shift in shifts], np.bool_, shape_PC[:1]),
         )
 
     @classmethod
@@ -41,12 +41,12 @@ class Block:
         if len(blocks) == 1:
             return blocks[0]
         return cls(
-            np.concatenate([block.number_R for block in blocks]),
-            join_rows([block.rollouts for block in blocks]),
-            join_rows([block.candidates for block in blocks]),
-            np.concatenate([block.r_KPC for block in blocks], axis=1),
-            np.concatenate([block.mapped_KPC for block in blocks], axis=1),
-            np.concatenate([block.valid_KP for block in blocks], axis=1),
+            number_R=np.concatenate([block.number_R for block in blocks]),
+            rollouts=join_rows([block.rollouts for block in blocks]),
+            candidates=join_rows([block.candidates for block in blocks]),
+            r_KPC=np.concatenate([block.r_KPC for block in blocks], axis=1),
+            mapped_KPC=np.concatenate([block.mapped_KPC for block in blocks], axis=1),
+            valid_KP=np.concatenate([block.valid_KP for block in blocks], axis=1),
         )
 
     def __len__(self) -> int:
@@ -72,12 +72,12 @@ class Block:
         offsets = self.rollouts.response_ids.offsets
         places_P = np.concatenate([np.arange(0), *(np.arange(offsets[row], offsets[row + 1]) for row in rows)])
         return Block(
-            self.number_R[list(rows)],
-            pick_rows(self.rollouts, rows),
-            pick_rows(self.candidates, rows),
-            self.r_KPC[:, places_P],
-            self.mapped_KPC[:, places_P],
-            self.valid_KP[:, places_P],
+            number_R=self.number_R[list(rows)],
+            rollouts=pick_rows(self.rollouts, rows),
+            candidates=pick_rows(self.candidates, rows),
+            r_KPC=self.r_KPC[:, places_P],
+            mapped_KPC=self.mapped_KPC[:, places_P],
+            valid_KP=self.valid_KP[:, places_P],
         )
 
     def chunks(self, decisions: int) -> Iterator["Block"]:
@@ -99,13 +99,13 @@ class Block:
 
         decided = ("ids", "logp", "other_logp", "sampled_logp")
         cut_fields: dict[str, Any] = {name: cut(getattr(self.candidates, name)) for name in decided}
-        return Block(
-            self.number_R,
-            replace(self.rollouts, response_ids=cut(self.rollouts.response_ids)),
-            replace(self.candidates, **cut_fields),
-            self.r_KPC[:, :decisions],
-            self.mapped_KPC[:, :decisions],
-            self.valid_KP[:, :decisions],
+        return replace(
+            self,
+            rollouts=replace(self.rollouts, response_ids=cut(self.rollouts.response_ids)),
+            candidates=replace(self.candidates, **cut_fields),
+            r_KPC=self.r_KPC[:, :decisions],
+            mapped_KPC=self.mapped_KPC[:, :decisions],
+            valid_KP=self.valid_KP[:, :decisions],
         )
 
 

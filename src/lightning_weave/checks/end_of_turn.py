@@ -57,7 +57,9 @@ def scored_ends(steps: Steps, anchor: str) -> Ends:
     """Read the ends of finished rows and where a scored pair is valid."""
     pair = anchor_pair(steps, anchor)
     cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), [pair])
-    sampled, candidates, mapped = [], [], []
+    sampled = []
+    candidates = []
+    mapped = []
     for row in spread(len(cache), ENDS):
         block = cache.block([row])
         if block.rollouts.finish_R[0] == STOP and len(block.sampled_P):

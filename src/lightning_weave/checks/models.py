@@ -47,7 +47,8 @@ def _check_padding(about: str, checkpoint: Checkpoint) -> Finding:
     matrix = OutputMatrix.of(checkpoint.path)
     if matrix is None:
         return Finding(about, "vocabulary", "note", f"{vocabulary:,} tokens; the output matrix has a name unknown here")
-    figures, padding = {"tokens": vocabulary, "rows": matrix.rows}, matrix.rows - vocabulary
+    figures = {"tokens": vocabulary, "rows": matrix.rows}
+    padding = matrix.rows - vocabulary
     if padding < 0:
         said = f"{vocabulary:,} tokens but {matrix.rows:,} output rows: the tokenizer belongs to another checkpoint"
         return Finding(about, "vocabulary", "warning", said, figures)

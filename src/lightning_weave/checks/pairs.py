@@ -181,5 +181,6 @@ def _sampled_ends(steps: Steps, name: str, sample: CheckedRows, pair: PairSample
     """Take the ends of the sample's finished rows, before anything is scored."""
     rows = [(row, mapped) for row, mapped in zip(sample.rows, pair.mapped, strict=True) if row.finished]
     sampled = [int(row.response_ids[-1]) for row, _ in rows]
-    ids, maps = [row.candidate_ids_TC[-1] for row, _ in rows], [mapped[-1] for _, mapped in rows]
+    ids = [row.candidate_ids_TC[-1] for row, _ in rows]
+    maps = [mapped[-1] for _, mapped in rows]
     return Ends.of(sampled, ids, maps, steps.recipe.reference.candidates)

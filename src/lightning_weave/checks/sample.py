@@ -45,7 +45,8 @@ class CheckedRows:
 def take_sample(steps: Steps) -> CheckedRows:
     """Look for the best that there is: cached candidates, then rollouts, then prompts."""
     if (steps.store.run_dir / "rollout" / "manifest.json").exists():  # else no checkpoint need be hashed
-        rollout, reference = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
+        rollout = steps.store.stage(steps.rollout)
+        reference = steps.store.stage(steps.reference)
         if rollout.state() == "done":
             cached = reference.state() == "done"
             rows = [row for row in _cached_rows(steps, cached) if len(row.response_ids)]

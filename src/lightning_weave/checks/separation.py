@@ -38,7 +38,8 @@ def judge_separation(steps: Steps, anchor: str) -> Finding | None:
 
 
 def _judge(about: str, graded: GradedShifts) -> Finding:
-    right, wrong = int(graded.right_R.sum()), int((~graded.right_R).sum())
+    right = int(graded.right_R.sum())
+    wrong = int((~graded.right_R).sum())
     by_length = rank_correlation(graded.shift_R, graded.length_R)
     figures = {"right": right, "wrong": wrong, "length_correlation": by_length}
     length = f"rank correlation with length {by_length:+.2f}"
@@ -47,7 +48,8 @@ def _judge(about: str, graded: GradedShifts) -> Finding:
             f"all {right + wrong:,} graded responses are {'right' if right else 'wrong'}: nothing to separate; {length}"
         )
         return Finding(about, "separation", "note", said, figures)
-    auc, error = area_under_curve(graded.shift_R, graded.right_R), auc_error(right, wrong)
+    auc = area_under_curve(graded.shift_R, graded.right_R)
+    error = auc_error(right, wrong)
     figures |= {"auc": auc, "auc_error": error}
     verdict, words = _words(auc, error)
     said = f"the summed shift {words}: AUC {auc:.2f} ± {error:.2f} over {right:,} right and {wrong:,} wrong; {length}"
@@ -64,7 +66,9 @@ def _grade(steps: Steps, cache: Cache) -> GradedShifts | None:
     prompts = read_prompts(steps.prompts_file)
     tokenizer = steps.student.tokenizer
     responses = steps.recipe.rollout.responses
-    shifts, lengths, rights = [], [], []
+    shifts = []
+    lengths = []
+    rights = []
     for number in spread(len(cache), ROWS):
         answer = prompts[number // responses].answer
         if answer is not None:
@@ -89,7 +93,8 @@ def area_under_curve(scores_R: Floats, right_R: NDArray[np.bool_]) -> float:
     >>> area_under_curve(np.array([1.0, 2.0, 2.0, 3.0]), np.array([False, False, True, True]))
     0.875
     """
-    right, wrong = int(right_R.sum()), int((~right_R).sum())
+    right = int(right_R.sum())
+    wrong = int((~right_R).sum())
     return float((ranks(scores_R)[right_R].sum() - right * (right + 1) / 2) / (right * wrong))
 
 

@@ -26,7 +26,8 @@ def demo(
     """Weave two capabilities into a student on a tiny world, in minutes."""
     from lightning_weave.world import demo as stage
 
-    progress, out = open_progress(), open_console()
+    progress = open_progress()
+    out = open_console()
     worlds = [] if fresh else [stage.World()]
     worlds += [stage.World(seed) for seed in (world or ([1] if fresh else []))]
     runs: dict[stage.World, list[Steps]] = {}

@@ -70,8 +70,10 @@ def writing(steps: "Steps") -> Iterator[None]:
     from lightning_weave.store import lock_run, write_atomic
 
     check_ranks()
-    run_dir, recipe = steps.store.run_dir, steps.store.run_dir / "recipe.toml"
-    is_new, before = not run_dir.exists(), recipe.read_bytes() if recipe.exists() else None
+    run_dir = steps.store.run_dir
+    recipe = steps.store.run_dir / "recipe.toml"
+    is_new = not run_dir.exists()
+    before = recipe.read_bytes() if recipe.exists() else None
     try:
         with lock_run(run_dir):
             write_atomic(recipe, dump_recipe(steps.recipe).encode())

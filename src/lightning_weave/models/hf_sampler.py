@@ -108,7 +108,8 @@ class HFSampler:
                 break
             if 8 * (len(rows_N) - going) >= len(rows_N):  # dropping copies the cache: worth it for an eighth of it
                 kept = going_N.nonzero()[:, 0]
-                rows_N, token_N = rows_N[kept], token_N[kept]
+                rows_N = rows_N[kept]
+                token_N = token_N[kept]
                 cache.reorder_cache(kept)
             logits_NV = self._forward(token_N[:, None], cache)
         return self._responses(tokens_BT.tolist(), start_B.tolist(), end_B.tolist())

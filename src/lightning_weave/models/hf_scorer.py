@@ -94,7 +94,8 @@ class Scorer:
         names: Sequence[str] | None,
         look: Callable[[Tensor, Tensor, list[_Context]], tuple[Tensor, ...]],
     ) -> list[RowCandidates]:
-        contexts, names = [], _names(rows, names)
+        contexts = []
+        names = _names(rows, names)
         for row, (prompt, response) in enumerate(rows):
             self._check_ids(names[row], response, self.vocabulary)
             positions_T = np.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
@@ -113,7 +114,9 @@ class Scorer:
 
     def score(self, rows: Sequence[ScoreRow], names: Sequence[str] | None = None) -> list[RowScores]:
         """Give logp_TC of the mapped candidates (0 elsewhere) and mass_T, the model's probability on them together."""
-        contexts, wanted, names = [], [row.mapped_TC.any(axis=1) for row in rows], _names(rows, names)
+        contexts = []
+        wanted = [row.mapped_TC.any(axis=1) for row in rows]
+        names = _names(rows, names)
         for index, row in enumerate(rows):
             self._check_ids(names[index], row.candidate_ids_TC[row.mapped_TC], self.vocabulary)
             contexts += self._context(index, names[index], row.ids, row.positions_T[wanted[index]])
@@ -148,7 +151,8 @@ class Scorer:
                 f"{name}: {len(fed)} tokens are more than the {self.limit} of the model that scores them{self._model}. "
                 "Leave out or shorten such rows"
             )
-        fed, positions_T = fed.astype(np.int64), positions_T.astype(np.int64)
+        fed = fed.astype(np.int64)
+        positions_T = positions_T.astype(np.int64)
         return [_Context(row, name, torch.from_numpy(fed), torch.from_numpy(positions_T))]
 
     @property

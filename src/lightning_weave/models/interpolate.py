@@ -57,7 +57,8 @@ def interpolate(first: Path, second: Path, share: float, out: Path) -> list[str]
         raise InputError(f"--lambda {share}: must be between 0 (the first checkpoint) and 1 (the second)")
     if out.exists():
         raise InputError(f"{out} exists already. Give another directory, or remove it")
-    one, two = Weights.of(first), Weights.of(second)
+    one = Weights.of(first)
+    two = Weights.of(second)
     _check_same_shape(one, two)
     differing = _differing_keys(first, second)
     make_directory(out.parent, str(out))
@@ -75,7 +76,8 @@ def interpolate(first: Path, second: Path, share: float, out: Path) -> list[str]
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files that a loader reads: those of the index, or the one of the usual name, or all."""
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    whole = folder / "model.safetensors"
     if index.is_file():
         return [folder / name for name in sorted(set(checkpoint_json(index).get("weight_map", {}).values()))]
     return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
@@ -91,7 +93,8 @@ def _mixed(one: Weights, two: Weights, names: list[str], share: float) -> Iterat
         if share in (0, 1):  # bit for bit, whatever float32 would make of it
             yield (two if share else one).read(name)
         else:
-            a, b = one.read(name), two.read(name)
+            a = one.read(name)
+            b = two.read(name)
             yield torch.lerp(a.float(), b.float(), share).to(a.dtype) if a.is_floating_point() else a
 
 

@@ -16,7 +16,8 @@ SAME_DIRECTION = 1 - 1e-4  # rows that only weight decay moved stay this paralle
 NEAR_ZERO = 1e-3  # of the median row's norm
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")  # the output matrix too, where they are tied
-_BLOCKS, _BLOCK = 64, 32  # where the typical norm is measured: spread over the vocabulary, read in few pieces
+_BLOCKS = 64
+_BLOCK = 32  # where the typical norm is measured: spread over the vocabulary, read in few pieces
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,8 @@ class Crew:
 
 def crew_of(machine: Machine, resources: dict[str, float], shards: int) -> Crew:
     """Size the crew by the recipe, or by what the cluster has."""
-    cpus, gpus = float(machine.threads or 1), machine.gpus_per_worker
+    cpus = float(machine.threads or 1)
+    gpus = machine.gpus_per_worker
     if machine.device == "cpu" or not resources.get("GPU") or gpus == 0:
         gpus = 0.0
     room = resources.get("GPU", 0.0) / gpus if gpus else resources.get("CPU", 1.0) / cpus
@@ -109,7 +110,8 @@ class ShardWorker:
 
     def __init__(self, opener: Callable[[Steps], Worker], recipe: Recipe, arguments: str, folder: str) -> None:
         os.chdir(folder)  # the recipe's paths are as they were said there
-        self.opener, self.steps = opener, Steps(recipe, arguments)
+        self.opener = opener
+        self.steps = Steps(recipe, arguments)
         self.worker: Worker | None = None
 
     def ready(self) -> None:
@@ -138,12 +140,15 @@ def _hand_out(actors: Sequence[Any], job: Job, count: Callable[[Made], None]) ->
     """Give every worker that is ready a shard until none is left; take a shard back from a worker that dies."""
     import ray
 
-    todo, tries, idle = deque(job.pending), Counter[int](), list[Any]()
+    todo = deque(job.pending)
+    tries = Counter[int]()
+    idle = list[Any]()
     running: dict[Any, tuple[Any, int | None]] = {actor.ready.remote(): (actor, None) for actor in actors}
     left = len(todo)
     while left:
         while todo and idle:
-            actor, shard = idle.pop(), todo.popleft()
+            actor = idle.pop()
+            shard = todo.popleft()
             running[actor.make.remote(shard)] = (actor, shard)
         finished = ray.wait(list(running))[0][0]
         actor, made_shard = running.pop(finished)

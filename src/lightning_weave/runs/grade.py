@@ -48,6 +48,7 @@ class Grader:
     def _grade_maths(self, problem: Problem, text: str) -> Graded:
         assert problem.answer is not None, "a mathematics problem has an answer"
         reference = extract_boxed(problem.answer) or problem.answer  # some data box it, as a response does
-        answer, correct = extract_boxed(text), grade_with(self.profile, text, reference)
+        answer = extract_boxed(text)
+        correct = grade_with(self.profile, text, reference)
         why = "equal" if correct else "no answer" if answer is None else "different"
         return Graded(answer, correct, why)

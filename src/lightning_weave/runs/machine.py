@@ -50,7 +50,8 @@ def measure_threads() -> int:
 
 def _seconds_with(threads: int) -> float:
     torch.set_num_threads(threads)
-    a, b = torch.ones(256, 64), torch.ones(64, 256)
+    a = torch.ones(256, 64)
+    b = torch.ones(64, 256)
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()

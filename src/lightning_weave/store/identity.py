@@ -57,9 +57,12 @@ def file_identity(path: Path) -> str:
 
 def file_identities(paths: Sequence[Path]) -> list[str]:
     """Hash files; what is new is remembered in one go."""
-    known, new, digests = _load_cache(), {}, []
+    known = _load_cache()
+    new = {}
+    digests = []
     for path in paths:
-        key, stat = str(path.resolve()), path.stat()
+        key = str(path.resolve())
+        stat = path.stat()
         entry = known.get(key)
         if not entry or entry[:2] != [stat.st_size, stat.st_mtime_ns]:
             entry = new[key] = [stat.st_size, stat.st_mtime_ns, sha256_file(path)]

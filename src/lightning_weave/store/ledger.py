@@ -44,7 +44,8 @@ class Meter:
     def flush(self) -> None:
         """Append what has been counted since the last row."""
         now = time.monotonic()
-        seconds, self._since = now - self._since, now
+        seconds = now - self._since
+        self._since = now
         row = {
             "stage": self.stage,
             "name": self.name,

@@ -74,7 +74,8 @@ class Stage:
     def changed_settings(self) -> list[str]:
         """Say how the settings on disk differ from the recipe's, for people."""
         manifest = self.manifest() or {}
-        old, new = manifest.get("settings", {}), dict(self.step.settings)
+        old = manifest.get("settings", {})
+        new = dict(self.step.settings)
         changed = _differences(old, new)
         inputs = manifest.get("inputs", {})
         return changed + [
@@ -90,7 +91,8 @@ class Stage:
 
         A manifest that vouches for something else, an earlier recipe's shards or one that is gone, is dropped.
         """
-        path, data = self.shard_path(index), pack(shard, self.step.fingerprint)
+        path = self.shard_path(index)
+        data = pack(shard, self.step.fingerprint)
         if not self._is_ours(path):
             self.manifest_path.unlink(missing_ok=True)
         write_atomic(path, data)

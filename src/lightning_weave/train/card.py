@@ -13,7 +13,8 @@ TAG = "tags: [lightning-weave]"
 
 def model_card(steps: Steps, name: str, figures: dict[str, Any], evaluation: str = "") -> str:
     """State recipe, anchors, weights, alpha, cache fingerprint, figures and, if known, the evaluation."""
-    recipe, composition = steps.recipe, steps.recipe.compositions[name]
+    recipe = steps.recipe
+    composition = steps.recipe.compositions[name]
     student = recipe.student.model
     # The hub wants names of its own here, not directories of somebody's disk.
     base = "" if Path(student).expanduser().is_dir() else f"base_model: {student}\n"
@@ -51,7 +52,8 @@ The recipe, with everything that it left unsaid:
 
 
 def _facts(steps: Steps, name: str, figures: dict[str, Any]) -> dict[str, str]:
-    recipe, composition = steps.recipe, steps.recipe.compositions[name]
+    recipe = steps.recipe
+    composition = steps.recipe.compositions[name]
     measured = {
         "updates": ("updates", "{:g}"),
         "KL(target, behaviour)": ("target_kl", "{:.4f} nats per token"),

@@ -88,5 +88,6 @@ def _mean(values: torch.Tensor) -> float:
 
 def progress_made(figures: dict[str, Any]) -> float | None:
     """How much of the way to the target training went: 1 is there, 0 is where it began."""
-    start, end = figures.get("start_kl"), figures.get("reverse_kl")
+    start = figures.get("start_kl")
+    end = figures.get("reverse_kl")
     return 1 - end / start if start and end is not None else None

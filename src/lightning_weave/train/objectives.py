@@ -76,7 +76,8 @@ class Loss:
                 loss_N = reverse_kl(log_pi_NV, log_q_NV, self.alpha)
             case "direct-opd":
                 log_pi_NO, sampled_logp_N = _with_sampled(hidden_ND, head, batch)
-                logp_NC, log_b_N = log_pi_NO[:, :-1], batch.sampled_log_b_N
+                logp_NC = log_pi_NO[:, :-1]
+                log_b_N = batch.sampled_log_b_N
                 loss_N = direct_opd_loss(logp_NC, batch.r_NC, sampled_logp_N, log_b_N, self.alpha)
             case _:
                 assert_never(self.objective)

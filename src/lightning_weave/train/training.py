@@ -24,7 +24,8 @@ from lightning_weave.train.parallel import Ranks, shard, whole_weights
 from lightning_weave.train.schedule import Schedule
 from lightning_weave.train.watch import Metrics, line
 
-EXPORT_ROWS, EXPORT_DECISIONS = 4, 256  # where the exported weights are compared with the trained ones
+EXPORT_ROWS = 4
+EXPORT_DECISIONS = 256  # where the exported weights are compared with the trained ones
 RECORDED = (
     "alpha",
     "target_kl",

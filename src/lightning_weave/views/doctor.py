@@ -106,9 +106,12 @@ def _check_rollouts(steps: Steps, sample: CheckedRows) -> list[Finding]:
 def _check_disk(steps: Steps, sample: CheckedRows) -> Finding:
     """Compare what the cache needs (bytes per position x positions) with what is free."""
     recipe = steps.recipe
-    candidates, models = recipe.reference.candidates, len(steps.score_names)
-    each, (positions, most) = bytes_per_position(candidates, models), _positions(steps, sample)
-    needed, free = positions * each, shutil.disk_usage(_existing(steps.store.run_dir)).free
+    candidates = recipe.reference.candidates
+    models = len(steps.score_names)
+    each = bytes_per_position(candidates, models)
+    (positions, most) = _positions(steps, sample)
+    needed = positions * each
+    free = shutil.disk_usage(_existing(steps.store.run_dir)).free
     cached = (file for stage in ("rollout", "reference", "score") for file in (steps.store.run_dir / stage).rglob("*"))
     written = sum(file.stat().st_size for file in cached if file.suffix == ".safetensors")
     said = (
@@ -138,7 +141,9 @@ def bytes_per_position(candidates: int, models: int) -> int:
     >>> bytes_per_position(16, 4)
     476
     """
-    token, reference, score = 4, 8 * candidates + 8, 5 * candidates + 4
+    token = 4
+    reference = 8 * candidates + 8
+    score = 5 * candidates + 4
     return token + reference + models * score
 
 

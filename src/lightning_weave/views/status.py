@@ -40,7 +40,8 @@ def run(steps: Steps, console: Console) -> list[Status]:
 
 def _look(step: Step, store: Store) -> Status:
     stage = store.stage(step)
-    state, so_far = stage.state(), _so_far(stage)
+    state = stage.state()
+    so_far = _so_far(stage)
     if state == "missing" and so_far:
         state = "partial"
     stale_inputs = [inner.path for inner in step.inputs if store.stage(inner).state() != "done"]
