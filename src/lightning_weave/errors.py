@@ -1,7 +1,7 @@
 """Errors that a user can act on.
 
 Each message is one or two lines: what is wrong with its value, where (dotted key or path), what to do. The command
-line prints the message and exits with `code`; anything else that escapes is a bug of ours.
+line prints the message and exits with `code`; anything else that escapes is a bug.
 """
 
 

@@ -187,7 +187,7 @@ def test_a_checkpoint_that_holds_more_than_one_is_not_resumed_from(
     (folder / "manifest.json").unlink()
     newest = max((folder / "checkpoints").iterdir())
     (newest / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "marker")))
-    with pytest.raises(CorruptData, match=r"cannot be read \(it holds [\w.]+, which no checkpoint of ours does"):
+    with pytest.raises(CorruptData, match=r"cannot be read \(it holds [\w.]+, which our checkpoints never contain"):
         make_students(steps_of(recipe), QUIET)
     assert not (tmp_path / "marker").exists()
 

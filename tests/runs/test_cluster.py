@@ -18,7 +18,7 @@ from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import prompts, reference, rollout, score
 from lightning_weave.progress import Bar, Progress
-from lightning_weave.runs.cluster import check_address, connect, crew_of
+from lightning_weave.runs.cluster import check_address, connect, plan_workers
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, Job, Made
 from lightning_weave.store.ledger import read_ledger
@@ -66,15 +66,15 @@ class Watching(Progress):
 
 def test_a_crew_is_as_large_as_the_cluster_or_as_the_recipe_says() -> None:
     gpus = {"CPU": 64.0, "GPU": 16.0}
-    crew = crew_of(Machine(), gpus, 100)
+    crew = plan_workers(Machine(), gpus, 100)
     assert (crew.workers, crew.cpus, crew.gpus) == (16, 1, 1)
-    assert crew_of(Machine(gpus_per_worker=2.0), gpus, 100).workers == 8
-    assert crew_of(Machine(gpus_per_worker=0.5), gpus, 5).workers == 5  # never more than shards
-    assert crew_of(Machine(workers=3, threads=2), gpus, 100) == crew_of(Machine(workers=3, threads=2), gpus, 50)
-    assert crew_of(Machine(device="cpu", threads=4), gpus, 100).workers == 16
-    assert crew_of(Machine(), {"CPU": 8.0}, 100).gpus == 0
+    assert plan_workers(Machine(gpus_per_worker=2.0), gpus, 100).workers == 8
+    assert plan_workers(Machine(gpus_per_worker=0.5), gpus, 5).workers == 5  # never more than shards
+    assert plan_workers(Machine(workers=3, threads=2), gpus, 100) == plan_workers(Machine(workers=3, threads=2), gpus, 50)
+    assert plan_workers(Machine(device="cpu", threads=4), gpus, 100).workers == 16
+    assert plan_workers(Machine(), {"CPU": 8.0}, 100).gpus == 0
     with pytest.raises(InputError, match=r"no worker of 1 CPUs and 32 GPUs fits into the cluster, which has CPU 64"):
-        crew_of(Machine(gpus_per_worker=32.0), gpus, 100)
+        plan_workers(Machine(gpus_per_worker=32.0), gpus, 100)
 
 
 def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
@@ -82,7 +82,7 @@ def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
         port = listening.getsockname()[1]
         check_address(f"127.0.0.1:{port}")
         check_address(f"ray://127.0.0.1:{port}")
-    with pytest.raises(InputError, match=rf"--address 127\.0\.0\.1:{port}: nobody answers there"):
+    with pytest.raises(InputError, match=rf"--address 127\.0\.0\.1:{port}: no answer there"):
         check_address(f"127.0.0.1:{port}")
     check_address("auto")
     check_address(None)

@@ -160,7 +160,7 @@ def test_a_changed_input_makes_everything_after_it_stale(tmp_path: Path) -> None
     stage.write(0, make_rollouts(4))
     assert stage.finish(Rollouts, 1)
     later = Store(tmp_path).stage(chain(0.5)[1])
-    with pytest.raises(StaleInput, match="rollout was made anew"):
+    with pytest.raises(StaleInput, match="rollout has changed"):
         later.require()
 
 

@@ -80,7 +80,7 @@ def test_a_changed_recipe_is_told_by_its_key(recipe: dict[str, Any]) -> None:
     seen, why, _ = states(recipe)
     assert [seen[path] for path in ("prompts", "rollout", "reference", "score/post")] == ["done", *["stale"] * 3]
     assert why["rollout"] == "max_tokens 12 -> 10"
-    assert why["reference"] == "rollout was made anew; waits for rollout"
+    assert why["reference"] == "rollout has changed; waits for rollout"
 
 
 def test_a_changed_model_is_noticed_under_the_same_name(recipe: dict[str, Any]) -> None:

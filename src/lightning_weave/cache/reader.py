@@ -118,7 +118,7 @@ class Cache:
             )
 
     def _check_finite(self, values: NDArray, offsets: NDArray[np.int64], stage: Stage, run: list[int]) -> None:
-        """Stop at a number gone bad: a score of -inf is no zero probability, which finite logits never give."""
+        """Stop at a number that is not finite: finite logits never give a score of -inf."""
         finite = np.isfinite(values)
         if not finite.all():
             position = int(np.argwhere(~finite)[0, 0])

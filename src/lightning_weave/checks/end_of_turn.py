@@ -82,15 +82,17 @@ def judge_ends(steps: Steps, anchor: str, ends: Ends) -> Finding:
     check = "end of turn"
     finished = len(ends.sampled_R)
     if not finished:
-        return Finding(about, check, "note", "no sampled row has ended by itself: nothing to learn about stopping here")
+        return Finding(
+            about, check, "note", "no sampled row ended on its own, so there is nothing to learn about stopping"
+        )
     supervised_R = ends.supervised(steps.recipe.anchors[anchor].validity)
     share = 1 - float(supervised_R.mean())
     figures: dict[str, Any] = {"masked": share, "finished": finished}
-    said = f"{percent(share)} of the end-of-turn decisions of {finished:,} finished rows are masked"
+    text = f"{percent(share)} of the end-of-turn decisions of {finished:,} finished rows are masked"
     if share <= MASKED_SHARE:
-        return Finding(about, check, "note" if share else "ok", said, figures)
+        return Finding(about, check, "note" if share else "ok", text, figures)
     advice, found = _advice(steps, anchor, ends.only(~supervised_R), finished)
-    return Finding(about, check, "warning", f"{said}: stopping is not supervised there. {advice}", figures | found)
+    return Finding(about, check, "warning", f"{text}: stopping is not supervised there. {advice}", figures | found)
 
 
 def judge_stops(steps: Steps, anchor: str) -> Finding:
@@ -109,12 +111,12 @@ def judge_stops(steps: Steps, anchor: str) -> Finding:
     if not alone:
         return Finding(about, check, "ok", "every stop token of the student has a counterpart")
     line, figures = alias_line(steps, anchor, [])
-    said = f"{listed(alone)} has no counterpart: decisions with it among the candidates are masked"
+    text = f"{listed(alone)} has no counterpart: decisions with it among the candidates are masked"
     if line is None:
-        return Finding(about, check, "note", said, {"stops": alone})
+        return Finding(about, check, "note", text, {"stops": alone})
     verdict: Any = "warning" if not mapped[0] else "note"
     return Finding(
-        about, check, verdict, f"{said}. To supervise stopping, add to [anchors.{anchor}]: {_in_words(line)}", figures
+        about, check, verdict, f"{text}. To supervise stopping, add to [anchors.{anchor}]: {_in_words(line)}", figures
     )
 
 
@@ -166,7 +168,7 @@ def alias_line(steps: Steps, anchor: str, sampled: list[int]) -> tuple[str | Non
 
 
 def _in_words(line: str) -> str:
-    """Say the lines of a recipe in one, with what to mind about them."""
+    """Write the lines of a recipe as one line, with a caution where one applies."""
     caution = "; but that row looks untrained in the pre-anchor, so its shift is arbitrary" if "\n" in line else ""
     return line.replace("\n", " and ") + caution
 

@@ -30,7 +30,7 @@ def visible(text: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Write a share so that neither "all" nor "none" is said of a little less or more.
+    """Write a share so that 99.99 % never reads as all, nor 0.01 % as none.
 
     >>> percent(1.0), percent(0.99996), percent(0.5), percent(0.00004), percent(0.0)
     ('100 %', '99.99 %', '50.0 %', '0.01 %', '0 %')

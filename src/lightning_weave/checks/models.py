@@ -1,4 +1,4 @@
-"""What doctor asks of a checkpoint by itself, without loading its weights."""
+"""Check a checkpoint on its own, without loading its weights."""
 
 from lightning_weave.checks.findings import Finding, listed, visible
 from lightning_weave.config import Dtype
@@ -19,17 +19,17 @@ def check_student(steps: Steps) -> list[Finding]:
     ]
     wants_chat = steps.recipe.prompts.chat and steps.recipe.rollout.from_ is None
     if wants_chat and not tokenizer.chat_template and steps.recipe.prompts.format != "livecodebench":
-        said = "missing: prompts cannot be rendered. Set prompts.chat = false to give them as plain text"
-        findings.append(Finding("student", "chat template", "warning", said))
+        text = "missing: prompts cannot be rendered. Set prompts.chat = false to give them as plain text"
+        findings.append(Finding("student", "chat template", "warning", text))
     elif wants_chat:
         findings.append(Finding("student", "chat template", "ok", "there"))
     limit = student.context_limit
     needed = steps.recipe.prompts.max_tokens + steps.recipe.rollout.max_tokens
     if limit is not None and limit < needed and steps.recipe.rollout.from_ is None:
-        said = (
+        text = (
             f"{limit:,} tokens, less than prompts.max_tokens + rollout.max_tokens = {needed:,}: some responses are cut"
         )
-        findings.append(Finding("student", "context", "note", said, {"limit": limit}))
+        findings.append(Finding("student", "context", "note", text, {"limit": limit}))
     return findings
 
 
@@ -37,8 +37,8 @@ def check_checkpoint(steps: Steps, about: str, checkpoint: Checkpoint, setting: 
     """Check dtype and vocabulary padding of one checkpoint."""
     saved = str(checkpoint.dtype).removeprefix("torch.")
     used = str(checkpoint.compute_dtype(setting, choose_device(steps.recipe))).removeprefix("torch.")
-    said = f"saved in {saved}, computed in {used}; the head's maths and what is stored are float32"
-    dtype = Finding(about, "dtype", "note" if used == "float16" else "ok", said, {"saved": saved, "computed": used})
+    text = f"saved in {saved}, computed in {used}; the head's maths and what is stored are float32"
+    dtype = Finding(about, "dtype", "note" if used == "float16" else "ok", text, {"saved": saved, "computed": used})
     return [dtype, _check_padding(about, checkpoint)]
 
 
@@ -50,9 +50,9 @@ def _check_padding(about: str, checkpoint: Checkpoint) -> Finding:
     figures = {"tokens": vocabulary, "rows": matrix.rows}
     padding = matrix.rows - vocabulary
     if padding < 0:
-        said = f"{vocabulary:,} tokens but {matrix.rows:,} output rows: the tokenizer belongs to another checkpoint"
-        return Finding(about, "vocabulary", "warning", said, figures)
+        text = f"{vocabulary:,} tokens but {matrix.rows:,} output rows: the tokenizer belongs to another checkpoint"
+        return Finding(about, "vocabulary", "warning", text, figures)
     if padding == 0:
         return Finding(about, "vocabulary", "ok", f"{vocabulary:,} tokens, as many output rows", figures)
-    said = f"{vocabulary:,} tokens, {matrix.rows:,} output rows: {padding:,} belong to no token and are left out"
-    return Finding(about, "vocabulary", "ok", said, figures)
+    text = f"{vocabulary:,} tokens, {matrix.rows:,} output rows: {padding:,} belong to no token and are left out"
+    return Finding(about, "vocabulary", "ok", text, figures)

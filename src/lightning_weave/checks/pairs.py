@@ -61,8 +61,8 @@ def check_pair(steps: Steps, name: str, sample: CheckedRows) -> tuple[list[Findi
     for role, checkpoint in zip(ROLES, (post, pre), strict=True):
         findings += check_checkpoint(steps, f"{about}.{role}", checkpoint, steps.recipe.score.dtype)
     share = atomic_share(tokens)
-    said = f"{percent(share)} of the student's vocabulary is a single token of the anchor"
-    findings.append(Finding(about, "atomic", "ok" if share > FEW_SURVIVE else "note", said, {"share": share}))
+    text = f"{percent(share)} of the student's vocabulary is a single token of the anchor"
+    findings.append(Finding(about, "atomic", "ok" if share > FEW_SURVIVE else "note", text, {"share": share}))
     valid = pair.valid(section.validity)
     findings += _check_survival(about, sample, valid, tokens)
     findings += _check_specials(about, tokens)
@@ -94,41 +94,41 @@ def _align(alignment: Alignment, row: CheckedRow) -> Any:
 
 def _check_tokenizers(steps: Steps, about: str, post: Checkpoint, pre: Checkpoint) -> Finding:
     if not same_tokenizer(post.tokenizer, pre.tokenizer):
-        said = "post and pre have different tokenizers: they see different prefixes, which the shift then includes"
-        return Finding(about, "tokenizer", "warning", said, {"same": False})
+        text = "post and pre have different tokenizers: they see different prefixes, which the shift then includes"
+        return Finding(about, "tokenizer", "warning", text, {"same": False})
     same = same_tokenizer(steps.student.tokenizer, post.tokenizer)
-    said = (
+    text = (
         "the same as the student's"
         if same
         else "not the student's: contexts are projected, candidates mapped one to one"
     )
-    return Finding(about, "tokenizer", "ok" if same else "note", said, {"same": same})
+    return Finding(about, "tokenizer", "ok" if same else "note", text, {"same": same})
 
 
 def _check_survival(about: str, sample: CheckedRows, valid: NDArray[np.bool_], tokens: TokenMap) -> list[Finding]:
     if not len(valid):
-        return [Finding(about, "positions", "note", f"not measured: {sample.said}")]
+        return [Finding(about, "positions", "note", f"not measured: {sample.description}")]
     share = float(valid.mean())
     figures = {"share": share, "positions": len(valid), "measured_on": sample.kind}
     most = "" if sample.kind == "candidates" else "at most "
-    said = f"{most}{percent(share)} of {len(valid):,} positions survive ({sample.said})"
+    text = f"{most}{percent(share)} of {len(valid):,} positions survive ({sample.description})"
     verdict: Level = "warning" if share < FEW_SURVIVE else "ok" if share == 1 else "note"
-    found = [Finding(about, "positions", verdict, said, figures)]
+    findings = [Finding(about, "positions", verdict, text, figures)]
     ids_TC = torch.from_numpy(np.concatenate([row.candidate_ids_TC for row in sample.rows]))
     breaking = breaking_tokens(tokens, ids_TC)
     if breaking:
         words = [f"'{visible(text)}' {count:,}" for text, count in breaking]
-        said = f"positions that each of these touches: {listed(words)}"
-        found.append(Finding(about, "breaking tokens", "note", said, {"tokens": dict(breaking)}))
-    return found
+        text = f"positions that each of these touches: {listed(words)}"
+        findings.append(Finding(about, "breaking tokens", "note", text, {"tokens": dict(breaking)}))
+    return findings
 
 
 def _check_specials(about: str, tokens: TokenMap) -> list[Finding]:
     alone = added_without_counterpart(tokens)
     if not alone:
         return [Finding(about, "special tokens", "ok", "every special or added token has a counterpart")]
-    said = f"without a counterpart: {listed(map(visible, alone))}"
-    return [Finding(about, "special tokens", "note", said, {"tokens": alone})]
+    text = f"without a counterpart: {listed(map(visible, alone))}"
+    return [Finding(about, "special tokens", "note", text, {"tokens": alone})]
 
 
 def _check_bos(about: str, section: Anchor, pair: PairSample, post: Checkpoint) -> Finding:
@@ -138,12 +138,12 @@ def _check_bos(about: str, section: Anchor, pair: PairSample, post: Checkpoint) 
     if section.bos or (bos is not None and pair.first_ids[:1] == (bos,)):
         return Finding(about, "bos", "ok", "the anchors' contexts begin with their beginning-of-sequence token")
     if family.startswith(WANTS_BOS):
-        said = f"{family} models break without a beginning-of-sequence token. Set bos = true in [{about}]"
-        return Finding(about, "bos", "warning", said, {"family": family})
+        text = f"{family} models break without a beginning-of-sequence token. Set bos = true in [{about}]"
+        return Finding(about, "bos", "warning", text, {"family": family})
     if bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
-        said = f"its tokenizer begins a text with {visible(tokenizer.bos_token)}; contexts have none, as in the paper, "
-        said += f"unless [{about}] says bos = true"
-        return Finding(about, "bos", "note", said, {"family": family})
+        text = f"its tokenizer begins a text with {visible(tokenizer.bos_token)}; contexts have none, as in the paper, "
+        text += f"unless [{about}] says bos = true"
+        return Finding(about, "bos", "note", text, {"family": family})
     return Finding(about, "bos", "ok", "none needed")
 
 
@@ -158,9 +158,9 @@ def _check_untrained(about: str, pair: PairSample, sample: CheckedRows, pre: Che
         for row, mapped in zip(sample.rows, pair.mapped, strict=True)
     ]
     share = float(np.concatenate([row.any(axis=1) for row in touched]).mean()) if touched else 0.0
-    said = f"{len(texts):,} special tokens look untrained in the pre-anchor: {listed(map(visible, texts))}. "
-    said += f"{percent(share)} of positions have one among their candidates, where its shift is arbitrary"
-    return [Finding(about, "untrained rows", "warning" if share else "note", said, {"tokens": texts, "share": share})]
+    text = f"{len(texts):,} special tokens look untrained in the pre-anchor: {listed(map(visible, texts))}. "
+    text += f"{percent(share)} of positions have one among their candidates, where its shift is arbitrary"
+    return [Finding(about, "untrained rows", "warning" if share else "note", text, {"tokens": texts, "share": share})]
 
 
 def _check_template(about: str, tokenizer: Any) -> Finding:

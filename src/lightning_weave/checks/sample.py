@@ -35,7 +35,7 @@ class CheckedRows:
 
     kind: Literal["candidates", "rollouts", "prompts", "nothing"]
     rows: list[CheckedRow]
-    said: str  # what was looked at, or why there is nothing
+    description: str  # what was looked at, or why there is nothing
 
     @property
     def positions(self) -> int:

@@ -44,16 +44,16 @@ def _judge(about: str, graded: GradedShifts) -> Finding:
     figures = {"right": right, "wrong": wrong, "length_correlation": by_length}
     length = f"rank correlation with length {by_length:+.2f}"
     if not right or not wrong:
-        said = (
+        text = (
             f"all {right + wrong:,} graded responses are {'right' if right else 'wrong'}: nothing to separate; {length}"
         )
-        return Finding(about, "separation", "note", said, figures)
+        return Finding(about, "separation", "note", text, figures)
     auc = area_under_curve(graded.shift_R, graded.right_R)
     error = auc_error(right, wrong)
     figures |= {"auc": auc, "auc_error": error}
     verdict, words = _words(auc, error)
-    said = f"the summed shift {words}: AUC {auc:.2f} ± {error:.2f} over {right:,} right and {wrong:,} wrong; {length}"
-    return Finding(about, "separation", verdict, said, figures)
+    text = f"the summed shift {words}: AUC {auc:.2f} ± {error:.2f} over {right:,} right and {wrong:,} wrong; {length}"
+    return Finding(about, "separation", verdict, text, figures)
 
 
 def _words(auc: float, error: float) -> tuple[Level, str]:
@@ -99,7 +99,7 @@ def area_under_curve(scores_R: Floats, right_R: NDArray[np.bool_]) -> float:
 
 
 def auc_error(right: int, wrong: int) -> float:
-    """Give the standard error of the area under the curve of scores that tell nothing."""
+    """Give the standard error of the area under the curve for scores that carry no information."""
     return float(np.sqrt((right + wrong + 1) / (12 * right * wrong)))
 
 

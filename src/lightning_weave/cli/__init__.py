@@ -29,8 +29,8 @@ INTERRUPTED = 130
 def main() -> None:
     """Run the program; errors for users are one or two lines, never a traceback without --debug."""
     signal.signal(signal.SIGTERM, _stop)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where a shell said to ignore Ctrl-C
-        signal.signal(signal.SIGINT, _stop)  # typer would end without a word
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless the shell ignores Ctrl-C
+        signal.signal(signal.SIGINT, _stop)  # typer would exit silently
     try:
         app()
     except WeaveError as error:
@@ -39,7 +39,7 @@ def main() -> None:
         print(f"lweave: {error}", file=sys.stderr)
         sys.exit(error.code)
     except _Stopped:
-        print("lweave: stopped. What was finished is kept; the same command goes on from there.", file=sys.stderr)
+        print("lweave: stopped. What was finished is kept; rerun the same command to resume.", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -48,7 +48,7 @@ def interpolate(
 def sweep(
     recipe: Files,
     shares: Annotated[str, typer.Option(metavar="S,S,...", help="shares of one anchor, from 0 to 1")],
-    anchor: Annotated[str | None, typer.Option(help="whose share; unsaid: the last anchor's")] = None,
+    anchor: Annotated[str | None, typer.Option(help="the anchor whose share varies (default: the last one)")] = None,
     alphas: Annotated[str | None, typer.Option(metavar="A,A,...", help="every share at each of these alphas")] = None,
     set_: Sets = None,
 ) -> None:

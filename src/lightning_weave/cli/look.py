@@ -30,7 +30,7 @@ def report(
 def card(
     recipe: Files,
     composition: Annotated[str, typer.Option(help="which trained student")],
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="unsaid: publish/ in the run directory")] = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="default: publish/ in the run directory")] = None,
     set_: Sets = None,
 ) -> None:
     """Make a directory that is ready for the hub: the student, its card with evaluation, its recipe."""

@@ -23,9 +23,11 @@ Files = Annotated[list[str], typer.Argument(metavar="RECIPE...", help="TOML file
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the recipe")]
 Only = Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="only these, by name")]
 Cluster = Annotated[Literal["ray"] | None, typer.Option(help="hand the shards to a cluster")]
-Address = Annotated[str | None, typer.Option(help="of the cluster; unsaid: RAY_ADDRESS, or one on this machine")]
+Address = Annotated[
+    str | None, typer.Option(help="address of the cluster (default: $RAY_ADDRESS, or a new one on this machine)")
+]
 UNTOUCHED = {".lock", "recipe.toml", "machine.json"}  # all that is in a run directory before its first stage
-Json = Annotated[bool, typer.Option("--json", help="for machines")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 def load_steps(files: list[str], sets: list[str] | None) -> "Steps":
@@ -52,7 +54,7 @@ def open_progress() -> "Progress":
     return Progress()
 
 
-def choose_crew(cluster: str | None, address: str | None) -> "Do":
+def choose_workers(cluster: str | None, address: str | None) -> "Do":
     """Say who makes the shards."""
     if cluster is None:
         from lightning_weave.runs.work import do_here

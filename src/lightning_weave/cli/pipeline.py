@@ -12,7 +12,7 @@ from lightning_weave.cli.options import (
     Files,
     Only,
     Sets,
-    choose_crew,
+    choose_workers,
     load_steps,
     open_console,
     open_progress,
@@ -33,7 +33,7 @@ def rollout(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: 
     from lightning_weave.pipeline.flow import make_rollouts
 
     with writing(steps):
-        make_rollouts(steps, open_progress(), choose_crew(cluster, address))
+        make_rollouts(steps, open_progress(), choose_workers(cluster, address))
 
 
 @app.command()
@@ -43,7 +43,7 @@ def reference(recipe: Files, set_: Sets = None, cluster: Cluster = None, address
     from lightning_weave.pipeline import reference as stage
 
     with writing(steps):
-        stage.run(steps, open_progress(), choose_crew(cluster, address))
+        stage.run(steps, open_progress(), choose_workers(cluster, address))
 
 
 @app.command()
@@ -55,7 +55,7 @@ def score(
     from lightning_weave.pipeline import score as stage
 
     with writing(steps):
-        stage.run(steps, open_progress(), only, choose_crew(cluster, address))
+        stage.run(steps, open_progress(), only, choose_workers(cluster, address))
 
 
 @app.command()
@@ -93,7 +93,7 @@ def evaluate(
     if lm_eval:  # before anything is sampled
         make_directory(Path(lm_eval), f"--lm-eval {lm_eval}")
     with writing(steps):
-        stage.run(steps, open_progress(), only, choose_crew(cluster, address))
+        stage.run(steps, open_progress(), only, choose_workers(cluster, address))
         if lm_eval:
             stage.export_lm_eval(steps, Path(lm_eval), datetime.now())
     show_results(steps, open_console())
@@ -142,5 +142,5 @@ def run(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Addr
     from lightning_weave.report.results import show_results
 
     with writing(steps):
-        stage.run(steps, open_progress(), choose_crew(cluster, address))
+        stage.run(steps, open_progress(), choose_workers(cluster, address))
     show_results(steps, open_console())

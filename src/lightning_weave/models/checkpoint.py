@@ -14,7 +14,7 @@ from lightning_weave.store import model_identity
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model directory or hub name. Nothing is fetched or read before it is needed."""
+    """A model directory or hub name. Nothing is downloaded or read before it is needed."""
 
     name: str
     revision: str | None = None

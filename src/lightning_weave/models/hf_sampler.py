@@ -1,7 +1,7 @@
 """Sample with a Hugging Face model: batched, with its cache, and with random numbers that belong to the row.
 
 Nothing is ever padded, so that recurrent layers see only real tokens. A batch holds prompts of similar length: all rows
-start together with as many tokens as the shortest prompt has, and a longer prompt goes on feeding its own tokens, one
+start together with as many tokens as the shortest prompt has, and a longer prompt keeps feeding its own tokens, one
 per step, where the others already sample.
 """
 
@@ -118,7 +118,7 @@ class HFSampler:
         """Count the tokens that a response may have."""
         length = len(request.prompt_ids)
         if length == 0:
-            raise InputError(f"prompt {request.prompt} is empty. A model needs at least one token to go on from")
+            raise InputError(f"prompt {request.prompt} is empty. A model needs at least one token")
         if self.limit is not None and length >= self.limit:
             raise InputError(
                 f"prompt {request.prompt} has {length} tokens, which leaves no room in the model's {self.limit}. "
@@ -141,7 +141,7 @@ class HFSampler:
     def _tilted(
         self, logits_NV: Tensor, batch: list[Request], rows_N: Tensor, step_N: Tensor, tokens_BT: Tensor
     ) -> Tensor:
-        """Let somebody else have a say in the rows whose prompt is over."""
+        """Apply the tilt to the rows whose prompt has ended."""
         deciding = (step_N >= 0).nonzero()[:, 0]
         if self.tilt is None or len(deciding) == 0:
             return logits_NV

@@ -35,7 +35,7 @@ class Weights:
                 with safe_open(path, framework="pt") as tensors:
                     files |= dict.fromkeys(tensors.keys(), path.name)
             except (OSError, SafetensorError) as error:
-                raise InputError(f"{path}: cannot be read ({error}). Fetch the checkpoint again") from None
+                raise InputError(f"{path}: cannot be read ({error}). Download the checkpoint again") from None
         return cls(folder, files)
 
     def shape(self, name: str) -> tuple[list[int], str]:

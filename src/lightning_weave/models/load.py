@@ -18,19 +18,19 @@ from transformers.utils import logging as transformers_logging
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.models.memory import is_out_of_memory
 
-# `*.py` is only ever run with trust_remote_code; pickled weights are never fetched.
+# `*.py` is only ever run with trust_remote_code; pickled weights are never downloaded.
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 _UNWANTED = ["original/*", "consolidated*", "onnx/*"]
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>")
 log = logging.getLogger(__name__)
-# One bar per stage is ours to show; a bar per tensor file is noise.
+# The stages show one bar each; a bar per tensor file is noise.
 transformers_logging.disable_progress_bar()
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
-    """Turn a local directory or a hub name into a local directory; fetch config, tokenizer and safetensors only."""
+    """Turn a local directory or a hub name into a local directory; download config, tokenizer and safetensors only."""
     local = Path(name).expanduser()
     if local.is_dir():
         return local
@@ -43,7 +43,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         at = f" at revision {revision!r}" if revision else ""
         raise InputError(
             f"model {name!r}{at}: no such directory, and the hub did not give it ({reason}). Give the path of a "
-            f"checkpoint directory, or fetch it where there is a network: hf download {name}"
+            f"checkpoint directory, or download it on a machine with network access: hf download {name}"
         ) from error
 
 
@@ -93,11 +93,11 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
             f"{path}: cannot be loaded as a causal language model ({_first_line(error)}). Check its config.json and "
             "files"
         ) from error
-    # Transformers fills absent weights with random numbers and only warns: that would be scored without a word.
+    # Transformers fills absent weights with random numbers and only warns: that would be scored silently.
     if absent := sorted(info["missing_keys"]):
         raise InputError(
             f"{path}: the weights lack {len(absent)} tensors of the model, {absent[0]} among them. "
-            "Fetch or export the checkpoint again"
+            "Download or export the checkpoint again"
         )
     return model.eval().requires_grad_(False)
 
@@ -167,7 +167,7 @@ def check_weights(path: Path) -> None:
             f"{path}: {pickled[0]} is pickled, and loading it would run code from the file. Use a revision with "
             "safetensors (on the hub often refs/pr/1), or convert it once, where you trust it, with save_pretrained"
         )
-    raise InputError(f"{path}: no weights here (*.safetensors). Fetch the checkpoint again")
+    raise InputError(f"{path}: no weights here (*.safetensors). Download the checkpoint again")
 
 
 def _check_index(path: Path) -> None:
@@ -177,7 +177,7 @@ def _check_index(path: Path) -> None:
         if not part.endswith(".safetensors") or Path(part).name != part:
             raise InputError(
                 f"{path}: model.safetensors.index.json leads to {part!r}; weights are only read from *.safetensors in "
-                "the same directory. Fetch the checkpoint again, or convert it with save_pretrained"
+                "the same directory. Download the checkpoint again, or convert it with save_pretrained"
             )
 
 
@@ -219,7 +219,7 @@ def checkpoint_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error}). Fetch the checkpoint again") from error
+        raise InputError(f"{path}: not valid JSON ({error}). Download the checkpoint again") from error
     return content if isinstance(content, dict) else {}
 
 

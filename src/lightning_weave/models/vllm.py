@@ -106,7 +106,7 @@ class VLLMSampler:
         return drawn
 
     def close(self) -> None:
-        """Let the engine end: it does when its input does."""
+        """Stop the engine by closing its input."""
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):  # what a dead engine did not read
                 self._process.stdin.close()

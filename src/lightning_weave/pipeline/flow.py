@@ -54,6 +54,6 @@ def evaluate(steps: Steps, progress: Progress, only: Sequence[str] | None = None
 
 
 def _wait_for(made: list[Step], steps: Steps) -> None:
-    """Let the other ranks finish their shards. They need no collectives for it: they meet on disk."""
+    """Wait for the other ranks to finish their shards. No collectives are needed: ranks meet on disk."""
     while not is_alone() and any(steps.store.stage(step).state() != "done" for step in made):
         time.sleep(0.2)

@@ -101,7 +101,7 @@ def _why_not(steps: Steps, name: str) -> str:
     if composition.method != "joint":
         return f"its method is {composition.method}; only shifts that act together have a target to sample from"
     if composition.kl_budget is not None:
-        return f"compositions.{name}.kl_budget is solved on a cache, which a preview has not: set alpha"
+        return f"compositions.{name}.kl_budget is solved on the cache, and a preview has none: set alpha"
     native = [anchor for anchor, weight in composition.weights.items() if weight and anchors[anchor].prompt == "native"]
     return f'anchors.{native[0]}.prompt = "native": a preview can only project the student\'s prompt' if native else ""
 

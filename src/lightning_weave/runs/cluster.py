@@ -1,7 +1,7 @@
 """`--cluster ray`: the shards of a stage on a Ray cluster. Workers hold one model each and meet on a shared disk.
 
 Ray starts a worker again when its process or node dies, wherever there is room. The shard that it was making goes back
-to the others at once, so a cluster that has shrunk goes on.
+to the others at once, so a cluster that has shrunk keeps working.
 """
 
 import logging
@@ -40,15 +40,15 @@ def connect(address: str | None) -> Do:
 
 
 def check_address(address: str | None) -> None:
-    """Find out in seconds whether anybody listens at HOST:PORT; Ray would go on asking for minutes."""
+    """Find out in seconds whether anything listens at HOST:PORT; Ray would retry for minutes."""
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():  # none, or a word of Ray's own such as auto
+    if not host or not port.isdigit():  # none, or a keyword of Ray's such as auto
         return
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
     except OSError as error:
         raise InputError(
-            f"--address {address}: nobody answers there ({error.strerror or error}). Start a cluster there "
+            f"--address {address}: no answer there ({error.strerror or error}). Start a cluster there "
             "(ray start --head), or leave --address out for one on this machine"
         ) from None
 
@@ -60,14 +60,14 @@ def _do_on_ray(job: Job, steps: Steps, progress: Progress) -> None:
     if not job.pending:
         return
     set_up(steps.recipe, steps.store)  # the thread count that all workers keep to
-    crew = crew_of(steps.recipe.machine, ray.cluster_resources(), len(job.pending))
-    remote = ray.remote(max_restarts=-1, num_cpus=crew.cpus, num_gpus=crew.gpus)(_with_patient_start(ShardWorker))
-    actors = [remote.remote(job.open, steps.recipe, steps.arguments, os.getcwd()) for _ in range(crew.workers)]
+    plan = plan_workers(steps.recipe.machine, ray.cluster_resources(), len(job.pending))
+    remote = ray.remote(max_restarts=-1, num_cpus=plan.cpus, num_gpus=plan.gpus)(_with_patient_start(ShardWorker))
+    actors = [remote.remote(job.open, steps.recipe, steps.arguments, os.getcwd()) for _ in range(plan.workers)]
     with (
         measure(steps.store.run_dir, job.stage, job.name) as meter,
         progress.bar(job.label, len(job.pending), job.unit) as bar,
     ):
-        meter.devices = crew.workers
+        meter.devices = plan.workers
 
         def count(made: Made) -> None:
             meter.add(tokens=made.tokens, written=made.written)
@@ -81,7 +81,7 @@ def _do_on_ray(job: Job, steps: Steps, progress: Progress) -> None:
 
 
 @dataclass(frozen=True)
-class Crew:
+class WorkerPlan:
     """How many workers, and what each of them takes from the cluster."""
 
     workers: int
@@ -89,8 +89,8 @@ class Crew:
     gpus: float
 
 
-def crew_of(machine: Machine, resources: dict[str, float], shards: int) -> Crew:
-    """Size the crew by the recipe, or by what the cluster has."""
+def plan_workers(machine: Machine, resources: dict[str, float], shards: int) -> WorkerPlan:
+    """Choose the number of workers by the recipe, or by what the cluster has."""
     cpus = float(machine.threads or 1)
     gpus = machine.gpus_per_worker
     if machine.device == "cpu" or not resources.get("GPU") or gpus == 0:
@@ -102,14 +102,14 @@ def crew_of(machine: Machine, resources: dict[str, float], shards: int) -> Crew:
             f"no worker of {cpus:g} CPUs and {gpus:g} GPUs fits into the cluster, which has {has}. "
             "Lower machine.threads or machine.gpus_per_worker, or add nodes"
         )
-    return Crew(min(machine.workers or int(room), shards), cpus, gpus)
+    return WorkerPlan(min(machine.workers or int(room), shards), cpus, gpus)
 
 
 class ShardWorker:
     """What lives in an actor: one worker, opened when it is first needed and again after every restart."""
 
     def __init__(self, opener: Callable[[Steps], Worker], recipe: Recipe, arguments: str, folder: str) -> None:
-        os.chdir(folder)  # the recipe's paths are as they were said there
+        os.chdir(folder)  # the recipe's paths are relative to it
         self.opener = opener
         self.steps = Steps(recipe, arguments)
         self.worker: Worker | None = None

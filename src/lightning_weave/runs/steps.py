@@ -62,7 +62,7 @@ class ScoredModel:
 
     @property
     def text(self) -> str:
-        """What tells two scored models of one name apart. Folders of existing runs are named by it: it must not change."""
+        """What distinguishes two scored models of one name. It names folders of existing runs, so it must not change."""
         template = None if self.template is None else (self.template.name, self.template.revision)
         return (
             f"ScoredModel(model={self.checkpoint.name!r}, revision={self.checkpoint.revision!r}, "

@@ -1,4 +1,4 @@
-"""The settings of a sweep: named, told apart from what the recipe has, and remembered beside the run."""
+"""The settings of a sweep: named, matched with those of the recipe, and remembered in the run directory."""
 
 import tomllib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Shards as pieces of work: a stage says what to do with one, and somebody does it, here or on another machine."""
+"""Shards as units of work: a stage defines how one is made, and this process, a rank or a cluster makes it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

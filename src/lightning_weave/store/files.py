@@ -66,7 +66,7 @@ def whole_directory(folder: Path) -> Iterator[Path]:
 
 
 def remove_temporaries(folder: Path, suffix: str) -> None:
-    """Clear what killed writers of such files left below a folder. Only where nobody is writing any more of them."""
+    """Remove what killed writers left below a folder. Only safe where no process is writing such files."""
     for leftover in folder.rglob(f"{TEMPORARY}*{suffix}"):
         if leftover.is_file():  # unfinished checkpoints are folders, and training's own
             leftover.unlink(missing_ok=True)

@@ -56,7 +56,7 @@ class Stage:
             return None
         manifest = read_json(self.manifest_path)
         if not isinstance(manifest, dict) or not _all_inside(manifest.get("shards")):
-            raise CorruptData(f"{self.manifest_path}: no manifest of ours. Remove it and run: {self.step.command}")
+            raise CorruptData(f"{self.manifest_path}: not a valid manifest. Remove it and run: {self.step.command}")
         return manifest
 
     def state(self) -> State:
@@ -79,7 +79,7 @@ class Stage:
         changed = _differences(old, new)
         inputs = manifest.get("inputs", {})
         return changed + [
-            f"{step.path} was made anew" for step in self.step.inputs if inputs.get(step.path) != step.fingerprint
+            f"{step.path} has changed" for step in self.step.inputs if inputs.get(step.path) != step.fingerprint
         ]
 
     def pending(self, shards: int) -> list[int]:
@@ -89,7 +89,7 @@ class Stage:
     def write(self, index: int, shard: Any) -> int:
         """Write one shard atomically; returns its size in bytes.
 
-        A manifest that vouches for something else, an earlier recipe's shards or one that is gone, is dropped.
+        A manifest for other shards (of an earlier recipe, or deleted ones) is removed.
         """
         path = self.shard_path(index)
         data = pack(shard, self.step.fingerprint)
@@ -115,7 +115,7 @@ class Stage:
         paths = [self.shard_path(index) for index in range(shards)]
         if not all(self._is_ours(path) for path in paths):
             return False
-        # All shards are there, so nobody writes one; but another rank may be writing this very manifest.
+        # All shards are there, so none is being written; but another rank may be writing this manifest.
         remove_temporaries(self.folder, "" if is_alone() else ".safetensors")
         entries = []
         for path in paths:
@@ -160,7 +160,7 @@ class Stage:
                 stage.require()
 
     def verify(self) -> list[str]:
-        """Check every byte that the manifest vouches for; returns what is wrong, with file and remedy."""
+        """Check every byte listed in the manifest; returns what is wrong, with the file and the fix."""
         problems = []
         for path, what in self.damaged().items():
             first = f"Remove it (rm {path}) and make it again" if path.exists() else "Make it again"

@@ -16,7 +16,7 @@ def model_card(steps: Steps, name: str, figures: dict[str, Any], evaluation: str
     recipe = steps.recipe
     composition = steps.recipe.compositions[name]
     student = recipe.student.model
-    # The hub wants names of its own here, not directories of somebody's disk.
+    # The hub expects hub names here, not local directories.
     base = "" if Path(student).expanduser().is_dir() else f"base_model: {student}\n"
     doses = anchor_doses(composition, figures.get("alpha", composition.alpha))
     anchors = "\n".join(
@@ -43,7 +43,7 @@ pipeline_tag: text-generation
 | --- | --- |
 {rows}
 {evaluation}
-The recipe, with everything that it left unsaid:
+The resolved recipe, defaults included:
 
 ```toml
 {dump_recipe(recipe).strip()}

@@ -44,7 +44,7 @@ def anchor_doses(composition: Composition, alpha: float) -> dict[str, float]:
 
 
 def alpha_of(steps: Steps, name: str) -> float | None:
-    """The alpha of a composition; None where it is solved for when training begins, and has not begun."""
+    """The alpha of a composition; None where training solves for it and has not started."""
     composition = steps.recipe.compositions[name]
     if composition.kl_budget is None:
         return composition.alpha

@@ -167,7 +167,7 @@ class _IndexReader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in INDEX_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"it holds {module}.{name}, which no checkpoint of ours does")
+            raise pickle.UnpicklingError(f"it holds {module}.{name}, which our checkpoints never contain")
         return super().find_class(module, name)
 
 

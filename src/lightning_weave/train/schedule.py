@@ -23,7 +23,7 @@ class Schedule:
     updates_per_round: int
     seed: int
     validation: float = 0.0
-    first: int = 0  # group to begin with; the groups before it belong to somebody else
+    first: int = 0  # group to begin with; the groups before it belong to other legs
 
     def __post_init__(self) -> None:
         if len(self._held_out_groups()) >= self.groups:

@@ -1,6 +1,6 @@
 """Anchors one after the other: the sequential baseline, at matched trajectories and updates.
 
-Each leg gets its share of the prompts and so of the updates. A later leg samples anew from the student that the leg
+Each leg gets its share of the prompts and so of the updates. A later leg samples again, from the student that the leg
 before it left behind: a small run of its own, below this composition's folder, with the ordinary stages.
 """
 
@@ -28,7 +28,7 @@ class LegRun:
     steps: Steps
     part: tuple[float, float]
     leg: Leg
-    samples: bool  # anew, from the student of the leg before
+    samples: bool  # again, from the student of the leg before
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class LegRun:
         return self.steps.store.stage(self.steps.train(self.name))
 
     def made(self) -> list[Step]:
-        """The steps that are this leg's own: its training and, where it samples anew, a cache."""
+        """The steps that are this leg's own: its training and, where it samples again, a cache."""
         cache = [step for step in self.steps.everything() if step.path.split("/")[0] not in ("train", "eval")]
         return [*(cache if self.samples else []), self.steps.train(self.name)]
 

@@ -1,4 +1,4 @@
-"""What training tells: rows for machines, a line for people, a tracker by a switch."""
+"""What training reports: rows in metrics.jsonl, a progress line, and optional trackers."""
 
 import json
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ class Metrics:
             tracker.log(step, figures)
 
     def close(self) -> None:
-        """Let the trackers send what they still hold."""
+        """Flush the trackers."""
         for tracker in self.trackers:
             tracker.close()
 

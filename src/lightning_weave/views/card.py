@@ -33,7 +33,7 @@ def run(steps: Steps, composition: str, out: Path | None, progress: Progress) ->
 
 
 def evaluation(steps: Steps, composition: str) -> str:
-    """Write the table of this student beside the one it began as, and how both were sampled; nothing if not done."""
+    """Write the table of this student and its base, and how both were sampled."""
     found = summaries(steps)
     if composition not in found:
         return f"\nNot evaluated yet (`lweave eval RECIPE --only {composition}`).\n"

@@ -24,7 +24,7 @@ def run(steps: Steps, console: Console) -> None:
 
 
 def variants_table(steps: Steps, rows: list[dict[str, Any]]) -> Table:
-    """What the training of each composition cost, legs and what they sampled anew included."""
+    """What the training of each composition cost, including legs and what they sampled."""
     table = Table("composition", "way", "device time", title="Training", title_justify="left", box=None)
     for name, composition in steps.recipe.compositions.items():
         seconds = [row["device_seconds"] for row in training_rows(rows) if row["name"].split("/")[0] == name]

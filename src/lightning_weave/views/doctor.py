@@ -24,18 +24,18 @@ ROWS = 2048
 
 def run(steps: Steps, console: Console, as_json: bool = False) -> list[Finding]:
     """Check student, anchors, compositions and disk, and print a verdict per line."""
-    found = examine(steps)
+    findings = examine(steps)
     if as_json:
-        print(json.dumps({"findings": [asdict(finding) for finding in found]}, indent=1))
+        print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
-        show(found, console)
-    return found
+        show(findings, console)
+    return findings
 
 
 def examine(steps: Steps) -> list[Finding]:
     """Collect all findings. A model that cannot be opened is a finding too, so that the others are still checked."""
     try:
-        found = check_student(steps)
+        findings = check_student(steps)
     except InputError as error:
         return [Finding("student", "checkpoint", "warning", str(error))]
     try:
@@ -43,48 +43,48 @@ def examine(steps: Steps) -> list[Finding]:
     except InputError as error:
         sample = CheckedRows("nothing", [], str(error))
     if sample.kind == "nothing":
-        found.append(Finding("prompts", "prompts", "warning", sample.said))
+        findings.append(Finding("prompts", "prompts", "warning", sample.description))
     valid: dict[str, NDArray[np.bool_]] = {}
     for name in steps.recipe.anchors:
         try:
             findings, valid[name] = check_pair(steps, name, sample)
         except InputError as error:
             findings = [Finding(f"anchors.{name}", "checkpoint", "warning", str(error))]
-        found += findings
+        findings += findings
     return [
-        *found,
+        *findings,
         *_check_compositions(steps, sample, valid),
         *_check_rollouts(steps, sample),
         _check_disk(steps, sample),
     ]
 
 
-def show(found: list[Finding], console: Console) -> None:
+def show(findings: list[Finding], console: Console) -> None:
     """Print findings by what they concern, one line each."""
-    for about in dict.fromkeys(finding.about for finding in found):
+    for about in dict.fromkeys(finding.about for finding in findings):
         console.print(Text(about, style="bold"))
-        for finding in found:
+        for finding in findings:
             if finding.about == about:
                 line = Text(f"  {finding.verdict:<8} ", style=STYLES[finding.verdict])
                 # Tokens may look like markup or links: nothing in the text is to be interpreted.
                 console.print(line.append(f"{finding.check}: {finding.text}", style="default"), soft_wrap=True)
-    counts = [f"{sum(finding.verdict == verdict for finding in found)} {verdict}" for verdict in STYLES]
+    counts = [f"{sum(finding.verdict == verdict for finding in findings)} {verdict}" for verdict in STYLES]
     console.print(", ".join(counts))
 
 
 def _check_compositions(steps: Steps, sample: CheckedRows, valid: dict[str, NDArray[np.bool_]]) -> list[Finding]:
     """Say what is left where all anchors of a composition must be valid (mask intersection)."""
-    found = []
+    findings = []
     for name, composition in steps.recipe.compositions.items():
         used = [anchor for anchor, weight in composition.weights.items() if weight]
         if len(used) < 2 or any(anchor not in valid for anchor in used) or not sample.positions:
             continue
         share = float(np.logical_and.reduce([valid[anchor] for anchor in used]).mean())
         most = "" if sample.kind == "candidates" else "at most "
-        said = f"{most}{percent(share)} of positions survive in all of its {len(used)} anchors"
+        text = f"{most}{percent(share)} of positions survive in all of its {len(used)} anchors"
         verdict: Level = "warning" if share < FEW_SURVIVE else "ok" if share == 1 else "note"
-        found.append(Finding(f"compositions.{name}", "positions", verdict, said, {"share": share}))
-    return found
+        findings.append(Finding(f"compositions.{name}", "positions", verdict, text, {"share": share}))
+    return findings
 
 
 def _check_rollouts(steps: Steps, sample: CheckedRows) -> list[Finding]:
@@ -93,13 +93,13 @@ def _check_rollouts(steps: Steps, sample: CheckedRows) -> list[Finding]:
     rows = list(rollout_rows(steps, ROWS))
     share = float(np.mean([row.finish_R[0] != STOP for row in rows]))
     length = float(np.mean([len(row.response_ids[0]) for row in rows]))
-    said = (
+    text = (
         f"{percent(share)} of {len(rows):,} rollouts are cut at their limit; the mean response has {length:,.1f} tokens"
     )
     if share > MANY_CUT:
-        said += ". What comes after the cut, stopping above all, is not learned"
+        text += ". What comes after the cut, stopping above all, is not learned"
     return [
-        Finding("rollout", "truncated", "note" if share > MANY_CUT else "ok", said, {"share": share, "tokens": length})
+        Finding("rollout", "truncated", "note" if share > MANY_CUT else "ok", text, {"share": share, "tokens": length})
     ]
 
 
@@ -114,12 +114,12 @@ def _check_disk(steps: Steps, sample: CheckedRows) -> Finding:
     free = shutil.disk_usage(_existing(steps.store.run_dir)).free
     cached = (file for stage in ("rollout", "reference", "score") for file in (steps.store.run_dir / stage).rglob("*"))
     written = sum(file.stat().st_size for file in cached if file.suffix == ".safetensors")
-    said = (
+    text = (
         f"{most} {size(needed)}: {positions:,} positions of {each} bytes ({candidates} candidates, {models} models); "
     )
-    said += f"{size(written)} are written, {size(free)} are free"
+    text += f"{size(written)} are written, {size(free)} are free"
     figures = {"bytes": needed, "free": free, "positions": positions, "bytes_per_position": each, "written": written}
-    return Finding("run", "disk", "warning" if needed - written > free else "ok", said, figures)
+    return Finding("run", "disk", "warning" if needed - written > free else "ok", text, figures)
 
 
 def _positions(steps: Steps, sample: CheckedRows) -> tuple[int, str]:

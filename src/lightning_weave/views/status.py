@@ -66,7 +66,7 @@ def _so_far(stage: Stage) -> str:
     if updates := TrainingCheckpoints(stage.folder / "checkpoints", stage.step.fingerprint, keep=0).latest():
         return f"{updates} updates so far"
     if legs := len(list(stage.folder.glob("leg-*"))):
-        return f"leg {legs} has begun"
+        return f"in leg {legs}"
     blocks = len(list((stage.folder / f"blocks-{stage.step.fingerprint}").glob("*.jsonl")))
     return f"{blocks} blocks so far" if blocks else ""
 
