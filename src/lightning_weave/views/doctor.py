@@ -47,10 +47,10 @@ def examine(steps: Steps) -> list[Finding]:
     valid: dict[str, NDArray[np.bool_]] = {}
     for name in steps.recipe.anchors:
         try:
-            findings, valid[name] = check_pair(steps, name, sample)
+            of_pair, valid[name] = check_pair(steps, name, sample)
         except InputError as error:
-            findings = [Finding(f"anchors.{name}", "checkpoint", "warning", str(error))]
-        findings += findings
+            of_pair = [Finding(f"anchors.{name}", "checkpoint", "warning", str(error))]
+        findings += of_pair
     return [
         *findings,
         *_check_compositions(steps, sample, valid),
