@@ -73,10 +73,7 @@ def find_head(model: Any, vocabulary: int) -> Head:
     finally:
         model.train(was_training)
     if not bool(theirs.isfinite().all()):
-        raise WeaveError(
-            f"{model.name_or_path or type(model).__name__}: the model's logits are not finite, whatever it reads. "
-            "Try float32, or check the checkpoint"
-        )
+        raise logits_not_finite("", model.name_or_path or type(model).__name__)
     # A model of low precision rounds its logits, ours are not rounded.
     tolerance = max(1e-4, 2 * torch.finfo(head.weight_VD.dtype).eps) * max(1.0, theirs.abs().max().item())
     worst = (ours - theirs).abs().max().item()
