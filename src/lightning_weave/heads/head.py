@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from lightning_weave.errors import InputError, Mismatch, WeaveError
+from lightning_weave.errors import InputError, Mismatch, logits_not_finite
 
 PROBE_TOKENS = 8
 """Length of the sequence on which a head is compared with its model."""
