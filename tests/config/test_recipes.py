@@ -68,9 +68,10 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     [
         "alpha = 1.5",
         "kl_budget = 0.02",
-        "online = true\nobjective = 'reverse-kl'",
-        "mixture = true\nkl_budget = 0.02",
-        "sequence = ['decs', 'klear']\ndose = 'matched'\nresample = false",
+        "method = 'online'\nobjective = 'reverse-kl'",
+        "method = 'mixture'\nkl_budget = 0.02",
+        "method = 'sequential'\nsequence = ['decs', 'klear']\ndose = 'matched'\nresample = false",
+        "method = 'teacher'\nweights = { decs = 1.0 }",
         "epochs = 3",
     ],
 )

@@ -22,7 +22,7 @@ def row(stage: str, name: str, hours: float, **extra: object) -> dict:
 
 
 def test_the_papers_own_costs_give_the_papers_ratios(tmp_path: Path) -> None:
-    steps = steps_of({**make_world(tmp_path), "compositions": {"even": EVEN, "live": {**EVEN, "online": True}}})
+    steps = steps_of({**make_world(tmp_path), "compositions": {"even": EVEN, "live": {**EVEN, "method": "online"}}})
     models = list(steps.score_names.values())
     rows = [row(stage, "", PAPER[stage]) for stage in ("rollout", "reference")]
     rows += [row("score", model, PAPER["score"] / len(models)) for model in models]
@@ -37,9 +37,9 @@ def test_online_is_compared_with_the_same_anchors_and_the_same_updates_offline(t
     compositions = {
         "one": {"weights": {"acc": 1.0}},
         "long": {"weights": {"acc": 1.0}, "epochs": 20},
-        "steps": {**EVEN, "sequence": ["acc", "brief"]},
-        "live": {"weights": {"acc": 1.0, "brief": 0.0}, "online": True},
-        "live-long": {"weights": {"acc": 1.0}, "online": True, "epochs": 20},
+        "steps": {**EVEN, "method": "sequential", "sequence": ["acc", "brief"]},
+        "live": {"weights": {"acc": 1.0, "brief": 0.0}, "method": "online"},
+        "live-long": {"weights": {"acc": 1.0}, "method": "online", "epochs": 20},
     }
     steps = steps_of({**make_world(tmp_path), "compositions": compositions})
     rows = [row("rollout", "", 1.0), row("reference", "", 1.0)]

@@ -112,7 +112,7 @@ def _why_not(steps: Steps, name: str) -> str:
         return f"its method is {composition.method}; only shifts that act together have a target to sample from"
     if composition.kl_budget is not None:
         return f"compositions.{name}.kl_budget is solved on a cache, which a preview has not: set alpha"
-    native = [anchor for anchor, weight in composition.weights.items() if weight and anchors[anchor].prompt == "native"]
+    native = [anchor for anchor in composition.used if anchors[anchor].prompt == "native"]
     return f'anchors.{native[0]}.prompt = "native": a preview can only project the student\'s prompt' if native else ""
 
 
@@ -157,7 +157,8 @@ def _open_policy(steps: Steps, name: str, readers: dict[ScoredModel, AnchorReade
 
 def _open_target(steps: Steps, name: str, readers: dict[ScoredModel, AnchorReader]) -> Target:
     composition, anchors = steps.recipe.compositions[name], steps.recipe.anchors
-    used = {anchor: weight for anchor, weight in sorted(composition.weights.items()) if weight != 0}
+    assert composition.alpha is not None, "a KL budget has no preview"
+    used = dict(sorted(composition.used.items()))
 
     def reader(anchor: str, role: str) -> AnchorReader:
         scored = ScoredModel.of(anchors[anchor], "post" if role == "post" else "pre")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_weave.bench.definitions import KNOWN
-from lightning_weave.config import Composition, Dtype, Recipe
+from lightning_weave.config import Composition, Dtype, Online, Recipe, Sequential
 from lightning_weave.plan.architecture import Shape
 from lightning_weave.plan.calibration import calibrate
 from lightning_weave.plan.costs import (
@@ -88,7 +88,7 @@ def make_plan(recipe: Recipe, machine: Machine, prompt_tokens: float | None = No
         name: _training_hours(recipe, section, hours, models, load, constants, machine)
         for name, section in recipe.compositions.items()
     }
-    offline = {name: cost for name, cost in trainings.items() if not recipe.compositions[name].online}
+    offline = {name: cost for name, cost in trainings.items() if recipe.compositions[name].method != "online"}
     return Plan(
         name=recipe.name,
         gpu=machine.gpu.name,
@@ -146,17 +146,18 @@ def _training_hours(
 
     epochs = composition.epochs or load.epochs
     training = hours.train * epochs / load.epochs
-    used = [name for name, weight in composition.weights.items() if weight != 0]
-    if composition.online:
-        live = Hours(hours.rollout, hours.reference, scoring(used), training)
-        rounds = load.rounds * epochs // load.epochs
-        return online_hours(live, replace(load, epochs=epochs, rounds=rounds), constants, machine)
-    if not composition.sequence or not composition.resample:
-        return training
-    # Every later leg samples, and scores under its own anchor, its share of the trajectories.
-    legs = len(composition.sequence)
-    anew = [hours.rollout + hours.reference + sum(scoring([name])) for name in composition.sequence[1:]]
-    return training + sum(anew) / legs
+    match composition:
+        case Online():
+            live = Hours(hours.rollout, hours.reference, scoring(composition.used), training)
+            rounds = load.rounds * epochs // load.epochs
+            return online_hours(live, replace(load, epochs=epochs, rounds=rounds), constants, machine)
+        case Sequential(resample=True):
+            # Every later leg samples, and scores under its own anchor, its share of the trajectories.
+            legs = len(composition.sequence)
+            anew = [hours.rollout + hours.reference + sum(scoring([name])) for name in composition.sequence[1:]]
+            return training + sum(anew) / legs
+        case _:
+            return training
 
 
 def _evaluation_tokens(recipe: Recipe) -> float:

@@ -1,5 +1,6 @@
 """Offline training: the whole of a composition is in the cache, and only the student is loaded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from lightning_weave.cache.reader import Cache
 from lightning_weave.cache.shifts import anchor_pair
 from lightning_weave.cache.sources import Sharpened, Source, Teacher, deal_groups
+from lightning_weave.config import Distilled, SelfDistilled
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage
@@ -53,15 +55,17 @@ def train_offline(
 def open_cache(steps: Steps, name: str) -> Cache:
     """Open what a composition is trained on: the shifts of its anchors, a teacher, or the student sharpened."""
     composition = steps.recipe.compositions[name]
-    sources: list[Source] = []
-    for anchor, weight in sorted(composition.weights.items()):
-        if weight != 0:
-            pair = anchor_pair(steps, anchor, weight)
-            sources.append(Teacher(anchor, pair.post, composition.alpha) if composition.teacher else pair)
-    if composition.sharpen is not None:
-        sources.append(Sharpened(composition.sharpen, composition.alpha))
+    pairs = [anchor_pair(steps, anchor, weight) for anchor, weight in sorted(composition.used.items())]
+    sources: Sequence[Source]
+    match composition:
+        case Distilled():
+            sources = [Teacher(pair.name, pair.post, composition.alpha) for pair in pairs]
+        case SelfDistilled():
+            sources = [Sharpened(composition.sharpen, composition.alpha)]
+        case _:
+            sources = pairs
     rollouts, reference = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
-    if not composition.mixture:
+    if composition.method != "mixture":
         return Cache(rollouts, reference, sources)
     responses = steps.recipe.rollout.responses
     groups = reference.require()["rows"] // responses

@@ -11,6 +11,7 @@ import torch
 
 from lightning_weave.cache.reader import Row
 from lightning_weave.cache.sources import pair_shift
+from lightning_weave.config import Online
 from lightning_weave.errors import InputError
 from lightning_weave.models.hf import HFSampler, Scorer
 from lightning_weave.models.load import load_model, load_tokenizer, stop_ids, vocabulary_size
@@ -35,6 +36,7 @@ def train_online(steps: Steps, name: str, stage: Stage, ranks: Ranks, dtype: tor
     if ranks.world > 1:
         raise InputError(f"compositions.{name}: online training runs on one rank; start it without torchrun")
     composition = steps.recipe.compositions[name]
+    assert isinstance(composition, Online), composition.method
     prompts = prompts_stage.make(steps, progress)
     schedule = make_schedule(steps.recipe, len(prompts), epochs=composition.epochs)
     trainee = open_trainee(steps, ranks, dtype)

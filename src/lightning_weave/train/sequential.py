@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_weave.config import Composition
+from lightning_weave.config import Joint, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.pipeline import prompts as prompts_stage
 from lightning_weave.pipeline import reference, rollout, score
@@ -68,8 +68,11 @@ def train_in_sequence(
 
 def legs(steps: Steps, name: str) -> Iterator[LegRun]:
     """The legs of a sequence in their order, up to the first whose student has not been made."""
-    composition, final = steps.recipe.compositions[name], None
-    count, prompts = len(composition.sequence), steps.store.stage(steps.prompts).require()["rows"]
+    composition = steps.recipe.compositions[name]
+    assert isinstance(composition, Sequential), composition.method
+    count = len(composition.sequence)
+    prompts = steps.store.stage(steps.prompts).require()["rows"]
+    final = None
     if prompts < count:
         raise InputError(f"compositions.{name}.sequence: {prompts} prompts cannot be shared among {count} legs")
     for number, anchor in enumerate(composition.sequence):
@@ -88,9 +91,9 @@ def legs(steps: Steps, name: str) -> Iterator[LegRun]:
             return
 
 
-def _leg_composition(composition: Composition, anchor: str) -> Composition:
+def _leg_composition(composition: Sequential, anchor: str) -> Joint:
     weight = composition.weights[anchor] if composition.dose == "matched" else 1.0
-    return Composition(
+    return Joint(
         weights={anchor: weight},
         normalize=False,
         alpha=composition.alpha,
@@ -99,12 +102,12 @@ def _leg_composition(composition: Composition, anchor: str) -> Composition:
     )
 
 
-def _on_first_cache(steps: Steps, name: str, composition: Composition) -> Steps:
+def _on_first_cache(steps: Steps, name: str, composition: Joint) -> Steps:
     recipe = steps.recipe.model_copy(update={"compositions": {name: composition}})
     return Steps(recipe, steps.arguments)
 
 
-def _on_own_cache(steps: Steps, name: str, number: int, composition: Composition, student: Path, prompts: int) -> Steps:
+def _on_own_cache(steps: Steps, name: str, number: int, composition: Joint, student: Path, prompts: int) -> Steps:
     """A run of its own, with the student of the leg before and a share of this run's prompts."""
     recipe, folder = steps.recipe, steps.store.run_dir / "train" / name
     anchor, source = next(iter(composition.weights)), prompts_stage.path_of(steps)
@@ -152,7 +155,9 @@ def _keep(steps: Steps, name: str, stage: Stage, final: Path) -> None:
     unfinished, target = stage.folder / ".tmp-final", stage.folder / "final"
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(final, unfinished)
-    legs = steps.recipe.compositions[name].sequence
+    composition = steps.recipe.compositions[name]
+    assert isinstance(composition, Sequential), composition.method
+    legs = composition.sequence
     write_atomic(unfinished / "README.md", model_card(steps, name, {"legs": legs}).encode())
     shutil.rmtree(target, ignore_errors=True)
     os.rename(unfinished, target)

@@ -85,8 +85,7 @@ def online_costs(steps: Steps, rows: list[dict[str, Any]]) -> dict[str, tuple[fl
     """What each online composition cost, and what the same anchors cost offline at the same number of updates."""
     found, seconds = {}, _training_seconds(steps, rows, "online")
     for name in seconds.keys() & steps.recipe.compositions.keys():
-        used = [anchor for anchor, weight in steps.recipe.compositions[name].weights.items() if weight != 0]
-        if offline := offline_cost(steps, rows, used):
+        if offline := offline_cost(steps, rows, steps.recipe.compositions[name].used):
             found[name] = (seconds[name], offline)
     return dict(sorted(found.items()))
 

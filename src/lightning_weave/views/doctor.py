@@ -77,7 +77,7 @@ def _check_compositions(steps: Steps, sample: Sample, valid: dict[str, NDArray[n
     """Say what is left where all anchors of a composition must be valid (mask intersection)."""
     found = []
     for name, composition in steps.recipe.compositions.items():
-        used = [anchor for anchor, weight in composition.weights.items() if weight]
+        used = list(composition.used)
         if len(used) < 2 or any(anchor not in valid for anchor in used) or not sample.positions:
             continue
         share = float(np.logical_and.reduce([valid[anchor] for anchor in used]).mean())

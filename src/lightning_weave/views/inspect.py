@@ -21,7 +21,6 @@ from lightning_weave.maths import compose_shifts, tilted_target, with_other
 from lightning_weave.runs.alignment import student_tokenizer
 from lightning_weave.runs.steps import ROLES, ScoredModel, Steps
 from lightning_weave.tokens.spelling import Spelling
-from lightning_weave.train.dose import alpha_of
 from lightning_weave.train.offline import open_cache
 from lightning_weave.types import FINISH_REASONS, Rollouts, Scores
 
@@ -127,9 +126,9 @@ def _targets(steps: Steps, row: int, position: int, scored: list[str]) -> dict[s
     """
     targets: dict[str, list[float] | None] = {}
     for name, composition in steps.recipe.compositions.items():
-        alpha = alpha_of(steps, name)
-        known = all(anchor in scored for anchor, weight in composition.weights.items() if weight)
-        if known and alpha is not None and not composition.sequence:
+        alpha = steps.alpha(name)
+        known = all(anchor in scored for anchor in composition.used)
+        if known and alpha is not None and composition.method != "sequential":
             cache = open_cache(steps, name)
             read, at = cache.read(row), slice(position, position + 1)
             log_b_NO = with_other(torch.tensor(read.logp_TC[at]), torch.tensor(read.other_logp_T[at]))
