@@ -80,5 +80,30 @@ def test_every_way_to_train_reads_back_as_itself(tmp_path: Path, way: str) -> No
     assert load(tmp_path, dump_recipe(recipe)).model_dump() == recipe.model_dump()
 
 
+def test_a_later_file_or_an_override_changes_the_method(tmp_path: Path) -> None:
+    over = "[compositions.klear-decs]\nmethod = 'sequential'\nsequence = ['klear', 'decs']"
+    later = load(tmp_path, BASE, over).compositions["klear-decs"]
+    assert (later.method, later.sequence, later.weights) == (
+        "sequential",
+        ["klear", "decs"],
+        {"klear": 0.5, "decs": 0.5},
+    )
+    online = load(tmp_path, BASE, sets=("compositions.klear-decs.method=online",))
+    assert online.compositions["klear-decs"].method == "online"
+    resolved = dump_recipe(online)
+    back = load(tmp_path, resolved, sets=("compositions.klear-decs.method=joint",))
+    assert back == load(tmp_path, BASE)
+
+
+def test_methods_without_weights_or_alpha_have_none(tmp_path: Path) -> None:
+    made = "[compositions.sharp]\nmethod = 'self'\nsharpen = 0.5\n[compositions.klear-decs]\nkl_budget = 0.02"
+    recipe = load(tmp_path, BASE, made)
+    assert recipe.compositions["sharp"].weights == recipe.compositions["sharp"].used == {}
+    assert recipe.compositions["klear-decs"].alpha is None
+    written = dump_recipe(recipe)
+    assert "alpha" not in written[written.index("[compositions.klear-decs]") : written.index("[compositions.sharp]")]
+    assert load(tmp_path, written) == recipe
+
+
 def test_plain_data_is_checked_the_same() -> None:
     assert check_recipe({"name": "x", "student": {"model": "m"}}).train.epochs == 2

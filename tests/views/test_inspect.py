@@ -85,10 +85,13 @@ def test_targets_are_those_that_training_aims_at(recipe: dict[str, Any]) -> None
     }
     recipe = {**recipe, "compositions": {**recipe["compositions"], **ways}}
     steps = steps_of(recipe)
-    assert "budget" not in inspect.look(steps, 0, 0).targets, "alpha is solved when training begins"
+    assert steps.alpha("budget") is None, "alpha is solved when training begins"
+    assert "budget" not in inspect.look(steps, 0, 0).targets
     train.run(steps, QUIET, ["budget"])
     alpha = steps.store.stage(steps.train("budget")).require()["alpha"]
     assert alpha != 2.0
+    assert steps.alpha("budget") == alpha
+    assert {steps.alpha(name) for name in ways if name != "budget"} == {2.0}
     dealt = set()
     for number, (post, pre) in enumerate(zip(read_cache(steps, "post"), read_cache(steps, "pre"), strict=True)):
         for t in range(len(post["response_ids"])):

@@ -58,10 +58,11 @@ def _of_another_method(loc: Loc, composition: Mapping[str, Any]) -> str:
     having = [f'"{method}"' for method, section in METHODS.items() if key in section.model_fields]
     if not having:
         return ""
-    if "method" not in composition:
+    method = loc[2]
+    if method == "joint" and "method" not in composition:
         return f"add method = {having[0]}"
     remedy = "set alpha" if key == "kl_budget" else "leave it out"
-    return f'method = "{loc[2]}" has no {key}, only {" and ".join(having)}: {remedy}'
+    return f'method = "{method}" has no {key}, only {" and ".join(having)}: {remedy}'
 
 
 def _without_method(loc: Loc) -> Loc:
