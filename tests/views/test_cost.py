@@ -58,6 +58,23 @@ def test_online_is_compared_with_the_same_anchors_and_the_same_updates_offline(t
     assert said["one"] == ("joint", "1 h 00 m")
 
 
+def test_naive_runs_are_not_the_offline_training_that_online_is_compared_with(tmp_path: Path) -> None:
+    naive = {**EVEN, "objective": "direct-opd"}
+    recipe = {
+        **make_world(tmp_path),
+        "compositions": {"even": EVEN, "naive": naive, "same": {**EVEN, "objective": "tilted"}},
+    }
+    rows = [row("rollout", "", 1.0), row("reference", "", 1.0), row("train", "even", 2.0, method="joint")]
+    rows += [row("train", "naive", 50.0, method="joint"), row("train", "same", 4.0, method="joint")]
+    rows += [row("train", "of-a-sweep", 6.0, method="joint")]
+    offline = cost.offline_cost(steps_of(recipe), rows)
+    assert offline is not None
+    assert (offline.train, offline.compositions) == (3600 * 4.0, 3)
+    assert cost.summary(steps_of({**recipe, "compositions": {"naive": naive}}), [rows[0], rows[3]]) == []
+    all_naive = {**recipe, "train": {**recipe["train"], "objective": "direct-opd"}, "compositions": {"naive": EVEN}}
+    assert cost.offline_cost(steps_of(all_naive), [rows[0], rows[3]]) is not None
+
+
 def test_rows_of_one_stage_are_added_up() -> None:
     rows = [row("score", "a", 1.0), row("score", "a", 0.5), row("score", "b", 2.0)]
     found = cost.costs(rows, "stage", "name")

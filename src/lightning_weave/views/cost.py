@@ -69,9 +69,13 @@ def costs(rows: list[dict[str, Any]], *keys: str) -> dict[tuple[str, ...], Cost]
 def offline_cost(steps: Steps, rows: list[dict[str, Any]], anchors: Iterable[str] | None = None) -> Offline | None:
     """What a composition of these anchors (all, unsaid) costs with its cache, None before any was trained.
 
-    Training is the mean over the compositions that make the recipe's own number of updates.
+    Training is the mean over the joint compositions with the recipe's own number of updates and objective: naive
+    runs are not among them.
     """
-    trained = _training_seconds(steps, rows, "joint")
+    compositions = steps.recipe.compositions
+    others = {name for name in compositions if steps.objective(name) != steps.recipe.train.objective}
+    joint = _training_seconds(steps, rows, "joint")
+    trained = {name: seconds for name, seconds in joint.items() if name not in others}
     if not trained:
         return None
     models = None if anchors is None else _models(steps, anchors)
