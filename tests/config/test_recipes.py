@@ -1,10 +1,12 @@
 """Merging, overriding and writing back recipes."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from lightning_weave.config import Recipe, check_recipe, dump_recipe, load_recipe
+from lightning_weave.config.composition import METHODS
 
 BASE = """
 name = "base"
@@ -103,6 +105,15 @@ def test_methods_without_weights_or_alpha_have_none(tmp_path: Path) -> None:
     written = dump_recipe(recipe)
     assert "alpha" not in written[written.index("[compositions.klear-decs]") : written.index("[compositions.sharp]")]
     assert load(tmp_path, written) == recipe
+
+
+def test_the_page_has_every_method_with_the_keys_of_its_own() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "your-models.md").read_text(encoding="utf-8")
+    rows = re.findall(r'^\| `"(\w+)"`[^|]*\|[^|]*\|([^|]*)\|$', page, flags=re.MULTILINE)
+    assert [method for method, _ in rows] == list(METHODS)
+    shared = {"method", "alpha", "objective", "epochs", "weights", "normalize", "allow_negative"}
+    for method, keys in rows:
+        assert set(re.findall(r"`(\w+)", keys)) - shared == set(METHODS[method].model_fields) - shared
 
 
 def test_plain_data_is_checked_the_same() -> None:

@@ -69,8 +69,8 @@ def test_evaluation_samples_as_the_benchmarks_do(monkeypatch: pytest.MonkeyPatch
     recipe = paper("base", "qwen3-4b", kind, "klear").model_dump(by_alias=True, exclude_none=True)
     recipe["eval"] |= {"samples": None, "max_tokens": None}
     usual = make_plan(check_recipe(recipe), EIGHT).evaluation
-    said = {"samples": definitions.SAMPLES[kind], "max_tokens": definitions.MAX_TOKENS[kind]}
-    assert make_plan(check_recipe({**recipe, "eval": recipe["eval"] | said}), EIGHT).evaluation == usual
+    same = {"samples": definitions.SAMPLES[kind], "max_tokens": definitions.MAX_TOKENS[kind]}
+    assert make_plan(check_recipe({**recipe, "eval": recipe["eval"] | same}), EIGHT).evaluation == usual
     monkeypatch.setitem(definitions.SAMPLES, kind, 2 * definitions.SAMPLES[kind])
     monkeypatch.setitem(definitions.MAX_TOKENS, kind, 3 * definitions.MAX_TOKENS[kind])
     assert make_plan(check_recipe(recipe), EIGHT).evaluation == pytest.approx(6 * usual)

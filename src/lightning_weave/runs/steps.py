@@ -230,9 +230,9 @@ class Steps:
 
     def alpha(self, name: str) -> float | None:
         """The alpha of a composition: as said, or as training solved it; None where it has yet to be solved."""
-        said = self.recipe.compositions[name].alpha
-        if said is not None:
-            return said
+        alpha = self.recipe.compositions[name].alpha
+        if alpha is not None:
+            return alpha
         stage = self.store.stage(self.train(name))
         return float(stage.require()["alpha"]) if stage.state() == "done" else None
 

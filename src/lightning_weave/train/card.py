@@ -50,7 +50,7 @@ The recipe, with everything that it left unsaid:
 
 
 def _alpha(composition: Composition, figures: dict[str, Any]) -> float:
-    """As training recorded it; a sequence records that of its legs only."""
+    """The alpha that training recorded; only the legs of a sequence record one."""
     alpha = figures.get("alpha", composition.alpha)
     assert alpha is not None, "what is trained has an alpha"
     return float(alpha)
