@@ -13,6 +13,8 @@ from lightning_weave.bench.sources import Row, download_files, locate, read_rows
 from lightning_weave.errors import InputError
 
 Kind = Literal["math", "code"]
+SAMPLES: dict[Kind, int] = {"math": 64, "code": 4}  # per problem
+MAX_TOKENS: dict[Kind, int] = {"math": 32_768, "code": 40_960}
 
 ID_COLUMNS = ("id", "ID", "problem_idx", "unique_id", "question_id")
 QUESTION_COLUMNS = ("problem", "Problem", "question", "Question")
@@ -111,8 +113,7 @@ def _load_file(name: str) -> Benchmark:
 
 
 def _with_defaults(name: str, label: str, kind: Kind, problems: list[Problem]) -> Benchmark:
-    samples, max_tokens = (64, 32_768) if kind == "math" else (4, 40_960)
-    return Benchmark(name, label, kind, tuple(problems), samples, max_tokens)
+    return Benchmark(name, label, kind, tuple(problems), samples=SAMPLES[kind], max_tokens=MAX_TOKENS[kind])
 
 
 def _names(name: str) -> tuple[str, ...]:

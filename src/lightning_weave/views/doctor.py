@@ -76,7 +76,7 @@ def _check_compositions(steps: Steps, sample: CheckedRows, valid: dict[str, NDAr
     """Say what is left where all anchors of a composition must be valid (mask intersection)."""
     findings = []
     for name, composition in steps.recipe.compositions.items():
-        used = [anchor for anchor, weight in composition.weights.items() if weight]
+        used = list(composition.used)
         if len(used) < 2 or any(anchor not in valid for anchor in used) or not sample.positions:
             continue
         share = float(np.logical_and.reduce([valid[anchor] for anchor in used]).mean())
