@@ -12,7 +12,7 @@ from lightning_weave.prompts.decontaminate import Overlap
 from lightning_weave.prompts.filters import Report, drop_duplicates, duplicate_key, take_by_seed
 from lightning_weave.prompts.normal import normalise, words
 from lightning_weave.prompts.questions import Question
-from lightning_weave.prompts.sources import BadRow
+from lightning_weave.store.tables import BadRow
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,17 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_weave.bench.sources import Row, download_files, locate, read_rows
+from lightning_weave.bench.sources import download_files, locate
 from lightning_weave.errors import InputError
+from lightning_weave.store.tables import Row, checked_rows, plain_text, reference_answer
 
-Kind = Literal["math", "code"]
+BenchmarkKind = Literal["math", "code"]
 
 ID_COLUMNS = ("id", "ID", "problem_idx", "unique_id", "question_id")
 QUESTION_COLUMNS = ("problem", "Problem", "question", "Question")
@@ -36,7 +37,7 @@ class Benchmark:
 
     name: str
     label: str  # as a table prints it
-    kind: Kind
+    kind: BenchmarkKind
     problems: tuple[Problem, ...]
     samples: int
     max_tokens: int
@@ -55,7 +56,7 @@ class _Known:
     """Where one of the paper's benchmarks comes from, and what must be found there."""
 
     label: str
-    kind: Kind
+    kind: BenchmarkKind
     count: int
     repo: str
     since: date | None = None  # LiveCodeBench: the first contest date of the window
@@ -85,7 +86,7 @@ def load_benchmark(name: str, source: str | None = None) -> Benchmark:
     where = source or known.repo
     try:
         rows = _release_rows(name, known, where) if known.since else _all_rows(locate(where, _names(name)))
-        problems = _problems(rows, where, known.kind)
+        problems = _problems(rows, known.kind)
     except InputError as error:
         raise InputError(f"benchmark {name}: {error}") from error
     if len(problems) != known.count:
@@ -104,13 +105,13 @@ def _load_file(name: str) -> Benchmark:
             f"benchmark {name}: no such file. Write one problem per line: "
             '{"id": "1", "problem": "1+1?", "answer": "2"} or a LiveCodeBench row.'
         )
-    problems = _problems(_all_rows(locate(str(path), ())), str(path), None)
+    problems = _problems(_all_rows(locate(str(path), ())), None)
     if not problems:
         raise InputError(f"benchmark {name}: holds no problem.")
     return _with_defaults(name, path.stem, "code" if problems[0].row is not None else "math", problems)
 
 
-def _with_defaults(name: str, label: str, kind: Kind, problems: list[Problem]) -> Benchmark:
+def _with_defaults(name: str, label: str, kind: BenchmarkKind, problems: list[Problem]) -> Benchmark:
     samples, max_tokens = (64, 32_768) if kind == "math" else (4, 40_960)
     return Benchmark(name, label, kind, tuple(problems), samples, max_tokens)
 
@@ -121,89 +122,74 @@ def _names(name: str) -> tuple[str, ...]:
 
 def _all_rows(files: Iterable[Path]) -> Iterator[Row]:
     for file in files:
-        yield from read_rows(file)
+        yield from checked_rows(file)
 
 
 def _release_rows(name: str, known: _Known, where: str) -> list[Row]:
-    """Read a LiveCodeBench window, newest file first and no further than its last problem.
+    """Read a LiveCodeBench window, newest file first, and stop at its last problem.
 
-    The release's files are gigabytes of tests; the window's size is known, so the older ones are seldom needed.
+    The release is gigabytes of tests. The size of the window is known, so the older files are rarely needed.
     """
     rows: list[Row] = []
     for file in _release_files(name, known, where):
-        rows += [row for row in read_rows(file) if _contest_date(row, file) >= (known.since or date.min)]
+        rows += [row for row in checked_rows(file) if _contest_date(row) >= (known.since or date.min)]
         if len(rows) >= known.count and file.name in known.files:
             break
-    return sorted(rows, key=lambda row: str(row.get("question_id")))  # one order, wherever the rows came from
+    return sorted(rows, key=lambda row: str(row.values.get("question_id")))  # the same order from any source
 
 
 def _release_files(name: str, known: _Known, where: str) -> Iterable[Path]:
     if where == _LCB:
         return download_files(_LCB, known.files)
-    found = locate(where, _names(name))
-    by_name = {file.name: file for file in found}
-    return [by_name[file] for file in known.files if file in by_name] or found
+    files = locate(where, _names(name))
+    by_name = {file.name: file for file in files}
+    return [by_name[file] for file in known.files if file in by_name] or files
 
 
-def _contest_date(row: Row, where: object) -> date:
-    value = row.get("contest_date")
+def _contest_date(row: Row) -> date:
+    value = row.values.get("contest_date")
     try:
         return date.fromisoformat(str(value)[:10])
     except ValueError as error:
-        raise InputError(f"{where}: contest_date is {value!r}, expected a date such as 2024-08-01.") from error
+        raise InputError(f"{row.where}: contest_date is {value!r}, expected a date such as 2024-08-01.") from error
 
 
-def _problems(rows: Iterable[Row], where: str, expected: Kind | None) -> list[Problem]:
-    problems: list[Problem] = []
-    seen: set[str] = set()
+def _problems(rows: Iterable[Row], expected: BenchmarkKind | None) -> list[Problem]:
+    problems: dict[str, Problem] = {}
     for number, row in enumerate(rows, start=1):
-        problem = _problem(row, number, f"{where}, problem {number}")
-        kind: Kind = "code" if problem.row is not None else "math"
+        problem = _problem(row, number)
+        kind: BenchmarkKind = "code" if problem.row is not None else "math"
         expected = expected or kind
         if kind != expected:
-            raise InputError(f"{where}, problem {number}: a {kind} problem among {expected} problems; keep them apart.")
-        if problem.id in seen:
-            raise InputError(f"{where}, problem {number}: id {problem.id!r} occurs twice; ids must differ.")
-        seen.add(problem.id)
-        problems.append(problem)
-    return problems
+            raise InputError(f"{row.where}: a {kind} problem among {expected} problems. Use one file for each.")
+        if problem.id in problems:
+            raise InputError(f"{row.where}: id {problem.id!r} occurs twice. Give every problem its own id.")
+        problems[problem.id] = problem
+    return list(problems.values())
 
 
-def _problem(row: Row, number: int, where: str) -> Problem:
-    if all(column in row for column in CODE_COLUMNS):
-        return Problem(str(row["question_id"]), str(row["question_content"]), row=row)
-    question, answer = _first(row, QUESTION_COLUMNS), _first(row, ANSWER_COLUMNS)
+def _problem(row: Row, number: int) -> Problem:
+    values = row.values
+    if all(column in values for column in CODE_COLUMNS):
+        return Problem(str(values["question_id"]), str(values["question_content"]), row=values)
+    question = _first(values, QUESTION_COLUMNS)
+    answer = _first(values, ANSWER_COLUMNS)
     if question is None or answer is None:
         raise InputError(
-            f"{where}: has {', '.join(map(str, row)) or 'no fields'}; expected id, problem and answer, "
+            f"{row.where}: has {', '.join(map(str, values)) or 'no fields'}; expected id, problem and answer, "
             f"or a LiveCodeBench row ({', '.join(CODE_COLUMNS)})."
         )
-    identity = _first(row, ID_COLUMNS)
-    return Problem(_text(number if identity is None else identity), _question(question, where), _answer(answer, where))
+    if not isinstance(question, str) or not question.strip():
+        raise InputError(f"{row.where}: its problem is {question!r}, expected text.")
+    reference = reference_answer(answer)
+    if reference is None:
+        raise InputError(f"{row.where}: its answer is {answer!r}, expected a number or text.")
+    identity = _first(values, ID_COLUMNS)
+    return Problem(plain_text(number if identity is None else identity), question, reference)
 
 
-def _question(value: object, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise InputError(f"{where}: its problem is {value!r}, expected text.")
-    return value
-
-
-def _answer(value: object, where: str) -> str:
-    """Read what a response is compared with: a number or text, or the first of several right ones."""
-    if isinstance(value, list) and value:
-        return _answer(value[0], where)
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
-        raise InputError(f"{where}: its answer is {value!r}, expected a number or text; no response could be right.")
-    return _text(value)
-
-
-def _first(row: Row, columns: tuple[str, ...]) -> object | None:
-    return next((row[column] for column in columns if row.get(column) is not None), None)
-
-
-def _text(value: object) -> str:
-    """Write an integer that some table stored as a float without its `.0`."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+def _first(values: Mapping[str, Any], columns: tuple[str, ...]) -> object | None:
+    return next((values[column] for column in columns if values.get(column) is not None), None)
 
 
 def ids_digest(problems: Iterable[Problem]) -> str:

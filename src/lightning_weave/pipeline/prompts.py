@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.prompts import build_prompts, read_prompts
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import write_atomic
+from lightning_weave.store.tables import Row, checked_rows
 from lightning_weave.types import FINISH_REASONS, FinishReason, Prompt, Response
 
 
@@ -69,18 +70,18 @@ def own_trajectories(steps: Steps, tokenizer: Any) -> list[OwnGroup]:
     path, wanted = Path(steps.recipe.rollout.from_ or "").expanduser(), steps.recipe.rollout.responses
     vocabulary, stops = vocabulary_size(tokenizer), stop_ids(steps.student_path, tokenizer)
     groups: dict[tuple[int, ...], OwnGroup] = {}
-    for where, row in _rows(path):
-        prompt_ids = tuple(_ids(row, "prompt_ids", where, vocabulary))
+    for row in checked_rows(path):
+        prompt_ids = tuple(_ids(row, "prompt_ids", vocabulary))
         if not prompt_ids:
-            raise InputError(f"{where}: prompt_ids is empty; every prompt needs at least one token")
-        response_ids = _ids(row, "response_ids", where, vocabulary)
-        _check_messages(row, where)
+            raise InputError(f"{row.where}: prompt_ids is empty; every prompt needs at least one token")
+        response_ids = _ids(row, "response_ids", vocabulary)
+        _check_messages(row)
         for key in ("id", "answer"):
-            if not isinstance(row.get(key), str | int | float | None):
-                raise InputError(f"{where}: {key} = {row[key]!r} must be text or a number")
+            if not isinstance(row.values.get(key), str | int | float | None):
+                raise InputError(f"{row.where}: {key} = {row.values[key]!r} must be text or a number")
         ended = bool(response_ids) and response_ids[-1] in stops
-        response = Response(response_ids, _finish(row, where, ended))
-        groups.setdefault(prompt_ids, OwnGroup(prompt_ids, row, [])).responses.append(response)
+        response = Response(response_ids, _finish(row, ended))
+        groups.setdefault(prompt_ids, OwnGroup(prompt_ids, row.values, [])).responses.append(response)
     if not groups:
         raise InputError(f"{path}: no trajectory in it; each line is one, with prompt_ids and response_ids")
     if not any(response.ids for group in groups.values() for response in group.responses):
@@ -94,47 +95,27 @@ def own_trajectories(steps: Steps, tokenizer: Any) -> list[OwnGroup]:
     return list(groups.values())
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(
-            f"rollout.from = {str(path)!r}: cannot be read ({error.strerror}). Give a JSONL file"
-        ) from None
-    for number, line in enumerate(lines, start=1):
-        where = f"{path}:{number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{where}: not JSON ({error})") from None
-        if not isinstance(row, dict):
-            raise InputError(f"{where}: must be an object with prompt_ids and response_ids")
-        yield where, row
-
-
-def _ids(row: dict[str, Any], key: str, where: str, vocabulary: int) -> list[int]:
-    ids = row.get(key)
+def _ids(row: Row, key: str, vocabulary: int) -> list[int]:
+    ids = row.values.get(key)
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise InputError(f"{where}: {key} must be a list of token ids")
+        raise InputError(f"{row.where}: {key} must be a list of token ids")
     if outside := [token for token in ids if not 0 <= token < vocabulary]:
         raise InputError(
-            f"{where}: {key} holds {outside[0]}, but the student's tokenizer has the ids 0 to {vocabulary - 1}. "
+            f"{row.where}: {key} holds {outside[0]}, but the student's tokenizer has the ids 0 to {vocabulary - 1}. "
             "Were these tokens made with another tokenizer?"
         )
     return ids
 
 
-def _check_messages(row: dict[str, Any], where: str) -> None:
-    turns = row.get("messages", [])
+def _check_messages(row: Row) -> None:
+    turns = row.values.get("messages", [])
     plain = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
     if not plain or not all(isinstance(turn.get(key), str) for turn in turns for key in ("role", "content")):
-        raise InputError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}')
+        raise InputError(f'{row.where}: messages must be a list of {{"role": ..., "content": ...}}')
 
 
-def _finish(row: dict[str, Any], where: str, ended: bool) -> FinishReason:
-    finish = row.get("finish", "stop" if ended else "length")
+def _finish(row: Row, ended: bool) -> FinishReason:
+    finish = row.values.get("finish", "stop" if ended else "length")
     if finish not in FINISH_REASONS:
-        raise InputError(f"{where}: finish = {finish!r} must be one of {', '.join(FINISH_REASONS)}")
+        raise InputError(f"{row.where}: finish = {finish!r} must be one of {', '.join(FINISH_REASONS)}")
     return finish

@@ -5,14 +5,12 @@ from lightning_weave.prompts.decontaminate import Overlap, Screen
 from lightning_weave.prompts.filters import Report
 from lightning_weave.prompts.formats import Format, chatml, dapo, livecodebench, question_answer
 from lightning_weave.prompts.render import encode, render
-from lightning_weave.prompts.sources import BadRow, Row, read_rows
+from lightning_weave.prompts.sources import read_rows
 
 __all__ = [
-    "BadRow",
     "Format",
     "Overlap",
     "Report",
-    "Row",
     "Screen",
     "build_prompts",
     "chatml",

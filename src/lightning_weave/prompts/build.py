@@ -14,7 +14,8 @@ from lightning_weave.prompts.filters import Dedup, Report, drop_duplicates, dupl
 from lightning_weave.prompts.formats import Format, chatml, put
 from lightning_weave.prompts.questions import Columns, Message, Question, question_of
 from lightning_weave.prompts.render import encode, knows_thinking, render
-from lightning_weave.prompts.sources import BadRow, Row, read_rows
+from lightning_weave.prompts.sources import read_rows
+from lightning_weave.store.tables import BadRow, Row
 from lightning_weave.types import Prompt
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from lightning_weave.prompts.decontaminate import Overlap
 from lightning_weave.prompts.normal import normalise
 from lightning_weave.prompts.questions import Question
-from lightning_weave.prompts.sources import BadRow
+from lightning_weave.store.tables import BadRow
 
 Dedup = Literal["none", "exact", "normalised"]
 T = TypeVar("T")

@@ -1,11 +1,10 @@
 """From a row of any shape to one question: which column is what, and what makes a row unusable."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_weave.prompts.sources import BadRow, Row
+from lightning_weave.store.tables import BadRow, Row, reference_answer
 
 Message = dict[str, str]
 
@@ -96,27 +95,10 @@ def _text(value: Any, name: str) -> str:
 
 
 def _answer(value: Any) -> str | None:
-    """Read an answer; of several that count as right (a list, or one written as JSON) the first.
-
-    >>> _answer(204), _answer('["\\\\\\\\frac{1}{2}"]'), _answer("[0, 1]"), _answer(None)
-    ('204', '\\\\frac{1}{2}', '[0, 1]', None)
-    """
     if value is None:
         return None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, str) and value.startswith('["'):
-        value = _json_list(value)
-    if isinstance(value, list) and value:
-        return _answer(value[0])
-    return _text(value, "the answer")
-
-
-def _json_list(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+    answer = reference_answer(value)
+    return _text(value if answer is None else answer, "the answer")
 
 
 def _identity(value: Any) -> str:
