@@ -189,7 +189,8 @@ def test_without_a_network_it_says_how_to_get_each_benchmark(tmp_path):
         "for args in [*((name,) for name in KNOWN), ('aime-2024', 'some/repo@abc')]:\n"
         "    try: load_benchmark(*args)\n"
         "    except InputError as error: print(error)\n"
-        "import sys; assert 'torch' not in sys.modules and 'datasets' not in sys.modules\n"
+        "import sys, lightning_weave.bench.export, lightning_weave.bench.lock\n"
+        "assert 'torch' not in sys.modules and 'datasets' not in sys.modules\n"
     )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

@@ -6,20 +6,3 @@ from lightning_weave.prompts.filters import Report
 from lightning_weave.prompts.formats import Format, chatml, dapo, livecodebench, question_answer
 from lightning_weave.prompts.render import encode, render
 from lightning_weave.prompts.sources import read_rows
-
-__all__ = [
-    "Format",
-    "Overlap",
-    "Report",
-    "Screen",
-    "build_prompts",
-    "chatml",
-    "dapo",
-    "encode",
-    "livecodebench",
-    "question_answer",
-    "read_prompts",
-    "read_rows",
-    "render",
-    "write_prompts",
-]

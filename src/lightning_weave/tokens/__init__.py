@@ -9,13 +9,3 @@ from lightning_weave.tokens.coverage import (
     suggest_alias,
 )
 from lightning_weave.tokens.spelling import spell
-
-__all__ = [
-    "TokenMap",
-    "added_without_counterpart",
-    "atomic_share",
-    "breaking_tokens",
-    "same_tokenizer",
-    "spell",
-    "suggest_alias",
-]
