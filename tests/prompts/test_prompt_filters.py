@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_weave.prompts.decontaminate import Overlap
-from lightning_weave.prompts.filters import Report, drop_duplicates, duplicate_key, take_by_seed
+from lightning_weave.prompts.filters import PromptReport, drop_duplicates, duplicate_key, take_by_seed
 from lightning_weave.prompts.normal import normalise, words
 from lightning_weave.prompts.questions import Question
 from lightning_weave.store.tables import BadRow
@@ -107,7 +107,7 @@ def test_the_draw_is_even():
 
 
 def test_the_report_tells_what_happened_and_nothing_else():
-    report = Report(
+    report = PromptReport(
         read=12,
         bad=[BadRow(f"a.jsonl:{n}", "empty") for n in range(7)],
         overlaps=[

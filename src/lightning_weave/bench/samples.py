@@ -14,7 +14,7 @@ from lightning_weave.errors import CorruptData
 from lightning_weave.store.files import write_atomic
 from lightning_weave.types import FinishReason
 
-Pair = tuple[int, int]  # (problem, sample), both counted from 0
+SampleKey = tuple[int, int]  # (problem, sample), both counted from 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Sample:
     cuts: dict[int, int] = field(default_factory=dict)  # token budget -> characters of `text` it pays for
 
 
-def blocks(n_problems: int, n_samples: int, block_size: int) -> list[list[Pair]]:
+def blocks(n_problems: int, n_samples: int, block_size: int) -> list[list[SampleKey]]:
     """Cut all (problem, sample) pairs into blocks, problem by problem.
 
     >>> blocks(2, 2, 3)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lightning_weave.errors import Mismatch
 from lightning_weave.maths.metrics import aes
 
-Floats = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 CHUNK = 1000  # resamples held in memory at once
 
 
@@ -28,8 +28,8 @@ class ProblemMeans:
 
     benchmark: str
     problems: tuple[str, ...]
-    accuracy: Floats
-    tokens: Floats
+    accuracy: FloatArray
+    tokens: FloatArray
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def contrast(
     return Contrast(*(_interval(values.mean(axis=0), level) for values in differences))
 
 
-def _bootstrap(policy: Sequence[ProblemMeans], base: Sequence[ProblemMeans], resamples: int, seed: int) -> Floats:
+def _bootstrap(policy: Sequence[ProblemMeans], base: Sequence[ProblemMeans], resamples: int, seed: int) -> FloatArray:
     """Means of (accuracy, tokens, base accuracy, base tokens): benchmarks x (1 + resamples) x 4, as measured first."""
     pairs = [_paired(mine, theirs) for mine, theirs in zip(policy, base, strict=True)]
     point = np.stack([values.mean(axis=0) for values in pairs])[:, None]  # (benchmarks, 1, 4)
@@ -118,7 +118,7 @@ def resample(n: int, resamples: int, seed: int, name: str) -> Iterator[NDArray[n
         yield rng.integers(n, size=(min(CHUNK, resamples - start), n))
 
 
-def resampled_means(values: Floats, resamples: int, seed: int, name: str) -> Floats:
+def resampled_means(values: FloatArray, resamples: int, seed: int, name: str) -> FloatArray:
     """Average each column of problems x columns over resampled problems."""
     n, columns = values.shape
     chunks = [
@@ -128,7 +128,7 @@ def resampled_means(values: Floats, resamples: int, seed: int, name: str) -> Flo
     return np.concatenate(chunks)
 
 
-def _paired(policy: ProblemMeans, base: ProblemMeans) -> Floats:
+def _paired(policy: ProblemMeans, base: ProblemMeans) -> FloatArray:
     """Line up policy and base by problem: columns accuracy, tokens, base accuracy, base tokens."""
     where = {problem: row for row, problem in enumerate(base.problems)}
     if policy.benchmark != base.benchmark or sorted(policy.problems) != sorted(base.problems):
@@ -140,13 +140,13 @@ def _paired(policy: ProblemMeans, base: ProblemMeans) -> Floats:
     return np.stack([policy.accuracy, policy.tokens, base.accuracy[rows], base.tokens[rows]], axis=1)
 
 
-def _scores(means: Floats) -> Floats:
+def _scores(means: FloatArray) -> FloatArray:
     """Score every (accuracy, tokens, base accuracy, base tokens)."""
     flat = means.reshape(-1, 4).tolist()
     return np.array([aes(*row) for row in flat]).reshape(means.shape[:-1])
 
 
-def _interval(values: Floats, level: float) -> Interval:
+def _interval(values: FloatArray, level: float) -> Interval:
     """Take the first value as the estimate and percentiles of the others, where they have a value."""
     estimate, drawn = float(values[0]), values[1:]
     known = drawn[~np.isnan(drawn)]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from lightning_weave.errors import InputError
 from lightning_weave.grading.cases import TestCase, decode_tests
 from lightning_weave.grading.official import official_failure
-from lightning_weave.grading.sandbox import Outcome, Program, Sandbox
+from lightning_weave.grading.sandbox import Program, RunResult, Sandbox
 
 Reason = Literal["passed", "no code", "wrong answer", "runtime error", "timeout", "memory limit", "output limit"]
 _SHOWN = 300  # characters of a program's words in a verdict
@@ -92,7 +92,7 @@ def _stdin(test: TestCase, problem: Mapping[str, Any]) -> bytes:
         raise InputError(f"problem {problem.get('question_id')}: a functional test is not JSON ({error}).") from error
 
 
-def _judge(outcome: Outcome, test: TestCase, number: int) -> Verdict:
+def _judge(outcome: RunResult, test: TestCase, number: int) -> Verdict:
     said = outcome.errors.decode(errors="replace").strip()
     last_words = said.rsplit("\n", 1)[-1][-_SHOWN:]
     match outcome.ending:

@@ -53,7 +53,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """How one test ended. `broken`: the program destroyed its own sandbox."""
 
     ending: Literal["exited", "timeout", "memory", "output", "broken"]
@@ -106,7 +106,7 @@ class Jail:
             line += part
         return line
 
-    def run(self, program: Program, stdin: bytes) -> tuple[Outcome, bool]:
+    def run(self, program: Program, stdin: bytes) -> tuple[RunResult, bool]:
         """Run one test, and say whether this sandbox may serve another."""
         files = [_memory_file(stdin), os.memfd_create("output"), os.memfd_create("errors")]
         files.append(_memory_file(json.dumps(asdict(program)).encode()))
@@ -117,20 +117,20 @@ class Jail:
                 raise BrokenError(f"a test could not begin: {_tail(files[2], _ERRORS_KEPT)!r}")
             return self._outcome(report, files), not (report["stale"] or report["memory"])
         except TimeoutError:
-            return Outcome("timeout", errors=_tail(files[2], _ERRORS_KEPT)), False
+            return RunResult("timeout", errors=_tail(files[2], _ERRORS_KEPT)), False
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise BrokenError from error
         finally:
             for file in files:
                 os.close(file)
 
-    def _outcome(self, report: dict[str, int], files: list[int]) -> Outcome:
+    def _outcome(self, report: dict[str, int], files: list[int]) -> RunResult:
         errors = _tail(files[2], _ERRORS_KEPT)
         if report["memory"]:
-            return Outcome("memory", errors=errors)
+            return RunResult("memory", errors=errors)
         if max(os.fstat(file).st_size for file in files[1:3]) >= self._limits.output:
-            return Outcome("output", errors=errors)
-        return Outcome("exited", int(report["exit"]), _tail(files[1], self._limits.output), errors)
+            return RunResult("output", errors=errors)
+        return RunResult("exited", int(report["exit"]), _tail(files[1], self._limits.output), errors)
 
     def close(self) -> None:
         """Kill process 1 inside, and with it everything there; its parent outside reaps it and ends."""

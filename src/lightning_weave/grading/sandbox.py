@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_weave.errors import InputError
-from lightning_weave.grading.jail import BrokenError, Jail, Limits, Outcome, Program, SandboxError
+from lightning_weave.grading.jail import BrokenError, Jail, Limits, Program, RunResult, SandboxError
 
-__all__ = ["Limits", "Outcome", "Program", "Sandbox", "SandboxError", "Slot", "open_sandbox"]
+__all__ = ["Limits", "Program", "RunResult", "Sandbox", "SandboxError", "Slot", "open_sandbox"]
 
 _HARMLESS = Program("print(input())")
 _slot_numbers = itertools.count()  # across all sandboxes of this process
@@ -39,13 +39,13 @@ class Slot:
         self._start = functools.partial(Jail, limits, next(_slot_numbers), bubblewrap)
         self._jail: Jail | None = None
 
-    def run(self, program: Program, stdin: bytes) -> Outcome:
+    def run(self, program: Program, stdin: bytes) -> RunResult:
         """Run one test. Trouble with the sandbox is tried again once, then raised unless the program is to blame."""
         outcome = self._attempt(program, stdin) or self._attempt(program, stdin)
         if outcome is not None:
             return outcome
         self.check()
-        return Outcome("broken")
+        return RunResult("broken")
 
     def check(self) -> None:
         """Raise unless a harmless program runs as it should."""
@@ -55,7 +55,7 @@ class Slot:
         if outcome.output != b"ready\n":
             raise SandboxError(f"a harmless program failed in a sandbox: {outcome}")
 
-    def _attempt(self, program: Program, stdin: bytes) -> Outcome | None:
+    def _attempt(self, program: Program, stdin: bytes) -> RunResult | None:
         """Run one test, or return nothing if the sandbox broke down under it."""
         self._jail = self._jail or self._started()
         try:

@@ -14,8 +14,8 @@ from lightning_weave.bench.definitions import Benchmark, Problem, load_benchmark
 from lightning_weave.bench.export import export_samples
 from lightning_weave.bench.lock import check_lock
 from lightning_weave.bench.samples import (
-    Pair,
     Sample,
+    SampleKey,
     blocks,
     cut_points,
     merge_blocks,
@@ -144,7 +144,7 @@ class Exam:
     section: Eval
     benchmark: Benchmark
     settings: SamplingSettings
-    todo: Sequence[Sequence[Pair]]
+    todo: Sequence[Sequence[SampleKey]]
     folder: Path
     grader: Grader
     tokenizer: Any
@@ -160,7 +160,7 @@ class Exam:
     def close(self) -> None:
         """The policy keeps its engine for the next benchmark."""
 
-    def _samples(self, pairs: Sequence[Pair]) -> list[Sample]:
+    def _samples(self, pairs: Sequence[SampleKey]) -> list[Sample]:
         problems = self.benchmark.problems
         requests = [Request(self.prompts[problem], problem, sample) for problem, sample in pairs]
         responses = self.sampler.sample(requests, self.settings)
@@ -191,7 +191,7 @@ def open_exam(
     policy: Policy,
     benchmark: Benchmark,
     settings: SamplingSettings,
-    todo: Sequence[Sequence[Pair]],
+    todo: Sequence[Sequence[SampleKey]],
     folder: Path,
 ) -> Exam:
     """Load a policy and render what it is asked."""

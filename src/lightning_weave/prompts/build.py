@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.prompts.decontaminate import Screen
-from lightning_weave.prompts.filters import Dedup, Report, drop_duplicates, duplicate_key, take_by_seed
+from lightning_weave.prompts.filters import Dedup, PromptReport, drop_duplicates, duplicate_key, take_by_seed
 from lightning_weave.prompts.formats import Format, chatml, put
-from lightning_weave.prompts.questions import Columns, Message, Question, question_of
+from lightning_weave.prompts.questions import ColumnNames, Message, Question, question_of
 from lightning_weave.prompts.render import encode, knows_thinking, render
 from lightning_weave.prompts.sources import read_rows
 from lightning_weave.store.tables import BadRow, Row
@@ -40,14 +40,14 @@ def build_prompts(
     take: int | None = None,
     seed: int = 42,
     screen_against: Sequence[str | Path] = (),
-) -> tuple[list[Prompt], Report]:
+) -> tuple[list[Prompt], PromptReport]:
     """Read, deduplicate, screen, render, filter by length and draw, in this order.
 
     The keywords are the recipe's [prompts]. Every row that is read ends in exactly one count of the report.
     """
     if source is None:
         raise InputError("prompts.source is missing. Give a .jsonl or .parquet file, a directory or a hub name.")
-    report = Report()
+    report = PromptReport()
     screen = Screen(_problems(screen_against))
     template = chat and format != "livecodebench"  # that one is rendered by its own rule
     if template:
@@ -84,12 +84,12 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _columns(columns: Mapping[str, str | None], format: Format) -> Columns:
+def _columns(columns: Mapping[str, str | None], format: Format) -> ColumnNames:
     named = {key: column for key, column in columns.items() if column is not None}
-    return Columns(**named, starter="starter_code" if format == "livecodebench" else None)
+    return ColumnNames(**named, starter="starter_code" if format == "livecodebench" else None)
 
 
-def _check_template(tokenizer: "PreTrainedTokenizerBase", thinking: bool, report: Report) -> None:
+def _check_template(tokenizer: "PreTrainedTokenizerBase", thinking: bool, report: PromptReport) -> None:
     """Fail before any row is read if there is no template; note a wish that it cannot fulfil."""
     if not knows_thinking(tokenizer) and not thinking:
         report.notes.append("prompts.thinking = false has no effect: the chat template has no such switch")
@@ -100,7 +100,7 @@ def _problems(files: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
     for file in files:
         for row in read_rows(file, columns=_PROBLEM_COLUMNS):
             column = _problem_column(row)
-            problem = question_of(row, Columns(column)) if isinstance(row, Row) else row
+            problem = question_of(row, ColumnNames(column)) if isinstance(row, Row) else row
             if isinstance(problem, BadRow):
                 raise InputError(f"prompts.screen_against: {problem.where}: {problem.why}. Repair it or leave it out.")
             yield problem.where, problem.messages[-1]["content"]
@@ -111,7 +111,9 @@ def _problem_column(row: Row | BadRow) -> str:
     return next((column for column in _PROBLEM_COLUMNS if column in values), _PROBLEM_COLUMNS[0])
 
 
-def _questions(rows: Iterable[Row | BadRow], columns: Columns, source: str, report: Report) -> Iterator[Question]:
+def _questions(
+    rows: Iterable[Row | BadRow], columns: ColumnNames, source: str, report: PromptReport
+) -> Iterator[Question]:
     for row in rows:
         report.read += 1
         question = question_of(row, columns) if isinstance(row, Row) else row
@@ -126,14 +128,14 @@ def _questions(rows: Iterable[Row | BadRow], columns: Columns, source: str, repo
         raise InputError(f"{source}: none of its {report.read:,} rows can be used{first}. Check prompts.columns.")
 
 
-def _deduplicated(questions: Iterable[Question], dedup: Dedup, report: Report) -> list[Question]:
+def _deduplicated(questions: Iterable[Question], dedup: Dedup, report: PromptReport) -> list[Question]:
     if dedup == "none":
         return list(questions)
     kept, report.duplicates = drop_duplicates(questions, lambda question: duplicate_key(question, dedup))
     return kept
 
 
-def _with_unique_ids(questions: Iterable[Question], report: Report) -> Iterator[Question]:
+def _with_unique_ids(questions: Iterable[Question], report: PromptReport) -> Iterator[Question]:
     """Keep the source's own ids, or make one from what is asked.
 
     An id names one prompt for good, so a second question under a used id is a bad row, never renamed. Made ids do not
@@ -154,7 +156,7 @@ def _with_unique_ids(questions: Iterable[Question], report: Report) -> Iterator[
         yield replace(question, id=identity)
 
 
-def _screened(questions: Iterable[Question], screen: Screen, report: Report) -> Iterator[Question]:
+def _screened(questions: Iterable[Question], screen: Screen, report: PromptReport) -> Iterator[Question]:
     for question in questions:
         asked = [turn["content"] for turn in question.messages if turn["role"] == "user"]
         found = [overlap for content in asked if (overlap := screen.find(question.where, content))]
@@ -164,7 +166,7 @@ def _screened(questions: Iterable[Question], screen: Screen, report: Report) -> 
 
 
 def _rendered(
-    questions: Iterable[Question], format: Format, rendering: Callable[[list[Message]], str], report: Report
+    questions: Iterable[Question], format: Format, rendering: Callable[[list[Message]], str], report: PromptReport
 ) -> Iterator[tuple[str, Prompt]]:
     """Make prompts that lack only their token ids, each with where it stands in the source."""
     for question in questions:
@@ -182,7 +184,7 @@ def _encoded(
     tokenizer: "PreTrainedTokenizerBase",
     template: bool,
     max_tokens: int | None,
-    report: Report,
+    report: PromptReport,
 ) -> Iterator[Prompt]:
     encoded = encode([prompt.text for _, prompt in rendered], tokenizer, rendered=template)
     for (where, prompt), ids in zip(rendered, encoded, strict=True):
@@ -194,7 +196,7 @@ def _encoded(
             yield replace(prompt, token_ids=ids)
 
 
-def _taken(prompts: Iterable[Prompt], take: int | None, seed: int, report: Report) -> list[Prompt]:
+def _taken(prompts: Iterable[Prompt], take: int | None, seed: int, report: PromptReport) -> list[Prompt]:
     eligible = list(prompts)
     taken = take_by_seed(eligible, lambda prompt: prompt.id, take, seed)
     report.kept, report.not_taken = len(taken), len(eligible) - len(taken)

@@ -18,7 +18,7 @@ _NAMED = 5  # how many of a kind are named in the printed report; the JSON has t
 
 
 @dataclass
-class Report:
+class PromptReport:
     """What became of every row: `read` is the sum of all the others."""
 
     read: int = 0

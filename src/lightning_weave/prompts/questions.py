@@ -10,7 +10,7 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnNames:
     """Which column holds what. A dotted name reaches into a nested column: `reward_model.ground_truth`."""
 
     prompt: str = "prompt"
@@ -39,7 +39,7 @@ class _UnusableError(Exception):
     """Say why a row cannot be used."""
 
 
-def question_of(row: Row, columns: Columns) -> Question | BadRow:
+def question_of(row: Row, columns: ColumnNames) -> Question | BadRow:
     """Read one question from a row, or say what is wrong with it.
 
     A column that the user named must be there; an answer of null means that there is none.

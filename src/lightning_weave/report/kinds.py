@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_weave.tokens.spelling import Kind as Origin
-from lightning_weave.tokens.spelling import Spelling
+from lightning_weave.tokens.spelling import Origin, Spelling
 
 TokenKind = Literal["digits", "words", "punctuation", "whitespace", "end of thinking", "end of sequence", "special"]
 KINDS: tuple[TokenKind, ...] = (
@@ -49,7 +48,7 @@ class Vocabulary:
         text = self.text(id)
         if text.strip() == END_OF_THINKING:
             return "end of thinking"
-        if self.spelling.kinds.get(id) == Origin.CONTROL:
+        if self.spelling.origins.get(id) == Origin.CONTROL:
             return "special"
         return kind_of_text(text)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_weave.errors import InputError
-from lightning_weave.tokens.spelling import Kind, Spelling
+from lightning_weave.tokens.spelling import Origin, Spelling
 
 Ids = Sequence[int] | NDArray[Any] | Tensor
 
@@ -99,10 +99,10 @@ def counterparts(student: Spelling, anchor: Spelling, id: int) -> list[int]:
 
     They have its spelling; but a control token and a piece of text that looks like it are two things.
     """
-    found, kind = anchor.ids_of.get(student.bytes_of[id], []), student.kinds[id]
-    if kind == Kind.CONTROL:
-        return [other for other in found if anchor.kinds[other] <= Kind.ADDED]
-    return [other for other in found if anchor.kinds[other] != Kind.CONTROL or kind == Kind.ADDED]
+    found, kind = anchor.ids_of.get(student.bytes_of[id], []), student.origins[id]
+    if kind == Origin.CONTROL:
+        return [other for other in found if anchor.origins[other] <= Origin.ADDED]
+    return [other for other in found if anchor.origins[other] != Origin.CONTROL or kind == Origin.ADDED]
 
 
 def atomic_ids(student: Spelling, anchor: Spelling) -> dict[int, int]:
@@ -148,7 +148,7 @@ def _id_of(spelling: Spelling, text: str, whose: str) -> int:
     found = [id] if id is not None else spelling.ids_of.get(text.encode(), [])
     if found:
         return found[0]
-    added = [string for id, string in spelling.strings.items() if spelling.kinds[id] <= Kind.ADDED]
+    added = [string for id, string in spelling.strings.items() if spelling.origins[id] <= Origin.ADDED]
     near = difflib.get_close_matches(text, added or spelling.strings.values(), n=1, cutoff=0.0)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise InputError(f"aliases: {text!r} is no token of the {whose}'s tokenizer.{hint}")

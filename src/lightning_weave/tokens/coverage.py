@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_weave.tokens.align import TokenMap, same_spelling
-from lightning_weave.tokens.spelling import Kind, Spelling
+from lightning_weave.tokens.spelling import Origin, Spelling
 
 
 def same_tokenizer(one: Any, other: Any) -> bool:
@@ -23,8 +23,8 @@ def atomic_share(tokens: TokenMap) -> float:
 
 def added_without_counterpart(tokens: TokenMap) -> list[str]:
     """List the student's special and other added tokens that no anchor token stands for."""
-    kinds = tokens.student.kinds
-    return [tokens.student.strings[id] for id in _unmapped(tokens) if kinds[id] <= Kind.ADDED]
+    origins = tokens.student.origins
+    return [tokens.student.strings[id] for id in _unmapped(tokens) if origins[id] <= Origin.ADDED]
 
 
 def breaking_tokens(tokens: TokenMap, ids_TC: Tensor, most: int = 10) -> list[tuple[str, int]]:

@@ -17,7 +17,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.tokens.script import Script, script_of
 
 
-class Kind(IntEnum):
+class Origin(IntEnum):
     """How a token came into its vocabulary, in the order in which a tokenizer prefers them for one spelling."""
 
     CONTROL = 0  # special: a sign to the model, not a text that happens to look like it
@@ -34,7 +34,7 @@ class Spelling:
     size: int  # of the vocabulary when it was read
     script: Script
     strings: dict[int, str]  # id -> as the vocabulary writes it
-    kinds: dict[int, Kind]
+    origins: dict[int, Origin]
     bytes_of: dict[int, bytes]  # only tokens with a lossless spelling
 
     @classmethod
@@ -51,11 +51,11 @@ class Spelling:
         script, added = script_of(backend), backend.get_added_tokens_decoder()
         vocabulary = backend.get_vocab(with_added_tokens=True)
         strings = {id: string for string, id in vocabulary.items()} | {id: token.content for id, token in added.items()}
-        kinds = {id: Kind.BYTE if script.is_byte(string) else Kind.PIECE for id, string in strings.items()}
-        kinds |= {id: Kind.CONTROL if token.special else Kind.ADDED for id, token in added.items()}
+        origins = {id: Origin.BYTE if script.is_byte(string) else Origin.PIECE for id, string in strings.items()}
+        origins |= {id: Origin.CONTROL if token.special else Origin.ADDED for id, token in added.items()}
         bytes_of = {id: script.read(string) for id, string in strings.items()}
         size = backend.get_vocab_size(with_added_tokens=True)
-        whole = cls(backend, size, script, strings, kinds, {id: spelt for id, spelt in bytes_of.items() if spelt})
+        whole = cls(backend, size, script, strings, origins, {id: spelt for id, spelt in bytes_of.items() if spelt})
         lossy = {id for id in added if not whole._round_trips(id)}
         return replace(whole, bytes_of={id: spelt for id, spelt in whole.bytes_of.items() if id not in lossy})
 
@@ -67,7 +67,7 @@ class Spelling:
             found.setdefault(spelling, []).append(id)
         for twins in found.values():
             if len(twins) > 1:
-                twins.sort(key=lambda id: (self.kinds[id], id))
+                twins.sort(key=lambda id: (self.origins[id], id))
         return found
 
     def cut(self, spelling: bytes) -> tuple[int, ...] | None:
@@ -79,7 +79,7 @@ class Spelling:
         return None
 
     def _spells(self, ids: list[int], spelling: bytes) -> bool:
-        if any(id not in self.bytes_of or self.kinds[id] == Kind.CONTROL for id in ids):
+        if any(id not in self.bytes_of or self.origins[id] == Origin.CONTROL for id in ids):
             return False
         return b"".join(self.bytes_of[id] for id in ids) == spelling
 
@@ -101,7 +101,7 @@ class Spelling:
 
     def _cut_bytes(self, spelling: bytes) -> list[int]:
         choices = (self.ids_of.get(bytes([byte]), []) for byte in spelling)
-        texts = ([id for id in ids if self.kinds[id] != Kind.CONTROL] for ids in choices)
+        texts = ([id for id in ids if self.origins[id] != Origin.CONTROL] for ids in choices)
         return [ids[0] for ids in texts if ids]
 
     def _model_ids(self, words: Iterable[str]) -> list[int]:
