@@ -7,7 +7,6 @@ all are there; so a run that was killed and resumed, or shared among ranks, writ
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 
 from lightning_weave.errors import CorruptData
@@ -31,6 +30,7 @@ class Sample:
     correct: bool
     why: str
     cuts: dict[int, int] = field(default_factory=dict)  # token budget -> characters of `text` it pays for
+    official: str | None = None  # why the official LiveCodeBench runner is known to judge otherwise
 
 
 def blocks(n_problems: int, n_samples: int, block_size: int) -> list[list[SampleKey]]:
@@ -41,12 +41,6 @@ def blocks(n_problems: int, n_samples: int, block_size: int) -> list[list[Sample
     """
     pairs = [(problem, sample) for problem in range(n_problems) for sample in range(n_samples)]
     return [pairs[start : start + block_size] for start in range(0, len(pairs), block_size)]
-
-
-def sample_seed(seed: int, problem: int, sample: int) -> int:
-    """Give each (problem, sample) its own seed, for engines that take one integer per request."""
-    key = f"{seed}:{problem}:{sample}".encode()
-    return int.from_bytes(blake2b(key, digest_size=4).digest()) & 0x7FFFFFFF
 
 
 def cut_points(ids: Sequence[int], decode: Callable[[list[int]], str], budgets: Iterable[int]) -> dict[int, int]:

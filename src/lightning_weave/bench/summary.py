@@ -40,6 +40,7 @@ class Summary:
     problems: list[str]
     problem_accuracy: list[float]
     problem_tokens: list[float]
+    official_differs: int = 0  # samples that the official LiveCodeBench runner is known to judge otherwise
 
     @property
     def means(self) -> ProblemMeans:
@@ -94,6 +95,7 @@ def summarise(
         problems=list(laid.problems),
         problem_accuracy=(100 * laid.correct.mean(axis=1)).tolist(),
         problem_tokens=laid.tokens.mean(axis=1).tolist(),
+        official_differs=sum(sample.official is not None for sample in samples),
     )
 
 

@@ -178,6 +178,7 @@ class Exam:
                 correct=verdict.correct,
                 why=verdict.why,
                 cuts=cut_points(response.ids, self._decode, self.section.budgets),
+                official=verdict.official,
             )
             for (problem, sample), response, text, verdict in zip(pairs, responses, texts, graded, strict=True)
         ]
@@ -243,6 +244,7 @@ def _grade_again(stage: Stage, benchmark: Benchmark, grader: Grader, settings: S
                 correct=verdict.correct,
                 why=verdict.why,
                 cuts={budget: cut for budget, cut in sample.cuts.items() if budget in section.budgets},
+                official=verdict.official,
             )
         )
         for sample, verdict in zip(samples, graded, strict=True)
