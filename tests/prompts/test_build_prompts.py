@@ -4,6 +4,7 @@ import inspect
 import json
 import random
 import re
+from dataclasses import asdict
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,8 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_weave.config import Prompts
 from lightning_weave.errors import CorruptData, InputError
-from lightning_weave.prompts import build_prompts, chatml, dapo, livecodebench, read_prompts, write_prompts
+from lightning_weave.prompts import build_prompts, chatml, dapo, livecodebench, read_prompts
 from lightning_weave.types import Prompt
+
+
+def write_prompts(path, prompts):
+    path.write_text("".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts), newline="\n")
 
 
 def total(report):

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,12 +65,6 @@ def build_prompts(
             f"than prompts.max_tokens = {max_tokens}, {len(report.overlaps):,} overlapping with prompts.screen_against."
         )
     return taken, report
-
-
-def write_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
-    """Write prompts.jsonl."""
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
 
 
 def read_prompts(path: Path) -> list[Prompt]:

@@ -79,11 +79,6 @@ def write_problems(path: Path, prefix: str, problems: Iterable[Exercise]) -> Non
     _write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read_problems(path: Path) -> list[Exercise]:
-    """Read problems back; their answers follow from them."""
-    return [Exercise.read(json.loads(line)["problem"]) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def save_checkpoint(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Save a model in float16 under a temporary name, then rename: what has the name is whole."""
     unfinished = directory.with_name(f".{directory.name}.unfinished")
