@@ -251,6 +251,14 @@ def test_a_benchmark_that_cannot_be_read_whole_is_an_error(qwen, jsonl):
             build_prompts(qwen, source=source, screen_against=[bench])
 
 
+def test_an_empty_file_to_screen_against_is_an_error(qwen, jsonl):
+    source, empty = jsonl([{"prompt": "a"}]), jsonl([], "empty.jsonl")
+    bench = jsonl([{"problem": "b"}], "bench.jsonl")
+    for files in ([empty], [bench, empty], [empty, bench]):
+        with pytest.raises(InputError, match=re.escape(f"prompts.screen_against: {empty} has no rows")):
+            build_prompts(qwen, source=source, screen_against=files)
+
+
 def test_prompts_survive_being_written(tmp_path):
     prompts = [
         Prompt("a", [{"role": "user", "content": 'line\nbreak \u2028 \x85 é \\ " 🙂'}], "t\r\n", [1, 2], None),

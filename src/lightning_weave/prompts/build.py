@@ -90,14 +90,17 @@ def _check_template(tokenizer: "PreTrainedTokenizerBase", thinking: bool, report
 
 
 def _problems(files: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
-    """Read a benchmark's problems. A row that cannot be read is an error: what it holds would go unscreened."""
+    """Read the problems to screen against. A bad row is an error, because its problem would go unscreened."""
     for file in files:
+        row = None
         for row in read_rows(file, columns=_PROBLEM_COLUMNS):
             column = _problem_column(row)
             problem = question_of(row, ColumnNames(column)) if isinstance(row, Row) else row
             if isinstance(problem, BadRow):
-                raise InputError(f"prompts.screen_against: {problem.where}: {problem.why}. Repair it or leave it out.")
+                raise InputError(f"prompts.screen_against: {problem.where}: {problem.why}. Fix or remove this row.")
             yield problem.where, problem.messages[-1]["content"]
+        if row is None:
+            raise InputError(f"prompts.screen_against: {file} has no rows. Give a file of problems, or remove it.")
 
 
 def _problem_column(row: Row | BadRow) -> str:
