@@ -155,7 +155,7 @@ def test_own_files_are_told_apart_by_their_keys(tmp_path):
         ([{"id": 1, "problem": "q"}], "f.jsonl:1: has id, problem; expected id, problem and answer"),
         ([*maths(1), *maths(1)], "f.jsonl:2: id 'p0' occurs twice"),
         ([*maths(1), lcb("a", "2020-01-01")], "f.jsonl:2: a code problem among math problems"),
-        ([], "holds no problem"),
+        ([], "f.jsonl: the file has no problems"),
         ([["a"]], "f.jsonl:1: not a JSON object but a list"),
     ],
 )
@@ -178,7 +178,7 @@ def test_other_broken_sources(tmp_path):
         load_benchmark("aime-2024", "nowhere/aime.jsonl")
     with pytest.raises(InputError, match="Write one problem per line"):
         load_benchmark("file:nowhere.jsonl")
-    with pytest.raises(InputError, match="Known: aime-2024"):
+    with pytest.raises(InputError, match=r"unknown benchmark 'aime'\. Use one of aime-2024"):
         load_benchmark("aime")
 
 

@@ -1,4 +1,4 @@
-"""The paper's five benchmarks and the user's own problem files (appendix: Evaluation Prompts and Answer Extraction)."""
+"""The paper's five benchmarks and users' own problem files (appendix: Evaluation Prompts and Answer Extraction)."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ CODE_COLUMNS = ("question_id", "question_content", "public_test_cases", "private
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with its reference: an answer (mathematics) or a LiveCodeBench row with tests (code)."""
+    """A question with its reference: an answer (maths) or a LiveCodeBench row with tests (code)."""
 
     id: str
     question: str
@@ -33,10 +33,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Problems, and how the paper samples them."""
+    """Problems and the paper's sampling settings for them."""
 
     name: str
-    label: str  # as a table prints it
+    label: str  # in tables and figures
     kind: BenchmarkKind
     problems: tuple[Problem, ...]
     samples: int
@@ -46,21 +46,21 @@ class Benchmark:
 
     @property
     def slug(self) -> str:
-        """Name the benchmark's folder: `file:x/My set.jsonl` is `My-set`."""
+        """Return the name of the benchmark's folder: `My-set` for `file:x/My set.jsonl`."""
         name = Path(self.name.removeprefix("file:")).stem if self.name.startswith("file:") else self.name
         return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "file"
 
 
 @dataclass(frozen=True)
 class _Known:
-    """Where one of the paper's benchmarks comes from, and what must be found there."""
+    """Where one of the paper's benchmarks comes from, and how many problems it must have."""
 
     label: str
     kind: BenchmarkKind
     count: int
     repo: str
-    since: date | None = None  # LiveCodeBench: the first contest date of the window
-    files: tuple[str, ...] = ()  # LiveCodeBench: the files of the release, newest first
+    since: date | None = None  # LiveCodeBench: first contest date of the window
+    files: tuple[str, ...] = ()  # LiveCodeBench: files of the release, newest first
 
 
 _LCB = "livecodebench/code_generation_lite"
@@ -69,18 +69,18 @@ KNOWN = {
     "aime-2024": _Known("AIME 2024", "math", 30, "HuggingFaceH4/aime_2024"),
     "aime-2025": _Known("AIME 2025", "math", 30, "MathArena/aime_2025"),
     "hmmt-feb-2025": _Known("HMMT 2025", "math", 30, "MathArena/hmmt_feb_2025"),
-    "livecodebench-v5": _Known("LCB v5", "code", 279, _LCB, date(2024, 8, 1), _V5),
-    "livecodebench-v6": _Known("LCB v6", "code", 131, _LCB, date(2025, 2, 1), ("test6.jsonl", *_V5)),
+    "livecodebench-v5": _Known("LCB v5", "code", 279, _LCB, since=date(2024, 8, 1), files=_V5),
+    "livecodebench-v6": _Known("LCB v6", "code", 131, _LCB, since=date(2025, 2, 1), files=("test6.jsonl", *_V5)),
 }
 
 
 def load_benchmark(name: str, source: str | None = None) -> Benchmark:
-    """Load one of the paper's benchmarks, or `file:PATH`, from the hub, a file or a directory."""
+    """Load one of the paper's benchmarks (from the hub, a file or a directory) or `file:PATH`."""
     if name.startswith("file:"):
         return _load_file(name)
     if name not in KNOWN:
         raise InputError(
-            f"benchmark {name!r} is not known. Known: {', '.join(KNOWN)}, or file:PATH for your own JSONL."
+            f"unknown benchmark {name!r}. Use one of {', '.join(KNOWN)}, or file:PATH for your own problems."
         )
     known = KNOWN[name]
     where = source or known.repo
@@ -93,7 +93,7 @@ def load_benchmark(name: str, source: str | None = None) -> Benchmark:
         window = f" from {known.since} on, of {', '.join(known.files)} in {_LCB}" if known.since else ""
         raise InputError(
             f"benchmark {name}: {where} has {len(problems)} problems, expected {known.count}{window}. "
-            f"Give a source with exactly these (eval.sources), or use it under its own name as file:PATH."
+            f"Set eval.sources to a source with exactly these, or evaluate this one as file:PATH."
         )
     return _with_defaults(name, known.label, known.kind, problems)
 
@@ -107,13 +107,13 @@ def _load_file(name: str) -> Benchmark:
         )
     problems = _problems(_all_rows(locate(str(path), ())), None)
     if not problems:
-        raise InputError(f"benchmark {name}: holds no problem.")
+        raise InputError(f"benchmark {name}: the file has no problems.")
     return _with_defaults(name, path.stem, "code" if problems[0].row is not None else "math", problems)
 
 
 def _with_defaults(name: str, label: str, kind: BenchmarkKind, problems: list[Problem]) -> Benchmark:
-    samples, max_tokens = (64, 32_768) if kind == "math" else (4, 40_960)
-    return Benchmark(name, label, kind, tuple(problems), samples, max_tokens)
+    sampling = {"samples": 64, "max_tokens": 32_768} if kind == "math" else {"samples": 4, "max_tokens": 40_960}
+    return Benchmark(name, label, kind, tuple(problems), **sampling)
 
 
 def _names(name: str) -> tuple[str, ...]:
@@ -193,12 +193,12 @@ def _first(values: Mapping[str, Any], columns: tuple[str, ...]) -> object | None
 
 
 def ids_digest(problems: Iterable[Problem]) -> str:
-    """Identify a set of problems by their ids alone, whatever their order."""
+    """Hash the problems' ids, independent of their order."""
     return hashlib.sha256("\n".join(sorted(problem.id for problem in problems)).encode()).hexdigest()
 
 
 def content_digest(problems: Iterable[Problem]) -> str:
-    """Identify problems by everything that is asked and graded, tests included."""
+    """Hash everything about the problems that is asked or graded, tests included."""
     digest = hashlib.sha256()
     for problem in sorted(problems, key=lambda problem: problem.id):
         fields = [problem.id, problem.question, problem.answer, problem.row]

@@ -14,24 +14,23 @@ from lightning_weave.store.tables import SUFFIXES
 def locate(source: str, names: tuple[str, ...]) -> list[Path]:
     """Find the data files of a source: a file, a directory, or `owner/name[@revision]` on the hub.
 
-    In a directory, a file called after the benchmark (`names`) is preferred to reading everything.
+    In a directory, a file named after the benchmark (`names`) is preferred to all files together.
     """
     path = Path(source).expanduser()
     if not path.exists():
         if not _is_hub_name(source):
-            raise InputError(f"{source}: no such file or directory. Correct its source (eval.sources).")
+            raise InputError(f"{source}: no such file or directory. Correct eval.sources.")
         path = _download(source)
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-    own = [file for file in files if file.stem in names and file.parent == path]
+    named = [file for file in files if file.stem in names and file.parent == path]
     if not files:
         raise InputError(f"{path}: no {', '.join(SUFFIXES)} file in this directory.")
-    if len(own) > 1:
-        raise InputError(
-            f"{path}: {' and '.join(file.name for file in own)} hold the same benchmark; name one of them."
-        )
-    return own or files
+    if len(named) > 1:
+        names_found = " and ".join(file.name for file in named)
+        raise InputError(f"{path}: {names_found} both match this benchmark. Set eval.sources to one of them.")
+    return named or files
 
 
 def _is_hub_name(source: str) -> bool:
@@ -45,12 +44,12 @@ def _download(source: str) -> Path:
     try:
         patterns = [f"*{suffix}" for suffix in SUFFIXES]
         return Path(snapshot_download(repo, repo_type="dataset", revision=revision or None, allow_patterns=patterns))
-    except Exception as error:  # offline, gated, misspelt: the hub's library has a class for each, the cure is the same
+    except Exception as error:  # offline, gated, misspelled: many exception classes, one remedy
         raise InputError(_how_to_get(source, error)) from error
 
 
 def download_files(repo: str, names: tuple[str, ...]) -> Iterator[Path]:
-    """Download files of a dataset repository, each when it is asked for."""
+    """Download files of a dataset repository one at a time, as they are needed."""
     from huggingface_hub import hf_hub_download
 
     for name in names:
@@ -63,10 +62,8 @@ def download_files(repo: str, names: tuple[str, ...]) -> Iterator[Path]:
 def _how_to_get(source: str, error: Exception, files: tuple[str, ...] = ()) -> str:
     repo, _, revision = source.partition("@")
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0].rstrip(".")
-    command = " ".join(
-        ["hf download --repo-type dataset", repo, *files, *(["--revision", revision] if revision else [])]
-    )
+    command = " ".join(["hf download --repo-type dataset", repo, *files]) + f" --revision {revision}" * bool(revision)
     return (
         f"{source} cannot be read from the hub ({reason}). Where there is a network, run: "
-        f"{command} --local-dir DIR, and give DIR as its source (eval.sources)."
+        f"{command} --local-dir DIR, then set eval.sources to DIR."
     )
