@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given, settings
@@ -119,16 +120,16 @@ def test_the_report_tells_what_happened_and_nothing_else():
         notes=["mind this"],
     )
     assert str(report).splitlines() == [
-        "2 prompts kept of 12 rows read",
-        "  7 could not be used:",
+        "2 prompts from 12 rows",
+        "  7 cannot be used:",
         *(f"    a.jsonl:{n}: empty" for n in range(5)),
         "    and 2 more",
         "  2 overlap with a benchmark:",
         "    a.jsonl:9: shares 91% with b.jsonl:1",
-        "    a.jsonl:8: the same as b.jsonl:2",
-        "  1 were too long",
+        "    a.jsonl:8: same as b.jsonl:2",
+        "  1 too long",
         "  note: mind this",
     ]
-    dumped = json.loads(json.dumps(report.as_json()))
+    dumped = json.loads(json.dumps(asdict(report)))
     assert len(dumped["bad"]) == 7
     assert dumped["overlaps"][0] == {"where": "a.jsonl:9", "problem": "b.jsonl:1", "share": 0.914, "same": False}

@@ -35,13 +35,13 @@ def read_rows(
 
 
 def _open_directory(path: Path, split: str | None, name: str | None) -> Any:
-    """Open what `save_to_disk` wrote, or data files in the layout of the hub."""
+    """Open a dataset written by `save_to_disk`, or data files in the layout of the hub."""
     import datasets
 
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         opened = _opening(path, lambda: datasets.load_from_disk(str(path)))
     else:
-        # Streamed, so that no second copy is written into the user's cache.
+        # Streaming writes no second copy into the user's cache.
         opened = _opening(path, lambda: datasets.load_dataset(str(path), name, streaming=True))
     return _choose_split(opened, split, str(path))
 
@@ -49,7 +49,7 @@ def _open_directory(path: Path, split: str | None, name: str | None) -> Any:
 def _open_hub(source: str, split: str | None, name: str | None, revision: str | None) -> Any:
     import datasets
 
-    # The split goes along, so that the others are not downloaded.
+    # With `split`, the others are not downloaded.
     opened = _opening(source, lambda: datasets.load_dataset(source, name, split=split, revision=revision))
     return _choose_split(opened, split, source)
 
@@ -57,7 +57,7 @@ def _open_hub(source: str, split: str | None, name: str | None, revision: str | 
 def _opening(source: str | Path, load: Callable[[], Any]) -> Any:
     try:
         return load()
-    # Every loader has its own errors (offline, no such name, no such configuration, no data files): all are input.
+    # Each loader has its own exceptions (offline, unknown name or configuration, no data files); all are input errors.
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise InputError(
@@ -71,8 +71,8 @@ def _choose_split(opened: Any, split: str | None, source: str) -> Any:
         return opened
     chosen = split or ("train" if "train" in opened else next(iter(opened)) if len(opened) == 1 else None)
     if chosen not in opened:
-        said = f"no split {split!r}" if split else "several splits"
-        raise InputError(f"{source}: {said}; there are {', '.join(sorted(opened))}. Choose one with `split`.")
+        problem = f"no split {split!r}" if split else "several splits"
+        raise InputError(f"{source}: {problem}; there are {', '.join(sorted(opened))}. Set prompts.split to one.")
     return opened[chosen]
 
 
@@ -83,8 +83,8 @@ def _read_dataset(dataset: Any, source: str, columns: Collection[str] | None) ->
         for values in dataset.select_columns(wanted) if wanted else dataset:
             number += 1
             yield Row(f"{source} row {number}", values)
-    except Exception as error:  # the readers of `datasets` again have their own errors
+    except Exception as error:  # readers of `datasets` have their own exceptions too
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise InputError(
-            f"{source}: cannot be read after row {number} ({reason}). Repair that file, or give it directly as source."
+            f"{source}: cannot be read after row {number} ({reason}). Fix that file, or use it directly as the source."
         ) from error
