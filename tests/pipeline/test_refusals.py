@@ -52,7 +52,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     [
         ("run", "prompts.source=nope.jsonl", "prompts.source = 'nope.jsonl'"),
         ("reference", "reference.candidates=5000", "reference.candidates = 5000"),
-        ("score", 'anchors.one.aliases={"<|end|>"="nope"}', "'nope' is no token of the anchor's tokenizer"),
+        ("score", 'anchors.one.aliases={"<|end|>"="nope"}', "'nope' is not a token of the anchor's tokenizer"),
         ("train", "train.dtype=float16", "train.dtype"),
         ("train", "train.lora={targets=['q_proj', 'q_prj']}", "train.lora.targets: no layer is called 'q_prj'"),
         ("eval", "eval.sources={aime-2024='x.jsonl'}", "'aime-2024' is not in eval.benchmarks"),

@@ -235,9 +235,9 @@ def test_an_alias_maps_the_candidate_and_never_the_context(qwen3: Any, deepseek:
             {"<|im_end|>": "</s>", "<|endoftext|>": "</s>"},
             r"'<\|endoftext\|>' -> '</s>' is not one to one.*'<\|im_end\|>'",
         ),
-        ({"<|im_end|>": "\n"}, r"is not one to one, because the student's 'Ċ'"),
-        ({"<|im_ende|>": "</s>"}, r"'<\|im_ende\|>' is no token of the student's.*'<\|im_end\|>'"),
-        ({"<|im_end|>": "</S>"}, r"'</S>' is no token of the anchor's.*'</s>'"),
+        ({"<|im_end|>": "\n"}, r"is not one to one: the student's 'Ċ'"),
+        ({"<|im_ende|>": "</s>"}, r"'<\|im_ende\|>' is not a token of the student's.*'<\|im_end\|>'"),
+        ({"<|im_end|>": "</S>"}, r"'</S>' is not a token of the anchor's.*'</s>'"),
     ],
 )
 def test_bad_aliases_are_refused(qwen3: Any, small_pieces: Any, aliases: dict[str, str], message: str) -> None:

@@ -35,11 +35,8 @@ class Vocabulary:
         return max(self.spelling.strings, default=-1) + 1
 
     def text(self, id: int) -> str:
-        """The token's own text; bytes that are no character by themselves are written out."""
-        spelt = self.spelling.bytes_of.get(id)
-        if spelt is not None:
-            return spelt.decode(errors="backslashreplace")
-        return self.spelling.strings.get(id, f"<id {id}>")
+        """The token's own text, invalid UTF-8 escaped."""
+        return self.spelling.text(id)
 
     def kind(self, id: int) -> TokenKind:
         """Sort a token by what it is for."""

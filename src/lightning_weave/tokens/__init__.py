@@ -1,4 +1,4 @@
-"""Tokens across tokenizers: spelling in bytes, projection of contexts, one-to-one maps of candidates."""
+"""Tokens across tokenizers: bytes of each token, projected contexts, one-to-one maps of candidates."""
 
 from lightning_weave.tokens.align import TokenMap
 from lightning_weave.tokens.coverage import (
