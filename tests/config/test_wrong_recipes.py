@@ -81,6 +81,18 @@ WRONG = [
     ("train.updates_per_round=3", ["train.updates_per_round is 3", "256 trajectories"]),
     ("eval.samples=0", ["eval.samples = 0"]),
     ("eval.benchmarks=['file:a/x.jsonl', 'file:b/x.jsonl']", ["eval.benchmarks", "same name"]),
+    (
+        "eval.sources={aime-2024='here.jsonl', aime-2042='there.jsonl'}",
+        [
+            "eval.sources = ",
+            "'aime-2042' is not in eval.benchmarks (aime-2024, aime-2025, hmmt-feb-2025)",
+            "add it there",
+        ],
+    ),
+    (
+        "eval={benchmarks=['file:x.jsonl'], sources={'file:x.jsonl'='y.jsonl'}}",
+        ["eval.sources", "'file:x.jsonl' is its own source"],
+    ),
     ("name='../escape'", ["name", "plain name"]),
     ("anchors.'a/b'={post='x', pre='y'}", ["anchors.a/b", "plain name"]),
     # names that do not fit together

@@ -9,9 +9,11 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grading import problems
 from lightning_weave.bench.definitions import Benchmark, Problem
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
@@ -23,7 +25,9 @@ from lightning_weave.progress import Progress
 from lightning_weave.report.results import points, policy_rows, show_results, summaries
 from lightning_weave.runs.grade import Grader
 from lightning_weave.store.ledger import read_ledger
+from models.small_models import small_model
 from tiny import make_world, steps_of
+from tokens.samples import byte_level
 
 QUIET = Progress(quiet=True)
 
@@ -69,8 +73,6 @@ def test_samples_are_what_the_model_said(recipe: dict) -> None:
 
 def test_a_model_that_answers_is_graded_right(recipe: dict, tmp_path: Path) -> None:
     """Teach a copy of the student one answer by heart, and find exactly that problem solved."""
-    import torch
-
     path = Path(recipe["student"]["model"])
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     prompt = tokenizer.encode("Question: 3+1\nAnswer:")
@@ -164,6 +166,44 @@ def test_a_reference_may_be_boxed_as_a_response_is(profile: str, reference: str)
     grader = Grader(Benchmark("file:x", "x", "math", (problem,), 1, 8), profile)
     graded = grader.grade([(problem, "it is \\boxed{4}"), (problem, "it is \\boxed{5}")])
     assert [one.correct for one in graded] == [True, False]
+
+
+PROGRAM = "```python\nprint(sum(map(int, open(0).read().split())))\n```"
+
+
+def save_programmer(folder: Path) -> Path:
+    """A checkpoint that answers every question with the same program, which is one token of its vocabulary."""
+    tokenizer = byte_level([], added=(PROGRAM,), special=("<|end|>", "<|pad|>"))
+    tokenizer.eos_token, tokenizer.pad_token = "<|end|>", "<|pad|>"
+    program, end = tokenizer.convert_tokens_to_ids([PROGRAM, "<|end|>"])
+    shape = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048, "eos_token_id": end}
+    model = small_model("llama", 0, **shape).requires_grad_(True)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for text in ["Print the sum.\n```\n\n<|im_start|>assistant\n"] * 40:
+        ids = torch.tensor([[*tokenizer.encode(text), program, end]])
+        labels = torch.cat([torch.full((1, ids.shape[1] - 2), -100), ids[:, -2:]], dim=1)
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_sample_says_where_the_official_runner_judges_otherwise(recipe: dict, tmp_path: Path) -> None:
+    """`open(0)` is right in a real process; the official runner fails it. A wrong program is wrong for both."""
+    rows = [{**row, "question_content": "Print the sum."} for row in (problems.ADD, problems.LINES)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe["policies"] = {"programmer": {"model": str(save_programmer(tmp_path / "programmer"))}}
+    recipe["eval"] |= {"temperature": 0.0, "samples": 1, "budgets": [], "unsafe_local": True}
+    with pytest.warns(UserWarning, match="WITHOUT a sandbox"):
+        stage.run(steps_of(recipe), QUIET, only=["programmer"])
+    path = folder_of(recipe, "programmer") / "samples.jsonl"
+    right, wrong = read_samples(path)
+    assert (right.text, right.tokens, right.correct, right.official) == (PROGRAM, 2, True, "open(0)")
+    assert (wrong.text, wrong.correct, wrong.why, wrong.official) == (PROGRAM, False, "wrong answer", None)
+    summary = read_summary(path.with_name("summary.json"))
+    assert (summary.accuracy, summary.official_differs) == (50.0, 1)
 
 
 @pytest.mark.parametrize(

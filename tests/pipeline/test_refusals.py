@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from lightning_weave.config import check_recipe, dump_recipe
-from pipeline.small_runs import make_recipe
+from lightning_weave.errors import InputError
+from lightning_weave.pipeline import run as run_stage
+from pipeline.small_runs import QUIET, make_recipe, steps_of
 
 pytestmark = pytest.mark.slow
 Ask = Callable[..., tuple[int, str]]
@@ -20,6 +22,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, lweave: Callable[..., lis
     """A whole run, with a benchmark of its own."""
     root = tmp_path_factory.mktemp("finished")
     (root / "sums.jsonl").write_text(json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n")
+    (root / "empty.jsonl").touch()
     section = {"benchmarks": [f"file:{root / 'sums.jsonl'}"], "samples": 1, "max_tokens": 4, "chat": False}
     recipe = make_recipe(root, "qwen3", "llama", "bytes", eval=section)
     (root / "r.toml").write_text(dump_recipe(check_recipe(recipe)))
@@ -49,19 +52,30 @@ def contents(folder: Path) -> dict[str, bytes]:
     [
         ("run", "prompts.source=nope.jsonl", "prompts.source = 'nope.jsonl'"),
         ("reference", "reference.candidates=5000", "reference.candidates = 5000"),
-        ("score", 'anchors.one.aliases={"<|end|>"="nope"}', "'nope' is no token of the anchor's tokenizer"),
+        ("score", 'anchors.one.aliases={"<|end|>"="nope"}', "'nope' is not a token of the anchor's tokenizer"),
         ("train", "train.dtype=float16", "train.dtype"),
+        ("train", "train.lora={targets=['q_proj', 'q_prj']}", "train.lora.targets: no layer is called 'q_prj'"),
+        ("eval", "eval.sources={aime-2024='x.jsonl'}", "'aime-2024' is not in eval.benchmarks"),
+        ("rollout", "prompts.screen_against=['{root}/empty.jsonl']", "empty.jsonl has no rows"),
     ],
 )
 def test_a_wrong_change_leaves_a_finished_run_as_it_was(
     finished: dict[str, Any], ask: Ask, command: str, change: str, message: str
 ) -> None:
     before = contents(Path(finished["runs"]))
-    code, said = ask(command, "--set", change)
+    code, said = ask(command, "--set", change.replace("{root}", str(Path(finished["runs"]).parent)))
     assert code == 2
     assert message in said
     assert contents(Path(finished["runs"])) == before
     assert "Everything is up to date" in ask("status")[1]
+
+
+def test_a_layer_that_the_student_lacks_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, "qwen3", "llama", "bytes", train={"lora": {"targets": ["q_proj", "q_prj"]}})
+    known = "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+    with pytest.raises(InputError, match=f"no layer is called 'q_prj'; the student has {known}$"):
+        run_stage.run(steps_of(recipe), QUIET)
+    assert not Path(recipe["runs"]).exists()
 
 
 @pytest.mark.parametrize("rank", ["x", "2", "-1"])

@@ -127,8 +127,9 @@ def test_a_low_rank_run_is_merged_on_export(tmp_path: Path) -> None:
     # The merged weights are the student that training saw.
     model = AutoModelForCausalLM.from_pretrained(folder(steps) / "final")
     assert model.dtype == torch.float32
-    with pytest.raises(InputError, match=r"train\.lora\.targets"):
-        make_students(with_train(steps, lora={"targets": ["no_such_layer"]}), Progress(quiet=True))
+    for targets in (["no_such_layer"], ["q_proj", "no_such_layer"]):
+        with pytest.raises(InputError, match=r"train\.lora\.targets: no layer is called 'no_such_layer'"):
+            make_students(with_train(steps, lora={"targets": targets}), Progress(quiet=True))
 
 
 def test_every_way_to_compute_gives_the_same_student(tmp_path: Path) -> None:

@@ -8,15 +8,3 @@ from lightning_weave.heads.fused import fused_log_residual_loss, fused_reverse_k
 from lightning_weave.heads.head import Head, find_head, hidden_states
 from lightning_weave.heads.plain import outcome_logprobs
 from lightning_weave.heads.scoring import apart_from_sampled, candidate_logprobs, top_candidates
-
-__all__ = [
-    "Head",
-    "apart_from_sampled",
-    "candidate_logprobs",
-    "find_head",
-    "fused_log_residual_loss",
-    "fused_reverse_kl",
-    "hidden_states",
-    "outcome_logprobs",
-    "top_candidates",
-]

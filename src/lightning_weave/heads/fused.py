@@ -28,7 +28,7 @@ from lightning_weave.heads.tiles import (
 )
 from lightning_weave.maths import LOG_FLOOR, LOG_RESIDUAL_FLOOR, log_residual_loss, reverse_kl, with_other
 
-Objective = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+OutcomeLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """From the log-probs (N, O) of some positions, `other` not yet floored, to their losses (N,) and gradients (N, O)."""
 
 
@@ -101,7 +101,7 @@ def _fused(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     candidate_ids_NC: Tensor,
-    objective: Objective,
+    objective: OutcomeLoss,
     normalizer: float | Tensor,
     chunk: int | None,
     vocabulary: int | None,
@@ -127,7 +127,7 @@ class _OnePass(torch.autograd.Function):
         weight_VD: Tensor,
         head: Head,
         ids_NC: Tensor,
-        objective: Objective,
+        objective: OutcomeLoss,
         normalizer: float | Tensor,
         rows: int,
         wanted: tuple[bool, bool],

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-Point = tuple[float, float]  # accuracy, mean response tokens
+AccuracyTokens = tuple[float, float]  # accuracy, mean response tokens
 
 
 def aes(acc: float, tokens: float, base_acc: float, base_tokens: float) -> float:
@@ -21,19 +21,19 @@ def aes(acc: float, tokens: float, base_acc: float, base_tokens: float) -> float
     return saved + (3 if gain >= 0 else 5) * gain
 
 
-def mean_aes(policy: Sequence[Point], base: Sequence[Point]) -> float:
+def mean_aes(policy: Sequence[AccuracyTokens], base: Sequence[AccuracyTokens]) -> float:
     """Average the benchmarks' scores, as the paper defines it; NaN if any of them is."""
     return _mean([aes(*mine, *theirs) for mine, theirs in zip(policy, base, strict=True)])
 
 
-def aes_of_means(policy: Sequence[Point], base: Sequence[Point]) -> float:
+def aes_of_means(policy: Sequence[AccuracyTokens], base: Sequence[AccuracyTokens]) -> float:
     """Score the averaged accuracy and tokens, as some of the paper's printed rows do."""
     if len(policy) != len(base):
         raise ValueError(f"policy has {len(policy)} benchmarks, base has {len(base)}")
     return aes(*_mean_point(policy), *_mean_point(base))
 
 
-def pareto_front(points: Sequence[Point]) -> list[int]:
+def pareto_front(points: Sequence[AccuracyTokens]) -> list[int]:
     """Find the points that no other beats: none has more accuracy for no more tokens, or as much for fewer.
 
     Indices in the order given. Equal points stand or fall together; a point with a NaN is left out.
@@ -45,11 +45,11 @@ def pareto_front(points: Sequence[Point]) -> list[int]:
     return [i for i in known if not any(_dominates(points[j], points[i]) for j in known)]
 
 
-def _dominates(one: Point, two: Point) -> bool:
+def _dominates(one: AccuracyTokens, two: AccuracyTokens) -> bool:
     return one[0] >= two[0] and one[1] <= two[1] and tuple(one) != tuple(two)
 
 
-def _mean_point(points: Sequence[Point]) -> Point:
+def _mean_point(points: Sequence[AccuracyTokens]) -> AccuracyTokens:
     return _mean([acc for acc, _ in points]), _mean([tokens for _, tokens in points])
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_weave.bench.definitions import KNOWN, MAX_TOKENS, SAMPLES, Kind
+from lightning_weave.bench.definitions import KNOWN, MAX_TOKENS, SAMPLES, BenchmarkKind
 from lightning_weave.config import Composition, Dtype, Online, Recipe, Sequential
 from lightning_weave.plan.architecture import Shape
 from lightning_weave.plan.calibration import calibrate
@@ -169,7 +169,7 @@ def _evaluation_tokens(recipe: Recipe) -> float:
     tokens = 0.0
     for name in recipe.eval.benchmarks:
         known = KNOWN.get(name)
-        kind: Kind = known.kind if known is not None else "math"
+        kind: BenchmarkKind = known.kind if known is not None else "math"
         path = Path(name.removeprefix("file:"))
         count = known.count if known is not None else sum(1 for _ in path.open()) if path.is_file() else 0
         longest = recipe.eval.max_tokens or MAX_TOKENS[kind]

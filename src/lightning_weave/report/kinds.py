@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_weave.tokens.spelling import Kind as Origin
-from lightning_weave.tokens.spelling import Spelling
+from lightning_weave.tokens.spelling import Origin, Spelling
 
 TokenKind = Literal["digits", "words", "punctuation", "whitespace", "end of thinking", "end of sequence", "special"]
 KINDS: tuple[TokenKind, ...] = (
@@ -36,11 +35,8 @@ class Vocabulary:
         return max(self.spelling.strings, default=-1) + 1
 
     def text(self, id: int) -> str:
-        """The token's own text; bytes that are no character by themselves are written out."""
-        spelt = self.spelling.bytes_of.get(id)
-        if spelt is not None:
-            return spelt.decode(errors="backslashreplace")
-        return self.spelling.strings.get(id, f"<id {id}>")
+        """The token's own text, invalid UTF-8 escaped."""
+        return self.spelling.text(id)
 
     def kind(self, id: int) -> TokenKind:
         """Sort a token by what it is for."""
@@ -49,7 +45,7 @@ class Vocabulary:
         text = self.text(id)
         if text.strip() == END_OF_THINKING:
             return "end of thinking"
-        if self.spelling.kinds.get(id) == Origin.CONTROL:
+        if self.spelling.origins.get(id) == Origin.CONTROL:
             return "special"
         return kind_of_text(text)
 

@@ -28,9 +28,9 @@ from lightning_weave.world.plan import PLANS, Base, Plan, Size
 from lightning_weave.world.posttrain import post_train
 from lightning_weave.world.pretrain import make_model, pretrain
 from lightning_weave.world.spellings import SPELLINGS, make_tokenizer
-from lightning_weave.world.task import DIFFICULTIES, Problem, different, endless_problems, random_numbers
+from lightning_weave.world.task import DIFFICULTIES, Exercise, different, endless_problems, random_numbers
 
-Benchmarks = dict[str, list[Problem]]
+Benchmarks = dict[str, list[Exercise]]
 
 
 def build_world(directory: Path, seed: int, progress: Progress | None = None, size: Size = "full") -> WorldReport:
@@ -70,7 +70,7 @@ def _write_texts(directory: Path, plan: Plan, seed: int) -> Benchmarks:
 
 
 def _make_base(
-    directory: Path, name: str, plan: Plan, seed: int, held_out: Collection[Problem], progress: Progress
+    directory: Path, name: str, plan: Plan, seed: int, held_out: Collection[Exercise], progress: Progress
 ) -> None:
     base = plan.bases[name]
     tokenizer = _tokenizer(base, seed)
@@ -83,7 +83,7 @@ def _make_base(
 
 
 def _make_specialist(
-    directory: Path, name: str, plan: Plan, seed: int, held_out: Collection[Problem], progress: Progress
+    directory: Path, name: str, plan: Plan, seed: int, held_out: Collection[Exercise], progress: Progress
 ) -> None:
     specialist = plan.specialists[name]
     tokenizer = _tokenizer(plan.bases[specialist.base], seed)
