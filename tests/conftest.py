@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import Forked, serve
 from lightning_weave.store import identity
 
 
@@ -22,3 +23,10 @@ def short_memory(place_at_home: Callable[[], Path]) -> Iterator[None]:
     """Forget them after each test: the memory of a thousand tests is slow to write."""
     yield
     identity._cache_file().unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    """Run commands in processes that may be killed."""
+    with serve() as program:
+        yield program

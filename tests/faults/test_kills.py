@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from faults.conftest import VERBS, Lab, Tally
+from forked import Fault
 
 CHAINS = 6  # that begin in the first half of the stage's writes
-DELAYS = (0.0, 0.0005, 0.002, 0.01)  # seconds after the write or rename began
+DELAYS = (0.0, 0.0005, 0.002, 0.01)  # seconds after the write or rename began ...
+LATEST = 6  # ... but before so many others begin, so that a slow machine kills as often as a fast one
 LAST = 3  # writes and renames of the stage that get a kill of their own
 
 
@@ -33,7 +35,7 @@ def test_kills_leave_no_trace(lab: Lab, tally: Tally, verb: str) -> None:
         name = lab.copy(f"killed-{verb}-{trial}", f"before-{verb}")
         for number, event in enumerate(plan):
             delay = DELAYS[(trial + number) % len(DELAYS)] if len(plan) > 1 else 0
-            ended = lab.lweave(name, verb, fault={"kind": "SIGKILL", "event": event, "delay": delay})
+            ended = lab.lweave(name, verb, fault=Fault(event=event, delay=delay, latest=LATEST))
             assert ended.code in {-signal.SIGKILL, 0}, ended.said
             if ended.code == 0:  # it was faster than the delay
                 break
