@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forked import Forked, kill_at
 from grading import problems
 from lightning_weave.bench.definitions import Benchmark, Problem
 from lightning_weave.bench.samples import read_samples
@@ -140,9 +140,7 @@ def test_lm_eval_files_hold_the_same_samples(recipe: dict, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_gives_the_same_files(
-    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
-) -> None:
+def test_killed_and_resumed_gives_the_same_files(recipe: dict, tmp_path: Path, forked: Forked) -> None:
     recipe["eval"] |= {"samples": 12, "block": 4, "budgets": []}
     stage.run(steps_of(recipe), QUIET, only=["base"])
     expected = {name: (folder_of(recipe) / name).read_bytes() for name in ("samples.jsonl", "summary.json")}
@@ -150,12 +148,12 @@ def test_killed_and_resumed_gives_the_same_files(
     recipe["runs"] = str(tmp_path / "killed")
     file = tmp_path / "recipe.toml"
     file.write_text(dump_recipe(check_recipe(recipe)))
-    job = {"arguments": ["eval", str(file), "--only", "base"], "where": r"/blocks-[^/]*/\.tmp-"}
-    for kill in ("write", "rename", "write"):
+    command = ["eval", file, "--only", "base"]
+    for kill in (kill_at(action, r"/blocks-[^/]*/\.tmp-") for action in ("write", "rename", "write")):
         before = blocks_done(recipe)
-        assert lweave({**job, "kill": kill}) == [signal.SIGKILL]
+        assert forked.lweave(*command, **kill).code == -signal.SIGKILL
         assert blocks_done(recipe) > before
-    assert lweave(job) == [0]
+    assert forked.lweave(*command).code == 0
     assert {name: (folder_of(recipe) / name).read_bytes() for name in expected} == expected
 
 
@@ -232,26 +230,21 @@ def blocks_done(recipe: dict) -> int:
 
 
 @pytest.mark.slow
-def test_the_program_evaluates_a_checkpoint_without_a_recipe(
-    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
-) -> None:
+def test_the_program_evaluates_a_checkpoint_without_a_recipe(recipe: dict, tmp_path: Path, forked: Forked) -> None:
     command = ["eval", "--model", recipe["student"]["model"], "--set", f"runs={tmp_path / 'own'}"]
     sets = ["--set", "eval.samples=2", "--set", "eval.max_tokens=8", "--set", "eval.chat=false"]
-    said = tmp_path / "said"
-    assert lweave(
-        {"arguments": [*command, "--bench", recipe["eval"]["benchmarks"][0], *sets], "output": str(said)}
-    ) == [0]
-    assert "base" in said.read_text()
+    ended = forked.lweave(*command, "--bench", recipe["eval"]["benchmarks"][0], *sets)
+    assert ended.code == 0, ended.said
+    assert "base" in ended.said
     assert (tmp_path / "own" / "student" / "eval" / "base" / "sums" / "summary.json").exists()
-    assert lweave({"arguments": [*command, "--bench", "aime-1999"], "output": str(said)}) == [-2]
-    assert "aime-1999" in said.read_text()
+    ended = forked.lweave(*command, "--bench", "aime-1999")
+    assert ended.code == 2
+    assert "aime-1999" in ended.said
 
 
 @pytest.mark.slow
-def test_two_checkpoints_of_one_name_do_not_share_a_run(
-    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
-) -> None:
-    said, runs = tmp_path / "said", tmp_path / "runs"
+def test_two_checkpoints_of_one_name_do_not_share_a_run(recipe: dict, tmp_path: Path, forked: Forked) -> None:
+    runs = tmp_path / "runs"
     student, bench = recipe["student"]["model"], recipe["eval"]["benchmarks"][0]
     finals = [tmp_path / "first" / "train" / name / "final" for name in ("a", "b")]
     for copy in (*finals, tmp_path / "elsewhere" / "first-a"):
@@ -268,13 +261,13 @@ def test_two_checkpoints_of_one_name_do_not_share_a_run(
     ]
 
     def run(*arguments: object) -> tuple[int, str]:
-        (ended,) = lweave({"arguments": ["eval", *map(str, arguments), *sets], "output": str(said)})
-        return ended, said.read_text()
+        ended = forked.lweave("eval", *arguments, *sets)
+        return ended.code, ended.said
 
     assert [run("--model", final, "--bench", bench)[0] for final in finals] == [0, 0]
     assert sorted(path.name for path in runs.iterdir()) == ["first-a", "first-b"]
     ended, text = run("--model", tmp_path / "elsewhere" / "first-a", "--bench", bench)
-    assert ended == -2
+    assert ended == 2
     assert "is the run of another checkpoint" in text
     assert "--set name=NAME" in text
 
@@ -286,11 +279,11 @@ def test_two_checkpoints_of_one_name_do_not_share_a_run(
         ),
     ):
         ended, text = run(*wrong)
-        assert ended == -2
+        assert ended == 2
         assert message in text
     assert sorted(path.name for path in runs.iterdir()) == ["first-a", "first-b"], "wrong input leaves nothing behind"
     file = tmp_path / "r.toml"
     file.write_text(dump_recipe(check_recipe(recipe)))
     ended, text = run(file, "--model", finals[0])
-    assert ended == -2
+    assert ended == 2
     assert "leave out --model" in text

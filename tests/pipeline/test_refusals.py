@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from forked import Forked
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.pipeline import run as run_stage
@@ -18,7 +19,7 @@ Ask = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, lweave: Callable[..., list[int]]) -> dict[str, Any]:
+def finished(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> dict[str, Any]:
     """A whole run, with a benchmark of its own."""
     root = tmp_path_factory.mktemp("finished")
     (root / "sums.jsonl").write_text(json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n")
@@ -26,18 +27,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory, lweave: Callable[..., lis
     section = {"benchmarks": [f"file:{root / 'sums.jsonl'}"], "samples": 1, "max_tokens": 4, "chat": False}
     recipe = make_recipe(root, "qwen3", "llama", "bytes", eval=section)
     (root / "r.toml").write_text(dump_recipe(check_recipe(recipe)))
-    assert lweave({"arguments": ["run", str(root / "r.toml")], "output": str(root / "said")}) == [0]
+    ended = forked.lweave("run", root / "r.toml")
+    assert ended.code == 0, ended.said
     return recipe
 
 
 @pytest.fixture
-def ask(finished: dict[str, Any], tmp_path: Path, lweave: Callable[..., list[int]]) -> Ask:
+def ask(finished: dict[str, Any], forked: Forked) -> Ask:
     recipe = Path(finished["runs"]).parent / "r.toml"
 
     def run(command: str, *arguments: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
-        job = {"arguments": [command, str(recipe), *arguments], "output": str(tmp_path / "said")}
-        (ended,) = lweave({**job, "environment": environment})
-        return -ended, (tmp_path / "said").read_text()
+        ended = forked.lweave(command, recipe, *arguments, environment=environment)
+        return ended.code, ended.said
 
     return run
 
@@ -92,9 +93,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_sampled(as
     assert "--lm-eval" in said
 
 
-def test_anchors_and_prompts_may_go_once_the_cache_is_made(
-    finished: dict[str, Any], ask: Ask, lweave: Callable[..., list[int]], tmp_path: Path
-) -> None:
+def test_anchors_and_prompts_may_go_once_the_cache_is_made(finished: dict[str, Any], ask: Ask) -> None:
     anchor = finished["anchors"]["one"]
     gone = [Path(place) for place in (anchor["post"], anchor["pre"], finished["prompts"]["source"])]
     for place in gone:

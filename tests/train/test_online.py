@@ -2,7 +2,6 @@
 
 import math
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forked import Forked, kill_at
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.models.load import load_model
 from lightning_weave.pipeline import run
@@ -127,9 +127,7 @@ def test_an_online_run_is_validated_on_the_rows_held_out(recipe: dict) -> None:
 
 
 @pytest.mark.slow
-def test_an_online_run_killed_between_rounds_ends_the_same(
-    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
-) -> None:
+def test_an_online_run_killed_between_rounds_ends_the_same(recipe: dict, tmp_path: Path, forked: Forked) -> None:
     live = {**recipe, "compositions": {"live": {"weights": HALF, "method": "online"}}}
     live["train"] = {**recipe["train"], "checkpoint_every": 1, "epochs": 4}
     expected = trained({**live, "runs": str(tmp_path / "whole")}, **live["compositions"])["live"]
@@ -137,10 +135,10 @@ def test_an_online_run_killed_between_rounds_ends_the_same(
     live["runs"] = str(tmp_path / "killed")
     file = tmp_path / "live.toml"
     file.write_text(dump_recipe(check_recipe(live)))
-    job = {"arguments": ["train", str(file)], "output": str(tmp_path / "said")}
-    first_round = {"kill": "rename", "where": r"/checkpoints/\.tmp-\d+$", "count": 1}
-    assert lweave({**job, **first_round}) == [signal.SIGKILL], "killed after its first round, before its last"
-    assert lweave(job) == [0]
-    assert "resuming from update" in (tmp_path / "said").read_text()
+    first_round = kill_at("rename", r"/checkpoints/\.tmp-\d+$", count=1)
+    assert forked.lweave("train", file, **first_round).code == -signal.SIGKILL
+    ended = forked.lweave("train", file)
+    assert ended.code == 0, ended.said
+    assert "resuming from update" in ended.said, "it was killed after its first round, before its last"
     found = load_file(tmp_path / "killed" / "tiny" / "train" / "live" / "final" / "model.safetensors")
     assert same(found, expected)

@@ -4,13 +4,13 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
+from forked import Forked, kill_at
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.pipeline.flow import make_cache, make_students
@@ -149,7 +149,7 @@ def test_what_a_sequence_cost_is_booked_once(recipe: dict) -> None:
     ids=["first leg", "sampling anew", "second leg"],
 )
 def test_a_sequence_killed_in_any_leg_ends_the_same(
-    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]], where: str, count: int
+    recipe: dict, tmp_path: Path, forked: Forked, where: str, count: int
 ) -> None:
     steps = {**recipe, "compositions": {"steps": FORTH}}
     steps["train"] = {**recipe["train"], "checkpoint_every": 2}
@@ -159,11 +159,10 @@ def test_a_sequence_killed_in_any_leg_ends_the_same(
     shutil.copytree(Path(recipe["runs"]), killed, ignore=shutil.ignore_patterns("train"))
     file = tmp_path / "steps.toml"
     file.write_text(dump_recipe(check_recipe({**steps, "runs": str(killed)})))
-    said = tmp_path / "said"
-    job = {"arguments": ["train", str(file)], "output": str(said)}
-    assert lweave({**job, "kill": "rename", "where": where, "count": count}) == [signal.SIGKILL]
-    assert lweave({"arguments": ["status", str(file)], "output": str(said)}) == [0]
+    assert forked.lweave("train", file, **kill_at("rename", where, count)).code == -signal.SIGKILL
+    status = forked.lweave("status", file)
+    assert status.code == 0, status.said
     begun = 1 if "leg-1" in where else 2
-    assert re.search(rf"train/steps +partial +leg {begun} has begun", said.read_text())
-    assert lweave(job) == [0]
+    assert re.search(rf"train/steps +partial +leg {begun} has begun", status.said)
+    assert forked.lweave("train", file).code == 0
     assert same(load_file(killed / "tiny" / "train" / "steps" / "final" / "model.safetensors"), expected)
