@@ -177,7 +177,7 @@ def test_no_position_at_all():
 
 def test_what_cannot_be_asked_for():
     head, hidden_ND = Head(torch.randn(12, 4), 10), torch.randn(2, 4)
-    with pytest.raises(ValueError, match="11 candidates asked for in a vocabulary of 10"):
+    with pytest.raises(ValueError, match="11 candidates requested from a vocabulary of 10"):
         top_candidates(hidden_ND, head, torch.zeros(2, dtype=torch.long), 11)
     with pytest.raises(ValueError, match="from -1 to 3 in a vocabulary of 10"):
         candidate_logprobs(hidden_ND, head, torch.tensor([[3, -1], [0, 1]]))

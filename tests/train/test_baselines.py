@@ -115,7 +115,7 @@ def test_a_kl_budget_is_hit_within_one_percent_on_the_cache(recipe: dict) -> Non
 
 
 def test_an_unreachable_kl_budget_names_the_range(recipe: dict) -> None:
-    with pytest.raises(InputError, match=r"compositions\.far\.kl_budget = 1e\+06: .* spends"):
+    with pytest.raises(InputError, match=r"compositions\.far\.kl_budget = 1e\+06: .* gives"):
         trained(recipe, far={"weights": HALF, "kl_budget": 1e6})
 
 

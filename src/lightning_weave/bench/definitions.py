@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_weave.bench.sources import download_files, locate
+from lightning_weave.config.fields import benchmark_folder
 from lightning_weave.errors import InputError
 from lightning_weave.store.tables import Row, checked_rows, plain_text, reference_answer
 
@@ -49,8 +50,7 @@ class Benchmark:
     @property
     def slug(self) -> str:
         """Return the name of the benchmark's folder: `My-set` for `file:x/My set.jsonl`."""
-        name = Path(self.name.removeprefix("file:")).stem if self.name.startswith("file:") else self.name
-        return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "file"
+        return benchmark_folder(self.name)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def load_benchmark(name: str, source: str | None = None) -> Benchmark:
     known = KNOWN[name]
     where = source or known.repo
     try:
-        rows = _release_rows(name, known, where) if known.since else _all_rows(locate(where, _names(name)))
+        rows = _release_rows(name, known, where) if known.since else _rows(locate(where, _names(name)))
         problems = _problems(rows, known.kind)
     except InputError as error:
         raise InputError(f"benchmark {name}: {error}") from error
@@ -107,7 +107,7 @@ def _load_file(name: str) -> Benchmark:
             f"benchmark {name}: no such file. Write one problem per line: "
             '{"id": "1", "problem": "1+1?", "answer": "2"} or a LiveCodeBench row.'
         )
-    problems = _problems(_all_rows(locate(str(path), ())), None)
+    problems = _problems(_rows(locate(str(path), ())), None)
     if not problems:
         raise InputError(f"benchmark {name}: the file has no problems.")
     return _with_defaults(name, path.stem, "code" if problems[0].row is not None else "math", problems)
@@ -121,9 +121,8 @@ def _names(name: str) -> tuple[str, ...]:
     return name, name.replace("-", "_")
 
 
-def _all_rows(files: Iterable[Path]) -> Iterator[Row]:
-    for file in files:
-        yield from checked_rows(file)
+def _rows(files: Iterable[Path]) -> Iterator[Row]:
+    return chain.from_iterable(map(checked_rows, files))
 
 
 def _release_rows(name: str, known: _Known, where: str) -> list[Row]:

@@ -1,7 +1,7 @@
-"""From hidden states to the few log-probabilities that are wanted of each position, never holding (positions x V).
+"""From hidden states to a few log-probabilities per position, without a (positions x V) tensor.
 
-`head.py` describes how a model makes its logits, `tiles.py` makes them in pieces that stay in cache, `scoring.py` reads
-log-probabilities off them, `fused.py` trains on them in one pass, `plain.py` is the same through autograd for any head.
+`head.py` describes how a model computes its logits, `tiles.py` computes them in cache-sized tiles, `scoring.py` returns
+log-probabilities, `fused.py` has one-pass training losses, `plain.py` does the same with autograd for any head.
 """
 
 from lightning_weave.heads.fused import fused_log_residual_loss, fused_reverse_kl

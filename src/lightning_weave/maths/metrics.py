@@ -1,4 +1,4 @@
-"""Accuracy against tokens, in plain Python."""
+"""Scores of accuracy against tokens, in plain Python."""
 
 import math
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ def aes(acc: float, tokens: float, base_acc: float, base_tokens: float) -> float
 
 
 def mean_aes(policy: Sequence[AccuracyTokens], base: Sequence[AccuracyTokens]) -> float:
-    """Average the benchmarks' scores, as the paper defines it; NaN if any of them is."""
-    return _mean([aes(*mine, *theirs) for mine, theirs in zip(policy, base, strict=True)])
+    """Average the scores of all benchmarks, as the paper defines it; NaN if any score is."""
+    return _mean([aes(*point, *base_point) for point, base_point in zip(policy, base, strict=True)])
 
 
 def aes_of_means(policy: Sequence[AccuracyTokens], base: Sequence[AccuracyTokens]) -> float:
@@ -34,9 +34,9 @@ def aes_of_means(policy: Sequence[AccuracyTokens], base: Sequence[AccuracyTokens
 
 
 def pareto_front(points: Sequence[AccuracyTokens]) -> list[int]:
-    """Find the points that no other beats: none has more accuracy for no more tokens, or as much for fewer.
+    """Find the points that no other dominates (more accuracy for no more tokens, or as much for fewer).
 
-    Indices in the order given. Equal points stand or fall together; a point with a NaN is left out.
+    Returns indices in the given order. Of equal points all or none are returned; points with a NaN never are.
 
     >>> pareto_front([(80, 900), (70, 500), (75, 900), (70, 500)])
     [0, 1, 3]
