@@ -17,7 +17,7 @@ from lightning_weave.models.load import checkpoint_dtype, load_tokenizer, stop_i
 from lightning_weave.world import pretrain as pretraining
 from lightning_weave.world.build import build_world
 from lightning_weave.world.layout import read_problems, read_report
-from lightning_weave.world.pretrain import Example, Shape, make_model, update
+from lightning_weave.world.pretrain import Dimensions, Example, make_model, update
 from lightning_weave.world.spellings import SPELLINGS, make_tokenizer
 from lightning_weave.world.task import random_numbers
 
@@ -139,12 +139,12 @@ def test_an_update_is_the_same_however_it_is_cut(monkeypatch: pytest.MonkeyPatch
     losses, weights = [], []
     for rows in (1, 2, 3):
         monkeypatch.setattr(pretraining, "MICRO_BATCH", rows)
-        model = make_model("llama", Shape(1, 16, 2, 16), tokenizer, random_numbers(0, "weights")).double()
+        model = make_model("llama", Dimensions(1, 16, 2, 16), tokenizer, random_numbers(0, "weights")).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses.append(update(model, examples, {optimizer: 0.1}))
         weights.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
     ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9]])
-    model = make_model("llama", Shape(1, 16, 2, 16), tokenizer, random_numbers(0, "weights")).double()
+    model = make_model("llama", Dimensions(1, 16, 2, 16), tokenizer, random_numbers(0, "weights")).double()
     logp = model(input_ids=ids).logits[0].log_softmax(-1).detach()
     alone = -sum(float(logp[at, ids[0, at + 1]]) for at in range(2, 8)) / pretraining.TYPICAL_TOKENS
     assert update(model, examples[:1], {}) == pytest.approx(alone, rel=1e-6)
