@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lightning_weave.errors import InputError
 from lightning_weave.models.load import checkpoint_dtype, load_tokenizer, stop_ids
+from lightning_weave.store.files import TEMPORARY
 from lightning_weave.world import pretrain as pretraining
 from lightning_weave.world.build import build_world
 from lightning_weave.world.layout import read_problems, read_report
@@ -105,8 +106,8 @@ def test_the_same_seed_builds_the_same_files_even_when_killed_between(world: Pat
     # As a kill in the midst of post-training leaves it: some models whole, one half written, no figures.
     for name in ("student", "accuracy-post", "thorough-post"):
         shutil.rmtree(again / name)
-    (again / ".accuracy-post.unfinished").mkdir()
-    (again / ".accuracy-post.unfinished" / "model.safetensors").write_bytes(b"half")
+    (again / f"{TEMPORARY}accuracy-post").mkdir()
+    (again / f"{TEMPORARY}accuracy-post" / "model.safetensors").write_bytes(b"half")
     (again / "world.json").write_text(json.dumps({"seed": 11, "size": "miniature"}))
     torch.manual_seed(99)  # the state of this process must play no part
     build(again)
