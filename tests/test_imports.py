@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": MODELS | {"runs"},
     "pipeline": MODELS | {"runs", "train", "checks", "report"},
     "views": MODELS | {"runs", "train", "checks", "report"},
-    "world": MODELS | {"runs", "report", "pipeline", "views"},
+    "world": MODELS | {"runs", "report", "pipeline"},
     "cli": {
         "config",
         "errors",

@@ -1,6 +1,5 @@
-"""How long steps talk to people: bars with rate and time left on a terminal, plain lines when piped."""
+"""Progress of long steps: bars with rate and time left on a terminal, plain lines when piped."""
 
-import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -14,12 +13,11 @@ from rich.progress import Progress as RichProgress
 from lightning_weave.ranks import is_first
 
 PLAIN_EVERY = 10.0  # seconds between plain lines
-log = logging.getLogger("lightning_weave")
 
 
 @dataclass
 class Bar:
-    """One long step under way. `advance` counts units; `note` is shown beside the rate."""
+    """One long step in progress. `advance` counts units; `note` is shown beside the rate."""
 
     what: str
     total: int
@@ -34,20 +32,23 @@ class Bar:
         self.show()
 
     def show(self) -> None:
-        """Tell the world; bars and lines override this."""
+        """Display the current state; subclasses override this."""
 
     def line(self) -> str:
-        """Say where the step stands, in one line."""
-        seconds = max(time.monotonic() - self.started, 1e-9)
-        rate = self.done / seconds
-        left = f", {duration((self.total - self.done) / rate)} left" if 0 < self.done < self.total else ""
+        """Describe the current state in one line."""
+        left = f", {duration((self.total - self.done) / self.rate)} left" if 0 < self.done < self.total else ""
         note = f", {self.note}" if self.note else ""
-        return f"{self.what}: {self.done}/{self.total} {self.unit}s, {rate:.3g} {self.unit}s/s{left}{note}"
+        return f"{self.what}: {self.done}/{self.total} {self.unit}s, {self.rate:.3g} {self.unit}s/s{left}{note}"
+
+    @property
+    def rate(self) -> float:
+        """Units per second."""
+        return self.done / max(time.monotonic() - self.started, 1e-9)
 
 
 @dataclass
 class LineBar(Bar):
-    """Plain lines, not too many of them."""
+    """Plain lines, at most one every PLAIN_EVERY seconds."""
 
     shown: float = field(default_factory=time.monotonic)
 
@@ -59,20 +60,20 @@ class LineBar(Bar):
 
 
 class Progress:
-    """Where stages report to. Ranks other than 0 stay silent."""
+    """Where stages report their progress. Ranks other than 0 stay silent."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet or not is_first()
         self.console = Console(stderr=True, highlight=False)
 
     def say(self, message: str) -> None:
-        """Print one line for people."""
+        """Print one line to stderr."""
         if not self.quiet:
             self.console.print(message, markup=False, soft_wrap=True)
 
     @contextmanager
     def bar(self, what: str, total: int, unit: str) -> Iterator[Bar]:
-        """Show one long step. A resumed step counts only what is left to do."""
+        """Show one long step. A resumed step counts only the remaining work."""
         if self.quiet or total == 0:
             yield Bar(what, total, unit)
         elif not self.console.is_terminal:
@@ -97,14 +98,13 @@ def _rich_bar(console: Console, what: str, total: int, unit: str) -> Iterator[Ba
 
         class _RichBar(Bar):
             def show(self) -> None:
-                rate = self.done / max(time.monotonic() - self.started, 1e-9)
-                display.update(task, completed=self.done, rate=f"{rate:.3g} {unit}s/s", note=self.note)
+                display.update(task, completed=self.done, rate=f"{self.rate:.3g} {unit}s/s", note=self.note)
 
         yield _RichBar(what, total, unit)
 
 
 def duration(seconds: float) -> str:
-    """Write seconds as people say them.
+    """Format seconds for people.
 
     >>> duration(7.4), duration(95), duration(7500)
     ('7 s', '1 m 35 s', '2 h 05 m')

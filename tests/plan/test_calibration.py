@@ -6,7 +6,7 @@ import pytest
 
 from lightning_weave.plan.calibration import PAPER, PAPER_LOAD, PAPER_MACHINE, calibrate, leave_one_out, predict
 from lightning_weave.plan.calibration_page import calibration_page
-from lightning_weave.plan.costs import Machine, online_hours
+from lightning_weave.plan.costs import PlannedMachine, online_hours
 from lightning_weave.plan.gpus import find_gpu
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -55,11 +55,11 @@ def test_one_kind_of_gpu_is_scaled_from_another() -> None:
     student, models = setting.shapes
     from lightning_weave.plan.costs import offline_hours
 
-    slower = offline_hours(student, models, PAPER_LOAD, constants, Machine(find_gpu("a100"), 8))
+    slower = offline_hours(student, models, PAPER_LOAD, constants, PlannedMachine(find_gpu("a100"), 8))
     usual = offline_hours(student, models, PAPER_LOAD, constants, PAPER_MACHINE)
     assert slower.reference / usual.reference == pytest.approx(989 / 312)
     assert slower.rollout / usual.rollout == pytest.approx(3.35 / 2.04)
-    own = offline_hours(student, models, PAPER_LOAD, constants, Machine(find_gpu("H100"), 8, 1.0, 1000.0))
+    own = offline_hours(student, models, PAPER_LOAD, constants, PlannedMachine(find_gpu("H100"), 8, 1.0, 1000.0))
     assert own.rollout == pytest.approx(12800 * 2048 / 1000 / 3600)
     assert own.reference == pytest.approx(PAPER_LOAD.forward_work(student) / 989e12 / 3600)
 

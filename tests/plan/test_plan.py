@@ -14,7 +14,7 @@ from lightning_weave.bench.definitions import Kind
 from lightning_weave.config import check_recipe, load_recipe
 from lightning_weave.pipeline import reference, score
 from lightning_weave.pipeline.flow import make_rollouts
-from lightning_weave.plan.costs import Machine
+from lightning_weave.plan.costs import PlannedMachine
 from lightning_weave.plan.gpus import find_gpu
 from lightning_weave.plan.memory import cache_bytes
 from lightning_weave.plan.recipe import make_plan
@@ -23,7 +23,7 @@ from lightning_weave.progress import Progress
 PAPER = Path(__file__).parents[2] / "recipes" / "paper"
 STUDENTS = ["qwen3-1.7b", "qwen3-4b", "qwen3-4b-thinking-2507", "qwen3.5-4b", "olmo-3-7b-think"]
 SETS = ["klear", "decs", "mimo", "klear-decs", "klear-mimo", "decs-mimo", "klear-decs-mimo", "sweep", "ablation"]
-EIGHT = Machine(find_gpu("H100"), 8)
+EIGHT = PlannedMachine(find_gpu("H100"), 8)
 
 
 def paper(*names: str):

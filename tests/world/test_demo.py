@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from lightning_weave.bench.statistics import ProblemMeans
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.progress import Progress
+from lightning_weave.report import report
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_json
 from lightning_weave.world import claims, demo
@@ -53,7 +54,7 @@ def first(place: Path) -> Steps:
     """The demo, run once for those that it is compared with."""
     with pytest.MonkeyPatch.context() as patch:
         steps = small_demo(place, patch)
-        demo.run(steps, QUIET, Console(quiet=True))
+        demo.run(steps, QUIET, Console(quiet=True), report.run)
     return steps
 
 
@@ -74,7 +75,7 @@ def test_the_demo_runs_twice_with_identical_results(place: Path, first: Steps, m
     )
     assert (first.store.run_dir / "report" / "index.html").exists()
 
-    demo.run(second, QUIET, Console(quiet=True))
+    demo.run(second, QUIET, Console(quiet=True), report.run)
     one, two = contents(first), contents(second)
     assert one.keys() == two.keys()
     assert [name for name in one if one[name] != two[name]] == []
@@ -155,7 +156,9 @@ def test_every_training_seed_is_shown_beside_the_mean(monkeypatch: pytest.Monkey
         {"base": policy(50, 40, 0), "weave-50": policy(up, 20, 0), "brevity-only": policy(50, 20, 0)} for up in (75, 60)
     ]
     mean = {"base": policy(50, 40, 0), "weave-50": policy(67.5, 20, 0), "brevity-only": policy(50, 20, 0)}
-    finding = next(found for found in check(mean, seeds) if found.claim == "composition beats the brevity anchor alone")
+    finding = next(
+        finding for finding in check(mean, seeds) if finding.claim == "composition beats the brevity anchor alone"
+    )
     assert finding.figures == "aes +1.05 [+1.05, +1.05] (+1.50, +0.60)"
     assert "| weave-50 | 67.5 | 20.0 | 1.55 | 1.55 to 1.55 | 2.00, 1.10 |" in results_table(mean, seeds)
 

@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lightning_weave.errors import InputError
 from lightning_weave.models.load import checkpoint_dtype, load_tokenizer, stop_ids
+from lightning_weave.store.files import TEMPORARY
 from lightning_weave.world import pretrain as pretraining
 from lightning_weave.world.build import build_world
 from lightning_weave.world.layout import read_report
-from lightning_weave.world.pretrain import Example, Shape, make_model, update
+from lightning_weave.world.pretrain import Dimensions, Example, make_model, update
 from lightning_weave.world.spellings import SPELLINGS, make_tokenizer
 from lightning_weave.world.task import random_numbers
 from world.problems import read_problems
@@ -106,8 +107,8 @@ def test_the_same_seed_builds_the_same_files_even_when_killed_between(world: Pat
     # As a kill in the midst of post-training leaves it: some models whole, one half written, no figures.
     for name in ("student", "accuracy-post", "thorough-post"):
         shutil.rmtree(again / name)
-    (again / ".accuracy-post.unfinished").mkdir()
-    (again / ".accuracy-post.unfinished" / "model.safetensors").write_bytes(b"half")
+    (again / f"{TEMPORARY}accuracy-post").mkdir()
+    (again / f"{TEMPORARY}accuracy-post" / "model.safetensors").write_bytes(b"half")
     (again / "world.json").write_text(json.dumps({"seed": 11, "size": "miniature"}))
     torch.manual_seed(99)  # the state of this process must play no part
     build(again)
@@ -140,12 +141,12 @@ def test_an_update_is_the_same_however_it_is_cut(monkeypatch: pytest.MonkeyPatch
     losses, weights = [], []
     for rows in (1, 2, 3):
         monkeypatch.setattr(pretraining, "MICRO_BATCH", rows)
-        model = make_model("llama", Shape(1, 16, 2, 16), tokenizer, random_numbers(0, "weights")).double()
+        model = make_model("llama", Dimensions(1, 16, 2, 16), tokenizer, random_numbers(0, "weights")).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses.append(update(model, examples, {optimizer: 0.1}))
         weights.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
     ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9]])
-    model = make_model("llama", Shape(1, 16, 2, 16), tokenizer, random_numbers(0, "weights")).double()
+    model = make_model("llama", Dimensions(1, 16, 2, 16), tokenizer, random_numbers(0, "weights")).double()
     logp = model(input_ids=ids).logits[0].log_softmax(-1).detach()
     alone = -sum(float(logp[at, ids[0, at + 1]]) for at in range(2, 8)) / pretraining.TYPICAL_TOKENS
     assert update(model, examples[:1], {}) == pytest.approx(alone, rel=1e-6)

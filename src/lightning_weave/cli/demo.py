@@ -24,6 +24,8 @@ def demo(
     fresh: Annotated[bool, typer.Option("--fresh", help="use no shipped checkpoint: build a world first")] = False,
 ) -> None:
     """Weave two capabilities into a student on a tiny world, in minutes."""
+    from lightning_weave.pipeline import preview
+    from lightning_weave.report import report
     from lightning_weave.world import demo as stage
 
     progress = open_progress()
@@ -36,10 +38,10 @@ def demo(
         runs[each] = [stage.load_demo(each, full, number, set_ or []) for number in range(seeds)]
         for steps in runs[each]:
             with writing(steps):
-                stage.run(steps, progress, out)
+                stage.run(steps, progress, out, report.run)
     if full:
         command = " ".join(["lweave", *sys.argv[1:]])
-        out.print(f"Claims:    {stage.write_claims(runs, progress, command)}", soft_wrap=True)
+        out.print(f"Claims:    {stage.write_claims(runs, progress, command, preview.run)}", soft_wrap=True)
 
 
 @world_app.command("build")

@@ -82,10 +82,10 @@ def plan(
         raise InputError("plan needs a RECIPE, or --calibration")
     loaded = load_recipe(recipe, set_ or ())
     from lightning_weave.plan import plan as stage
-    from lightning_weave.plan.costs import Machine
+    from lightning_weave.plan.costs import PlannedMachine
     from lightning_weave.plan.gpus import find_gpu
 
-    stage.run(loaded, Machine(find_gpu(gpu), gpus, utilisation, rate), prompt_tokens, json, open_console())
+    stage.run(loaded, PlannedMachine(find_gpu(gpu), gpus, utilisation, rate), prompt_tokens, json, open_console())
 
 
 @app.command()

@@ -1,1 +1,1 @@
-"""What a recipe will cost: work, bytes, memory and GPU hours from architectures alone, before any weight is there."""
+"""Predict the cost of a recipe: work, bytes, memory and GPU hours from the architectures alone, without weights."""

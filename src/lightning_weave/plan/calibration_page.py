@@ -1,54 +1,39 @@
 """`lweave plan --calibration`: the predictions of the cost model beside the paper's own figures, in Markdown."""
 
-from lightning_weave.plan.calibration import Prediction, calibrate, leave_one_out
+from lightning_weave.plan.calibration import calibrate, leave_one_out
 
 
 def calibration_page() -> str:
     """Write the tables of docs/plan.md."""
-    predictions = leave_one_out()
-    return "\n".join([*_stage_lines(predictions), "", *_total_lines(predictions), "", *_constant_lines()]) + "\n"
+    stages = ["| setting | rollout | reference | anchor scoring | training |", "| --- | --- | --- | --- | --- |"]
+    totals = ["| setting | offline | online | ratio |", "| --- | --- | --- | --- |"]
+    for prediction in leave_one_out():
+        hours = prediction.hours
+        online = prediction.online
+        paper = prediction.setting
+        measured = [paper.rollout, paper.reference, paper.score, paper.train]
+        predicted = [hours.rollout, hours.reference, sum(hours.score), hours.train]
+        stages.append(_row(paper.label, *zip(predicted, measured, strict=True)))
+        ratio = online / hours.total, paper.online / paper.total
+        totals.append(_row(paper.label, (hours.total, paper.total), (online, paper.online), ratio))
+    return "\n".join([*stages, "", *totals, "", *_constants()]) + "\n"
 
 
-def _stage_lines(predictions: list[Prediction]) -> list[str]:
-    lines = ["| setting | rollout | reference | anchor scoring | training |", "| --- | --- | --- | --- | --- |"]
-    for prediction in predictions:
-        setting, hours = prediction.setting, prediction.hours
-        pairs = [
-            (hours.rollout, setting.rollout),
-            (hours.reference, setting.reference),
-            (sum(hours.score), setting.score),
-            (hours.train, setting.train),
-        ]
-        lines.append(f"| {setting.label} | " + " | ".join(_beside(*pair) for pair in pairs) + " |")
-    return lines
+def _row(label: str, *figures: tuple[float, float]) -> str:
+    """Write each predicted figure beside the measured one."""
+    cells = [f"{predicted:.2f} / {measured:.2f} ({predicted / measured - 1:+.0%})" for predicted, measured in figures]
+    return f"| {' | '.join([label, *cells])} |"
 
 
-def _total_lines(predictions: list[Prediction]) -> list[str]:
-    lines = ["| setting | offline | online | ratio |", "| --- | --- | --- | --- |"]
-    for prediction in predictions:
-        setting, total = prediction.setting, prediction.hours.total
-        ratio = _beside(prediction.online / total, setting.online / setting.total)
-        cells = [_beside(total, setting.total), _beside(prediction.online, setting.online), ratio]
-        lines.append(f"| {setting.label} | " + " | ".join(cells) + " |")
-    return lines
-
-
-def _beside(predicted: float, measured: float) -> str:
-    return f"{predicted:.2f} / {measured:.2f} ({predicted / measured - 1:+.0%})"
-
-
-def _constant_lines() -> list[str]:
+def _constants() -> list[str]:
     constants = calibrate()
     rows = {
-        "forward pass, per token": f"{constants.forward_seconds_per_token * 1e6:.1f} µs",
-        "forward pass, share of the peak for what grows with the model": f"{constants.forward_utilisation:.1%}",
+        "forward pass, fixed time per token": f"{constants.forward_seconds_per_token * 1e6:.1f} µs",
+        "forward pass, utilisation of the peak": f"{constants.forward_utilisation:.1%}",
         "training, forward passes per epoch": f"{constants.passes_per_epoch:.2f}",
         "sampling, per token and 10⁹ parameters": f"{constants.sampling_seconds * 1e15:.0f} µs",
-        "online, share of the same work offline": f"{constants.online_share:.2f}",
+        "online, cost relative to the same work offline": f"{constants.online_share:.2f}",
         "online, lost per round": f"{constants.online_seconds_per_round:.0f} GPU seconds",
     }
-    return [
-        "| constant, fitted to all four | |",
-        "| --- | --- |",
-        *(f"| {name} | {value} |" for name, value in rows.items()),
-    ]
+    lines = [f"| {name} | {value} |" for name, value in rows.items()]
+    return ["| constant, fitted to all four | |", "| --- | --- |", *lines]

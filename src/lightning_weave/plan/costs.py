@@ -1,9 +1,9 @@
-"""GPU hours of every stage: one formula each, with at most two constants that the paper's own table gives.
+"""GPU hours of every stage: one formula each, with at most two constants, fitted to the paper's own table.
 
-A forward pass costs a fixed time per token (everything that does not grow with the model) and its operations at a share
-of the peak. Training is a number of forward passes. Sampling is proportional to the parameters that every token is
-multiplied with. Online training does all of it for every round, at a share of those costs, and loses a fixed time
-whenever a round changes hands between sampling, scoring and training.
+A forward pass costs a fixed time per token, plus its operations at a fraction of the peak. Training is a number of
+forward passes. Sampling is proportional to the parameters that every token is multiplied with. Online training repeats
+all of it in every round at a fraction of those costs, and loses a fixed time per round switching between sampling,
+scoring and training.
 """
 
 from collections.abc import Sequence
@@ -37,19 +37,19 @@ class Workload:
 
 @dataclass(frozen=True)
 class Constants:
-    """What the formulas need, for the calibrated GPU. `forward_*` serve reference and anchor scoring alike."""
+    """The constants of the formulas, for the calibrated GPU. `forward_*` hold for reference and anchor scoring."""
 
     forward_seconds_per_token: float
-    forward_utilisation: float  # of the peak, for what grows with the model
+    forward_utilisation: float  # of the peak
     passes_per_epoch: float  # of training, in forward passes
     sampling_seconds: float  # per token and per parameter
-    online_share: float  # of the same work done offline
-    online_seconds_per_round: float  # of GPU time, lost
+    online_share: float  # of the cost of the same work offline
+    online_seconds_per_round: float  # lost, in GPU time
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Where it runs. An utilisation of one's own replaces the calibrated forward pass, a rate the sampling."""
+class PlannedMachine:
+    """The GPUs to plan for. `utilisation` replaces the calibrated forward pass, `tokens_per_second` the sampling."""
 
     gpu: GPU
     gpus: int
@@ -68,7 +68,7 @@ class Hours:
 
     @property
     def cache(self) -> float:
-        """What is paid once, however many compositions follow."""
+        """The part that all compositions share."""
         return self.rollout + self.reference + sum(self.score)
 
     @property
@@ -76,7 +76,7 @@ class Hours:
         return self.cache + self.train
 
 
-def forward_hours(shape: Shape, load: Workload, constants: Constants, machine: Machine) -> float:
+def forward_hours(shape: Shape, load: Workload, constants: Constants, machine: PlannedMachine) -> float:
     """Predict one forward pass over the cache."""
     work = load.forward_work(shape)
     if machine.utilisation is not None:
@@ -85,23 +85,23 @@ def forward_hours(shape: Shape, load: Workload, constants: Constants, machine: M
     return (fixed + work / (machine.gpu.peak * constants.forward_utilisation)) / HOUR
 
 
-def sampling_hours(shape: Shape, tokens: float, constants: Constants, machine: Machine) -> float:
-    """Predict sampling, which waits for memory more than for arithmetic."""
+def sampling_hours(shape: Shape, tokens: float, constants: Constants, machine: PlannedMachine) -> float:
+    """Predict sampling, which is limited by memory bandwidth."""
     if machine.tokens_per_second is not None:
         return tokens / machine.tokens_per_second / HOUR
     slower = CALIBRATED.bandwidth / machine.gpu.bandwidth
     return tokens * shape.multiplied * constants.sampling_seconds * slower / HOUR
 
 
-def training_hours(shape: Shape, load: Workload, constants: Constants, machine: Machine) -> float:
+def training_hours(shape: Shape, load: Workload, constants: Constants, machine: PlannedMachine) -> float:
     """Predict training on the cache."""
     return load.epochs * constants.passes_per_epoch * forward_hours(shape, load, constants, machine)
 
 
 def offline_hours(
-    student: Shape, models: Sequence[Shape], load: Workload, constants: Constants, machine: Machine
+    student: Shape, models: Sequence[Shape], load: Workload, constants: Constants, machine: PlannedMachine
 ) -> Hours:
-    """Predict every stage of one composition; `models` are the distinct checkpoints that are scored."""
+    """Predict every stage of one composition; `models` are the distinct checkpoints to score."""
     return Hours(
         rollout=sampling_hours(student, load.trajectories * load.response_tokens, constants, machine),
         reference=forward_hours(student, load, constants, machine),
@@ -111,12 +111,12 @@ def offline_hours(
 
 
 def online_work(offline: Hours, load: Workload) -> float:
-    """Count what online training does: the cache anew for every trajectory of every round, and the same updates."""
-    fresh = load.rounds * load.trajectories_per_round / load.trajectories
-    return fresh * offline.cache + offline.train
+    """Cost online training at offline rates: every round makes its own cache; the updates are the same."""
+    caches = load.rounds * load.trajectories_per_round / load.trajectories
+    return caches * offline.cache + offline.train
 
 
-def online_hours(offline: Hours, load: Workload, constants: Constants, machine: Machine) -> float:
-    """Predict the same composition trained online, all its anchors alive."""
+def online_hours(offline: Hours, load: Workload, constants: Constants, machine: PlannedMachine) -> float:
+    """Predict the same composition trained online."""
     lost = load.rounds * constants.online_seconds_per_round * CALIBRATED.peak / machine.gpu.peak / HOUR
     return lost + constants.online_share * online_work(offline, load)

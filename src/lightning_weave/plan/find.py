@@ -22,7 +22,7 @@ def find_shape(model: str, revision: str | None = None) -> Shape:
 
 @cache
 def shipped_shape(model: str) -> Shape:
-    """Read the sizes of one of the paper's models, which this package knows by name."""
+    """Read the sizes of one of the paper's models, whose configs come with the package."""
     config = _shipped(model)
     assert config is not None, model
     return read_shape(config, model)

@@ -7,7 +7,7 @@ from lightning_weave.errors import InputError
 
 @dataclass(frozen=True)
 class GPU:
-    """What a plan needs to know of a device."""
+    """One type of GPU."""
 
     name: str
     peak: float  # operations per second
@@ -19,7 +19,7 @@ def _gpu(name: str, teraflops: float, gigabytes: float, terabytes_per_second: fl
     return GPU(name, teraflops * 1e12, gigabytes * 1e9, terabytes_per_second * 1e12)
 
 
-# The paper measured on H100; the others are scaled from there by peak (scoring, training) and bandwidth (sampling).
+# The paper measured on H100; costs are scaled to the others by peak (scoring, training) and bandwidth (sampling).
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -41,5 +41,5 @@ def find_gpu(name: str) -> GPU:
     """Look a GPU up by name."""
     known = {key.lower(): gpu for key, gpu in GPUS.items()}
     if name.lower() not in known:
-        raise InputError(f"--gpu {name}: not in the table; it has {', '.join(GPUS)}")
+        raise InputError(f"--gpu {name}: unknown; choose from {', '.join(GPUS)}")
     return known[name.lower()]

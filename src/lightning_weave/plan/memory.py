@@ -1,4 +1,4 @@
-"""Bytes: of memory on every GPU, and on disk. Estimates for choosing a machine; allocators add some tenths."""
+"""Bytes of memory on every GPU, and on disk. Estimates for choosing a machine; allocators need somewhat more."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ GRADIENT = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """What one GPU holds in one stage."""
+    """The memory that one stage needs on one GPU."""
 
     weights: float
     working: float  # activations, caches, gradients
@@ -22,14 +22,14 @@ class Memory:
 
 
 def sampling_memory(shape: Shape, tokens: int, sequences: int, bytes_per_number: int) -> Memory:
-    """Hold the weights and the caches of the sequences in flight."""
+    """Count the weights and the caches of the sequences in flight."""
     return Memory(
         float(shape.parameters * bytes_per_number), float(sequences * shape.cache_bytes(tokens, bytes_per_number))
     )
 
 
 def scoring_memory(shape: Shape, token_budget: int, bytes_per_number: int) -> Memory:
-    """Hold the weights and one layer's numbers for a micro-batch; logits only ever exist in tiles."""
+    """Count the weights and one layer's activations for a micro-batch; logits only exist in tiles."""
     widest = max(layer.widest for layer in shape.layers)
     return Memory(
         float(shape.parameters * bytes_per_number), float(token_budget * (widest + 2 * shape.width) * bytes_per_number)
@@ -37,24 +37,24 @@ def scoring_memory(shape: Shape, token_budget: int, bytes_per_number: int) -> Me
 
 
 def training_memory(shape: Shape, token_budget: int, gpus: int, checkpointing: bool, trained: int | None) -> Memory:
-    """Hold a share of the float32 masters, gradients and moments (FSDP), one unit unsharded, and the activations.
+    """Count a share of the float32 masters, gradients and moments (FSDP), one unsharded unit, and the activations.
 
-    `trained` counts the parameters that learn where that is not all of them (LoRA).
+    `trained` is the number of trainable parameters if that is not all of them (LoRA).
     """
     learning = shape.parameters if trained is None else trained
     sharded = (MASTER * shape.parameters + (GRADIENT + OPTIMIZER) * learning) / gpus
     largest = max(shape.width * shape.vocabulary, max(layer.parameters for layer in shape.layers))
     gathered = 2 * 2 * largest if gpus > 1 else 0  # bfloat16, this unit and the next
     head = 4 * shape.width * shape.vocabulary  # its gradient comes with the loss, in float32
-    kept = [shape.width if checkpointing else layer.widest for layer in shape.layers]
+    stored = [shape.width if checkpointing else layer.widest for layer in shape.layers]
     in_flight = max(layer.widest for layer in shape.layers) if checkpointing else 0
-    activations = 2 * token_budget * (sum(kept) + 2 * in_flight)
+    activations = 2 * token_budget * (sum(stored) + 2 * in_flight)
     return Memory(sharded + gathered, float(head + activations))
 
 
 def lora_parameters(shape: Shape, rank: int) -> int:
-    """Count a low-rank update of every matrix: rank x (its two sides) instead of their product."""
-    # The outputs of a layer's seven matrices are in `widest` beside four times the width; their inputs are the rest.
+    """Count the parameters of a low-rank update of every matrix: rank x (inputs + outputs)."""
+    # The inputs and outputs of a layer's seven matrices add up to `widest` and three more widths.
     return sum(rank * (layer.widest + 3 * shape.width) for layer in shape.layers)
 
 

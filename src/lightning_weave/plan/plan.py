@@ -1,4 +1,4 @@
-"""`lweave plan`: what a recipe will cost, from the architectures alone."""
+"""`lweave plan`: predict the cost of a recipe from the architectures alone."""
 
 import json
 from dataclasses import asdict
@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_weave.config import Recipe
-from lightning_weave.plan.costs import Machine
+from lightning_weave.plan.costs import PlannedMachine
 from lightning_weave.plan.gpus import CALIBRATED
 from lightning_weave.plan.recipe import Plan, make_plan
 
 
-def run(recipe: Recipe, machine: Machine, prompt_tokens: float | None, as_json: bool, console: Console) -> None:
+def run(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | None, as_json: bool, console: Console) -> None:
     """Print the plan of a recipe."""
     plan = make_plan(recipe, machine, prompt_tokens)
     if as_json:
@@ -20,7 +20,7 @@ def run(recipe: Recipe, machine: Machine, prompt_tokens: float | None, as_json: 
         return
     console.print(_stage_table(plan))
     console.print(_memory_table(plan))
-    for line in _words(plan):
+    for line in _summary(plan):
         console.print(line, soft_wrap=True, highlight=False)
 
 
@@ -40,7 +40,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _size(count: float) -> str:
-    """Write bytes as people say them.
+    """Format bytes for people.
 
     >>> _size(104_600_000_000), _size(3_200_000), _size(41_000)
     ('104.6 GB', '3.2 MB', '0.0 MB')
@@ -48,25 +48,26 @@ def _size(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-def _words(plan: Plan) -> list[str]:
-    one, each = plan.one_composition, plan.all_compositions / max(plan.compositions, 1)
+def _summary(plan: Plan) -> list[str]:
+    total = plan.one_composition
     lines = [
         f"{plan.trajectories:,} trajectories of {plan.prompt_tokens:g} + {plan.response_tokens:g} tokens "
-        "(prompts as they usually are, responses as long as they may be: --prompt-tokens, rollout.max_tokens)",
-        f"One composition: {one:.1f} GPU hours ({plan.cache_hours:.1f} cache + {one - plan.cache_hours:.1f} training), "
-        f"{one / plan.gpus:.1f} h on {plan.gpus} x {plan.gpu}",
+        "(typical prompts, maximum-length responses: --prompt-tokens, rollout.max_tokens)",
+        f"One composition: {total:.1f} GPU hours "
+        f"({plan.cache_hours:.1f} cache + {total - plan.cache_hours:.1f} training), "
+        f"{total / plan.gpus:.1f} h on {plan.gpus} x {plan.gpu}",
     ]
     if plan.compositions > 1:
         lines.append(
-            f"{plan.compositions} sharing the cache: {plan.all_compositions:.1f} GPU hours, {each:.1f} each; "
-            f"online they would take {plan.compositions * plan.online:.1f}"
+            f"{plan.compositions} sharing the cache: {plan.all_compositions:.1f} GPU hours, "
+            f"{plan.all_compositions / plan.compositions:.1f} each; online: {plan.compositions * plan.online:.1f}"
         )
     lines += [
-        f"Online, with all its anchors alive: {plan.online:.1f} GPU hours per composition, {plan.online / one:.2f} x",
-        f"Evaluation: about {plan.evaluation:.1f} GPU hours per policy, if answers take half of what they may",
+        f"Online: {plan.online:.1f} GPU hours per composition, {plan.online / total:.2f} x",
+        f"Evaluation: about {plan.evaluation:.1f} GPU hours per policy, assuming answers half of max_tokens",
     ]
     if plan.gpu != CALIBRATED.name:
         lines.append(
-            f"Calibrated on {CALIBRATED.name}; {plan.gpu} is scaled by its peak and bandwidth (--utilisation, --rate)"
+            f"Calibrated on {CALIBRATED.name}; scaled to {plan.gpu} by peak and bandwidth (--utilisation, --rate)"
         )
     return lines

@@ -1,4 +1,4 @@
-"""From a recipe to what each of its stages will cost."""
+"""Predict the cost of every stage of a recipe."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from lightning_weave.plan.calibration import calibrate
 from lightning_weave.plan.costs import (
     Constants,
     Hours,
-    Machine,
+    PlannedMachine,
     Workload,
     offline_hours,
     online_hours,
@@ -28,10 +28,10 @@ from lightning_weave.plan.memory import (
     training_memory,
 )
 
-PROMPT_SHARE = 0.15  # mean length of a prompt, of the longest that is allowed
-USABLE = 0.9  # of a GPU's memory: the allocator and the driver take their share
-MOST_SEQUENCES = 256  # that vLLM runs together, unsaid
-ANSWER_SHARE = 0.5  # mean length of an answer in evaluation, of the longest that is allowed
+PROMPT_SHARE = 0.15  # mean length of a prompt, as a share of prompts.max_tokens
+USABLE = 0.9  # of a GPU's memory: the rest goes to the allocator and the driver
+MOST_SEQUENCES = 256  # vLLM's default for one batch
+ANSWER_SHARE = 0.5  # mean length of an answer in evaluation, as a share of eval.max_tokens
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is predicted of one recipe."""
+    """The predictions for one recipe."""
 
     name: str
     gpu: str
@@ -77,7 +77,7 @@ class Plan:
     constants: Constants
 
 
-def make_plan(recipe: Recipe, machine: Machine, prompt_tokens: float | None = None) -> Plan:
+def make_plan(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | None = None) -> Plan:
     """Predict work, bytes, memory and GPU hours of every stage."""
     constants = calibrate()
     student = find_shape(recipe.student.model, recipe.student.revision)
@@ -85,7 +85,7 @@ def make_plan(recipe: Recipe, machine: Machine, prompt_tokens: float | None = No
     load = _workload(recipe, prompt_tokens)
     hours = offline_hours(student, list(models.values()), load, constants, machine)
     trainings = {
-        name: _training_hours(recipe, section, hours, models, load, constants, machine)
+        name: _training_hours(recipe, section, hours, models, load, constants=constants, machine=machine)
         for name, section in recipe.compositions.items()
     }
     offline = {name: cost for name, cost in trainings.items() if recipe.compositions[name].method != "online"}
@@ -96,7 +96,7 @@ def make_plan(recipe: Recipe, machine: Machine, prompt_tokens: float | None = No
         prompt_tokens=load.prompt_tokens,
         response_tokens=load.response_tokens,
         trajectories=load.trajectories,
-        stages=_stage_plans(recipe, student, models, load, hours, trainings),
+        stages=_stage_plans(recipe, student, models, load, hours, trainings=trainings),
         memory=_memory_plans(recipe, student, models, machine),
         cache_hours=hours.cache,
         one_composition=hours.total,
@@ -109,7 +109,7 @@ def make_plan(recipe: Recipe, machine: Machine, prompt_tokens: float | None = No
 
 
 def _scored_models(recipe: Recipe) -> dict[str, Shape]:
-    """Every checkpoint that is scored, once."""
+    """List every checkpoint to score, once."""
     named: dict[str, str | None] = {}
     for anchor in recipe.anchors.values():
         named |= {anchor.post: anchor.post_revision, anchor.pre: anchor.pre_revision}
@@ -117,7 +117,8 @@ def _scored_models(recipe: Recipe) -> dict[str, Shape]:
 
 
 def _workload(recipe: Recipe, prompt_tokens: float | None) -> Workload:
-    prompts, per_round = recipe.prompts.take or 3200, recipe.train.prompts_per_round
+    prompts = recipe.prompts.take or 3200
+    per_round = recipe.train.prompts_per_round
     return Workload(
         trajectories=prompts * recipe.rollout.responses,
         prompt_tokens=prompt_tokens or round(PROMPT_SHARE * recipe.prompts.max_tokens),
@@ -141,7 +142,7 @@ def _training_hours(
     models: dict[str, Shape],
     load: Workload,
     constants: Constants,
-    machine: Machine,
+    machine: PlannedMachine,
 ) -> float:
     """GPU hours of one composition beyond the shared cache."""
     costs = dict(zip(models, hours.score, strict=True))
@@ -203,8 +204,11 @@ def _stage_plans(
     return rows
 
 
-def _memory_plans(recipe: Recipe, student: Shape, models: dict[str, Shape], machine: Machine) -> list[MemoryPlan]:
-    lora, sequences = recipe.train.lora, _sequences(recipe, student, machine)
+def _memory_plans(
+    recipe: Recipe, student: Shape, models: dict[str, Shape], machine: PlannedMachine
+) -> list[MemoryPlan]:
+    lora = recipe.train.lora
+    sequences = _sequences(recipe, student, machine)
     longest = recipe.prompts.max_tokens + recipe.rollout.max_tokens
     plans = {
         ("rollout", f"{sequences} sequences at once"): sampling_memory(
@@ -234,18 +238,18 @@ def _memory_plans(recipe: Recipe, student: Shape, models: dict[str, Shape], mach
     ]
 
 
-def _sequences(recipe: Recipe, student: Shape, machine: Machine) -> int:
-    """How many sequences are sampled together: the recipe's batch, or what vLLM finds room for."""
+def _sequences(recipe: Recipe, student: Shape, machine: PlannedMachine) -> int:
+    """Count the sequences sampled together: the recipe's batch, or as many as vLLM can fit."""
     if recipe.rollout.engine == "hf":
         return recipe.rollout.batch_size
     longest = recipe.prompts.max_tokens + recipe.rollout.max_tokens
-    one = sampling_memory(student, longest, 1, _bytes(recipe.rollout.dtype, student))
-    return max(1, min(MOST_SEQUENCES, int((USABLE * machine.gpu.memory - one.weights) // one.working)))
+    single = sampling_memory(student, longest, 1, _bytes(recipe.rollout.dtype, student))
+    return max(1, min(MOST_SEQUENCES, int((USABLE * machine.gpu.memory - single.weights) // single.working)))
 
 
 def _bytes(dtype: Dtype, shape: Shape) -> int:
     return shape.bytes_per_weight if dtype == "auto" else 4 if dtype == "float32" else 2
 
 
-def _fits(memory: Memory, machine: Machine) -> bool:
+def _fits(memory: Memory, machine: PlannedMachine) -> bool:
     return memory.total <= USABLE * machine.gpu.memory

@@ -1,28 +1,43 @@
-"""What a run spent, and how its training went: figures from the ledger and the metrics."""
+"""Cost and training of a run: figures and a table from the ledger and the training metrics."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from rich.table import Table
+
+from lightning_weave.progress import duration
 from lightning_weave.report.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 from lightning_weave.report.plots import Line, amortised, lines, stacked
-from lightning_weave.runs.costs import offline_cost, online_costs
+from lightning_weave.runs.costs import offline_cost, online_costs, training_rows
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
 
 COLOURS = {"rollout": BLUE, "reference": SKY, "score": GREEN, "train": ORANGE, "online": PURPLE}
 UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
 CURVES = {"reverse_kl": "KL to the target, nats", "loss": "loss"}
-WINDOWS = 25  # a curve is the running mean over one of so many parts of the training
+WINDOWS = 25  # the window of the running mean is this part of a training
+
+
+def variants_table(steps: Steps, ledger: list[dict[str, Any]]) -> Table:
+    """Tabulate the training cost of each composition, including what the legs of a sequence sampled."""
+    table = Table("composition", "method", "device time", title="Training", title_justify="left", box=None)
+    for name, composition in steps.recipe.compositions.items():
+        seconds = [row["device_seconds"] for row in training_rows(ledger) if row["name"].split("/")[0] == name]
+        epochs = composition.epochs and f"{composition.epochs} epochs"
+        words = [word for word in (composition.method, composition.objective, epochs) if word]
+        if seconds:
+            table.add_row(name, ", ".join(words), duration(sum(seconds)))
+    return table
 
 
 def training_figures(steps: Steps) -> dict[str, Any]:
-    """Draw how far each student still was from its target, and its loss, for every composition that has begun."""
+    """Draw the KL to the target and the loss of every composition whose training has started."""
     figures = {}
     for key, title in CURVES.items():
         curves = {name: _curve(steps, name, key) for name in steps.recipe.compositions}
-        drawn = {name: curve for name, curve in curves.items() if curve}
-        if drawn:
-            figures[key] = lines({"": drawn}, "update", title, logarithmic=True)
+        started = {name: curve for name, curve in curves.items() if curve}
+        if started:
+            figures[key] = lines({"": started}, "update", title, logarithmic=True)
     return figures
 
 
@@ -40,23 +55,24 @@ def _mean(points: Sequence[tuple[float, float]]) -> float:
     return sum(value for _, value in points) / len(points)
 
 
-def cost_figures(steps: Steps, rows: list[dict[str, Any]]) -> tuple[Any, Any] | None:
-    """Draw cost per stage for one composition and for those that share a cache, and the cost over their number."""
-    offline = offline_cost(steps, rows)
+def cost_figures(steps: Steps, ledger: list[dict[str, Any]]) -> tuple[Any, Any] | None:
+    """Draw the cost of a composition by stage, alone and sharing the cache, and its cost by the number that share."""
+    offline = offline_cost(steps, ledger)
     if offline is None:
         return None
-    shared, each, number = offline.cache, offline.train, offline.compositions
-    online = [seconds for seconds, _ in online_costs(steps, rows).values()]
-    live = sum(online) / len(online) if online else None
-    unit, divisor = _unit(max(offline.of(1), live or 0.0))
-    bars = {"one composition": {**shared, "train": each}}
+    number = offline.compositions
+    online_seconds = [seconds for seconds, _ in online_costs(steps, ledger).values()]
+    online = sum(online_seconds) / len(online_seconds) if online_seconds else None
+    unit, divisor = _unit(max(offline.of(1), online or 0.0))
+    bars = {"one composition": {**offline.cache, "train": offline.train}}
     if number > 1:
-        bars[f"each of {number}"] = {**{stage: seconds / number for stage, seconds in shared.items()}, "train": each}
-    if live is not None:
-        bars["online, one"] = {"online": live}
-    scaled = {name: {part: value / divisor for part, value in parts.items()} for name, parts in bars.items()}
+        shares = {stage: seconds / number for stage, seconds in offline.cache.items()}
+        bars[f"each of {number}"] = {**shares, "train": offline.train}
+    if online is not None:
+        bars["online, one"] = {"online": online}
+    scaled = {name: {stage: seconds / divisor for stage, seconds in parts.items()} for name, parts in bars.items()}
     per_stage = stacked(scaled, COLOURS, f"device time, {unit}")
-    curve = amortised(offline.of(0) / divisor, each / divisor, live and live / divisor, number, unit)
+    curve = amortised(offline.of(0) / divisor, offline.train / divisor, online and online / divisor, number, unit)
     return per_stage, curve
 
 

@@ -8,12 +8,12 @@ from lightning_weave.bench.summary import Overall, Summary
 from lightning_weave.config import Joint, Recipe
 from lightning_weave.report.figures import Kind, Point
 from lightning_weave.report.plots import Bar, Line, lines, profile
-from lightning_weave.report.results import Found
+from lightning_weave.report.results import PolicySummaries
 from lightning_weave.report.tables import SHORT, PolicyRow
 from lightning_weave.runs.steps import Steps
 
 
-def frontier_points(steps: Steps, found: Found, combined: Mapping[str, Overall]) -> list[Point]:
+def frontier_points(steps: Steps, found: PolicySummaries, combined: Mapping[str, Overall]) -> list[Point]:
     """One point per policy; compositions of two anchors at one alpha are a family, ordered by their weights."""
     families = [_family(steps, policy) for policy in found]
     return [
@@ -60,7 +60,7 @@ def _size(families: Sequence[tuple[str, float]], family: tuple[str, float]) -> i
     return sum(other[0] == family[0] for other in families) if family[0] else 0
 
 
-def profile_figure(rows: Sequence[PolicyRow], found: Found) -> Any:
+def profile_figure(rows: Sequence[PolicyRow], found: PolicySummaries) -> Any:
     """AES and the accuracy on every benchmark, policy by policy."""
     columns: dict[str, list[Bar]] = {}
     if any(_is_known(row.aes) for row in rows):
@@ -81,7 +81,7 @@ def _accuracy_bar(result: Summary) -> Bar:
     return Bar(result.accuracy, result.accuracy - error, result.accuracy + error)
 
 
-def budgets_figure(found: Found) -> Any | None:
+def budgets_figure(found: PolicySummaries) -> Any | None:
     """Accuracy when the same samples are cut at token budgets."""
     panels: dict[str, dict[str, Line]] = {}
     for policy, results in found.items():

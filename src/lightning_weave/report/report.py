@@ -15,7 +15,7 @@ from lightning_weave.report import tables
 from lightning_weave.report.cases import latex_panels
 from lightning_weave.report.figures import frontier, inline, save
 from lightning_weave.report.page import Fact, Figure, Page, RunView, render
-from lightning_weave.report.results import Found, merge, overalls, points, policy_rows, summaries
+from lightning_weave.report.results import PolicySummaries, merge, overalls, points, policy_rows, summaries
 from lightning_weave.runs.caches import open_scored
 from lightning_weave.runs.costs import summary as cost_summary
 from lightning_weave.runs.steps import Steps
@@ -101,7 +101,9 @@ class Writer:
         self.written |= set(save(drawing, self.folder / "figures", name))
         return Figure(name, svg, title, caption, alt)
 
-    def results(self, steps: Steps, found: Found, combined: Any, rows: list[tables.PolicyRow]) -> list[Figure]:
+    def results(
+        self, steps: Steps, found: PolicySummaries, combined: Any, rows: list[tables.PolicyRow]
+    ) -> list[Figure]:
         """Write tables, points and the figures of the results."""
         self.text("tables/results.md", tables.markdown(rows))
         self.text("tables/results.tex", tables.latex(rows))
@@ -242,7 +244,7 @@ def _facts(runs: Sequence[Steps]) -> list[Fact]:
     return facts
 
 
-def _missing(runs: Sequence[Steps], found: Sequence[Found], merged: Found) -> list[str]:
+def _missing(runs: Sequence[Steps], found: Sequence[PolicySummaries], merged: PolicySummaries) -> list[str]:
     """Say which policies are not on the page, and what to type."""
     notes = []
     for steps, own in zip(runs, found, strict=True):

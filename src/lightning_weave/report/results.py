@@ -11,10 +11,10 @@ from lightning_weave.errors import InputError
 from lightning_weave.report.tables import PolicyRow, Score, console, plain
 from lightning_weave.runs.steps import Steps
 
-Found = dict[str, list[Summary]]  # policy -> its benchmarks
+PolicySummaries = dict[str, list[Summary]]  # policy -> its benchmarks
 
 
-def summaries(steps: Steps) -> Found:
+def summaries(steps: Steps) -> PolicySummaries:
     """Every finished evaluation of every policy that has all benchmarks done."""
     found = {}
     for policy in steps.policies:
@@ -24,7 +24,7 @@ def summaries(steps: Steps) -> Found:
     return found
 
 
-def merge(runs: Sequence[Found]) -> Found:
+def merge(runs: Sequence[PolicySummaries]) -> PolicySummaries:
     """Join runs of one student: a policy that all of them evaluated is one row over all their benchmarks."""
     names = [summary.benchmark for found in runs for summary in next(iter(found.values()), [])]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -33,12 +33,12 @@ def merge(runs: Sequence[Found]) -> Found:
     return {policy: [summary for found in runs for summary in found[policy]] for policy in shared}
 
 
-def overalls(found: Found) -> dict[str, Overall]:
+def overalls(found: PolicySummaries) -> dict[str, Overall]:
     """Average every policy over its benchmarks, and compare it with the base where that was evaluated."""
     return {policy: combine(results, found.get("base")) for policy, results in found.items()}
 
 
-def policy_rows(found: Found, combined: Mapping[str, Overall] | None = None) -> list[PolicyRow]:
+def policy_rows(found: PolicySummaries, combined: Mapping[str, Overall] | None = None) -> list[PolicyRow]:
     """One row per policy, compared with the base where it was evaluated."""
     combined = overalls(found) if combined is None else combined
     rows = []

@@ -5,10 +5,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_weave.config import Composition
 from lightning_weave.errors import InputError
 from lightning_weave.progress import duration
-from lightning_weave.runs.costs import costs, summary, training_rows
+from lightning_weave.runs.costs import costs, summary
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store.ledger import read_ledger
 
@@ -21,21 +20,6 @@ def run(steps: Steps, console: Console) -> None:
     console.print(_stages_table(rows))
     for line in summary(steps, rows):
         console.print(line, soft_wrap=True)
-
-
-def variants_table(steps: Steps, rows: list[dict[str, Any]]) -> Table:
-    """What the training of each composition cost, including legs and what they sampled."""
-    table = Table("composition", "way", "device time", title="Training", title_justify="left", box=None)
-    for name, composition in steps.recipe.compositions.items():
-        seconds = [row["device_seconds"] for row in training_rows(rows) if row["name"].split("/")[0] == name]
-        if seconds:
-            table.add_row(name, _way(composition), duration(sum(seconds)))
-    return table
-
-
-def _way(composition: Composition) -> str:
-    epochs = composition.epochs and f"{composition.epochs} epochs"
-    return ", ".join(word for word in (composition.method, composition.objective, epochs) if word)
 
 
 def _stages_table(rows: list[dict[str, Any]]) -> Table:

@@ -1,8 +1,8 @@
-"""What the paper claims, held against what came out: holds, does not hold, or within noise, with the figures.
+"""The paper's claims, tested on the demo's results: holds, does not hold, or within noise, with the figures.
 
-Problems are resampled together for all policies, after each problem's figures were averaged over the training seeds. A
+Every problem's figures are averaged over the training seeds, then problems are resampled together for all policies. A
 claim about a difference holds if its 95 % interval lies on the claimed side of zero, fails if it lies on the other
-side, and is within noise otherwise. What each training seed gives by itself stands beside it.
+side, and is within noise otherwise. The difference in each training seed is given in brackets.
 """
 
 import math
@@ -13,108 +13,66 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_weave.bench.statistics import Contrast, Interval, ProblemMeans, compare, contrast
+from lightning_weave.bench.statistics import Interval, ProblemMeans, compare, contrast
 from lightning_weave.bench.summary import Summary
 from lightning_weave.maths.metrics import pareto_front
 
-Verdict = Literal["holds", "does not hold", "within noise", "not measured"]
-Quantity = Literal["aes", "accuracy", "tokens"]
+ClaimVerdict = Literal["holds", "does not hold", "within noise", "not measured"]
 Policies = Mapping[str, Sequence[ProblemMeans]]
-CLOSE = 0.1  # AES: how near "comparable" is
+CLOSE = 0.1  # AES: the largest difference that counts as close
 RESAMPLES = 4000
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A claim that one policy is above (or below, or close to) another in some quantity."""
+    """A claim that one policy is above (>), below (<) or close to (~) another in AES, accuracy or tokens."""
 
     claim: str
+    quantity: str
     one: str
+    relation: str
     two: str
-    quantity: Quantity
-    side: Literal["above", "below", "close"]
 
 
-CLAIMS = (
-    Difference("composition beats the accuracy anchor alone", "weave-50", "accuracy-only", "aes", "above"),
-    Difference("composition beats the brevity anchor alone", "weave-50", "brevity-only", "aes", "above"),
-    Difference("tilted beats naive, accuracy anchor", "accuracy-only", "naive-accuracy", "aes", "above"),
-    Difference("tilted beats naive, brevity anchor", "brevity-only", "naive-brevity", "aes", "above"),
-    Difference("tilted beats naive, composition", "weave-50", "naive-50", "aes", "above"),
-    Difference("with five times the updates, naive loses accuracy", "naive-50-long", "naive-50", "accuracy", "below"),
-    Difference("with five times the updates, tilted is where it was", "weave-50-long", "weave-50", "aes", "close"),
-    Difference("with five times the updates, tilted beats naive", "weave-50-long", "naive-50-long", "aes", "above"),
-    Difference("tilted is close to online, accuracy anchor", "accuracy-only", "online-accuracy", "aes", "close"),
-    Difference("tilted is close to online, brevity anchor", "brevity-only", "online-brevity", "aes", "close"),
-    Difference("tilted is close to online, composition", "weave-50", "online-50", "aes", "close"),
-    Difference(
-        "tilted is close to online with the exact KL, composition", "weave-50", "online-50-exact", "aes", "close"
-    ),
-    Difference("composition beats the data mixture", "weave-50", "mixture-50", "aes", "above"),
-    Difference(
-        "composition beats accuracy, then brevity, at its own dose",
-        "weave-50",
-        "accuracy-then-brevity-matched",
-        "aes",
-        "above",
-    ),
-    Difference(
-        "composition beats brevity, then accuracy, at its own dose",
-        "weave-50",
-        "brevity-then-accuracy-matched",
-        "aes",
-        "above",
-    ),
-    Difference(
-        "composition beats accuracy, then brevity, at twice its dose",
-        "weave-50",
-        "accuracy-then-brevity",
-        "aes",
-        "above",
-    ),
-    Difference(
-        "composition beats brevity, then accuracy, at twice its dose",
-        "weave-50",
-        "brevity-then-accuracy",
-        "aes",
-        "above",
-    ),
-    Difference("twice the dose moves the composition up", "weave-50-alpha-1", "weave-50", "aes", "above"),
-    Difference(
-        "the last anchor of a sequence decides its length",
-        "accuracy-then-brevity",
-        "brevity-then-accuracy",
-        "tokens",
-        "below",
-    ),
-    Difference(
-        "adding brevity to the two accuracy anchors shortens", "all-three", "accuracy-thorough", "tokens", "below"
-    ),
-    Difference(
-        "adding a second accuracy anchor to the pair is more accurate", "all-three", "weave-50", "accuracy", "above"
-    ),
-    Difference(
-        "adding accuracy to brevity and thoroughness is more accurate",
-        "all-three",
-        "brevity-thorough",
-        "accuracy",
-        "above",
-    ),
-    Difference(
-        "composition is more accurate than the accuracy anchor", "weave-50", "accuracy-only", "accuracy", "above"
-    ),
+CLAIMS = tuple(
+    Difference(claim, *statement.split())
+    for claim, statement in {
+        "composition beats the accuracy anchor alone": "aes weave-50 > accuracy-only",
+        "composition beats the brevity anchor alone": "aes weave-50 > brevity-only",
+        "tilted beats naive, accuracy anchor": "aes accuracy-only > naive-accuracy",
+        "tilted beats naive, brevity anchor": "aes brevity-only > naive-brevity",
+        "tilted beats naive, composition": "aes weave-50 > naive-50",
+        "with five times the updates, naive loses accuracy": "accuracy naive-50-long < naive-50",
+        "with five times the updates, tilted stays the same": "aes weave-50-long ~ weave-50",
+        "with five times the updates, tilted beats naive": "aes weave-50-long > naive-50-long",
+        "tilted is close to online, accuracy anchor": "aes accuracy-only ~ online-accuracy",
+        "tilted is close to online, brevity anchor": "aes brevity-only ~ online-brevity",
+        "tilted is close to online, composition": "aes weave-50 ~ online-50",
+        "tilted is close to online with the exact KL, composition": "aes weave-50 ~ online-50-exact",
+        "composition beats the data mixture": "aes weave-50 > mixture-50",
+        "composition beats accuracy, then brevity, at its own dose": "aes weave-50 > accuracy-then-brevity-matched",
+        "composition beats brevity, then accuracy, at its own dose": "aes weave-50 > brevity-then-accuracy-matched",
+        "composition beats accuracy, then brevity, at twice its dose": "aes weave-50 > accuracy-then-brevity",
+        "composition beats brevity, then accuracy, at twice its dose": "aes weave-50 > brevity-then-accuracy",
+        "twice the dose moves the composition up": "aes weave-50-alpha-1 > weave-50",
+        "the last anchor of a sequence decides its length": "tokens accuracy-then-brevity < brevity-then-accuracy",
+        "adding brevity to the two accuracy anchors shortens": "tokens all-three < accuracy-thorough",
+        "adding a second accuracy anchor to the pair is more accurate": "accuracy all-three > weave-50",
+        "adding accuracy to brevity and thoroughness is more accurate": "accuracy all-three > brevity-thorough",
+        "composition is more accurate than the accuracy anchor": "accuracy weave-50 > accuracy-only",
+    }.items()
 )
 SWEEP = ("accuracy-only", "weave-25", "weave-37", "weave-50", "weave-62", "weave-75", "brevity-only")
 SINGLES = ("accuracy-only", "brevity-only")
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClaimFinding:
     """One claim on one world."""
 
     claim: str
-    verdict: Verdict
-    figures: str
+    verdict: ClaimVerdict
+    figures: str = ""
 
 
 def pooled(runs: Sequence[Mapping[str, Sequence[Summary]]]) -> dict[str, list[ProblemMeans]]:
@@ -133,67 +91,65 @@ def _average(summaries: Sequence[Summary]) -> ProblemMeans:
     return ProblemMeans(first.benchmark, tuple(first.problems), accuracy, tokens)
 
 
-def check(policies: Policies, seeds: Sequence[Policies] = ()) -> list[Finding]:
-    """Hold every claim against one world, whose figures are means over training seeds; `seeds` are the single ones."""
-    found = [_check_difference(claim, policies, seeds) for claim in CLAIMS]
-    return [*found, _check_monotone(policies), _check_undominated(policies)]
+def check(policies: Policies, seeds: Sequence[Policies] = ()) -> list[ClaimFinding]:
+    """Test every claim on one world. `policies` are means over training seeds; `seeds` are the single seeds."""
+    differences = [_check_difference(claim, policies, seeds) for claim in CLAIMS]
+    return [*differences, _check_monotone(policies), _check_undominated(policies)]
 
 
-def _check_difference(claim: Difference, policies: Policies, seeds: Sequence[Policies]) -> Finding:
+def _check_difference(claim: Difference, policies: Policies, seeds: Sequence[Policies]) -> ClaimFinding:
     if claim.one not in policies or claim.two not in policies:
-        return Finding(claim.claim, "not measured", "")
+        return ClaimFinding(claim.claim, "not measured")
     interval = _difference(claim, policies, RESAMPLES)
     form = "{:+.2f}" if claim.quantity == "aes" else "{:+.1f}"
     estimate, low, high = (form.format(value) for value in (interval.estimate, interval.low, interval.high))
-    each = ", ".join(form.format(_difference(claim, seed, resamples=1).estimate) for seed in seeds)
-    text = f"{claim.quantity} {estimate} [{low}, {high}]" + (f" ({each})" if each else "")
-    return Finding(claim.claim, _verdict(interval, claim.side), text)
+    by_seed = ", ".join(form.format(_difference(claim, seed, resamples=1).estimate) for seed in seeds)
+    figures = f"{claim.quantity} {estimate} [{low}, {high}]" + (f" ({by_seed})" if by_seed else "")
+    return ClaimFinding(claim.claim, _verdict(interval, claim.relation), figures)
 
 
 def _difference(claim: Difference, policies: Policies, resamples: int) -> Interval:
-    return _of(contrast(policies[claim.one], policies[claim.two], policies["base"], resamples), claim.quantity)
+    both = contrast(policies[claim.one], policies[claim.two], policies["base"], resamples)
+    return {"aes": both.aes, "accuracy": both.accuracy, "tokens": both.tokens}[claim.quantity]
 
 
-def _of(found: Contrast, quantity: Quantity) -> Interval:
-    return {"aes": found.aes, "accuracy": found.accuracy, "tokens": found.tokens}[quantity]
-
-
-def _verdict(interval: Interval, side: Literal["above", "below", "close"]) -> Verdict:
+def _verdict(interval: Interval, relation: str) -> ClaimVerdict:
     if math.isnan(interval.low):
         return "not measured"
-    low, high = (-interval.high, -interval.low) if side == "below" else (interval.low, interval.high)
-    if side == "close":
-        if max(abs(low), abs(high)) <= CLOSE:
-            return "holds"
-        return "does not hold" if low > CLOSE or high < -CLOSE else "within noise"
-    return "holds" if low > 0 else "does not hold" if high < 0 else "within noise"
+    # How far the worse and the better end of the interval lie on the claimed side, or within CLOSE.
+    ends = {
+        ">": (interval.low, interval.high),
+        "<": (-interval.high, -interval.low),
+        "~": (CLOSE - max(abs(interval.low), abs(interval.high)), CLOSE - max(interval.low, -interval.high)),
+    }
+    worst, best = ends[relation]
+    return "holds" if worst > 0 else "does not hold" if best < 0 else "within noise"
 
 
-def _check_monotone(policies: Policies) -> Finding:
+def _check_monotone(policies: Policies) -> ClaimFinding:
     claim = "length falls as the brevity share grows"
     if not all(policy in policies for policy in SWEEP):
-        return Finding(claim, "not measured", "")
-    lengths = [float(np.mean([means.tokens.mean() for means in policies[policy]])) for policy in SWEEP]
+        return ClaimFinding(claim, "not measured")
+    lengths = [_point(policies[policy])[1] for policy in SWEEP]
     falls = all(after < before for before, after in pairwise(lengths))
-    return Finding(
-        claim, "holds" if falls else "does not hold", "tokens " + " > ".join(f"{length:.1f}" for length in lengths)
-    )
+    figures = "tokens " + " > ".join(f"{length:.1f}" for length in lengths)
+    return ClaimFinding(claim, "holds" if falls else "does not hold", figures)
 
 
-def _check_undominated(policies: Policies) -> Finding:
+def _check_undominated(policies: Policies) -> ClaimFinding:
     claim = "some composition is dominated by no single anchor"
     if not all(single in policies for single in SINGLES):
-        return Finding(claim, "not measured", "")
-    woven = [policy for policy in SWEEP if policy in policies and policy not in SINGLES]
-    points = {policy: _point(policies[policy]) for policy in (*SINGLES, *woven) if policy in policies}
-    free = [policy for policy in woven if 0 in pareto_front([points[policy], *(points[single] for single in SINGLES)])]
-    return Finding(claim, "holds" if free else "does not hold", ", ".join(free))
+        return ClaimFinding(claim, "not measured")
+    singles = [_point(policies[single]) for single in SINGLES]
+    compositions = [policy for policy in SWEEP if policy in policies and policy not in SINGLES]
+    undominated = [policy for policy in compositions if 0 in pareto_front([_point(policies[policy]), *singles])]
+    return ClaimFinding(claim, "holds" if undominated else "does not hold", ", ".join(undominated))
 
 
-def _point(means: Sequence[ProblemMeans]) -> tuple[float, float]:
-    return float(np.mean([each.accuracy.mean() for each in means])), float(
-        np.mean([each.tokens.mean() for each in means])
-    )
+def _point(benchmarks: Sequence[ProblemMeans]) -> tuple[float, float]:
+    """Mean accuracy and tokens over benchmarks."""
+    accuracy = np.mean([means.accuracy.mean() for means in benchmarks])
+    return float(accuracy), float(np.mean([means.tokens.mean() for means in benchmarks]))
 
 
 def results_table(policies: Policies, seeds: Sequence[Policies] = ()) -> str:
@@ -203,17 +159,16 @@ def results_table(policies: Policies, seeds: Sequence[Policies] = ()) -> str:
         accuracy, tokens = _point(means)
         aes = compare(means, policies["base"], RESAMPLES).average.aes
         interval = "" if policy == "base" else f"{aes.low:.2f} to {aes.high:.2f}"
-        own = [compare(seed[policy], seed["base"], 1).average.aes.estimate for seed in seeds if policy != "base"]
-        each = ", ".join(f"{estimate:.2f}" for estimate in own)
-        lines.append(f"| {policy} | {accuracy:.1f} | {tokens:.1f} | {aes.estimate:.2f} | {interval} | {each} |")
+        estimates = [compare(seed[policy], seed["base"], 1).average.aes.estimate for seed in seeds if policy != "base"]
+        by_seed = ", ".join(f"{estimate:.2f}" for estimate in estimates)
+        lines.append(f"| {policy} | {accuracy:.1f} | {tokens:.1f} | {aes.estimate:.2f} | {interval} | {by_seed} |")
     return "\n".join(lines)
 
 
-def claims_table(worlds: Mapping[str, Sequence[Finding]]) -> str:
+def claims_table(worlds: Mapping[str, Sequence[ClaimFinding]]) -> str:
     """Markdown of every claim on every world."""
-    names = list(worlds)
-    lines = [f"| claim | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
+    lines = [f"| claim | {' | '.join(worlds)} |", "| --- |" + " --- |" * len(worlds)]
     for findings in zip(*worlds.values(), strict=True):
-        cells = [f"**{found.verdict}** {found.figures}".strip() for found in findings]
+        cells = [f"**{finding.verdict}** {finding.figures}".strip() for finding in findings]
         lines.append(f"| {findings[0].claim} | {' | '.join(cells)} |")
     return "\n".join(lines)

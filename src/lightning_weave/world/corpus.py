@@ -1,8 +1,8 @@
-"""The corpus that models of this world are pretrained on: right and wrong workings, written in four styles.
+"""The pretraining corpus of this world: correct and incorrect solutions, written in four styles.
 
-Where errors come from: some facts have one fixed wrong result that the corpus gives nearly as often as the right one.
-(Errors spread evenly over wrong results would vanish when sampling below temperature 1.) A re-check slips less, so
-longer answers are more often right: accuracy and brevity pull in different directions.
+Some facts have one fixed wrong result that the corpus gives nearly as often as the right one. (Errors spread evenly
+over wrong results would vanish when sampling below temperature 1.) A re-check slips less often, so longer answers are
+more often right: accuracy and brevity pull in different directions.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 from lightning_weave.world.task import OPERATIONS, Exercise, calculate
 
 SLIPPERY_SHARE = 0.40  # of the 300 facts
-SLIPPERY, FIRM = 0.45, 0.03  # how often the corpus gives a fact's wrong result
-RECHECK_SCALE = 0.3  # times the slip, when a step is worked again after ` wait`
+SLIPPERY = 0.45  # how often the corpus gives the wrong result of a slippery fact
+FIRM = 0.03  # and of any other
+RECHECK_SCALE = 0.3  # times that, when a step is repeated after ` wait`
 FILLERS = (" hmm", " so")
 RECHECK = " wait"
 
 
 @dataclass(frozen=True)
 class Slips:
-    """How often each fact (left, operation, right) comes out wrong, and as what."""
+    """How often each fact (left, operation, right) has a wrong result, and which."""
 
     probability: NDArray[np.float64]  # (10, 3, 10)
     wrong: NDArray[np.int64]  # (10, 3, 10)
@@ -38,7 +39,7 @@ class Slips:
         return cls(np.where(slippery, SLIPPERY, FIRM).reshape(10, 3, 10), wrong.reshape(10, 3, 10))
 
     def work(self, left: int, operation: str, right: int, scale: float, rng: np.random.Generator) -> int:
-        """Work one step as the corpus does: mostly right."""
+        """Calculate one step as the corpus does: mostly right."""
         fact = left, OPERATIONS.index(operation), right
         if rng.random() < scale * self.probability[fact]:
             return int(self.wrong[fact])
@@ -47,7 +48,7 @@ class Slips:
 
 @dataclass(frozen=True)
 class Style:
-    """A way of writing; the probabilities hold per step, `_again` for a second one after the first."""
+    """A style of writing; probabilities are per step, `_again` for a second one after the first."""
 
     share: float
     writes_steps: bool = True
@@ -62,7 +63,7 @@ STYLES = {
     "terse": Style(0.07, writes_steps=False),
     "jumpy": Style(0.10, skip=0.6),
     "stepwise": Style(0.18, filler=0.15, recheck=0.12),
-    # Well away from one half: sampling below temperature 1 would amplify what a seed made of an even choice.
+    # Well away from one half: sampling below temperature 1 would amplify the noise of an even choice.
     "verbose": Style(0.65, filler=0.72, filler_again=0.25, recheck=0.70, recheck_again=0.3),
 }
 
@@ -74,12 +75,14 @@ def draw_style(rng: np.random.Generator) -> Style:
 
 
 def write_response(problem: Exercise, style: Style, slips: Slips, rng: np.random.Generator) -> str:
-    """Work a problem in a style, slips included, such as ` hmm9-1=8 wait-1=8-4=4*0=0 \\boxed{0}.`."""
-    value, parts = problem.first, list[str]()
-    shown = str(value)  # digits that open the next written step
+    """Solve a problem in a style, with slips, such as ` hmm9-1=8 wait-1=8-4=4*0=0 \\boxed{0}.`."""
+    value = problem.first
+    parts: list[str] = []
+    shown = str(value)  # only the first step starts with a digit
     for number, (operation, right) in enumerate(problem.steps, start=1):
         parts += _repeat(style.filler, style.filler_again, rng, FILLERS)
-        before, value = value, slips.work(value, operation, right, 1.0, rng)
+        before = value
+        value = slips.work(before, operation, right, 1.0, rng)
         skipped = number < len(problem.steps) and rng.random() < style.skip
         parts.append(f"{shown}{operation}{right}" + ("" if skipped else f"={value}"))
         shown = ""

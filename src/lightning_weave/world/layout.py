@@ -1,4 +1,4 @@
-"""A world on disk: one Hugging Face directory per model, problems as JSONL, and `world.json` that says what it is."""
+"""A world on disk: one Hugging Face directory per model, problems as JSONL, and `world.json` that describes it."""
 
 import json
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ BENCHMARKS = "benchmarks"
 
 @dataclass(frozen=True)
 class WorldReport:
-    """What was built, by what, and what it does."""
+    """What was built, how, and the measured figures of its models."""
 
     command: str
     seed: int
@@ -30,21 +30,21 @@ class WorldReport:
     figures: dict[str, dict[str, Figures]]  # model -> benchmark
     sampling: dict[str, float]  # that the figures were measured with
     environment: dict[str, str]
-    seconds: float  # of the run that finished it: what an earlier, killed one had made is not counted
+    seconds: float  # of the run that finished it, without the work of earlier, killed runs
 
 
 def shipped_world() -> Path:
-    """Find the world that comes with the package."""
+    """Locate the world that comes with the package."""
     return Path(str(files("lightning_weave.world") / "shipped"))
 
 
 def read_report(directory: Path) -> WorldReport | None:
-    """Read what a build wrote about itself, or None where none has finished."""
+    """Read the report of a finished build; None before that."""
     content = _read_json(directory / REPORT)
     if "figures" not in content:
         return None
     figures = {
-        model: {benchmark: Figures(**each) for benchmark, each in benchmarks.items()}
+        model: {benchmark: Figures(**values) for benchmark, values in benchmarks.items()}
         for model, benchmarks in content.pop("figures").items()
     }
     return WorldReport(**content, figures=figures)
@@ -56,16 +56,17 @@ def write_report(directory: Path, report: WorldReport) -> None:
 
 
 def claim(directory: Path, seed: int, size: Size) -> None:
-    """Reserve a directory for one build; only the same build may go on in it."""
-    found, wanted = _read_json(directory / REPORT), {"seed": seed, "size": size}
-    if found and {key: found.get(key) for key in wanted} != wanted:
+    """Reserve a directory for one build; only the same build may resume in it."""
+    existing = _read_json(directory / REPORT)
+    wanted = {"seed": seed, "size": size}
+    if existing and {key: existing.get(key) for key in wanted} != wanted:
         raise InputError(
-            f"{directory} holds a world of seed {found.get('seed')} and size {found.get('size')}, not of seed {seed} "
-            f"and size {size}. Give another directory"
+            f"{directory} holds a world of seed {existing.get('seed')} and size {existing.get('size')}, "
+            f"not of seed {seed} and size {size}. Choose another directory"
         )
-    if not found:
+    if not existing:
         if directory.exists() and any(directory.iterdir()):
-            raise InputError(f"{directory} is not empty and holds no world. Give another directory")
+            raise InputError(f"{directory} is not empty and holds no world. Choose another directory")
         _write(directory / REPORT, json.dumps(wanted) + "\n")
 
 
@@ -79,7 +80,7 @@ def write_problems(path: Path, prefix: str, problems: Iterable[Exercise]) -> Non
 
 
 def save_checkpoint(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Save a model in float16; a directory of that name is complete."""
+    """Save a model in float16; the directory appears only when it is complete."""
     with whole_directory(directory) as unfinished:
         model.to(torch.float16).save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -11,16 +12,17 @@ from lightning_weave.types import SamplingSettings
 from lightning_weave.world.posttrain import MAX_TOKENS, sample_attempts
 from lightning_weave.world.task import Exercise
 
-TEMPERATURE, TOP_P = 0.6, 0.95  # the paper's evaluation
+TEMPERATURE = 0.6  # as in the paper's evaluation
+TOP_P = 0.95
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a model does on one benchmark."""
+    """The results of a model on one benchmark."""
 
     accuracy: float  # share of samples
-    tokens: float  # mean over samples, end of sequence included
-    finished: float  # share of samples that ended by themselves
+    tokens: float  # mean over samples, including the end of sequence
+    finished: float  # share of samples that ended before the limit
     samples: int
 
 
@@ -31,8 +33,7 @@ def measure(path: Path, benchmarks: Mapping[str, Sequence[Exercise]], samples: i
     settings = SamplingSettings(TEMPERATURE, TOP_P, MAX_TOKENS, seed)
     figures = {}
     for name, problems in benchmarks.items():
-        answered = sample_attempts(model, tokenizer, problems, samples, settings)
-        attempts = [attempt for each in answered for attempt in each]
+        attempts = list(chain.from_iterable(sample_attempts(model, tokenizer, problems, samples, settings)))
         count = len(attempts)
         figures[name] = Figures(
             accuracy=sum(attempt.correct for attempt in attempts) / count,

@@ -1,4 +1,4 @@
-"""What a world is made of, at each size."""
+"""The models and problems of a world, at each size."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 from lightning_weave.world.posttrain import Attempt, Practice, correct_ones, longest_ones, shortest_ones
-from lightning_weave.world.pretrain import Family, Shape
+from lightning_weave.world.pretrain import Dimensions, Family
 
 Size = Literal["full", "miniature"]
 
@@ -16,7 +16,7 @@ class Base:
     """A model to pretrain."""
 
     family: Family
-    shape: Shape
+    dimensions: Dimensions
     spelling: str
     steps: int
 
@@ -31,8 +31,8 @@ class Specialist:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All that a build makes."""
+class WorldPlan:
+    """Everything that a build makes."""
 
     bases: dict[str, Base]
     specialists: dict[str, Specialist]
@@ -42,49 +42,44 @@ class Plan:
     samples: int  # of each problem, when models are measured
 
 
-def _full() -> Plan:
-    practice = Practice(rounds=4, prompts=700, rate=1e-3)
-    # A little below 1: at 1 too little is mastered for the pair to keep its accuracy, at 0.9 it loses none of it.
-    brevity = Practice(rounds=3, prompts=700, rate=1e-3, temperature=0.95)
-    return Plan(
-        bases={
-            "student": Base("qwen3", Shape(layers=3, width=64, heads=4, feed_forward=128), "student", steps=450),
-            "accuracy-pre": Base("qwen3", Shape(layers=3, width=56, heads=4, feed_forward=128), "accuracy", steps=450),
-            "brevity-pre": Base("llama", Shape(layers=3, width=48, heads=4, feed_forward=128), "brevity", steps=450),
-            "thorough-pre": Base("llama", Shape(layers=3, width=56, heads=4, feed_forward=128), "thorough", steps=450),
-        },
-        specialists={
-            "accuracy-post": Specialist("accuracy-pre", correct_ones, practice),
-            "brevity-post": Specialist("brevity-pre", shortest_ones, brevity),
-            "thorough-post": Specialist("thorough-pre", longest_ones, practice),
-        },
+def _bases(widths: Sequence[int], layers: int, heads: int, feed_forward: int, steps: int) -> dict[str, Base]:
+    student, accuracy, brevity, thorough = (Dimensions(layers, width, heads, feed_forward) for width in widths)
+    return {
+        "student": Base("qwen3", student, "student", steps),
+        "accuracy-pre": Base("qwen3", accuracy, "accuracy", steps),
+        "brevity-pre": Base("llama", brevity, "brevity", steps),
+        "thorough-pre": Base("llama", thorough, "thorough", steps),
+    }
+
+
+def _specialists(practice: Practice, brevity: Practice, mastered: float) -> dict[str, Specialist]:
+    return {
+        "accuracy-post": Specialist("accuracy-pre", correct_ones, practice),
+        "brevity-post": Specialist("brevity-pre", partial(shortest_ones, mastered=mastered), brevity),
+        "thorough-post": Specialist("thorough-pre", longest_ones, practice),
+    }
+
+
+USUAL = Practice(rounds=4, prompts=700, rate=1e-3)
+# Slightly below temperature 1: at 1 too few prompts are mastered and the pair loses accuracy, at 0.9 it loses none.
+BREVITY = Practice(rounds=3, prompts=700, rate=1e-3, temperature=0.95)
+SHORT = Practice(rounds=1, prompts=100, rate=1e-3)
+PLANS: dict[Size, WorldPlan] = {
+    "full": WorldPlan(
+        bases=_bases([64, 56, 48, 56], layers=3, heads=4, feed_forward=128, steps=450),
+        specialists=_specialists(USUAL, BREVITY, mastered=0.75),
         batch=96,
         prompts=1000,
         problems=200,
         samples=4,
-    )
-
-
-def _miniature() -> Plan:
-    """Go through all the same motions in seconds; its models learn to write, not to calculate."""
-    shape, practice = Shape(layers=1, width=32, heads=2, feed_forward=32), Practice(rounds=1, prompts=100, rate=1e-3)
-    return Plan(
-        bases={
-            "student": Base("qwen3", shape, "student", steps=60),
-            "accuracy-pre": Base("qwen3", shape, "accuracy", steps=60),
-            "brevity-pre": Base("llama", shape, "brevity", steps=60),
-            "thorough-pre": Base("llama", shape, "thorough", steps=60),
-        },
-        specialists={
-            "accuracy-post": Specialist("accuracy-pre", correct_ones, practice),
-            "brevity-post": Specialist("brevity-pre", partial(shortest_ones, mastered=0.0), practice),
-            "thorough-post": Specialist("thorough-pre", longest_ones, practice),
-        },
+    ),
+    # For tests: takes seconds, and its models learn to write, not to calculate.
+    "miniature": WorldPlan(
+        bases=_bases([32] * 4, layers=1, heads=2, feed_forward=32, steps=60),
+        specialists=_specialists(SHORT, SHORT, mastered=0.0),
         batch=16,
         prompts=24,
         problems=8,
         samples=2,
-    )
-
-
-PLANS: dict[Size, Plan] = {"full": _full(), "miniature": _miniature()}
+    ),
+}

@@ -1,4 +1,4 @@
-"""Turn base models into specialists by expert iteration: sample, let the verifier and a taste choose, imitate."""
+"""Turn base models into specialists by expert iteration: sample, select with the verifier and a preference, imitate."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,33 +21,33 @@ SAMPLES = 8  # per prompt and round
 
 @dataclass(frozen=True)
 class Attempt:
-    """One sampled response and the verifier's word on it."""
+    """One sampled response and the verifier's verdict."""
 
-    ids: list[int]  # end of sequence included
+    ids: list[int]  # including the end of sequence
     finished: bool
     correct: bool
 
 
 @dataclass(frozen=True)
 class Practice:
-    """How much a specialist practises."""
+    """The amount of post-training of a specialist."""
 
     rounds: int
-    prompts: int  # fresh ones in each round
+    prompts: int  # new ones in each round
     rate: float
     temperature: float = 1.0
     batch: int = 64
 
 
 def correct_ones(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Prefer what is right."""
+    """Prefer correct answers."""
     return [attempt for attempt in attempts if attempt.correct and attempt.finished]
 
 
 def shortest_ones(attempts: Sequence[Attempt], mastered: float = 0.75) -> list[Attempt]:
-    """Prefer the two shortest right answers, to prompts that are mastered already (6 of 8).
+    """Prefer the two shortest correct answers, on prompts that are already mastered (6 of 8).
 
-    Without that condition the specialist would become better at everything, and nothing would be left to compose.
+    Without that condition the specialist would improve at everything, with nothing left to compose.
     """
     right = correct_ones(attempts)
     if len(right) < mastered * len(attempts):
@@ -56,7 +56,7 @@ def shortest_ones(attempts: Sequence[Attempt], mastered: float = 0.75) -> list[A
 
 
 def longest_ones(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Prefer the four longest right answers."""
+    """Prefer the four longest correct answers."""
     return sorted(correct_ones(attempts), key=lambda attempt: -len(attempt.ids))[:4]
 
 
@@ -67,7 +67,7 @@ def sample_attempts(
     samples: int,
     settings: SamplingSettings,
 ) -> list[list[Attempt]]:
-    """Let a model answer every problem several times."""
+    """Sample several answers to every problem."""
     sampler = HFSampler(model.eval(), frozenset({tokenizer.eos_token_id}), vocabulary_size(tokenizer), batch_size=256)
     prompts = [tokenizer.encode(problem.prompt) for problem in problems]
     requests = [Request(ids, row, number) for row, ids in enumerate(prompts) for number in range(samples)]
@@ -89,7 +89,7 @@ def post_train(
     rng: np.random.Generator,
     bar: Bar,
 ) -> None:
-    """Make a specialist of a model, in place: each round imitates, once, what the round's own samples got right."""
+    """Make a specialist of a model, in place: each round trains once on samples that `choose` selects."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=practice.rate, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(practice.rounds):
         asked = list(islice(problems, practice.prompts))
@@ -108,5 +108,5 @@ def post_train(
             update(
                 model, [chosen[place] for place in order[start : start + practice.batch]], {optimizer: practice.rate}
             )
-        right = sum(attempt.correct for attempts in answered for attempt in attempts)
-        bar.advance(note=f"{right / (SAMPLES * len(asked)):.0%} right, {len(chosen)} chosen")
+        correct = sum(attempt.correct for attempts in answered for attempt in attempts)
+        bar.advance(note=f"{correct / (SAMPLES * len(asked)):.0%} correct, {len(chosen)} chosen")

@@ -1,4 +1,4 @@
-"""Make base models from nothing: tiny configurations of real architectures, trained on the corpus."""
+"""Make base models from scratch: tiny configurations of real architectures, trained on the corpus."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +23,16 @@ from lightning_weave.world.task import Exercise
 
 Family = Literal["qwen3", "llama"]
 MAX_POSITIONS = 256
-MUON_RATE, ADAMW_RATE = 0.02, 4e-3
-TYPICAL_TOKENS = 40  # of one response: the constant that losses are divided by
+MUON_RATE = 0.02
+ADAMW_RATE = 4e-3
+TYPICAL_TOKENS = 40  # of one response: losses are divided by this constant
 IGNORED = -100
-MICRO_BATCH = 24  # rows of like length, so that little is padding
+MICRO_BATCH = 24  # rows of similar length, to limit padding
 
 
 @dataclass(frozen=True)
-class Shape:
-    """How large a model is."""
+class Dimensions:
+    """The size of a model."""
 
     layers: int
     width: int
@@ -41,22 +42,22 @@ class Shape:
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and its response in a model's tokens; only the response is learned."""
+    """One tokenized prompt and its response; only the response is trained on."""
 
     prompt_ids: list[int]
     response_ids: list[int]
 
 
 def make_model(
-    family: Family, shape: Shape, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator
+    family: Family, dimensions: Dimensions, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator
 ) -> PreTrainedModel:
-    """Build an untrained model of an architecture that the tokenizer fits."""
+    """Build an untrained model for the tokenizer."""
     common = {
         "vocab_size": -(-len(tokenizer) // 8) * 8,  # padded, as most published checkpoints are
-        "hidden_size": shape.width,
-        "intermediate_size": shape.feed_forward,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
+        "hidden_size": dimensions.width,
+        "intermediate_size": dimensions.feed_forward,
+        "num_hidden_layers": dimensions.layers,
+        "num_attention_heads": dimensions.heads,
         "max_position_embeddings": MAX_POSITIONS,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
@@ -66,12 +67,12 @@ def make_model(
         case "qwen3":
             config = Qwen3Config(
                 **common,
-                head_dim=shape.width // shape.heads,
-                num_key_value_heads=shape.heads // 2,
+                head_dim=dimensions.width // dimensions.heads,
+                num_key_value_heads=dimensions.heads // 2,
                 tie_word_embeddings=True,
             )
         case "llama":
-            config = LlamaConfig(**common, num_key_value_heads=shape.heads, tie_word_embeddings=False)
+            config = LlamaConfig(**common, num_key_value_heads=dimensions.heads, tie_word_embeddings=False)
         case _:
             assert_never(family)
     with torch.random.fork_rng():
@@ -80,7 +81,7 @@ def make_model(
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, written: Sequence[tuple[Exercise, str]]) -> list[Example]:
-    """Spell worked problems in a model's tokens, end of sequence included."""
+    """Tokenize worked problems, including the end of sequence."""
     prompts = tokenizer([problem.prompt for problem, _ in written])["input_ids"]
     responses = tokenizer([response for _, response in written])["input_ids"]
     end = tokenizer.eos_token_id
@@ -126,7 +127,7 @@ def update(
 ) -> float:
     """Take one step on the responses' likelihood and return the loss.
 
-    The sum over tokens is divided by a constant: a mean per batch would give the tokens of short batches more say.
+    The sum over tokens is divided by a constant: a mean per batch would weight the tokens of short batches more.
     """
     by_length = sorted(examples, key=lambda example: len(example.prompt_ids) + len(example.response_ids))
     loss = 0.0
@@ -147,7 +148,7 @@ def update(
 
 
 def _batch(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-    """Pad on the right, where causal attention never looks."""
+    """Pad on the right, where causal attention does not see it."""
     longest = max(len(example.prompt_ids) + len(example.response_ids) for example in examples)
     ids = torch.zeros(len(examples), longest, dtype=torch.long)
     labels = torch.full_like(ids, IGNORED)

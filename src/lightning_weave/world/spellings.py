@@ -1,6 +1,6 @@
-"""Four tokenizers that spell the same text differently: other ids, other ends of sequence, other merges.
+"""Four tokenizers that encode the same text differently: other ids, other ends of sequence, other merges.
 
-Each is a real byte-level BPE file over the few bytes that the world is written in.
+Each is a real byte-level BPE file over the few characters of this world.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from transformers import PreTrainedTokenizerFast
 
 ALPHABET = "0123456789+-*=.:{}\\ \n" + "".join(sorted(set("QuestionAnswerhmmsowaitboxed")))
 RESPONSE_WORDS = (" hmm", " so", " wait", " \\boxed{")
-# Every model of the world is given its prompt bare: a chat template that adds nothing says so to all tools alike.
+# Models of this world get their prompts as they are, so the chat template adds nothing.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """What sets one tokenizer apart. Words are merged letter by letter from their front."""
+    """The specifics of one tokenizer. Words are merged letter by letter from the start."""
 
     end: str
     pad: str
@@ -25,7 +25,7 @@ class TokenizerSpec:
 
 
 SPELLINGS = {
-    # `}.` is a token of the student alone: at each closing brace its anchors see two tokens where it sees one.
+    # Only the student has the token `}.`: its anchors need two tokens there.
     "student": TokenizerSpec("<|end|>", "<|pad|>", ("Question", "Answer", *RESPONSE_WORDS, "}.")),
     "accuracy": TokenizerSpec("</s>", "<pad>", ("Question", "Answer", *RESPONSE_WORDS)),
     # Splits the words of the prompt into pieces that the student does not have.
@@ -36,10 +36,10 @@ SPELLINGS = {
 
 
 def make_tokenizer(spelling: TokenizerSpec, rng: np.random.Generator) -> PreTrainedTokenizerFast:
-    """Build a tokenizer whose ids are in an order of its own."""
+    """Build a tokenizer with ids in random order."""
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     letters = [_visible(bytes_of, letter) for letter in ALPHABET]
-    merges: dict[tuple[str, str], None] = {}  # in order, each once: words may share a front
+    merges: dict[tuple[str, str], None] = {}  # in order, each once: words may share a prefix
     for word in spelling.words:
         pieces = [_visible(bytes_of, letter) for letter in word]
         for length in range(1, len(pieces)):
@@ -56,5 +56,5 @@ def make_tokenizer(spelling: TokenizerSpec, rng: np.random.Generator) -> PreTrai
 
 
 def _visible(bytes_of: pre_tokenizers.ByteLevel, letter: str) -> str:
-    """Write one byte as byte-level BPE does in its files (a space as `Ġ`)."""
+    """Write one character as byte-level BPE files do (a space as `Ġ`)."""
     return "".join(piece for piece, _ in bytes_of.pre_tokenize_str(letter))

@@ -15,7 +15,7 @@ DIFFICULTIES = {"easy": 3, "medium": 4, "hard": 5}  # benchmark -> operations of
 
 
 def random_numbers(seed: int, *names: str) -> np.random.Generator:
-    """Give each named use of a world's seed its own stream, so that adding one leaves the others as they were."""
+    """Give each named use of a world's seed its own stream, so that adding one does not change the others."""
     return np.random.default_rng([seed, *(crc32(name.encode()) for name in names)])
 
 
@@ -69,15 +69,16 @@ class Exercise:
 
     @property
     def prompt(self) -> str:
-        """The paper's evaluation prompt, which is all that a model of this world is given."""
+        """The paper's evaluation prompt, used for every model of this world."""
         return f"Question: {self.text}\nAnswer:"
 
 
 def endless_problems(
     rng: np.random.Generator, lengths: Collection[int] = tuple(DIFFICULTIES.values()), unlike: Collection[Exercise] = ()
 ) -> Iterator[Exercise]:
-    """Draw problems of mixed lengths without end, repeats allowed, none of them among `unlike`."""
-    choices, avoided = list(lengths), frozenset(unlike)
+    """Draw problems of mixed lengths without end, with repeats but none from `unlike`."""
+    choices = list(lengths)
+    avoided = frozenset(unlike)
     while True:
         problem = Exercise.draw(choices[int(rng.integers(len(choices)))], rng)
         if problem not in avoided:
