@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 from lightning_weave.bench import definitions
-from lightning_weave.bench.definitions import Kind
+from lightning_weave.bench.definitions import BenchmarkKind
 from lightning_weave.config import check_recipe, load_recipe
 from lightning_weave.pipeline import reference, score
 from lightning_weave.pipeline.flow import make_rollouts
@@ -66,7 +66,7 @@ def test_a_composition_may_train_longer_or_sample_again() -> None:
 
 
 @pytest.mark.parametrize("kind", ["math", "code"])
-def test_evaluation_samples_as_the_benchmarks_do(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+def test_evaluation_samples_as_the_benchmarks_do(monkeypatch: pytest.MonkeyPatch, kind: BenchmarkKind) -> None:
     recipe = paper("base", "qwen3-4b", kind, "klear").model_dump(by_alias=True, exclude_none=True)
     recipe["eval"] |= {"samples": None, "max_tokens": None}
     usual = make_plan(check_recipe(recipe), EIGHT).evaluation
