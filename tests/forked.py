@@ -1,9 +1,9 @@
 """Run commands in forked processes to which something happens: a signal at a planned write, or no more memory.
 
 A program of its own, so that torch is imported once and not in every process. It reads lists of jobs from stdin, one
-list of JSON objects per line, forks for each job, and answers with one line that says how each of them ended. The jobs
-of one list run side by side. Audit events of the interpreter tell a child which file it is about to write or to
-rename; nothing of the package is replaced.
+numbered list per line, forks for each job, and answers with one line that says how each of them ended. The jobs of one
+list run side by side. Audit events of the interpreter tell a child which file it is about to write or to rename;
+nothing of the package is replaced.
 
 Tests use it through the session fixture `forked`, or start another one with `serve`.
 """
@@ -82,15 +82,20 @@ class Forked:
         assert process.stdin is not None
         assert process.stdout is not None
         self._jobs, self._answers = process.stdin, process.stdout
+        self._asked = 0
 
     def start(self, *jobs: Job) -> None:
         """Start processes side by side."""
-        self._jobs.write(json.dumps([asdict(job) for job in jobs]) + "\n")
+        self._asked += 1
+        self._jobs.write(json.dumps([self._asked, [asdict(job) for job in jobs]]) + "\n")
         self._jobs.flush()
 
     def wait(self) -> list[Ended]:
         """Wait for the end of all that were started together."""
-        return [Ended(**ended) for ended in json.loads(self._answers.readline())]
+        answered = 0
+        while answered != self._asked:  # a test that failed may not have waited for its own
+            answered, ended = json.loads(self._answers.readline())
+        return [Ended(**one) for one in ended]
 
     def together(self, *jobs: Job) -> list[Ended]:
         """Run jobs side by side to their ends."""
@@ -130,8 +135,9 @@ def main() -> None:
     for name in MODELS:
         import_module(name)
     for line in sys.stdin:
-        children = [_Child(job) for job in json.loads(line)]
-        print(json.dumps([child.wait() for child in children]), flush=True)
+        number, jobs = json.loads(line)
+        children = [_Child(job) for job in jobs]
+        print(json.dumps([number, [child.wait() for child in children]]), flush=True)
 
 
 class _Child:

@@ -23,10 +23,10 @@ from lightning_weave.grading.jail import Jail
 from lightning_weave.grading.sandbox import Limits, Program, Sandbox, SandboxError, open_sandbox
 
 HOSTILE = problems.programs("hostile")
-USES_ALL = f"""
+USES_ALL = """
 import os, threading
 a, b = map(int, input().split())
-assert os.listdir("/tmp") == [] and os.getpriority(os.PRIO_PROCESS, 0) == {os.getpriority(os.PRIO_PROCESS, 0)}
+assert os.listdir("/tmp") == [] and os.getpriority(os.PRIO_PROCESS, 0) == PRIORITY
 open("/tmp/x", "wb").write(bytes(1 << 20))
 parts = []
 workers = [threading.Thread(target=parts.append, args=(x,)) for x in [a, b] * 10]
@@ -56,6 +56,11 @@ print(json.dumps([verdict.reason for verdict in grade_many(json.load(open("jobs.
 """
 AS_USER = [title for title in HOSTILE if "timeout" not in title and " / add / " in title]
 SLOW = "import time\na, b = map(int, input().split())\ntime.sleep(0.3)\nprint(a + b)"
+
+
+def uses_all() -> str:
+    """A program that needs everything it is entitled to, among it our own priority, whatever that is."""
+    return USES_ALL.replace("PRIORITY", str(os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def descendants(of: int) -> set[str]:
@@ -106,7 +111,7 @@ def test_a_hostile_program_gets_its_verdict_and_does_no_harm(sandbox: Sandbox, h
     verdict = grade_code(HOSTILE[title], problems.PROBLEMS[name][0], used)
     assert verdict.reason == reason, verdict
     if reason != "timeout":  # whose sandbox is thrown away
-        assert grade_code(USES_ALL, ONE_SUM, used).reason == "passed"  # the next program in the same slot
+        assert grade_code(uses_all(), ONE_SUM, used).reason == "passed"  # the next program in the same slot
 
 
 def test_an_untouched_sandbox_is_kept_and_a_touched_one_is_not(sandbox: Sandbox) -> None:
@@ -128,7 +133,7 @@ def test_parallel_slots_do_not_interfere() -> None:
     """The bombs end by themselves, so that no clock decides how long the others have for their work beside them."""
     killer = HOSTILE["kill everything, then answer / add / passed"]
     files = HOSTILE["symlink planted for the host / add / passed"]
-    jobs = [BOMB, USES_ALL, killer, files, BOMB, killer, files, USES_ALL]
+    jobs = [BOMB, uses_all(), killer, files, BOMB, killer, files, uses_all()]
     with open_sandbox(slots=3, limits=Limits(seconds=PATIENT, memory=512 << 20)) as crowded:
         verdicts = grade_many([(code, problems.ADD) for code in jobs], crowded)
         assert [verdict.reason for verdict in verdicts] == ["wrong answer" if job == BOMB else "passed" for job in jobs]

@@ -4,14 +4,12 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -22,18 +20,17 @@ from lightning_weave.pipeline import reference, score
 from lightning_weave.pipeline.flow import make_rollouts, make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
-from lightning_weave.train import loop
-from lightning_weave.train.watch import Metrics
 from lightning_weave.types import Candidates, Rollouts, Scores
+from rounding import LOGPROB, UNIT
 from tiny import steps_of
+from train.computed import train_and_see
 
 QUIET = Progress(quiet=True)
 Recipe = dict[str, Any]
-# Halved batches add up the same float32 numbers in another order, which moves a sum of n terms by at most n units of
-# 2**-24 of the terms. The longest sums here are over the decisions of an update and over the vocabulary, about 100
-# terms each, and a gradient is a sum of such sums through a dozen layers; what is found is near 1e-6. A row that is
-# lost or counted twice moves the loss by a third.
-ROUNDING = 1024 * 2.0**-24  # 6e-5
+# The longest sums of an update are over its decisions and over the vocabulary, about 100 terms each, and a gradient is
+# a sum of such sums through a dozen layers; what is found is near 1e-6. A row that is lost or counted twice moves the
+# loss by a third.
+ROUNDING = 1024 * UNIT  # 6e-5
 
 
 @contextmanager
@@ -86,7 +83,7 @@ def test_references_and_scores_are_the_same_numbers(
     assert len(pairs) == 5
     for one, two, kind in pairs:
         for found, expected in zip(fields_of(steps, one, kind), fields_of(undisturbed, two, kind), strict=True):
-            np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=LOGPROB)
 
 
 def test_evaluations_are_the_same_samples(recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,46 +101,16 @@ def test_evaluations_are_the_same_samples(recipe: Recipe, tmp_path: Path, caplog
     assert files[0] == files[1]
 
 
-@dataclass
-class Trained:
-    """A run of training as it was computed, before anything was rounded to be printed."""
-
-    figures: list[dict[str, float]] = field(default_factory=list)  # of each update
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of each update, by parameter
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def trained(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> Trained:
-    """Train, and keep what the loop computes on its way."""
-    seen, add, clip = Trained(), Metrics.add, loop.clip_gradients
-
-    def add_figures(metrics: Metrics, step: int, figures: dict[str, float]) -> None:
-        seen.figures.append(dict(figures))
-        add(metrics, step, figures)
-
-    def see_gradients(trainee: nn.Module, most: float) -> float:
-        named = trainee.named_parameters()
-        seen.gradients.append({name.removeprefix("model."): p.grad.clone() for name, p in named if p.grad is not None})
-        return clip(trainee, most)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Metrics, "add", add_figures)
-        patch.setattr(loop, "clip_gradients", see_gradients)
-        make_students(steps, Progress())
-    seen.weights = load_file(steps.store.run_dir / "train" / "both" / "final" / "model.safetensors")
-    return seen
-
-
 def test_students_are_the_same_up_to_rounding(
-    make_run: Callable[[str], Recipe], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    make_run: Callable[[str], Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also where no update is under way: the check before training, and the held-out rows."""
     runs = {name: make_run(name) for name in ("undisturbed", "disturbed")}
     steps = {name: steps_of(run | {"train": {**run["train"], "validation": 0.3}}) for name, run in runs.items()}
-    expected = trained(steps["undisturbed"], monkeypatch)
+    expected = train_and_see(steps["undisturbed"], "both", Progress())
     assert "out of memory" not in capsys.readouterr().err
     with room_for(70) as failed:
-        found = trained(steps["disturbed"], monkeypatch)
+        found = train_and_see(steps["disturbed"], "both", Progress())
     assert failed
     assert "train both: out of memory: train.token_budget halved to" in capsys.readouterr().err
 

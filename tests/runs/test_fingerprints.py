@@ -267,8 +267,14 @@ def test_a_recipe_with_all_flags_can_be_overridden(tmp_path: Path) -> None:
     [
         ("compositions.online.mixture=true", 'compositions.online.mixture = true: write method = "mixture" instead'),
         ("compositions.joint.dose=matched", 'compositions.joint.dose = "matched": add method = "sequential"'),
-        ("compositions.online.kl_budget=0.1", 'compositions.online.kl_budget = 0.1: method = "online" has no kl_budget'),
-        ("compositions.joint.aplha=1.0", "unknown key compositions.joint.aplha. Did you mean compositions.joint.alpha?"),
+        (
+            "compositions.online.kl_budget=0.1",
+            'compositions.online.kl_budget = 0.1: method = "online" has no kl_budget',
+        ),
+        (
+            "compositions.joint.aplha=1.0",
+            "unknown key compositions.joint.aplha. Did you mean compositions.joint.alpha?",
+        ),
     ],
 )
 def test_what_is_set_over_the_flags_is_checked(tmp_path: Path, override: str, message: str) -> None:

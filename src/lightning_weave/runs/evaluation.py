@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning_weave.bench.definitions import Benchmark, Problem
 from lightning_weave.bench.samples import (
-    SampleKey,
     Sample,
+    SampleKey,
     blocks,
     cut_points,
     merge_blocks,

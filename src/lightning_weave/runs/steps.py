@@ -76,7 +76,7 @@ class ScoredModel:
 
     @property
     def text(self) -> str:
-        """What distinguishes two scored models of one name. It names folders of existing runs, so it must not change."""
+        """What distinguishes two scored models of one name. Folders of existing runs are named by it: keep it."""
         template = None if self.template is None else (self.template.name, self.template.revision)
         return (
             f"ScoredModel(model={self.checkpoint.name!r}, revision={self.checkpoint.revision!r}, "
@@ -170,7 +170,9 @@ class Steps:
         if self.recipe.rollout.from_ is not None:
             names = {"prompts_per_shard"}
         settings = self.recipe.rollout.model_dump(mode="json", include=names)
-        return Step("rollout", settings | {"student": self.identity_of(self.student)}, (self.prompts,), self._command("rollout"))
+        return Step(
+            "rollout", settings | {"student": self.identity_of(self.student)}, (self.prompts,), self._command("rollout")
+        )
 
     @cached_property
     def reference(self) -> Step:
@@ -239,7 +241,9 @@ class Steps:
     def objective(self, name: str) -> Objective:
         """What a composition minimises: its own choice, or the recipe's; online, DOPD's own."""
         composition = self.recipe.compositions[name]
-        return composition.objective or ("direct-opd" if composition.method == "online" else self.recipe.train.objective)
+        return composition.objective or (
+            "direct-opd" if composition.method == "online" else self.recipe.train.objective
+        )
 
     def alpha(self, name: str) -> float | None:
         """The alpha of a composition: as said, or as training solved it; None where it has yet to be solved."""
