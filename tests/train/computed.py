@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.train import loop
