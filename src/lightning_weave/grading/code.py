@@ -16,6 +16,12 @@ from lightning_weave.grading.official import official_failure
 from lightning_weave.grading.sandbox import Program, RunResult, Sandbox
 
 Reason = Literal["passed", "no code", "wrong answer", "runtime error", "timeout", "memory limit", "output limit"]
+_KILLED: dict[str, tuple[Reason, str]] = {  # how a run ended -> reason and detail
+    "timeout": ("timeout", ""),
+    "memory": ("memory limit", ""),
+    "output": ("output limit", ""),
+    "broken": ("runtime error", "the program destroyed its own sandbox"),
+}
 _SHOWN = 300  # characters of a program's output in a verdict
 
 
@@ -94,17 +100,11 @@ def _stdin(test: TestCase, problem: Mapping[str, Any]) -> bytes:
 
 def _judge(result: RunResult, test: TestCase, number: int) -> Verdict:
     last_line = result.errors.decode(errors="replace").strip().rsplit("\n", 1)[-1][-_SHOWN:]
-    match result.ending:
-        case "timeout":
-            return Verdict(False, "timeout", number)
-        case "memory":
-            return Verdict(False, "memory limit", number)
-        case "output":
-            return Verdict(False, "output limit", number)
-        case "broken":
-            return Verdict(False, "runtime error", number, "the program destroyed its own sandbox")
+    if result.ending != "exited":
+        reason, detail = _KILLED[result.ending]
+        return Verdict(False, reason, number, detail)
     if result.exit_code != 0:
-        reason: Reason = "memory limit" if last_line.startswith("MemoryError") else "runtime error"
+        reason = "memory limit" if last_line.startswith("MemoryError") else "runtime error"
         return Verdict(False, reason, number, last_line or f"exit code {result.exit_code}")
     judge = _judge_value if test.functional else _judge_text
     return judge(result.output, test, number)

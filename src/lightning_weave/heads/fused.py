@@ -166,7 +166,8 @@ class _OnePass(torch.autograd.Function):
         unit = bool(scale == 1)  # the usual case; the gradients are then passed on without a copy
         gradients = [grad if grad is None or unit else grad * scale.to(grad.dtype) for grad in ctx.saved_tensors]
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = [None if grad is None else _Once.apply(grad, _leaf()) for grad in gradients]
+            leaf = torch.zeros((), requires_grad=True)  # so that autograd calls _Once.backward
+            gradients = [None if grad is None else _Once.apply(grad, leaf) for grad in gradients]
         return (*gradients, None)
 
 
@@ -183,10 +184,6 @@ class _Once(torch.autograd.Function):
             "the one-pass loss can be differentiated only once: its gradients are computed in the forward pass. "
             "For second derivatives use maths.log_residual_loss or maths.reverse_kl on heads.outcome_logprobs"
         )
-
-
-def _leaf() -> Tensor:
-    return torch.zeros((), requires_grad=True)
 
 
 def _of_logits(gradient_NO: Tensor, pi_NO: Tensor) -> Tensor:
@@ -259,9 +256,7 @@ class _Gradients:
             d_weight_VD = self.weight_VD[: scanned.logits.head.vocabulary]
             add_product(d_weight_VD, tile_NV.t(), hidden_ND, fresh=part.start == 0)
 
-    def rounded(self, hidden: torch.dtype, weight: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    def rounded(self, *dtypes: torch.dtype) -> list[Tensor | None]:
         """Return both in the dtypes of hidden states and weight."""
-        return (
-            None if self.hidden_ND is None else self.hidden_ND.to(hidden),
-            None if self.weight_VD is None else self.weight_VD.to(weight),
-        )
+        gradients = zip((self.hidden_ND, self.weight_VD), dtypes, strict=True)
+        return [None if gradient is None else gradient.to(dtype) for gradient, dtype in gradients]
