@@ -48,7 +48,7 @@ def test_a_sequence_is_trained_on_matched_budgets(recipe: dict) -> None:
     curve = training_figures(
         steps_of({**recipe, "compositions": {"forth": {"weights": HALF, "sequence": ["acc", "brief"]}}})
     )
-    (line,) = [line for line in curve["reverse_kl"].axes[0].lines if len(line.get_xdata()) > 1]
+    (line,) = [line for line in curve["training-reverse_kl"].axes[0].lines if len(line.get_xdata()) > 1]
     assert line.get_xdata().tolist() == list(range(1, 13)), "one leg's curve after the other's"
     rows = [row for row in read_lines(Path(recipe["runs"]) / "tiny" / "ledger.jsonl") if row["name"] == "forth"]
     assert {row["method"] for row in rows} == {"sequential"}

@@ -1,22 +1,14 @@
-"""What sort of text a token is, and how a token is shown to people."""
+"""The kind of text that a token holds, and how to display a token."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_weave.tokens.spelling import Kind as Origin
 from lightning_weave.tokens.spelling import Spelling
 
 TokenKind = Literal["digits", "words", "punctuation", "whitespace", "end of thinking", "end of sequence", "special"]
-KINDS: tuple[TokenKind, ...] = (
-    "digits",
-    "words",
-    "punctuation",
-    "whitespace",
-    "end of thinking",
-    "end of sequence",
-    "special",
-)
+KINDS: tuple[TokenKind, ...] = get_args(TokenKind)
 END_OF_THINKING = "</think>"
 
 
@@ -36,14 +28,14 @@ class Vocabulary:
         return max(self.spelling.strings, default=-1) + 1
 
     def text(self, id: int) -> str:
-        """The token's own text; bytes that are no character by themselves are written out."""
+        """The text of a token; bytes that are not a whole character are escaped."""
         spelt = self.spelling.bytes_of.get(id)
         if spelt is not None:
             return spelt.decode(errors="backslashreplace")
         return self.spelling.strings.get(id, f"<id {id}>")
 
     def kind(self, id: int) -> TokenKind:
-        """Sort a token by what it is for."""
+        """Classify a token."""
         if id in self.stop_ids:
             return "end of sequence"
         text = self.text(id)
@@ -55,7 +47,7 @@ class Vocabulary:
 
 
 def kind_of_text(text: str) -> TokenKind:
-    """Sort ordinary text.
+    """Classify ordinary text.
 
     >>> [kind_of_text(text) for text in (" 42", "the", "x1", "+", "  ")]
     ['digits', 'words', 'words', 'punctuation', 'whitespace']
