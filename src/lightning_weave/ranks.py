@@ -32,6 +32,7 @@ def is_alone() -> bool:
 
 def check_ranks() -> None:
     """Refuse a rank that no shard belongs to."""
-    number, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    number = os.environ.get("RANK", "0")
+    world = os.environ.get("WORLD_SIZE", "1")
     if not (number.isdecimal() and world.isdecimal() and int(number) < int(world)):
         raise InputError(f"RANK={number} WORLD_SIZE={world}: ranks are numbers from 0 to WORLD_SIZE - 1")

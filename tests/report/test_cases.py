@@ -11,8 +11,8 @@ from lightning_weave.config import Case, check_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.report.cases import (
     Excerpt,
-    Outcome,
     Panel,
+    SampleOutcome,
     Shown,
     choose,
     excerpt,
@@ -24,10 +24,10 @@ from lightning_weave.report.cases import (
 CASE = Case(wrong=["brief"], right=["acc", "both"], shortest="both", count=3)
 
 
-def outcomes(seed: int = 1) -> list[Outcome]:
+def outcomes(seed: int = 1) -> list[SampleOutcome]:
     draw = random.Random(seed)
     return [
-        Outcome(policy, bench, f"p{problem}", sample, draw.random() < 0.6, draw.randrange(50, 90))
+        SampleOutcome(policy, bench, f"p{problem}", sample, draw.random() < 0.6, draw.randrange(50, 90))
         for policy in ("acc", "brief", "both", "base")
         for bench in ("one", "two")
         for problem in range(12)
@@ -36,7 +36,7 @@ def outcomes(seed: int = 1) -> list[Outcome]:
 
 
 def test_a_choice_sees_no_text() -> None:
-    assert {field.name for field in fields(Outcome)} == {
+    assert {field.name for field in fields(SampleOutcome)} == {
         "policy",
         "benchmark",
         "problem",
@@ -147,8 +147,8 @@ def test_latex_prints_the_text_as_it_is(text: str) -> None:
 
 def test_a_panel_in_latex_balances_and_says_everything() -> None:
     shown = (
-        Shown("acc-only", True, "7", "equal", 29849, Excerpt("I begin }", "{ \\boxed{7}", 29849)),
-        Shown("brief_only", False, None, "no answer", 12, Excerpt("short \\end{minipage}", None, 12)),
+        Shown("acc-only", True, "7", 29849, Excerpt("I begin }", "{ \\boxed{7}", 29849)),
+        Shown("brief_only", False, None, 12, Excerpt("short \\end{minipage}", None, 12)),
     )
     latex = latex_panels([Panel("a_case", "AIME 2024", "I-5", 22, "Find $x$ & y.", "104", shown)])
     bare = re.sub(r"\\[{}]", "", latex)

@@ -7,16 +7,17 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib import pyplot
 
-from lightning_weave.report.figures import Point, frontier, inline, save
-from lightning_weave.report.plots import Bar, amortised, grouped, lines, profile, stacked
+from lightning_weave.bench.statistics import Interval
+from lightning_weave.report.figures import FrontierPoint, frontier, inline, save
+from lightning_weave.report.plots import amortised, grouped, lines, profile, stacked
 
 POINTS = [
-    Point("base", "base", 60, 400, 3, 20),
-    Point("acc", "single", 80, 450, 3, 20, "f", 0.0),
-    Point("both", "composition", 78, 250, 3, 20, "f", 0.5),
-    Point("mid", "composition", 70, 300, 3, 20, "f", 0.7),
-    Point("brief", "single", 50, 200, 3, 20, "f", 1.0),
-    Point("outside", "other", 79, 500),
+    FrontierPoint("base", "base", 60, 400, 3, 20),
+    FrontierPoint("acc", "single", 80, 450, 3, 20, "f", 0.0),
+    FrontierPoint("both", "composition", 78, 250, 3, 20, "f", 0.5),
+    FrontierPoint("mid", "composition", 70, 300, 3, 20, "f", 0.7),
+    FrontierPoint("brief", "single", 50, 200, 3, 20, "f", 1.0),
+    FrontierPoint("outside", "other", 79, 500),
 ]
 
 
@@ -50,7 +51,7 @@ def test_same_points_same_files(tmp_path: Path) -> None:
 
 
 def test_inline_drawing_has_the_readers_colours_and_no_style_or_id_of_its_own() -> None:
-    figure = frontier([*POINTS, Point("$x^2$ <b>", "other", 55, 350)])
+    figure = frontier([*POINTS, FrontierPoint("$x^2$ <b>", "other", 55, 350)])
     svg = inline(figure)
     pyplot.close(figure)
     root = ElementTree.fromstring(svg)
@@ -66,7 +67,8 @@ def test_inline_drawing_has_the_readers_colours_and_no_style_or_id_of_its_own() 
 @pytest.mark.parametrize(
     ("figure", "words"),
     [
-        (lambda: profile(["base", "both"], {"AES": [Bar(0, 0, 0), Bar(1, 0.5, 1.5)]}), ["base", "both", "AES"]),
+        (lambda: profile(["base", "both"], {"AES": [Interval(0, 0, 0), Interval(1, 0.5, 1.5)]}),
+         ["base", "both", "AES"]),
         (lambda: lines({"a": {"x": [(1, 2.0), (2, 1.0)]}}, "step", "nats", logarithmic=True), ["step", "nats", "x"]),
         (lambda: stacked({"row": {"kept": 3.0, "gone": 1.0}}, {"kept": "#000", "gone": "#111"}, "%", shares=True),
          ["row", "kept", "gone", "75 %", "25 %"]),

@@ -5,7 +5,7 @@ import random
 import pytest
 from matplotlib.text import Text
 
-from lightning_weave.report.figures import Point, frontier
+from lightning_weave.report.figures import FrontierPoint, frontier
 from lightning_weave.report.labels import POINT, Box, pieces, place
 
 
@@ -42,8 +42,10 @@ def test_a_name_stays_off_a_line() -> None:
 
 def test_names_of_a_drawn_frontier_do_not_touch() -> None:
     names = [f"decs-0.{n}50-alpha-2" for n in range(9)]
-    points = [Point(name, "composition", 80 - 0.2 * n, 900 + 4.0 * n, 2.0, 30.0) for n, name in enumerate(names)]
-    figure = frontier([*points, Point("base", "base", 60.0, 1500.0)])
+    points = [
+        FrontierPoint(name, "composition", 80 - 0.2 * n, 900 + 4.0 * n, 2.0, 30.0) for n, name in enumerate(names)
+    ]
+    figure = frontier([*points, FrontierPoint("base", "base", 60.0, 1500.0)])
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()
     texts = [text for text in figure.axes[0].texts if text.get_text()]

@@ -10,8 +10,19 @@ import pytest
 
 from lightning_weave.report.cases import Excerpt, Panel, Shown
 from lightning_weave.report.loom import longest_that_fits
-from lightning_weave.report.page import CaseGroup, Fact, Page, Push, RunView, Wishes, embed, render, token, visible
-from lightning_weave.report.tables import PolicyRow, Score
+from lightning_weave.report.page import (
+    AnchorPushes,
+    CaseGroup,
+    Fact,
+    Page,
+    Push,
+    RunView,
+    embed,
+    render,
+    token,
+    visible,
+)
+from lightning_weave.report.tables import BenchmarkScore, PolicyRow
 
 HOSTILE = '</script></textarea><!--<script>alert(1)</script><img src=x onerror="alert(2)">\u2028&lt;{{ 7*7 }}'
 
@@ -33,16 +44,17 @@ class Elements(HTMLParser):
 
 
 def hostile_page() -> Page:
-    shown = Shown(HOSTILE, False, HOSTILE, "different", 9, Excerpt(HOSTILE, HOSTILE, 9))
+    shown = Shown(HOSTILE, False, HOSTILE, 9, Excerpt(HOSTILE, HOSTILE, 9))
+    scores = (BenchmarkScore(HOSTILE, 1.0, 2.0), BenchmarkScore("two", 1.0, 2.0))
     return Page(
         title=HOSTILE,
         subject=HOSTILE,
         headline=HOSTILE,
         lead=HOSTILE,
         facts=[Fact(HOSTILE, HOSTILE, HOSTILE)],
-        rows=[PolicyRow(HOSTILE, (Score(HOSTILE, 1.0, 2.0), Score("two", 1.0, 2.0)), 1.0, 2.0, -0.5, -1.0, 0.0)],
+        rows=[PolicyRow(HOSTILE, scores, 1.0, 2.0, -0.5, -1.0, 0.0)],
         results=[],
-        runs=[RunView(HOSTILE, {"texts": [HOSTILE]}, wishes=[Wishes(HOSTILE, [Push(HOSTILE, 1.0, 1.0)], [])],
+        runs=[RunView(HOSTILE, {"texts": [HOSTILE]}, pushes=[AnchorPushes(HOSTILE, [Push(HOSTILE, 1.0, 1.0)], [])],
                       notes=[HOSTILE], cost_lines=[HOSTILE])],
         cases=[CaseGroup(HOSTILE, HOSTILE, [Panel("c", HOSTILE, HOSTILE, 0, HOSTILE, HOSTILE, (shown,))])],
         notes=[HOSTILE],

@@ -15,9 +15,7 @@ from lightning_weave.maths import aes
 from lightning_weave.models.load import load_model, load_tokenizer, vocabulary_size
 from lightning_weave.pipeline.flow import make_cache, make_students
 from lightning_weave.progress import Progress
-from lightning_weave.report import anchors as report_cache
-from lightning_weave.report import read_cases as report_cases
-from lightning_weave.report import report
+from lightning_weave.report import anchors, read_cases, report
 from lightning_weave.report.cases import choose
 from lightning_weave.runs.caches import open_scored
 from report.chromium import browsing, needs_chromium, open_page
@@ -94,7 +92,7 @@ def test_trained_students_in_the_loom_are_the_checkpoints(recipe: dict[str, Any]
     cache = open_scored(steps)
     assert cache is not None
     blocks = [cache.block([number]) for number in (0, 5, 11)]
-    scored = report_cache._score_student(steps, "both", blocks, QUIET)
+    scored = anchors._score_student(steps, "both", blocks, QUIET)
     folder = steps.store.stage(steps.train("both")).folder / "final"
     model = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
     vocabulary = vocabulary_size(load_tokenizer(folder))
@@ -112,7 +110,7 @@ def test_the_loom_holds_no_more_than_it_may(recipe: dict[str, Any]) -> None:
     steps = steps_of({**recipe, "report": {"trajectories": 6, "megabytes": 0.004}})
     cache = open_scored(steps)
     assert cache is not None
-    loom = report_cache.loom_data(steps, cache, report_cache.student_vocabulary(steps), None, QUIET)
+    loom = anchors.loom_data(steps, cache, anchors.student_vocabulary(steps), None, QUIET)
     assert loom is not None
     arrays = [
         loom["ids"],
@@ -133,18 +131,18 @@ def test_a_composition_without_an_alpha_is_not_in_the_loom(recipe: dict[str, Any
     steps = steps_of(own)
     cache = open_scored(steps)
     assert cache is not None
-    vocabulary = report_cache.student_vocabulary(steps)
-    loom = report_cache.loom_data(steps, cache, vocabulary, "budget", QUIET)
+    vocabulary = anchors.student_vocabulary(steps)
+    loom = anchors.loom_data(steps, cache, vocabulary, "budget", QUIET)
     assert loom is not None
     assert [one["name"] for one in loom["settings"]] == ["acc-only", "brief-only", "both"]
     assert loom["start"] == "both"
-    assert "budget" in report_cache.survey_cache(steps, cache, vocabulary, QUIET).kept
+    assert "budget" in anchors.survey_cache(steps, cache, vocabulary, QUIET).kept
     alone = steps_of({**own, "compositions": {"budget": budget}})
-    assert report_cache.loom_data(alone, cache, vocabulary, None, QUIET) is None
+    assert anchors.loom_data(alone, cache, vocabulary, None, QUIET) is None
 
     make_students(steps, QUIET, ["budget"])
     solved = steps.store.stage(steps.train("budget")).require()["alpha"]
-    loom = report_cache.loom_data(steps, cache, vocabulary, "budget", QUIET)
+    loom = anchors.loom_data(steps, cache, vocabulary, "budget", QUIET)
     assert loom is not None
     assert loom["settings"][0] == {"name": "budget", "weights": [0.5, 0.5], "alpha": solved}
     assert loom["start"] == "budget"
@@ -155,14 +153,14 @@ def test_cases_do_not_depend_on_what_was_written(recipe: dict[str, Any], tmp_pat
     shutil.copytree(recipe["runs"], tmp_path / "runs")
     steps = steps_of(copied)
     case = steps.recipe.report.cases["accuracy-and-brevity"]
-    before = choose(case, report_cases.outcomes(steps, case))
+    before = choose(case, read_cases.outcomes(steps, case))
     assert len(before) == 2
     for path in (tmp_path / "runs").rglob("samples.jsonl"):
         rewritten = [
             to_line(type(one)(**{**vars(one), "text": one.text[::-1], "answer": "?"})) for one in read_samples(path)
         ]
         path.write_text("".join(rewritten))
-    assert choose(case, report_cases.outcomes(steps, case)) == before
+    assert choose(case, read_cases.outcomes(steps, case)) == before
 
 
 def test_two_runs_of_one_student_are_one_row(recipe: dict[str, Any], page: Path, tmp_path: Path) -> None:

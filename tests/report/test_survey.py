@@ -10,7 +10,15 @@ from tokenizers import Tokenizer, decoders, models
 
 from lightning_weave.cache.block import Block
 from lightning_weave.report.kinds import KINDS, Vocabulary
-from lightning_weave.report.survey import REASONS, Survey
+from lightning_weave.report.survey import (
+    KEPT,
+    NO_END_OF_TURN,
+    NOT_ONE_TOKEN,
+    OUT_OF_CONTEXT,
+    PARTLY_KEPT,
+    REASONS,
+    Survey,
+)
 from rows import decisions_block
 
 WORDS = ["<|end|>", "7", " 42", "the", "+", " ", "</think>", "x1", "\n", "é", "=", "done"]
@@ -66,15 +74,15 @@ def by_hand(shards: list[Block]) -> dict:
                 pulls.append([x - mean for x in r])
                 unmapped = [id for id, ok in zip(ids, one.mapped_KPC[k, p], strict=True) if not ok]
                 if one.valid_KP[k, p]:
-                    reason = "kept in part" if unmapped else "kept"
+                    reason = PARTLY_KEPT if unmapped else KEPT
                     for c, id in enumerate(ids):
                         out["push"][k, id] += b[c] * pulls[k][c]
                     out["sizes"][k].setdefault(kinds[sampled], []).append(abs(pulls[k][place]))
                 elif len(unmapped) == len(ids):
-                    reason = "out of sight"
+                    reason = OUT_OF_CONTEXT
                 else:
-                    reason = "end of turn" if set(unmapped) <= STOPS else "no single token"
-                out["reasons"][k][REASONS.index(reason)] += 1
+                    reason = NO_END_OF_TURN if set(unmapped) <= STOPS else NOT_ONE_TOKEN
+                out["reasons"][k][reason] += 1
             for name, weights in COMPOSITIONS.items():
                 used = [k for k, anchor in enumerate("ab") if weights.get(anchor, 0) != 0]
                 out["kept"][name] += all(one.valid_KP[k, p] for k in used)
@@ -122,13 +130,13 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts.pairs["a", "b"].covariance == pytest.approx(whole.pairs["a", "b"].covariance)
 
 
-def test_wishes_are_the_largest_pushes_both_ways() -> None:
+def test_the_largest_pushes_both_ways() -> None:
     survey = Survey(["a", "b"], COMPOSITIONS, vocabulary())
     survey.push_KV[1] = np.arange(len(WORDS)) - 5.5
-    up, down = survey.wishes("b", most=2)
+    up, down = survey.largest_pushes("b", most=2)
     assert up == [(11, 5.5), (10, 4.5)]
     assert down == [(0, -5.5), (1, -4.5)]
-    assert survey.wishes("a") == ([], [])
+    assert survey.largest_pushes("a") == ([], [])
 
 
 def test_kinds_of_tokens() -> None:

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from lightning_weave.errors import InputError
 from lightning_weave.report.tables import (
+    BenchmarkScore,
     PolicyRow,
-    Score,
     cells,
     console,
     escape_latex,
@@ -51,7 +51,7 @@ def paper_rows(text: str) -> tuple[list[PolicyRow], list[list[str]]]:
     for line in text.strip("\n").splitlines():
         group, policy, values = (part.strip() for part in line.split("|"))
         numbers = [float(value.rstrip("*+").replace(",", "")) for value in values.split()]
-        scores = tuple(Score(name, *numbers[2 * k : 2 * k + 2]) for k, name in enumerate(BENCHMARKS))
+        scores = tuple(BenchmarkScore(name, *numbers[2 * k : 2 * k + 2]) for k, name in enumerate(BENCHMARKS))
         rows.append(PolicyRow(policy, scores, *numbers[10:13], group=group))
         printed.append(values.split())
     return rows, printed
@@ -95,7 +95,9 @@ def test_latex_prints_the_papers_rows():
 
 
 def test_csv_keeps_every_digit_and_leaves_gaps_empty():
-    row = PolicyRow('a "b", c', (Score("X", 1 / 3, 1234.5678),), 1 / 3, 1234.5678, float("nan"), None, None, "g")
+    row = PolicyRow(
+        'a "b", c', (BenchmarkScore("X", 1 / 3, 1234.5678),), 1 / 3, 1234.5678, float("nan"), None, None, "g"
+    )
     header, line = csv.reader(io.StringIO(to_csv([row])))
     assert dict(zip(header, line, strict=True)) == {
         "Group": "g", "Policy": 'a "b", c', "X Acc.": repr(1 / 3), "X #Tok.": "1234.5678",
@@ -104,7 +106,7 @@ def test_csv_keeps_every_digit_and_leaves_gaps_empty():
 
 
 def one(policy: str, accuracy: float, aes: float | None = None, low: float | None = None, high: float | None = None):
-    return PolicyRow(policy, (Score("X", accuracy, 100.0),), accuracy, 100.0, aes, low, high)
+    return PolicyRow(policy, (BenchmarkScore("X", accuracy, 100.0),), accuracy, 100.0, aes, low, high)
 
 
 def test_values_that_print_alike_rank_alike():
@@ -159,7 +161,7 @@ def test_plain_and_console_show_the_same_values():
 
 
 def test_rows_of_other_benchmarks_are_refused():
-    other = PolicyRow("b", (Score("Y", 1.0, 1.0),), 1.0, 1.0)
+    other = PolicyRow("b", (BenchmarkScore("Y", 1.0, 1.0),), 1.0, 1.0)
     with pytest.raises(InputError, match="b was evaluated on"):
         markdown([one("a", 1.0), other])
     with pytest.raises(InputError, match="Run eval"):
@@ -180,8 +182,9 @@ def test_a_narrow_terminal_cuts_no_number(width: int) -> None:
 
 def test_short_responses_are_told_apart() -> None:
     rows = [
-        PolicyRow(name, (Score("sums", 70.0, tokens),), 70.0, tokens) for name, tokens in (("a", 21.4), ("b", 20.8))
+        PolicyRow(name, (BenchmarkScore("sums", 70.0, tokens),), 70.0, tokens)
+        for name, tokens in (("a", 21.4), ("b", 20.8))
     ]
     assert [[cell.text for cell in line][1] for line in cells(rows)] == ["21.4", "20.8"]
-    longer = [*rows, PolicyRow("c", (Score("sums", 70.0, 1234.4),), 70.0, 1234.4)]
+    longer = [*rows, PolicyRow("c", (BenchmarkScore("sums", 70.0, 1234.4),), 70.0, 1234.4)]
     assert [[cell.text for cell in line][1] for line in cells(longer)] == ["21", "21", "1,234"]

@@ -48,7 +48,7 @@ def test_a_sequence_is_trained_on_matched_budgets(recipe: dict) -> None:
     first = next(iter(read_lines(folder / "leg-2" / "train" / "forth.leg-2" / "metrics.jsonl")))
     assert first["reverse_kl"] < 1, "the second leg starts from the first one's student, on its own samples"
     curve = training_figures(steps_of({**recipe, "compositions": {"forth": FORTH}}))
-    (line,) = [line for line in curve["reverse_kl"].axes[0].lines if len(line.get_xdata()) > 1]
+    (line,) = [line for line in curve["training-reverse_kl"].axes[0].lines if len(line.get_xdata()) > 1]
     assert line.get_xdata().tolist() == list(range(1, 13)), "one leg's curve after the other's"
     rows = [row for row in read_lines(Path(recipe["runs"]) / "tiny" / "ledger.jsonl") if row["name"] == "forth"]
     assert {row["method"] for row in rows} == {"sequential"}

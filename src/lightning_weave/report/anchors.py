@@ -1,7 +1,8 @@
-"""What a run's cache shows: the loom, and what its anchors want and disagree on."""
+"""What a run's cache shows: the loom, the tokens that its anchors push, and where they disagree."""
 
 import math
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -16,22 +17,15 @@ from lightning_weave.prompts import read_prompts
 from lightning_weave.report.figures import BLUE, GREEN, GREY, ORANGE, PALETTE, VERMILION
 from lightning_weave.report.kinds import KINDS, TokenKind, Vocabulary
 from lightning_weave.report.loom import Setting, Thread, bytes_per_decision, draw_rows, longest_that_fits, pack
-from lightning_weave.report.page import PairView, Push, Wishes
+from lightning_weave.report.page import AnchorPushes, PairView, Push
 from lightning_weave.report.plots import grouped, stacked
 from lightning_weave.report.survey import REASONS, Survey
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
 from lightning_weave.types import FINISH_REASONS, Rollouts
 
-REASON_WORDS = (
-    "kept",
-    "kept, some candidates without a shift",
-    "masked: end of turn has no counterpart",
-    "masked: a candidate is no single token",
-    "masked: context beyond the anchor",
-)
 SMALLEST_PUSH = 0.05  # tokens per 1,000 decisions
-REASON_COLOURS = dict(zip(REASON_WORDS, (BLUE, GREEN, VERMILION, ORANGE, GREY), strict=True))
+REASON_COLOURS = dict(zip(REASONS, (BLUE, GREEN, VERMILION, ORANGE, GREY), strict=True))
 
 
 def student_vocabulary(steps: Steps) -> Vocabulary:
@@ -50,59 +44,63 @@ def survey_cache(steps: Steps, cache: Cache, vocabulary: Vocabulary, progress: P
 
 
 def pair_views(survey: Survey) -> list[PairView]:
-    """How every two anchors get on."""
+    """Measure the agreement of every two anchors."""
     return [
-        PairView(one, two, sums.decisions, sums.agreement("sampled"), sums.agreement("top"), sums.correlation)
-        for (one, two), sums in survey.pairs.items()
+        PairView(
+            *names,
+            decisions=sums.decisions,
+            sampled=sums.agreement("sampled"),
+            top=sums.agreement("top"),
+            correlation=sums.correlation,
+        )
+        for names, sums in survey.pairs.items()
         if sums.decisions
     ]
 
 
-def wishes(survey: Survey) -> list[Wishes]:
-    """What every anchor wants more and less of."""
-    views = []
-    for anchor in survey.anchors:
-        up, down = (_pushes(survey, anchor, found) for found in survey.wishes(anchor))
-        views.append(Wishes(anchor, up, down))
-    return views
+def anchor_pushes(survey: Survey) -> list[AnchorPushes]:
+    """List the tokens that every anchor pushes up and down most."""
+    return [
+        AnchorPushes(anchor, *(_pushes(survey, anchor, tokens) for tokens in survey.largest_pushes(anchor)))
+        for anchor in survey.anchors
+    ]
 
 
-def _pushes(survey: Survey, anchor: str, found: Sequence[tuple[int, float]]) -> list[Push]:
-    """Per 1,000 decisions that the anchor can score; what would print as nothing is left out."""
+def _pushes(survey: Survey, anchor: str, tokens: Sequence[tuple[int, float]]) -> list[Push]:
+    """Scale to 1,000 decisions that the anchor can score, and leave out what would print as 0.0."""
     scored = int(survey.count_KJ[survey.anchors.index(anchor)].sum())
-    most = max((abs(amount) for _, amount in found), default=1.0)
-    pushes = [Push(survey.vocabulary.text(id), 1000 * amount / scored, abs(amount) / most) for id, amount in found]
+    most = max((abs(amount) for _, amount in tokens), default=1.0)
+    pushes = [Push(survey.vocabulary.text(id), 1000 * amount / scored, abs(amount) / most) for id, amount in tokens]
     return [push for push in pushes if abs(push.amount) >= SMALLEST_PUSH]
 
 
 def positions_figure(survey: Survey) -> Any:
-    """Where the decisions went: kept or masked for each anchor by reason, and what each composition keeps."""
+    """Draw the decisions kept and masked: by anchor and reason, and by the anchors of each composition."""
     rows: dict[str, dict[str, float]] = {}
     for anchor, counts in zip(survey.anchors, survey.reasons_KR, strict=True):
-        rows[anchor] = dict(zip(REASON_WORDS, counts.tolist(), strict=True))
+        rows[anchor] = dict(zip(REASONS, counts.tolist(), strict=True))
     colours = {**REASON_COLOURS, "masked by one of its anchors": "#9aa0a6"}
-    for name, kept in survey.kept.items():  # compositions of the same anchors keep the same
+    for name, kept in survey.kept.items():  # compositions of the same anchors have the same mask
         used = [anchor for anchor, weight in zip(survey.anchors, survey.compositions[name], strict=True) if weight]
         if len(used) > 1:
             rows[" + ".join(used)] = {"kept": kept, "masked by one of its anchors": survey.decisions - kept}
-    assert len(REASON_WORDS) == len(REASONS)
     return stacked(rows, colours, "share of all decisions, %", shares=True)
 
 
 def kinds_figure(survey: Survey) -> Any:
-    """How hard each anchor pulls at each kind of token."""
+    """Draw the mean size of each anchor's pull by kind of token."""
     sizes = {anchor: survey.size_by_kind(anchor) for anchor in survey.anchors}
-    kinds = [kind for kind in KINDS if any(kind in found for found in sizes.values())]
     rows: dict[str, dict[str, float]] = {
-        _with_agreement(survey, kind): {anchor: found.get(kind, 0.0) for anchor, found in sizes.items()}
-        for kind in kinds
+        _with_agreement(survey, kind): {anchor: by_kind.get(kind, 0.0) for anchor, by_kind in sizes.items()}
+        for kind in KINDS
+        if any(kind in by_kind for by_kind in sizes.values())
     }
-    colours = dict(zip(survey.anchors, (PALETTE * len(survey.anchors))[: len(survey.anchors)], strict=True))
+    colours = dict(zip(survey.anchors, cycle(PALETTE), strict=False))
     return grouped(rows, colours, "mean size of the pull on the sampled token, nats")
 
 
 def _with_agreement(survey: Survey, kind: TokenKind) -> str:
-    """Say beside a kind how often two anchors agree on it."""
+    """Name a kind of token and, if there are two anchors, how often they agree on it."""
     if len(survey.pairs) != 1:
         return kind
     share = next(iter(survey.pairs.values())).agreement_on(kind)
@@ -112,7 +110,7 @@ def _with_agreement(survey: Survey, kind: TokenKind) -> str:
 def loom_data(
     steps: Steps, cache: Cache, vocabulary: Vocabulary, start: str | None, progress: Progress
 ) -> dict[str, Any] | None:
-    """Embed trajectories that the seed chose, as many decisions of each as there is room for."""
+    """Pack the trajectories that the seed chooses, with as many decisions of each as fit."""
     section = steps.recipe.report
     settings = _settings(steps, cache)
     numbers = draw_rows(len(cache), section.trajectories, section.seed)
@@ -127,14 +125,14 @@ def loom_data(
     prompts = [prompt.id for prompt in read_prompts(steps.prompts_file)] if steps.prompts_file.exists() else []
     threads = [
         Thread(
-            name=_row_name(one.rollouts, prompts),
-            prompt=str(steps.student.tokenizer.decode(one.rollouts.prompt_ids[0])),
-            tokens=len(one.sampled_P),
-            finish=FINISH_REASONS[int(one.rollouts.finish_R[0])],
+            name=_row_name(full.rollouts, prompts),
+            prompt=str(steps.student.tokenizer.decode(full.rollouts.prompt_ids[0])),
+            tokens=len(full.sampled_P),
+            finish=FINISH_REASONS[int(full.rollouts.finish_R[0])],
             block=block,
             students={name: scores[name][place] for name in students},
         )
-        for place, (one, block) in enumerate(zip(whole, blocks, strict=True))
+        for place, (full, block) in enumerate(zip(whole, blocks, strict=True))
     ]
     names = [setting.name for setting in settings]
     return {**pack(threads, cache.names, settings, vocabulary), "start": start if start in names else names[-1]}
@@ -156,9 +154,9 @@ def _row_name(rollouts: Rollouts, prompts: Sequence[str]) -> str:
 
 
 def _cut(steps: Steps, blocks: Sequence[Block], anchors: int, students: int) -> list[Block]:
-    """Cut rows to what the page has room for."""
-    room = steps.recipe.report.megabytes * 1e6
-    decisions = int(room / bytes_per_decision(steps.recipe.reference.candidates, anchors, students))
+    """Truncate rows so that they fit into report.megabytes."""
+    size = bytes_per_decision(steps.recipe.reference.candidates, anchors, students)
+    decisions = int(steps.recipe.report.megabytes * 1e6 / size)
     longest = longest_that_fits([len(block.sampled_P) for block in blocks], decisions)
     return [block.first(longest) for block in blocks]
 
@@ -173,7 +171,7 @@ def _settings(steps: Steps, cache: Cache) -> list[Setting]:
 
 
 def check_students(steps: Steps) -> None:
-    """Refuse a student that the recipe does not have."""
+    """Refuse students that the recipe does not have."""
     known = list(steps.recipe.compositions)
     if unknown := sorted(set(steps.recipe.report.students or ()) - set(known)):
         raise InputError(f"report.students names {unknown[0]!r}; this recipe has {', '.join(known) or 'none'}")
@@ -189,8 +187,8 @@ def _shown_students(steps: Steps) -> list[str]:
 def _score_student(
     steps: Steps, name: str, blocks: Sequence[Block], progress: Progress
 ) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    """Ask one trained student for its log-probs of the candidates that the loom shows."""
-    progress.say(f"report: {name} scores {len(blocks)} trajectories")
+    """Score the candidates of the loom under one trained student."""
+    progress.say(f"report: scoring {len(blocks)} trajectories under {name}")
     student = steps.policy(name)
     device = set_up(steps.recipe, steps.store)
     model = student.load(student.compute_dtype(steps.recipe.reference.dtype, device), device)

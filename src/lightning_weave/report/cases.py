@@ -1,6 +1,6 @@
-"""Responses side by side, chosen before anyone reads them (appendix: Case Studies).
+"""Responses side by side, chosen without reading them (appendix: Case Studies).
 
-`choose` is given ids, verdicts and lengths and nothing else: an `Outcome` has no text to look at.
+`choose` only sees ids, verdicts and lengths: a `SampleOutcome` has no text.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ Place = tuple[str, str, int]  # benchmark, problem id, sample
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """All that a choice may look at."""
+class SampleOutcome:
+    """What a choice may depend on."""
 
     policy: str
     benchmark: str
@@ -29,7 +29,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """A response as printed: whole, or its exact beginning and its decisive end."""
+    """A response as printed: in full, or its exact beginning and end."""
 
     beginning: str
     end: str | None  # None: nothing is omitted
@@ -47,14 +47,13 @@ class Shown:
     policy: str
     correct: bool
     answer: str | None
-    why: str
     tokens: int
     excerpt: Excerpt
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One problem with the named policies' responses."""
+    """One problem with the responses of the named policies."""
 
     case: str
     benchmark: str
@@ -66,37 +65,38 @@ class Panel:
 
 
 def named_policies(case: Case) -> list[str]:
-    """The policies of a panel, the shortest last as the paper prints them."""
+    """The policies of a panel, the shortest last as in the paper."""
     names = [*case.right, *case.wrong]
     return [name for name in names if name != case.shortest] + ([case.shortest] if case.shortest else [])
 
 
-def choose(case: Case, outcomes: Iterable[Outcome]) -> list[Place]:
+def choose(case: Case, outcomes: Iterable[SampleOutcome]) -> list[Place]:
     """Choose places that meet the criteria, by seed. The order of the outcomes does not matter."""
-    by_place: dict[Place, dict[str, Outcome]] = defaultdict(dict)
+    by_place: dict[Place, dict[str, SampleOutcome]] = defaultdict(dict)
     named = set(named_policies(case))
     for outcome in outcomes:
         if outcome.policy in named and case.benchmark in (None, outcome.benchmark):
             by_place[outcome.benchmark, outcome.problem, outcome.sample][outcome.policy] = outcome
-    fitting = [place for place, found in by_place.items() if found.keys() == named and _meets(case, found)]
+    fitting = [place for place, by_policy in by_place.items() if by_policy.keys() == named and _meets(case, by_policy)]
     chosen: list[Place] = []
-    for place in sorted(fitting, key=lambda place: _lot(case.seed, place)):
+    for place in sorted(fitting, key=lambda place: _random_key(case.seed, place)):
         if place[:2] not in {other[:2] for other in chosen}:  # one sample of a problem is enough
             chosen.append(place)
     return chosen[: case.count]
 
 
-def _meets(case: Case, found: Mapping[str, Outcome]) -> bool:
-    verdicts = all(found[name].correct for name in case.right) and not any(found[name].correct for name in case.wrong)
-    if not verdicts or case.shortest is None:
-        return verdicts
-    others = [outcome.tokens for name, outcome in found.items() if name != case.shortest]
-    return all(found[case.shortest].tokens <= tokens for tokens in others)
+def _meets(case: Case, by_policy: Mapping[str, SampleOutcome]) -> bool:
+    right = {policy for policy, outcome in by_policy.items() if outcome.correct}
+    if not right.issuperset(case.right) or not right.isdisjoint(case.wrong):
+        return False
+    shortest = min(outcome.tokens for outcome in by_policy.values())
+    return case.shortest is None or by_policy[case.shortest].tokens == shortest
 
 
-def _lot(seed: int, place: Place) -> bytes:
-    """Draw a place's lot: it depends on nothing but the seed and the place."""
-    return hashlib.sha256(repr((seed, *place)).encode()).digest()
+def _random_key(seed: int, place: Place) -> bytes:
+    """A random number that only depends on the seed and the place."""
+    benchmark, problem, sample = place
+    return hashlib.sha256(f"({seed}, {benchmark!r}, {problem!r}, {sample})".encode()).digest()
 
 
 def excerpt(text: str, tokens: int, beginning: int, end: int) -> Excerpt:
@@ -107,7 +107,7 @@ def excerpt(text: str, tokens: int, beginning: int, end: int) -> Excerpt:
 
 
 def latex_panels(panels: Sequence[Panel]) -> str:
-    """Write panels for a paper; they need the xcolor package only."""
+    """Write panels as LaTeX; they only need the xcolor package."""
     return "\n".join(_latex_panel(panel) for panel in panels)
 
 
@@ -136,7 +136,7 @@ def _latex_panel(panel: Panel) -> str:
 
 
 def latex_text(text: str) -> str:
-    r"""Write text for LaTeX exactly: line breaks and runs of spaces kept, no ligatures, no mathematics.
+    r"""Escape text for LaTeX, preserving line breaks and runs of spaces and breaking up ligatures.
 
     >>> latex_text("a  b\n\nx -- $y$")
     'a\\ \\ b\\newline\n\\mbox{}\\newline\nx -{}- \\$y\\$'
@@ -150,6 +150,6 @@ def latex_text(text: str) -> str:
 
 
 def escape_latex_part(text: str) -> str:
-    """Escape a part of a line, its spaces kept and its ligatures broken."""
+    """Escape a part of a line, preserving its spaces and breaking up ligatures."""
     escaped = " ".join(escape_latex(word) for word in text.split(" "))
     return re.sub(r"(?<=([-'`,<>!?]))(?=[-'`,<>])", "{}", escaped)

@@ -37,7 +37,7 @@ def training_figures(steps: Steps) -> dict[str, Any]:
         curves = {name: _curve(steps, name, key) for name in steps.recipe.compositions}
         started = {name: curve for name, curve in curves.items() if curve}
         if started:
-            figures[key] = lines({"": started}, "update", title, logarithmic=True)
+            figures[f"training-{key}"] = lines({"": started}, "update", title, logarithmic=True)
     return figures
 
 
@@ -55,11 +55,11 @@ def _mean(points: Sequence[tuple[float, float]]) -> float:
     return sum(value for _, value in points) / len(points)
 
 
-def cost_figures(steps: Steps, ledger: list[dict[str, Any]]) -> tuple[Any, Any] | None:
+def cost_figures(steps: Steps, ledger: list[dict[str, Any]]) -> dict[str, Any]:
     """Draw the cost of a composition by stage, alone and sharing the cache, and its cost by the number that share."""
     offline = offline_cost(steps, ledger)
     if offline is None:
-        return None
+        return {}
     number = offline.compositions
     online_seconds = [seconds for seconds, _ in online_costs(steps, ledger).values()]
     online = sum(online_seconds) / len(online_seconds) if online_seconds else None
@@ -71,9 +71,12 @@ def cost_figures(steps: Steps, ledger: list[dict[str, Any]]) -> tuple[Any, Any] 
     if online is not None:
         bars["online, one"] = {"online": online}
     scaled = {name: {stage: seconds / divisor for stage, seconds in parts.items()} for name, parts in bars.items()}
-    per_stage = stacked(scaled, COLOURS, f"device time, {unit}")
-    curve = amortised(offline.of(0) / divisor, offline.train / divisor, online and online / divisor, number, unit)
-    return per_stage, curve
+    return {
+        "cost": stacked(scaled, COLOURS, f"device time, {unit}"),
+        "amortised": amortised(
+            offline.of(0) / divisor, offline.train / divisor, online and online / divisor, number, unit
+        ),
+    }
 
 
 def _unit(seconds: float) -> tuple[str, float]:

@@ -1,4 +1,4 @@
-"""Figures as SVG and PNG, and inside the page: colour-blind safe, readable at paper size."""
+"""Figures as SVG and PNG, and in the page: colour-blind safe, readable at paper size."""
 
 import io
 import re
@@ -14,15 +14,21 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from lightning_weave.maths.metrics import pareto_front
-from lightning_weave.report.labels import annotate
+from lightning_weave.report.labels import XY, annotate
 
-# Okabe and Ito's palette: told apart by everyone, and in grey.
-BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#7F7F7F"
+# Okabe and Ito's palette: distinguishable with colour blindness, and in grey.
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+VERMILION = "#D55E00"
+PURPLE = "#CC79A7"
+SKY = "#56B4E9"
+GREY = "#7F7F7F"
 PALETTE = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY)
-INK, PALE = "#1b1b1f", "#c9c9cd"  # in the page these become the reader's own colours
+INK = "#1b1b1f"  # in the page, INK and PALE become the colours of the reader's theme
+PALE = "#c9c9cd"
 STYLE = {
-    "svg.hashsalt": "lightning-weave",  # the same figure is the same file
+    "svg.hashsalt": "lightning-weave",  # equal figures give equal files
     "svg.fonttype": "none",
     "font.size": 9.5,
     "text.color": INK,
@@ -44,9 +50,8 @@ STYLE = {
     "figure.constrained_layout.use": True,
 }
 CROWD = 12  # points that fit a column of the page
-Ends = tuple[tuple[float, float], tuple[float, float]]
-Kind = Literal["base", "single", "composition", "baseline", "other"]
-MARKERS: dict[Kind, tuple[str, str, str]] = {
+PolicyKind = Literal["base", "single", "composition", "baseline", "other"]
+MARKERS: dict[PolicyKind, tuple[str, str, str]] = {
     "base": ("s", GREY, "student, untrained"),
     "single": ("^", BLUE, "one anchor"),
     "composition": ("o", VERMILION, "several anchors"),
@@ -56,14 +61,14 @@ MARKERS: dict[Kind, tuple[str, str, str]] = {
 
 
 @dataclass(frozen=True)
-class Point:
-    """One policy on the plane of accuracy and tokens, with standard errors.
+class FrontierPoint:
+    """Accuracy and tokens of one policy, with standard errors.
 
     Compositions of one family (the same anchors and alpha) are joined in the order of `share`.
     """
 
     name: str
-    kind: Kind
+    kind: PolicyKind
     accuracy: float
     tokens: float
     accuracy_error: float = 0.0
@@ -71,21 +76,25 @@ class Point:
     family: str = ""
     share: float = 0.0
 
+    @property
+    def place(self) -> XY:
+        return self.tokens, self.accuracy
 
-def frontier(points: Sequence[Point], title: str = "") -> Any:
-    """Draw accuracy against tokens: the front of all policies solid, what is dominated hollow and dashed."""
+
+def frontier(points: Sequence[FrontierPoint]) -> Any:
+    """Draw accuracy against tokens: policies on the frontier filled, dominated ones hollow and dashed."""
     with pyplot.rc_context(STYLE):
-        crowd = max(1.0, (len(points) / CROWD) ** 0.5)  # every name needs its room
+        crowd = max(1.0, (len(points) / CROWD) ** 0.5)  # every label needs room
         figure, axes = pyplot.subplots(figsize=(4.7 * crowd, 3.9 * crowd))
-        on_front = set(pareto_front([(point.accuracy, point.tokens) for point in points]))
-        families = _families(points)
+        on_frontier = set(pareto_front([(point.accuracy, point.tokens) for point in points]))
+        sweeps = _sweeps(points)
         dashed = {"color": VERMILION, "linewidth": 0.9, "linestyle": (0, (4, 3)), "alpha": 0.7, "zorder": 1}
-        for members in families:
-            axes.plot([p.tokens for p in members], [p.accuracy for p in members], **dashed)
-        front = sorted((points[index] for index in on_front), key=lambda point: point.tokens)
-        axes.plot([p.tokens for p in front], [p.accuracy for p in front], color=VERMILION, linewidth=1.4, zorder=2)
+        for sweep in sweeps:
+            axes.plot(*zip(*sweep, strict=True), **dashed)
+        front = sorted(points[index].place for index in on_frontier)
+        axes.plot(*zip(*front, strict=True), color=VERMILION, linewidth=1.4, zorder=2)
         for index, point in enumerate(points):
-            _draw_point(axes, point, index in on_front)
+            _draw_point(axes, point, index in on_frontier)
         for kind in dict.fromkeys(point.kind for point in points):
             marker, colour, meaning = MARKERS[kind]
             axes.scatter([], [], marker=marker, color=colour, s=30, label=meaning)
@@ -93,51 +102,40 @@ def frontier(points: Sequence[Point], title: str = "") -> Any:
         axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.15 / crowd), **columns)
         axes.set_xlabel("mean response tokens (fewer is better)")
         axes.set_ylabel("accuracy, %")
-        axes.set_title(title)
         axes.margins(0.17, 0.16)
-        _freeze(figure)
-        drawn = [*_bars(points), *(ends for line in (front, *families) for ends in _segments(line))]
-        places = [(point.tokens, point.accuracy) for point in points]
-        annotate(axes, places, [literal(point.name) for point in points], drawn, 9, INK)
+        figure.canvas.draw()
+        figure.set_layout_engine("none")  # the layout is final now, so labels can be placed by pixel
+        drawn = [*_error_bars(points), *(segment for line in (front, *sweeps) for segment in pairwise(line))]
+        names = [literal(point.name) for point in points]
+        annotate(axes, [point.place for point in points], names, drawn, size=9, colour=INK)
     return figure
 
 
-def _families(points: Sequence[Point]) -> list[list[Point]]:
-    """Sweeps of weights, each in its order."""
+def _sweeps(points: Sequence[FrontierPoint]) -> list[list[XY]]:
+    """The points of each family, in the order of their shares."""
     names = sorted({point.family for point in points if point.family})
-    return [sorted((p for p in points if p.family == name), key=lambda point: point.share) for name in names]
+    ordered = sorted(points, key=lambda point: point.share)
+    return [[point.place for point in ordered if point.family == name] for name in names]
 
 
-def _segments(line: Sequence[Point]) -> list[Ends]:
-    places = [(point.tokens, point.accuracy) for point in line]
-    return list(pairwise(places))
-
-
-def _bars(points: Sequence[Point]) -> list[Ends]:
-    """The error bars, as lines that names keep away from."""
+def _error_bars(points: Sequence[FrontierPoint]) -> list[tuple[XY, XY]]:
     across = [((p.tokens - p.tokens_error, p.accuracy), (p.tokens + p.tokens_error, p.accuracy)) for p in points]
     along = [((p.tokens, p.accuracy - p.accuracy_error), (p.tokens, p.accuracy + p.accuracy_error)) for p in points]
     return across + along
 
 
-def _draw_point(axes: Any, point: Point, on_front: bool) -> None:
+def _draw_point(axes: Any, point: FrontierPoint, on_frontier: bool) -> None:
     marker, colour, _ = MARKERS[point.kind]
     bars = {"ecolor": colour, "elinewidth": 0.7, "alpha": 0.55, "linestyle": "none", "zorder": 2}
     axes.errorbar(point.tokens, point.accuracy, point.accuracy_error, point.tokens_error, **bars)
-    look: dict[str, Any] = {"facecolors": colour} if on_front else {"facecolors": "none", "linestyles": (0, (2, 1.4))}
-    axes.scatter(
-        [point.tokens], [point.accuracy], s=42, marker=marker, edgecolors=colour, linewidths=1.2, zorder=3, **look
+    face: dict[str, Any] = (
+        {"facecolors": colour} if on_frontier else {"facecolors": "none", "linestyles": (0, (2, 1.4))}
     )
-
-
-def _freeze(figure: Any) -> None:
-    """Lay the figure out once and for all, so that names can be placed by pixel."""
-    figure.canvas.draw()
-    figure.set_layout_engine("none")
+    axes.scatter(*point.place, s=42, marker=marker, edgecolors=colour, linewidths=1.2, zorder=3, **face)
 
 
 def literal(text: str) -> str:
-    """Keep matplotlib from reading a dollar sign as mathematics."""
+    """Escape dollar signs, which matplotlib would read as mathematics."""
     return text.replace("$", r"\$")
 
 
@@ -154,7 +152,7 @@ def save(figure: Any, folder: Path, name: str) -> list[Path]:
 
 
 def inline(figure: Any) -> str:
-    """Write a figure as an SVG element for the page, in the reader's colours and without a style of its own."""
+    """Write a figure as an SVG element for the page, in the colours of the reader's theme and without styles."""
     out = io.StringIO()
     with pyplot.rc_context(STYLE):
         figure.savefig(

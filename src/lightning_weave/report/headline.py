@@ -1,38 +1,39 @@
-"""The results as figures and words: frontier, profile, token budgets, headline."""
+"""The results as figures and text: frontier, profile, token budgets, headline."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_weave.bench.statistics import Interval
 from lightning_weave.bench.summary import Overall, Summary
 from lightning_weave.config import Joint, Recipe
-from lightning_weave.report.figures import Kind, Point
-from lightning_weave.report.plots import Bar, Line, lines, profile
+from lightning_weave.report.figures import FrontierPoint, PolicyKind
+from lightning_weave.report.plots import Line, lines, profile
 from lightning_weave.report.results import PolicySummaries
 from lightning_weave.report.tables import SHORT, PolicyRow
 from lightning_weave.runs.steps import Steps
 
 
-def frontier_points(steps: Steps, found: PolicySummaries, combined: Mapping[str, Overall]) -> list[Point]:
-    """One point per policy; compositions of two anchors at one alpha are a family, ordered by their weights."""
-    families = [_family(steps, policy) for policy in found]
+def frontier_points(steps: Steps, combined: Mapping[str, Overall]) -> list[FrontierPoint]:
+    """Make one point per policy; compositions of two anchors at one alpha are a family, ordered by their weights."""
+    families = [_family(steps, policy) for policy in combined]
     return [
-        Point(
+        FrontierPoint(
             name=policy,
             kind=kind_of(steps, policy),
-            accuracy=combined[policy].accuracy,
-            tokens=combined[policy].tokens,
-            accuracy_error=_or_zero(combined[policy].accuracy_error),
-            tokens_error=_or_zero(combined[policy].tokens_error),
-            family=family[0] if _size(families, family) >= 3 else "",
-            share=family[1],
+            accuracy=overall.accuracy,
+            tokens=overall.tokens,
+            accuracy_error=_or_zero(overall.accuracy_error),
+            tokens_error=_or_zero(overall.tokens_error),
+            family=family if sum(other == family for other, _ in families) >= 3 else "",
+            share=share,
         )
-        for policy, family in zip(found, families, strict=True)
+        for (policy, overall), (family, share) in zip(combined.items(), families, strict=True)
     ]
 
 
-def kind_of(steps: Steps, policy: str) -> Kind:
-    """Sort a policy: the student, one anchor, several, a baseline trained another way, another checkpoint."""
+def kind_of(steps: Steps, policy: str) -> PolicyKind:
+    """Classify a policy: the student, one anchor, several, a baseline with another method, another checkpoint."""
     if policy == "base":
         return "base"
     composition = steps.recipe.compositions.get(policy)
@@ -44,7 +45,7 @@ def kind_of(steps: Steps, policy: str) -> Kind:
 
 
 def _family(steps: Steps, policy: str) -> tuple[str, float]:
-    """Name the family of a composition, of the first two anchors only, and its place; single anchors are the ends."""
+    """Name the family of a composition of the first two anchors, and the share of the second; "" if it has none."""
     if kind_of(steps, policy) not in ("single", "composition") or len(steps.recipe.anchors) < 2:
         return "", 0.0
     composition = steps.recipe.compositions[policy]
@@ -56,35 +57,30 @@ def _family(steps: Steps, policy: str) -> tuple[str, float]:
     return f"{composition.alpha} {composition.kl_budget} {composition.epochs} {sum(weights):g}", weights[1]
 
 
-def _size(families: Sequence[tuple[str, float]], family: tuple[str, float]) -> int:
-    return sum(other[0] == family[0] for other in families) if family[0] else 0
-
-
-def profile_figure(rows: Sequence[PolicyRow], found: PolicySummaries) -> Any:
-    """AES and the accuracy on every benchmark, policy by policy."""
-    columns: dict[str, list[Bar]] = {}
+def profile_figure(rows: Sequence[PolicyRow], summaries: PolicySummaries) -> Any:
+    """Draw AES and the accuracy on every benchmark, policy by policy."""
+    columns: dict[str, list[Interval]] = {}
     if any(_is_known(row.aes) for row in rows):
-        columns["AES"] = [_aes_bar(row) for row in rows]
-    for place, first in enumerate(next(iter(found.values()))):
-        results = [found[row.policy][place] for row in rows]
-        columns[first.label] = [_accuracy_bar(result) for result in results]
+        columns["AES"] = [_aes(row) for row in rows]
+    for place, first in enumerate(next(iter(summaries.values()))):
+        columns[first.label] = [_accuracy(summaries[row.policy][place]) for row in rows]
     return profile([row.policy for row in rows], columns)
 
 
-def _aes_bar(row: PolicyRow) -> Bar:
-    value = row.aes if row.aes is not None else math.nan
-    return Bar(value, value if row.aes_low is None else row.aes_low, value if row.aes_high is None else row.aes_high)
+def _aes(row: PolicyRow) -> Interval:
+    aes = math.nan if row.aes is None else row.aes
+    return Interval(aes, aes if row.aes_low is None else row.aes_low, aes if row.aes_high is None else row.aes_high)
 
 
-def _accuracy_bar(result: Summary) -> Bar:
+def _accuracy(result: Summary) -> Interval:
     error = _or_zero(result.accuracy_error)
-    return Bar(result.accuracy, result.accuracy - error, result.accuracy + error)
+    return Interval(result.accuracy, result.accuracy - error, result.accuracy + error)
 
 
-def budgets_figure(found: PolicySummaries) -> Any | None:
-    """Accuracy when the same samples are cut at token budgets."""
+def budgets_figure(summaries: PolicySummaries) -> Any | None:
+    """Draw the accuracy of the same samples cut at token budgets."""
     panels: dict[str, dict[str, Line]] = {}
-    for policy, results in found.items():
+    for policy, results in summaries.items():
         for result in results:
             if result.budgets:
                 line = [(float(point.budget), point.accuracy) for point in result.budgets]
@@ -93,26 +89,26 @@ def budgets_figure(found: PolicySummaries) -> Any | None:
 
 
 def headline(recipe: Recipe, rows: Sequence[PolicyRow]) -> tuple[str, str, str]:
-    """Say the result: a policy, what it does, and how sure that is. It is the trained one of the highest AES."""
+    """Name the trained policy with the highest AES, and state its result and how certain that is."""
     base = next((row for row in rows if row.policy == "base"), None)
     trained = [row for row in rows if row.policy in recipe.compositions]
     if not trained:
-        return recipe.name, "", "No trained policy is evaluated yet."
+        return recipe.name, "", "No trained policy has been evaluated yet."
     best = max(trained, key=lambda row: (row.aes if _is_known(row.aes) else -math.inf, row.accuracy, -row.tokens))
     digits = 1 if best.tokens < SHORT else 0
-    first = f"answers {best.accuracy:.1f} % in {best.tokens:,.{digits}f} tokens"
+    result = f"reaches {best.accuracy:.1f} % accuracy at {best.tokens:,.{digits}f} tokens"
     if base is None:
-        return best.policy, f"{first}.", "The student as it was is not evaluated, so there is nothing to compare with."
-    first += f"; the student alone {base.accuracy:.1f} % in {base.tokens:,.{digits}f}."
+        return best.policy, f"{result}.", "The untrained student has not been evaluated, so there is no comparison."
+    result += f"; the student alone, {base.accuracy:.1f} % at {base.tokens:,.{digits}f}."
     if best.aes is None or not _is_known(best.aes):
-        return best.policy, first, "AES is not defined here: the student had no correct answer on some benchmark."
-    sure = f" (95 % interval {best.aes_low:.2f} to {best.aes_high:.2f})" if _is_known(best.aes_low) else ""
+        return best.policy, result, "AES is undefined: the student has no correct answer on some benchmark."
+    interval = f" (95 % interval {best.aes_low:.2f} to {best.aes_high:.2f})" if _is_known(best.aes_low) else ""
     among = f", the highest of {len(trained)} trained policies" if len(trained) > 1 else ""
-    return best.policy, first, f"Accuracy-efficiency score {best.aes:+.2f}{sure}{among}."
+    return best.policy, result, f"Accuracy-efficiency score {best.aes:+.2f}{interval}{among}."
 
 
 def start_composition(recipe: Recipe, rows: Sequence[PolicyRow]) -> str | None:
-    """The composition that the loom opens with: the most anchors, then the highest AES."""
+    """Choose the composition that the loom opens with: the most anchors, then the highest AES."""
     scores = {row.policy: row.aes for row in rows if row.aes is not None and _is_known(row.aes)}
 
     def worth(name: str) -> tuple[int, float]:

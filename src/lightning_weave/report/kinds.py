@@ -1,21 +1,13 @@
-"""What sort of text a token is, and how a token is shown to people."""
+"""The kind of text that a token holds, and how to display a token."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_weave.tokens.spelling import Origin, Spelling
 
 TokenKind = Literal["digits", "words", "punctuation", "whitespace", "end of thinking", "end of sequence", "special"]
-KINDS: tuple[TokenKind, ...] = (
-    "digits",
-    "words",
-    "punctuation",
-    "whitespace",
-    "end of thinking",
-    "end of sequence",
-    "special",
-)
+KINDS: tuple[TokenKind, ...] = get_args(TokenKind)
 END_OF_THINKING = "</think>"
 
 
@@ -39,7 +31,7 @@ class Vocabulary:
         return self.spelling.text(id)
 
     def kind(self, id: int) -> TokenKind:
-        """Sort a token by what it is for."""
+        """Classify a token."""
         if id in self.stop_ids:
             return "end of sequence"
         text = self.text(id)
@@ -51,7 +43,7 @@ class Vocabulary:
 
 
 def kind_of_text(text: str) -> TokenKind:
-    """Sort ordinary text.
+    """Classify ordinary text.
 
     >>> [kind_of_text(text) for text in (" 42", "the", "x1", "+", "  ")]
     ['digits', 'words', 'words', 'punctuation', 'whitespace']

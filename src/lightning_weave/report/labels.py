@@ -1,4 +1,4 @@
-"""Put names beside points so that all of them can be read: on no other name, on no point, off the lines, within."""
+"""Place labels beside points: inside the axes, without covering other labels, points or lines."""
 
 import math
 from collections.abc import Sequence
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 DIRECTIONS = 16
-RADII = (9.0, 16.0, 26.0, 38.0, 54.0, 72.0)  # pixels from a point to the nearest edge of its name
-LEADER_FROM = 14.0  # beyond this a thin line says whose name it is
-POINT = 6.0  # half the side of the square that a marker fills
-LINE = 1.5  # the same for a piece of a line, of which there is one every few pixels
-STEP = 4.0
+RADII = (9.0, 16.0, 26.0, 38.0, 54.0, 72.0)  # pixels from a point to the nearest edge of its label
+LEADER_FROM = 14.0  # beyond this distance, a thin line joins label and point
+POINT = 6.0  # half the side of a marker's square
+LINE = 1.5  # half the side of a piece of a line
+STEP = 4.0  # between two pieces
 
-Pixel = tuple[float, float]
+XY = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Box:
         return (self.right - self.left) * (self.top - self.bottom)
 
 
-def place(points: Sequence[Pixel], sizes: Sequence[Pixel], bounds: Box, lines: Sequence[Box] = ()) -> list[Box]:
-    """Choose a box for each name: nearest first, the crowded points first, off the lines where there is room."""
+def place(points: Sequence[XY], sizes: Sequence[XY], bounds: Box, lines: Sequence[Box] = ()) -> list[Box]:
+    """Choose a box for each label: crowded points first, as near as possible, off the lines if there is room."""
     markers = [Box(x - POINT, y - POINT, x + POINT, y + POINT) for x, y in points]
     order = sorted(range(len(points)), key=lambda index: -_crowd(points, index))
     placed: dict[int, Box] = {}
@@ -52,8 +52,8 @@ def place(points: Sequence[Pixel], sizes: Sequence[Pixel], bounds: Box, lines: S
     return [placed[index] for index in range(len(points))]
 
 
-def pieces(start: Pixel, end: Pixel) -> list[Box]:
-    """Cut a line into small boxes that a name can keep away from."""
+def pieces(start: XY, end: XY) -> list[Box]:
+    """Cut a line into small boxes for labels to avoid."""
     count = max(int(math.dist(start, end) / STEP), 1)
     at = [
         (start[0] + (end[0] - start[0]) * n / count, start[1] + (end[1] - start[1]) * n / count) for n in range(count)
@@ -63,13 +63,14 @@ def pieces(start: Pixel, end: Pixel) -> list[Box]:
 
 def annotate(
     axes: Any,
-    points: Sequence[Pixel],
+    points: Sequence[XY],
     names: Sequence[str],
-    lines: Sequence[tuple[Pixel, Pixel]],
+    lines: Sequence[tuple[XY, XY]],
+    *,
     size: float,
     colour: str,
 ) -> None:
-    """Write the names of points into axes whose layout is final, away from lines given in the axes' own units."""
+    """Label points in axes whose layout is final, avoiding lines given in data coordinates."""
     renderer = axes.figure.canvas.get_renderer()
     scale = 72 / axes.figure.dpi
     texts = [axes.annotate(name, point, fontsize=size) for name, point in zip(names, points, strict=True)]
@@ -93,12 +94,12 @@ def annotate(
         )
 
 
-def _crowd(points: Sequence[Pixel], index: int) -> int:
+def _crowd(points: Sequence[XY], index: int) -> int:
     near = 4 * RADII[-1]
     return sum(math.dist(points[index], other) < near for other in points)
 
 
-def _choices(point: Pixel, size: Pixel) -> list[tuple[Box, float]]:
+def _choices(point: XY, size: XY) -> list[tuple[Box, float]]:
     boxes = []
     for radius in RADII:
         for turn in range(DIRECTIONS):
@@ -118,7 +119,7 @@ def _cost(choice: tuple[Box, float], taken: Sequence[Box], lines: Sequence[Box],
     return 100 * (covered + outside) + 0.6 * crossed + radius
 
 
-def _distance(pixel: Pixel, box: Box) -> float:
+def _distance(pixel: XY, box: Box) -> float:
     across = max(box.left - pixel[0], 0.0, pixel[0] - box.right)
     along = max(box.bottom - pixel[1], 0.0, pixel[1] - box.top)
     return math.hypot(across, along)

@@ -1,4 +1,4 @@
-"""The trajectories that the page holds, packed so that the page can weave them again with other weights."""
+"""The trajectories of the loom, packed so that the page can recompute targets with other weights."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from lightning_weave.types import FinishReason
 
 @dataclass(frozen=True)
 class Thread:
-    """One trajectory of the cache, perhaps cut after its first decisions, and what trained students say there."""
+    """One trajectory of the cache, possibly truncated, with the log-probabilities of trained students."""
 
     name: str
     prompt: str
@@ -28,7 +28,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class Setting:
-    """A composition that the reader can start from."""
+    """A composition that the reader can select."""
 
     name: str
     weights: Mapping[str, float]
@@ -45,22 +45,22 @@ def draw_rows(rows: int, count: int, seed: int) -> list[int]:
 
 
 def bytes_per_decision(candidates: int, anchors: int, students: int) -> int:
-    """What one decision takes in the page: candidates and scores, as base64."""
+    """Count the bytes of one decision in the page: candidates and scores, as base64."""
     numbers = candidates * (2 + anchors + students) + 2 + students  # ids, behaviour, shifts, students; other, sampled
     return (4 * numbers + anchors * (candidates + 1)) * 4 // 3  # and a byte each for what is mapped and valid
 
 
 def longest_that_fits(lengths: Sequence[int], decisions: int) -> int:
-    """Find the length to cut rows to so that they hold no more than `decisions` together.
+    """Find the length to truncate rows to, so that they hold at most `decisions` together.
 
     >>> longest_that_fits([3, 10, 10], 15)
     6
     """
-    left, rows = decisions, sorted(lengths)
-    for taken, length in enumerate(rows):
-        each = left // (len(rows) - taken)
-        if length > each:
-            return max(each, 1)
+    left = decisions
+    for taken, length in enumerate(sorted(lengths)):
+        longest = left // (len(lengths) - taken)
+        if length > longest:
+            return max(longest, 1)
         left -= length
     return max(lengths, default=0)
 
@@ -68,7 +68,7 @@ def longest_that_fits(lengths: Sequence[int], decisions: int) -> int:
 def pack(
     threads: Sequence[Thread], anchors: Sequence[str], settings: Sequence[Setting], vocabulary: Vocabulary
 ) -> dict[str, Any]:
-    """Lay the trajectories out as flat arrays in base64, tokens by their place in one list of texts."""
+    """Lay the trajectories out as flat arrays in base64; tokens are indices into one list of texts."""
     block = Block.joined([thread.block for thread in threads])
     ids_PC = block.candidates.ids.flat
     sampled_P = block.sampled_P
@@ -77,8 +77,9 @@ def pack(
     return {
         "anchors": list(anchors),
         "settings": [
-            {"name": one.name, "weights": [one.weights.get(a, 0.0) for a in anchors], "alpha": one.alpha}
-            for one in settings
+            {"name": setting.name, "alpha": setting.alpha,
+             "weights": [setting.weights.get(anchor, 0.0) for anchor in anchors]}
+            for setting in settings
         ],
         "floor": RESIDUAL_FLOOR,
         "candidates": ids_PC.shape[1],

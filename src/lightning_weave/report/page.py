@@ -1,7 +1,7 @@
-"""One self-contained page: it asks nothing of the network, and what a model wrote is text in it, never markup.
+"""One self-contained page: it makes no network requests, and model output is always text in it, never markup.
 
-Three walls: Jinja escapes everything by default; data for the script is JSON that cannot close its element; and the
-page's own policy lets only the one script run whose hash it names.
+Three safeguards: Jinja escapes everything by default; data for the script is JSON that cannot close its element; and
+the page's content security policy only lets the one script run whose hash it names.
 """
 
 import base64
@@ -27,7 +27,7 @@ ESCAPES = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", 
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing with its words: `alt` says what it shows to those who cannot see it."""
+    """A drawing with its text: `alt` describes it to readers who cannot see it."""
 
     name: str
     svg: str
@@ -38,7 +38,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Fact:
-    """One number of the header."""
+    """One number in the header."""
 
     name: str
     value: str
@@ -47,7 +47,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Push:
-    """A token that an anchor pushes."""
+    """A token that an anchor makes more or less likely."""
 
     text: str
     amount: float
@@ -55,8 +55,8 @@ class Push:
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What one anchor wants more and less of."""
+class AnchorPushes:
+    """The tokens that one anchor pushes up and down most."""
 
     anchor: str
     up: Sequence[Push]
@@ -65,7 +65,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class PairView:
-    """How two anchors get on."""
+    """The agreement of two anchors."""
 
     one: str
     two: str
@@ -77,22 +77,21 @@ class PairView:
 
 @dataclass(frozen=True)
 class RunView:
-    """What one run has to show beside its results."""
+    """The parts of the page about one run."""
 
     name: str
     loom: dict[str, Any] | None = None
     pairs: Sequence[PairView] = ()
-    wishes: Sequence[Wishes] = ()
-    why: Sequence[Figure] = ()  # anchors and positions
-    cost: Sequence[Figure] = ()
-    details: Sequence[Figure] = ()  # training
+    pushes: Sequence[AnchorPushes] = ()
+    anchor_figures: Sequence[Figure] = ()
+    training_and_cost: Sequence[Figure] = ()
     cost_lines: Sequence[str] = ()
     notes: Sequence[str] = ()  # what is missing, and the command that makes it
 
 
 @dataclass(frozen=True)
 class CaseGroup:
-    """A selector in words, and the panels that it chose."""
+    """A rule for choosing samples, and the panels that it chose."""
 
     name: str
     rule: str
@@ -104,7 +103,7 @@ class Page:
     """Everything on the page."""
 
     title: str
-    subject: str  # the policy that the headline is about
+    subject: str  # of the headline: a policy
     headline: str
     lead: str
     facts: Sequence[Fact]
@@ -136,7 +135,7 @@ def render(page: Page) -> str:
 
 
 def embed(value: Any) -> Markup:
-    """Write JSON that is data wherever it stands in a page: it can neither close its element nor open a comment.
+    """Write JSON that can neither close its element nor open a comment.
 
     >>> print(embed("</script><!--"))
     "\\u003c/script\\u003e\\u003c!--"
@@ -146,14 +145,14 @@ def embed(value: Any) -> Markup:
 
 
 def visible(text: str) -> str:
-    """Show control characters, which a browser would swallow, and unpaired surrogates, which no file can hold."""
+    """Replace control characters by symbols for them, and unpaired surrogates, which UTF-8 cannot encode."""
     text = text.replace("\r\n", "\n")
     text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda hit: chr(0x2400 + ord(hit[0])) if hit[0] < " " else "␡", text)
     return re.sub(r"[\ud800-\udfff]", "\ufffd", text)
 
 
 def token(text: str) -> str:
-    """Show a token by itself: its spaces and line breaks are what matters."""
+    """Make the spaces and line breaks of a token visible."""
     return visible(text.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥"))
 
 
@@ -168,7 +167,7 @@ def _environment() -> Environment:
         "percent": lambda value: MISSING if math.isnan(value) else f"{100 * value:.0f} %",
         "signed": lambda value: MISSING if math.isnan(value) else f"{value:+.2f}".replace("-", "−"),
         "mark": _mark,
-        "svg": Markup,  # drawn by us; names in it were escaped by the drawing library
+        "svg": Markup,  # our own drawing; matplotlib escaped the names in it
     }
     environment.filters |= filters
     return environment

@@ -1,13 +1,13 @@
-"""The report's other figures: profile, token budgets, training, where positions went, what it cost."""
+"""The other figures of the report: dot plots, line plots, bars, and the cost per composition."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
+from lightning_weave.bench.statistics import Interval
 from lightning_weave.report.figures import BLUE, GREY, INK, ORANGE, PALETTE, STYLE, VERMILION, literal
 
 Line = Sequence[tuple[float, float]]
@@ -15,16 +15,7 @@ WIDTH = 4.7
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A value with the ends of its interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def profile(policies: Sequence[str], columns: Mapping[str, Sequence[Bar]]) -> Any:
+def profile(policies: Sequence[str], columns: Mapping[str, Sequence[Interval]]) -> Any:
     """Draw one panel per column (AES, then each benchmark), one row per policy."""
     across = 2 if len(columns) == 4 else min(len(columns), 3)
     down = -(-len(columns) // across)
@@ -32,10 +23,12 @@ def profile(policies: Sequence[str], columns: Mapping[str, Sequence[Bar]]) -> An
         size = (WIDTH, down * (0.95 + 0.22 * len(policies)))
         figure, grid = pyplot.subplots(down, across, figsize=size, sharey=True, squeeze=False)
         places = list(range(len(policies)))[::-1]
-        for axes, (name, bars) in zip(grid.flat, columns.items(), strict=False):
+        for axes, (name, column) in zip(grid.flat, columns.items(), strict=False):
             colour = VERMILION if name == "AES" else BLUE
-            axes.hlines(places, [bar.low for bar in bars], [bar.high for bar in bars], color=colour, linewidth=1.0)
-            axes.scatter([bar.value for bar in bars], places, color=colour, s=22, zorder=3)
+            axes.hlines(
+                places, [cell.low for cell in column], [cell.high for cell in column], color=colour, linewidth=1
+            )
+            axes.scatter([cell.estimate for cell in column], places, color=colour, s=22, zorder=3)
             axes.set_title(literal(name))
             axes.set_xlabel("" if name == "AES" else "accuracy, %")
             axes.set_yticks(places, [literal(policy) for policy in policies])
@@ -50,7 +43,7 @@ def profile(policies: Sequence[str], columns: Mapping[str, Sequence[Bar]]) -> An
 
 
 def lines(panels: Mapping[str, Mapping[str, Line]], x: str, y: str, *, logarithmic: bool = False) -> Any:
-    """Draw one panel per key with one line per policy, and one legend for all of them."""
+    """Draw one panel per key with one line per policy, and a shared legend."""
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
     styles = dict(zip(names, zip(cycle(PALETTE), _dashes(len(names)), strict=False), strict=False))
     across = min(len(panels), 2)
@@ -85,21 +78,22 @@ def _spans_decade(panel: Mapping[str, Line]) -> bool:
 
 
 def _dashes(count: int) -> list[Any]:
-    """A new dash for each turn through the palette."""
+    """Change the dash pattern each time the palette repeats."""
     return [DASHES[index // len(PALETTE) % len(DASHES)] for index in range(count)]
 
 
 def stacked(
     rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], x: str, *, shares: bool = False
 ) -> Any:
-    """Draw horizontal bars made of parts; with `shares`, each bar is a whole and its parts are labelled in percent."""
+    """Draw stacked horizontal bars; with `shares`, each bar adds up to 100 % and its parts are labelled."""
     with pyplot.rc_context(STYLE):
         used = dict.fromkeys(part for parts in rows.values() for part, value in parts.items() if value > 0)
         columns = 4 if max(map(len, used), default=0) < 12 else 1
         legend = -(-len(used) // columns)
         figure, axes = pyplot.subplots(figsize=(WIDTH, 0.75 + 0.3 * len(rows) + 0.19 * legend))
         for place, parts in enumerate(rows.values()):
-            start, total = 0.0, sum(parts.values()) or 1.0
+            start = 0.0
+            total = sum(parts.values()) or 1.0
             for part, value in parts.items():
                 width = 100 * value / total if shares else value
                 axes.barh(-place, width, left=start, color=colours[part], height=0.66, edgecolor="white", linewidth=0.4)
@@ -107,10 +101,7 @@ def stacked(
                     label = {"ha": "center", "va": "center", "fontsize": 8, "color": "white"}
                     axes.text(start + width / 2, -place, f"{width:.0f} %", **label)
                 start += width
-        axes.set_yticks([-place for place in range(len(rows))], [literal(name) for name in rows])
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel(x)
+        _label_rows(axes, list(rows), x)
         if shares:
             axes.set_xlim(0, 100)
         handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[part], label=part) for part in used]
@@ -118,19 +109,19 @@ def stacked(
     return figure
 
 
-def amortised(shared: float, each: float, online: float | None, made: int, unit: str) -> Any:
-    """Draw what one composition costs when n of them share a cache, against online training if it was measured."""
+def amortised(cache: float, training: float, online: float | None, made: int, unit: str) -> Any:
+    """Draw the cost of one composition when n of them share a cache, beside online training if it was measured."""
     counts = list(range(1, max(made, 8) + 1))
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(WIDTH, 2.6))
-        costs = [shared / count + each for count in counts]
-        axes.plot(counts, costs, color=BLUE, marker="o", markersize=3, label="offline, cache shared")
-        axes.axhline(each, color=GREY, linewidth=0.9, linestyle=DASHES[2], label="training alone")
-        axes.scatter([made], [shared / made + each], s=70, facecolors="none", edgecolors=VERMILION, zorder=3)
+        costs = [cache / count + training for count in counts]
+        axes.plot(counts, costs, color=BLUE, marker="o", markersize=3, label="offline, shared cache")
+        axes.axhline(training, color=GREY, linewidth=0.9, linestyle=DASHES[2], label="training only")
+        axes.scatter([made], [cache / made + training], s=70, facecolors="none", edgecolors=VERMILION, zorder=3)
         if online is not None:
             axes.axhline(online, color=ORANGE, linewidth=1.2, label="online, measured")
         axes.set_ylim(bottom=0)
-        axes.set_xlabel(f"compositions from one cache (ringed: the {made} made here)")
+        axes.set_xlabel(f"compositions that share a cache (circled: the {made} of this run)")
         axes.set_ylabel(f"{unit} per composition")
         axes.legend()
     return figure
@@ -146,9 +137,13 @@ def grouped(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str],
             places = [-row + 0.4 - (number + 0.5) * height for row in range(len(rows))]
             values = [values.get(name, 0.0) for values in rows.values()]
             axes.barh(places, values, height=0.9 * height, color=colours[name], label=literal(name))
-        axes.set_yticks([-row for row in range(len(rows))], [literal(name) for name in rows])
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel(x)
+        _label_rows(axes, list(rows), x)
         figure.legend(loc="outside lower center", ncols=3)
     return figure
+
+
+def _label_rows(axes: Any, names: Sequence[str], x: str) -> None:
+    axes.set_yticks([-row for row in range(len(names))], [literal(name) for name in names])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(x)

@@ -1,17 +1,15 @@
-"""`lweave report`: one page that opens from disk, with its figures, tables and points beside it."""
+"""`lweave report`: one page that opens from disk, with its figures, tables and points as files beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_weave import __version__
+from lightning_weave.bench.summary import Overall
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress, duration
-from lightning_weave.report import anchors as report_cache
-from lightning_weave.report import costs as report_cost
-from lightning_weave.report import headline as report_results
-from lightning_weave.report import read_cases as report_cases
-from lightning_weave.report import tables
+from lightning_weave.report import anchors, costs, headline, read_cases, tables
 from lightning_weave.report.cases import latex_panels
 from lightning_weave.report.figures import frontier, inline, save
 from lightning_weave.report.page import Fact, Figure, Page, RunView, render
@@ -23,55 +21,91 @@ from lightning_weave.runs.sweeps import with_sweep
 from lightning_weave.store import write_atomic, write_json
 from lightning_weave.store.ledger import read_ledger
 
-TRAINING_WORDS = {
-    "reverse_kl": (
-        "How far each student is from its target",
-        "KL of student and target on the decisions of each update, a running mean.",
+FIGURES = {  # name -> title, caption, description
+    "frontier": (
+        "Accuracy against tokens",
+        "Filled: policies on the frontier, joined by the solid line. Hollow and dashed: dominated by another policy. A "
+        "dashed line joins a sweep of weights. Bars: one standard error, clustered by problem.",
+        "Accuracy against mean response tokens.",
+    ),
+    "profile": (
+        "AES and accuracy by benchmark",
+        "AES with its 95 % interval; accuracies with one standard error, clustered by problem.",
+        "Dot plot of AES and of the accuracy on every benchmark.",
+    ),
+    "budgets": (
+        "Accuracy within a token budget",
+        "The same samples, truncated at each budget and graded again.",
+        "Accuracy of every policy when responses are truncated at token budgets.",
+    ),
+    "kinds": (
+        "Size of each anchor's pull",
+        "Mean over the cache, by the kind of the sampled token.",
+        "Mean size of each anchor's pull by kind of token.",
+    ),
+    "positions": (
+        "Kept and masked decisions",
+        "An anchor keeps the decisions that it can score; a composition keeps what all its anchors keep.",
+        "Share of decisions kept and masked, by anchor and reason, and kept by each composition.",
+    ),
+    "cost": (
+        "Cost by stage",
+        "Measured device time. The cache (rollout, reference, score) is made once.",
+        "Stacked bars of device time by stage, for one composition and amortised.",
+    ),
+    "amortised": (
+        "Cost per composition",
+        "Rollouts and scores are shared, so another setting of the weights only costs its training.",
+        "Cost per composition against the number of compositions that share a cache.",
+    ),
+    "training-reverse_kl": (
+        "KL between student and target",
+        "Running mean over the decisions of each update.",
         "Training curves of every composition: KL to the target by update.",
     ),
-    "loss": (
+    "training-loss": (
         "Loss",
-        "The objective itself, a running mean. It scales with alpha and the dose; that of direct-opd can be negative.",
+        "Running mean of the objective. It scales with alpha and the dose; the direct-opd loss can be negative.",
         "Training curves of every composition: loss by update.",
     ),
 }
 
 
 def run(recipes: Sequence[Steps], progress: Progress) -> Path:
-    """Write the report of one run, or of several runs of one student, into the first one's folder."""
+    """Write the report of one run, or of several runs of one student, into the first run's folder."""
     runs = [with_sweep(steps) for steps in recipes]
     _check_one_student(runs)
     for steps in runs:
-        report_cases.check_cases(steps)
-        report_cache.check_students(steps)
-    found = [summaries(steps) for steps in runs]
-    merged = merge(found)
+        read_cases.check_cases(steps)
+        anchors.check_students(steps)
+    evaluated = [summaries(steps) for steps in runs]
+    merged = merge(evaluated)
     writer = Writer(runs[0].store.run_dir / "report")
     combined = overalls(merged)
     rows = policy_rows(merged, combined)
-    results = writer.results(runs[0], merged, combined, rows) if rows else []
+    results = writer.results(runs[0], merged, combined) if rows else []
     groups = [
         group
-        for steps, own in zip(runs, found, strict=True)
-        for group in report_cases.case_groups(steps, own, progress)
+        for steps, policies in zip(runs, evaluated, strict=True)
+        for group in read_cases.case_groups(steps, policies, progress)
     ]
     views = [_run_view(steps, rows, writer, progress, len(runs) > 1) for steps in runs]
-    if not rows and not any(view.loom or view.cost or view.details for view in views):
+    if not rows and not any(view.loom or view.training_and_cost for view in views):
         raise InputError(
             f"{runs[0].store.run_dir}: there is nothing to report yet. Start with: lweave run {runs[0].arguments}"
         )
-    subject, headline, lead = report_results.headline(runs[0].recipe, rows)
+    subject, result, lead = headline.headline(runs[0].recipe, rows)
     page = Page(
         title=" + ".join(steps.recipe.name for steps in runs),
         subject=subject,
-        headline=headline,
+        headline=result,
         lead=lead,
         facts=_facts(runs),
         rows=rows,
         results=results,
         runs=views,
         cases=groups,
-        notes=_missing(runs, found, merged),
+        notes=_missing(runs, evaluated, merged),
         footer=_footer(runs),
     )
     writer.text("index.html", render(page))
@@ -85,7 +119,7 @@ def run(recipes: Sequence[Steps], progress: Progress) -> Path:
 
 
 class Writer:
-    """The report folder: everything written now is new, and what an earlier report left is cleared."""
+    """The report folder: files of an earlier report that this one does not write are removed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -95,49 +129,33 @@ class Writer:
         write_atomic(self.folder / name, text.encode())
         self.written.add(self.folder / name)
 
-    def figure(self, drawing: Any, name: str, title: str, caption: str, alt: str) -> Figure:
-        """Save a figure as files and give it to the page."""
-        svg = inline(drawing)
-        self.written |= set(save(drawing, self.folder / "figures", name))
-        return Figure(name, svg, title, caption, alt)
+    def figures(self, drawings: Mapping[str, Any], suffix: str = "", data: str = "") -> list[Figure]:
+        """Save figures as files and prepare them for the page; `data` is added to their descriptions."""
+        figures = []
+        for name, drawing in drawings.items():
+            title, caption, alt = FIGURES[name]
+            figures.append(Figure(f"{name}{suffix}", inline(drawing), title, caption, f"{alt} {data}".strip()))
+            self.written |= set(save(drawing, self.folder / "figures", f"{name}{suffix}"))
+        return figures
 
-    def results(
-        self, steps: Steps, found: PolicySummaries, combined: Any, rows: list[tables.PolicyRow]
-    ) -> list[Figure]:
-        """Write tables, points and the figures of the results."""
+    def results(self, steps: Steps, evaluated: PolicySummaries, combined: Mapping[str, Overall]) -> list[Figure]:
+        """Write the tables, points and figures of the results."""
+        rows = policy_rows(evaluated, combined)
         self.text("tables/results.md", tables.markdown(rows))
         self.text("tables/results.tex", tables.latex(rows))
         self.text("tables/results.csv", tables.to_csv(rows))
         write_json(self.folder / "points.json", points(steps, rows))
-        front = frontier(report_results.frontier_points(steps, found, combined))
-        described = "; ".join(f"{row.policy}: {row.accuracy:.1f} % in {row.tokens:,.0f} tokens" for row in rows)
-        figures = [
-            self.figure(
-                front,
-                "frontier",
-                "Accuracy against tokens",
-                "Solid: policies that no other beats, joined by the front. Hollow and dashed: beaten by another on "
-                "both counts. Bars are one standard error, clustered by problem. A dashed line joins a "
-                "sweep of weights.",
-                f"Accuracy against mean response tokens. {described}.",
-            ),
-            self.figure(
-                report_results.profile_figure(rows, found),
-                "profile",
-                "AES and each benchmark",
-                "AES with its 95 % interval; accuracies with one standard error, clustered by problem.",
-                f"Dot plot of AES and accuracy per benchmark. {described}.",
-            ),
-        ]
-        budgets = report_results.budgets_figure(found)
-        if budgets is not None:
-            caption = "The same samples, cut at each budget and graded again."
-            alt = "Accuracy of every policy when responses are cut at token budgets."
-            figures.append(self.figure(budgets, "budgets", "Accuracy within a token budget", caption, alt))
-        return figures
+        drawings = {
+            "frontier": frontier(headline.frontier_points(steps, combined)),
+            "profile": headline.profile_figure(rows, evaluated),
+        }
+        if (budgets := headline.budgets_figure(evaluated)) is not None:
+            drawings["budgets"] = budgets
+        data = "; ".join(f"{row.policy}: {row.accuracy:.1f} % at {row.tokens:,.0f} tokens" for row in rows)
+        return self.figures(drawings, data=f"{data}.")
 
     def clear(self) -> None:
-        """Remove figures and tables that an earlier report left and this one does not have."""
+        """Remove figures and tables of an earlier report that this one does not have."""
         for part in ("figures", "tables"):
             for path in (self.folder / part).glob("*"):
                 if path not in self.written:
@@ -147,73 +165,32 @@ class Writer:
 def _run_view(
     steps: Steps, rows: Sequence[tables.PolicyRow], writer: Writer, progress: Progress, several: bool
 ) -> RunView:
-    """Everything that one run shows beside its results."""
+    """Make the parts of the page about one run."""
     suffix = f"-{steps.recipe.name}" if several else ""
-    cache = open_scored(steps)
-    notes, why = [], []
-    loom, pairs, wishes = None, [], []
-    if cache is not None and cache.sources:
-        vocabulary = report_cache.student_vocabulary(steps)
-        survey = report_cache.survey_cache(steps, cache, vocabulary, progress)
-        pairs, wishes = report_cache.pair_views(survey), report_cache.wishes(survey)
-        why = _why_figures(survey, writer, suffix)
-        start = report_results.start_composition(steps.recipe, rows)
-        loom = report_cache.loom_data(steps, cache, vocabulary, start, progress)
-    if steps.recipe.anchors and (cache is None or len(cache.sources) < len(steps.recipe.anchors)):
-        notes.append(f"The cache is not complete, so not every anchor is shown. Next: lweave score {steps.arguments}")
-    details = [
-        writer.figure(drawing, f"training-{key}{suffix}", *TRAINING_WORDS[key])
-        for key, drawing in report_cost.training_figures(steps).items()
-    ]
     ledger = read_ledger(steps.store.run_dir)
-    return RunView(
+    drawings = {**costs.cost_figures(steps, ledger), **costs.training_figures(steps)}
+    cache = open_scored(steps)
+    complete = not steps.recipe.anchors or (cache is not None and len(cache.sources) == len(steps.recipe.anchors))
+    next_step = f"The cache is not complete, so some anchors are not shown. Next: lweave score {steps.arguments}"
+    view = RunView(
         name=steps.recipe.name,
-        loom=loom,
-        pairs=pairs,
-        wishes=wishes,
-        why=why,
-        cost=_cost_figures(steps, ledger, writer, suffix),
-        details=details,
+        training_and_cost=writer.figures(drawings, suffix),
         cost_lines=cost_summary(steps, ledger),
-        notes=notes,
+        notes=[] if complete else [next_step],
     )
-
-
-def _why_figures(survey: Any, writer: Writer, suffix: str) -> list[Figure]:
-    return [
-        writer.figure(
-            report_cache.kinds_figure(survey),
-            f"kinds{suffix}",
-            "How hard each anchor pulls",
-            f"Mean over {survey.decisions:,} decisions, by the kind of token that was sampled.",
-            "Mean size of each anchor's pull by kind of token.",
-        ),
-        writer.figure(
-            report_cache.positions_figure(survey),
-            f"positions{suffix}",
-            "Where the decisions went",
-            "A decision is kept for an anchor if it can score every candidate; a composition keeps what all its "
-            "anchors keep.",
-            "Share of decisions kept and masked, by anchor and reason, and kept by each composition.",
-        ),
-    ]
-
-
-def _cost_figures(steps: Steps, ledger: list[dict[str, Any]], writer: Writer, suffix: str) -> list[Figure]:
-    drawn = report_cost.cost_figures(steps, ledger)
-    if drawn is None:
-        return []
-    words = (
-        ("cost", "Cost per stage", "Device time as measured. The cache (rollout, reference, score) is made once.",
-         "Stacked bars of device time by stage, for one composition and amortised."),
-        ("amortised", "The more compositions, the cheaper each",
-         "Rollouts and scores are shared, so another setting of the weights costs only its training.",
-         "Cost per composition against the number of compositions that share a cache."),
-    )  # fmt: skip
-    return [
-        writer.figure(drawing, f"{name}{suffix}", title, caption, alt)
-        for drawing, (name, title, caption, alt) in zip(drawn, words, strict=True)
-    ]
+    if cache is None or not cache.sources:
+        return view
+    vocabulary = anchors.student_vocabulary(steps)
+    survey = anchors.survey_cache(steps, cache, vocabulary, progress)
+    drawings = {"kinds": anchors.kinds_figure(survey), "positions": anchors.positions_figure(survey)}
+    start = headline.start_composition(steps.recipe, rows)
+    return replace(
+        view,
+        loom=anchors.loom_data(steps, cache, vocabulary, start, progress),
+        pairs=anchors.pair_views(survey),
+        pushes=anchors.anchor_pushes(survey),
+        anchor_figures=writer.figures(drawings, suffix),
+    )
 
 
 def _check_one_student(runs: Sequence[Steps]) -> None:
@@ -221,7 +198,7 @@ def _check_one_student(runs: Sequence[Steps]) -> None:
         if steps.identity_of(steps.student) != runs[0].identity_of(runs[0].student):
             raise InputError(
                 f"{runs[0].arguments} and {steps.arguments} have different students "
-                f"({runs[0].recipe.student.model}, {steps.recipe.student.model}); report them apart"
+                f"({runs[0].recipe.student.model}, {steps.recipe.student.model}); report them separately"
             )
     names = [steps.recipe.name for steps in runs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -240,18 +217,18 @@ def _facts(runs: Sequence[Steps]) -> list[Fact]:
             facts.append(Fact(f"{prefix}Cache", f"{len(cache.rows):,}", f"trajectories, {positions:,} decisions"))
         seconds = sum(row["device_seconds"] for row in read_ledger(steps.store.run_dir))
         if seconds:
-            facts.append(Fact(f"{prefix}Device time", duration(seconds), "evaluation included"))
+            facts.append(Fact(f"{prefix}Device time", duration(seconds), "including evaluation"))
     return facts
 
 
-def _missing(runs: Sequence[Steps], found: Sequence[PolicySummaries], merged: PolicySummaries) -> list[str]:
-    """Say which policies are not on the page, and what to type."""
+def _missing(runs: Sequence[Steps], evaluated: Sequence[PolicySummaries], merged: PolicySummaries) -> list[str]:
+    """Name the policies that are not on the page, and the command that evaluates them."""
     notes = []
-    for steps, own in zip(runs, found, strict=True):
-        waiting = [policy for policy in steps.policies if policy not in own]
+    for steps, policies in zip(runs, evaluated, strict=True):
+        waiting = [policy for policy in steps.policies if policy not in policies]
         if waiting:
             notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: lweave eval {steps.arguments}")
-        left_out = [policy for policy in own if policy not in merged]
+        left_out = [policy for policy in policies if policy not in merged]
         if left_out:
             notes.append(f"Only in {steps.recipe.name}, so not in the table: {', '.join(left_out)}.")
     return notes

@@ -1,4 +1,4 @@
-"""What evaluation found: the paper's table over all policies, and one point per policy for machines."""
+"""The results of evaluation: the rows of the paper's table, and one point per policy as JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,47 +8,47 @@ from rich.console import Console
 
 from lightning_weave.bench.summary import Overall, Summary, combine, read_summary
 from lightning_weave.errors import InputError
-from lightning_weave.report.tables import PolicyRow, Score, console, plain
+from lightning_weave.report.tables import BenchmarkScore, PolicyRow, console, plain
 from lightning_weave.runs.steps import Steps
 
 PolicySummaries = dict[str, list[Summary]]  # policy -> its benchmarks
 
 
 def summaries(steps: Steps) -> PolicySummaries:
-    """Every finished evaluation of every policy that has all benchmarks done."""
-    found = {}
+    """Read the evaluations of every policy that has all benchmarks done."""
+    finished = {}
     for policy in steps.policies:
         stages = [steps.store.stage(steps.eval(policy, name)) for name in steps.recipe.eval.benchmarks]
         if all(stage.state() == "done" for stage in stages):
-            found[policy] = [read_summary(stage.folder / "summary.json") for stage in stages]
-    return found
+            finished[policy] = [read_summary(stage.folder / "summary.json") for stage in stages]
+    return finished
 
 
 def merge(runs: Sequence[PolicySummaries]) -> PolicySummaries:
-    """Join runs of one student: a policy that all of them evaluated is one row over all their benchmarks."""
-    names = [summary.benchmark for found in runs for summary in next(iter(found.values()), [])]
+    """Merge runs of one student: a policy that all of them evaluated becomes one row over all benchmarks."""
+    names = [summary.benchmark for run in runs for summary in next(iter(run.values()), [])]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InputError(f"two of the recipes evaluate on {twice[0]}; a benchmark counts once. Leave it out of one")
-    shared = [policy for policy in runs[0] if all(policy in found for found in runs)]
-    return {policy: [summary for found in runs for summary in found[policy]] for policy in shared}
+        raise InputError(f"two of the recipes evaluate on {twice[0]}; a benchmark counts once. Remove it from one")
+    shared = [policy for policy in runs[0] if all(policy in run for run in runs)]
+    return {policy: [summary for run in runs for summary in run[policy]] for policy in shared}
 
 
-def overalls(found: PolicySummaries) -> dict[str, Overall]:
-    """Average every policy over its benchmarks, and compare it with the base where that was evaluated."""
-    return {policy: combine(results, found.get("base")) for policy, results in found.items()}
+def overalls(evaluated: PolicySummaries) -> dict[str, Overall]:
+    """Average every policy over its benchmarks, and compare it with the base if that was evaluated."""
+    return {policy: combine(results, evaluated.get("base")) for policy, results in evaluated.items()}
 
 
-def policy_rows(found: PolicySummaries, combined: Mapping[str, Overall] | None = None) -> list[PolicyRow]:
-    """One row per policy, compared with the base where it was evaluated."""
-    combined = overalls(found) if combined is None else combined
+def policy_rows(evaluated: PolicySummaries, combined: Mapping[str, Overall] | None = None) -> list[PolicyRow]:
+    """Make one row per policy, compared with the base if that was evaluated."""
+    combined = overalls(evaluated) if combined is None else combined
     rows = []
-    for policy, results in found.items():
+    for policy, results in evaluated.items():
         overall = combined[policy]
         aes = overall.comparison.average.aes if overall.comparison else None
         rows.append(
             PolicyRow(
                 policy=policy,
-                scores=tuple(Score(result.label, result.accuracy, result.tokens) for result in results),
+                scores=tuple(BenchmarkScore(result.label, result.accuracy, result.tokens) for result in results),
                 accuracy=overall.accuracy,
                 tokens=overall.tokens,
                 aes=aes.estimate if aes else None,
@@ -60,7 +60,7 @@ def policy_rows(found: PolicySummaries, combined: Mapping[str, Overall] | None =
 
 
 def points(steps: Steps, rows: Sequence[PolicyRow]) -> list[dict[str, Any]]:
-    """points.json: a list of policies with weights, alpha, accuracy, tokens and AES with its interval."""
+    """Make points.json: a list of policies with weights, alpha, accuracy, tokens and AES with its interval."""
     return [_point(steps, row) for row in rows]
 
 
@@ -83,7 +83,7 @@ def _number(value: float | None) -> float | None:
 
 
 def show_results(steps: Steps, out: Console) -> None:
-    """Print the table of everything evaluated so far."""
+    """Print the table of all policies evaluated so far."""
     rows = policy_rows(summaries(steps))
     if rows:
         if out.is_terminal:

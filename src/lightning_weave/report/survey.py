@@ -1,9 +1,9 @@
-"""What the anchors say over a whole cache: where positions went, where anchors agree, what each of them wants.
+"""Statistics of the anchors over a whole cache: masked positions, agreement, and the tokens that each pushes.
 
-Everything is a sum that a shard adds to, so what is held never grows with the cache.
+Everything is a sum over shards, so memory does not grow with the cache.
 
-A *pull* is a shift measured from its mean under the behaviour, r(a) - E_b[r]: its sign says whether the target raises
-or lowers the token's probability at first order, whatever constant the shift carries (corollary permutation-scale).
+A *pull* is a shift minus its mean under the behaviour policy, r(a) - E_b[r]: its sign says whether the target raises or
+lowers the token's probability to first order, whatever constant the shift includes (corollary permutation-scale).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,19 @@ from lightning_weave.maths import compose_shifts, shift_covariance, with_other
 from lightning_weave.report.kinds import KINDS, TokenKind, Vocabulary
 
 CHUNK = 16_384  # decisions held as tensors at once
-REASONS = ("kept", "kept in part", "end of turn", "no single token", "out of sight")
-KEPT, PARTLY, END_OF_TURN, NO_SINGLE_TOKEN, OUT_OF_SIGHT = range(len(REASONS))
+REASONS = (
+    "kept",
+    "kept, some candidates without a shift",
+    "masked: no matching end of turn",
+    "masked: a candidate is not a single token",
+    "masked: beyond the anchor's context",
+)
+KEPT, PARTLY_KEPT, NO_END_OF_TURN, NOT_ONE_TOKEN, OUT_OF_CONTEXT = range(len(REASONS))
 
 
 @dataclass
 class PairSums:
-    """Two anchors where both are valid."""
+    """Sums over the decisions that two anchors can both score."""
 
     decisions: int = 0
     covariance: float = 0.0
@@ -39,22 +45,22 @@ class PairSums:
 
     @property
     def correlation(self) -> float:
-        """Pool Cov_b over decisions: 1 pulls the same way, 0 minds other matters, -1 pulls against."""
+        """Pool Cov_b over decisions: 1 = same direction, 0 = unrelated, -1 = opposite."""
         scale = (self.variance_one * self.variance_two) ** 0.5
         return self.covariance / scale if scale > 0 else float("nan")
 
     def agreement(self, where: str) -> float:
-        """How often both pull the sampled or the top token the same way."""
+        """The share of sampled or top tokens that both pull in the same direction."""
         return self.agreed[where] / self.compared[where] if self.compared[where] else float("nan")
 
     def agreement_on(self, kind: TokenKind) -> float:
-        """How often both pull a sampled token of this kind the same way."""
-        compared, agreed = self.compared_by_kind[KINDS.index(kind)], self.agreed_by_kind[KINDS.index(kind)]
-        return float(agreed / compared) if compared else float("nan")
+        """The share of sampled tokens of this kind that both pull in the same direction."""
+        compared = self.compared_by_kind[KINDS.index(kind)]
+        return float(self.agreed_by_kind[KINDS.index(kind)] / compared) if compared else float("nan")
 
 
 class Survey:
-    """Sums over the cache, added to shard by shard."""
+    """Sums over the cache, shard by shard."""
 
     def __init__(
         self, anchors: Sequence[str], compositions: Mapping[str, Mapping[str, float]], vocabulary: Vocabulary
@@ -75,7 +81,7 @@ class Survey:
         self.pairs = {(one, two): PairSums() for n, one in enumerate(self.anchors) for two in self.anchors[n + 1 :]}
 
     def add(self, block: Block) -> None:
-        """Count some rows."""
+        """Add some rows."""
         for chunk in block.chunks(CHUNK):
             if len(chunk.sampled_P):
                 self._add_chunk(chunk)
@@ -96,18 +102,18 @@ class Survey:
         pull_KPO = pull(b_PO, r_KPC)
         for anchor in range(len(self.anchors)):
             self._add_reasons(anchor, chunk)
-            self._add_wishes(anchor, chunk, b_PO, pull_KPO[anchor])
-        for (one, two), sums in self.pairs.items():
-            k, j = self.anchors.index(one), self.anchors.index(two)
-            both_P = valid_KP[k] & valid_KP[j]
-            self._add_pair(sums, chunk, log_b_PO, r_2PC=r_KPC[[k, j]], pull_2PO=pull_KPO[[k, j]], both_P=both_P)
+            self._add_pushes(anchor, chunk, b_PO, pull_KPO[anchor])
+        for names, sums in self.pairs.items():
+            pair = [self.anchors.index(name) for name in names]
+            both_P = valid_KP[pair].all(dim=0)
+            self._add_pair(sums, chunk, log_b_PO, r_2PC=r_KPC[pair], pull_2PO=pull_KPO[pair], both_P=both_P)
 
     def _add_reasons(self, anchor: int, chunk: Block) -> None:
         reasons_P = why_masked(chunk.mapped_KPC[anchor], chunk.valid_KP[anchor], chunk.candidates.ids.flat, self._stops)
         self.reasons_KR[anchor] += np.bincount(reasons_P, minlength=len(REASONS))
 
-    def _add_wishes(self, anchor: int, chunk: Block, b_PO: Tensor, pull_PO: Tensor) -> None:
-        """Add up b(a) (r(a) - E_b[r]): how the expected number of each token moves, per unit of weight / alpha."""
+    def _add_pushes(self, anchor: int, chunk: Block, b_PO: Tensor, pull_PO: Tensor) -> None:
+        """Add up b(a) (r(a) - E_b[r]): the change in the expected count of each token, per unit of weight / alpha."""
         valid_P = chunk.valid_KP[anchor]
         moved_PC = (b_PO * pull_PO)[:, :-1].numpy()
         np.add.at(self.push_KV[anchor], chunk.candidates.ids.flat[valid_P].reshape(-1), moved_PC[valid_P].reshape(-1))
@@ -126,11 +132,11 @@ class Survey:
         sums.variance_one += shift_covariance(log_b_NO, u_NC, u_NC).sum().item()
         sums.variance_two += shift_covariance(log_b_NO, v_NC, v_NC).sum().item()
         top_P = log_b_PO[:, :-1].argmax(dim=-1, keepdim=True)
-        looks = {
+        pulls = {
             "sampled": [_at_sampled(chunk, pull_PO) for pull_PO in pull_2PO],
             "top": [pull_PO.gather(1, top_P)[:, 0] for pull_PO in pull_2PO],
         }
-        for where, (one_P, two_P) in looks.items():
+        for where, (one_P, two_P) in pulls.items():
             decided_P = both_P & (one_P != 0) & (two_P != 0)
             same_P = decided_P & ((one_P > 0) == (two_P > 0))
             sums.compared[where] += int(decided_P.sum())
@@ -143,10 +149,10 @@ class Survey:
     def size_by_kind(self, anchor: str) -> dict[TokenKind, float]:
         """Mean size of an anchor's pull on the sampled token, in nats, for the kinds that occur."""
         k = self.anchors.index(anchor)
-        sizes, counts = self.size_KJ[k], self.count_KJ[k]
-        return {kind: float(sizes[j] / counts[j]) for j, kind in enumerate(KINDS) if counts[j]}
+        counts = self.count_KJ[k]
+        return {kind: float(self.size_KJ[k, j] / counts[j]) for j, kind in enumerate(KINDS) if counts[j]}
 
-    def wishes(self, anchor: str, most: int = 10) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    def largest_pushes(self, anchor: str, most: int = 10) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
         """The tokens that an anchor pushes up and down most: (id, change in expected count per unit dose)."""
         push_V = self.push_KV[self.anchors.index(anchor)]
         order = np.argsort(push_V, kind="stable")
@@ -156,7 +162,7 @@ class Survey:
 
 
 def pull(b_PO: Tensor, r_KPC: Tensor) -> Tensor:
-    """Measure each shift from its mean under the behaviour; `other` has shift 0."""
+    """Subtract from each shift its mean under the behaviour policy; `other` has shift 0."""
     r_KPO = pad(r_KPC, (0, 1))
     return r_KPO - (b_PO * r_KPO).sum(dim=-1, keepdim=True)
 
@@ -167,14 +173,13 @@ def why_masked(
     """Give each position an index into REASONS."""
     unmapped_PC = ~mapped_PC
     only_stops_P = (~unmapped_PC | np.isin(ids_PC, stops)).all(axis=1)
-    masked_P = np.where(only_stops_P, END_OF_TURN, NO_SINGLE_TOKEN)
-    masked_P = np.where(mapped_PC.any(axis=1), masked_P, OUT_OF_SIGHT)
-    return np.where(valid_P, np.where(unmapped_PC.any(axis=1), PARTLY, KEPT), masked_P)
+    masked_P = np.where(only_stops_P, NO_END_OF_TURN, NOT_ONE_TOKEN)
+    masked_P = np.where(mapped_PC.any(axis=1), masked_P, OUT_OF_CONTEXT)
+    return np.where(valid_P, np.where(unmapped_PC.any(axis=1), PARTLY_KEPT, KEPT), masked_P)
 
 
 def _at_sampled(chunk: Block, value_PO: Tensor) -> Tensor:
-    """Look at the sampled token, or at `other` where it is no candidate."""
+    """Take the value of the sampled token, or of `other` if it is not a candidate."""
     is_sampled_PC = torch.from_numpy(chunk.candidates.ids.flat == chunk.sampled_P[:, None])
-    found_P = is_sampled_PC.any(dim=1)
-    place_P = torch.where(found_P, is_sampled_PC.int().argmax(dim=1), value_PO.shape[1] - 1)
+    place_P = torch.where(is_sampled_PC.any(dim=1), is_sampled_PC.int().argmax(dim=1), value_PO.shape[1] - 1)
     return value_PO.gather(1, place_P[:, None])[:, 0]

@@ -1,14 +1,14 @@
 """Tables in the paper's layout: accuracy and tokens per benchmark, then averages and AES (table main-results).
 
 In every column the best value is bold and the second best underlined, within each group of rows or over the whole
-table. Values that print alike rank alike.
+table. Values that print the same rank the same.
 """
 
 import csv
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
@@ -25,8 +25,8 @@ SHORT = 100  # tokens
 
 
 @dataclass(frozen=True)
-class Score:
-    """One benchmark of one policy."""
+class BenchmarkScore:
+    """The result of one policy on one benchmark."""
 
     benchmark: str
     accuracy: float
@@ -35,10 +35,10 @@ class Score:
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """One line of the table. Rows of a group stand together, under its name if it has one."""
+    """One line of the table. Consecutive rows of a group are printed under its name, if it has one."""
 
     policy: str
-    scores: tuple[Score, ...]
+    scores: tuple[BenchmarkScore, ...]
     accuracy: float  # averages
     tokens: float
     aes: float | None = None
@@ -49,7 +49,7 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class Cell:
-    """A value as it is printed, and its place in its column."""
+    """A value as printed, and its mark in its column."""
 
     text: str
     mark: Mark = ""
@@ -58,8 +58,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class _Column:
-    values: tuple[float | None, ...]
-    show: Callable[[float], str]
+    values: Sequence[float | None]
+    digits: int
     lower_is_better: bool = False
 
 
@@ -76,7 +76,7 @@ def markdown(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
 
 
 def latex(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
-    """Write the table as a LaTeX tabular; it needs the booktabs package only."""
+    """Write the table as a LaTeX tabular; it only needs the booktabs package."""
     benchmarks = _benchmarks(rows)
     width = 2 * len(benchmarks) + 4
     spans = [*((name, 2) for name in benchmarks), ("Average", 3)]
@@ -95,7 +95,7 @@ def latex(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
 
 
 def to_csv(rows: Sequence[PolicyRow]) -> str:
-    """Write the values unrounded, for machines: no marks, an empty field where there is none."""
+    """Write the values as CSV: unrounded, unmarked, missing ones empty."""
     names = [f"{name} {what}" for name in (*_benchmarks(rows), "Average") for what in ("Acc.", "#Tok.")]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -108,7 +108,7 @@ def to_csv(rows: Sequence[PolicyRow]) -> str:
 
 
 def plain(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
-    """Write aligned text for a log or a pipe: * is the best of a column, + the second best."""
+    """Write aligned text for logs and pipes: * marks the best of a column, + the second best."""
     signs = {"best": "*", "second": "+", "": " "}
     lines: list[list[str]] = [["Policy", *_flat_header(_benchmarks(rows))]]
     for group, members in _groups(rows, cells(rows, marks)):
@@ -125,7 +125,7 @@ def plain(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
 
 
 def console(rows: Sequence[PolicyRow], marks: Scope = "group", width: int | None = None) -> "RichTable":
-    """Build the table for a terminal; where it is too narrow for every benchmark, with the averages only."""
+    """Build the table for a terminal; if it is too narrow for every benchmark, only the averages are shown."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
@@ -147,9 +147,9 @@ def console(rows: Sequence[PolicyRow], marks: Scope = "group", width: int | None
 
 
 def cells(rows: Sequence[PolicyRow], marks: Scope = "group") -> list[list[Cell]]:
-    """Round every value of the table as it is printed, and rank it within its group or the whole table."""
+    """Round every value of the table for printing, and rank it within its group or the whole table."""
     columns = _columns(rows)
-    texts = [["" if _is_missing(value) else column.show(value or 0.0) for value in column.values] for column in columns]
+    texts = [[_show(value, column.digits) for value in column.values] for column in columns]
     scopes = [row.group if marks == "group" else "" for row in rows]
     ranked = [_rank(shown, scopes, column.lower_is_better) for shown, column in zip(texts, columns, strict=True)]
     last = len(columns) - 1
@@ -160,7 +160,7 @@ def cells(rows: Sequence[PolicyRow], marks: Scope = "group") -> list[list[Cell]]
 
 
 def escape_latex(text: str) -> str:
-    """Write text so that LaTeX prints it as it is."""
+    """Escape text for LaTeX."""
     names = {"\\": "textbackslash", "~": "textasciitilde", "^": "textasciicircum", "<": "textless", ">": "textgreater"}
     return re.sub(
         r"[\\~^<>&%$#_{}]", lambda hit: rf"\{names[hit[0]]}{{}}" if hit[0] in names else "\\" + hit[0], _one_line(text)
@@ -168,29 +168,29 @@ def escape_latex(text: str) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Write text so that a Markdown table prints it as it is."""
+    """Escape text for a Markdown table."""
     return re.sub(r"([\\`*_{}\[\]<>|~])", r"\\\1", _one_line(text))
 
 
 def _columns(rows: Sequence[PolicyRow]) -> list[_Column]:
     columns = []
     for k in range(len(_benchmarks(rows))):
-        columns.append(_Column(tuple(row.scores[k].accuracy for row in rows), _one_decimal))
+        columns.append(_Column([row.scores[k].accuracy for row in rows], digits=1))
         columns.append(_tokens_column([row.scores[k].tokens for row in rows]))
-    columns.append(_Column(tuple(row.accuracy for row in rows), _two_decimals))
+    columns.append(_Column([row.accuracy for row in rows], digits=2))
     columns.append(_tokens_column([row.tokens for row in rows]))
-    columns.append(_Column(tuple(row.aes for row in rows), _two_decimals))
+    columns.append(_Column([row.aes for row in rows], digits=2))
     return columns
 
 
 def _tokens_column(values: Sequence[float]) -> _Column:
-    """Whole tokens as the paper prints them; where all are short, a decimal tells them apart."""
+    """Print whole tokens like the paper; if all responses are short, with one decimal."""
     short = max((value for value in values if not _is_missing(value)), default=0.0) < SHORT
-    return _Column(tuple(values), _one_decimal if short else _whole, lower_is_better=True)
+    return _Column(values, digits=1 if short else 0, lower_is_better=True)
 
 
 def _rank(texts: Sequence[str], scopes: Sequence[str], lower_is_better: bool) -> list[Mark]:
-    """Mark best and second best per scope. Where all are alike there is nothing to mark."""
+    """Mark best and second best per scope, unless all values are equal."""
     places: dict[str, list[float]] = {}
     for text, scope in zip(texts, scopes, strict=True):
         if text and _value(text) not in places.setdefault(scope, []):
@@ -208,11 +208,13 @@ def _place(text: str, order: list[float]) -> Mark:
 
 def _benchmarks(rows: Sequence[PolicyRow]) -> list[str]:
     if not rows:
-        raise InputError("there is no policy to put in a table. Run eval first.")
+        raise InputError("no policy has been evaluated. Run eval first")
     names = [[score.benchmark for score in row.scores] for row in rows]
-    for row, own in zip(rows, names, strict=True):
-        if own != names[0]:
-            raise InputError(f"{row.policy} was evaluated on {own}, {rows[0].policy} on {names[0]}; table them apart.")
+    for row, evaluated in zip(rows, names, strict=True):
+        if evaluated != names[0]:
+            raise InputError(
+                f"{row.policy} was evaluated on {evaluated}, {rows[0].policy} on {names[0]}: they need separate tables"
+            )
     return names[0]
 
 
@@ -228,7 +230,7 @@ def _flat_header(benchmarks: Sequence[str]) -> list[str]:
 def _interval(row: PolicyRow) -> str:
     if _is_missing(row.aes) or row.aes_low is None or row.aes_high is None or math.isnan(row.aes_low + row.aes_high):
         return ""
-    return f"[{_two_decimals(row.aes_low)}, {_two_decimals(row.aes_high)}]"
+    return f"[{_show(row.aes_low, 2)}, {_show(row.aes_high, 2)}]"
 
 
 def _markdown_cell(cell: Cell) -> str:
@@ -267,17 +269,9 @@ def _is_missing(value: float | None) -> bool:
     return value is None or math.isnan(value)
 
 
-def _one_decimal(value: float) -> str:
-    return _no_negative_zero(f"{value:.1f}")
-
-
-def _two_decimals(value: float) -> str:
-    return _no_negative_zero(f"{value:.2f}")
-
-
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _no_negative_zero(text: str) -> str:
+def _show(value: float | None, digits: int) -> str:
+    """Round a value, without a negative zero; nothing if it is missing."""
+    if value is None or math.isnan(value):
+        return ""
+    text = f"{value:,.{digits}f}"
     return text.lstrip("-") if not text.strip("-0.") else text

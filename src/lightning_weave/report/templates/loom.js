@@ -1,8 +1,8 @@
 "use strict";
-// Weave cached shifts anew in the page: composed-shift and finite-candidate-target, as lightning_weave.maths has them.
-// Everything that a model wrote enters the page as text (textContent), never as markup.
+// Recompute targets in the page: composed-shift and finite-candidate-target, as in lightning_weave.maths.
+// Model output enters the page as text (textContent), never as markup.
 
-const AGREE_FROM = 0.05; // nats: smaller pulls take no side
+const AGREE_FROM = 0.05; // nats: smaller pulls count as neutral
 const MOST_CHANGED = 8;
 
 function decode(base64, Type) {
@@ -38,15 +38,15 @@ class Cache {
     this.mapped = data.mapped.map((text) => decode(text, Uint8Array));
     this.valid = data.valid.map((text) => decode(text, Uint8Array));
     this.students = {};
-    for (const [name, one] of Object.entries(data.students)) {
-      this.students[name] = { logp: decode(one.logp, Float32Array), mass: decode(one.mass, Float32Array) };
+    for (const [name, student] of Object.entries(data.students)) {
+      this.students[name] = { logp: decode(student.logp, Float32Array), mass: decode(student.mass, Float32Array) };
     }
     let start = 0;
     this.threads = data.threads.map((thread) => ({ ...thread, start, end: (start += thread.shown) }));
     this.logFloor = Math.log(data.floor);
   }
 
-  // with_other: the behaviour's candidates and everything else, never less than the floor.
+  // with_other: the candidates' log-probabilities and that of all other tokens, floored.
   behaviour(p) {
     const logB = new Float64Array(this.C + 1);
     for (let c = 0; c < this.C; c++) logB[c] = this.logp[p * this.C + c];
@@ -54,7 +54,7 @@ class Cache {
     return logB;
   }
 
-  // compose_shifts: null where an anchor that takes part cannot score the position.
+  // compose_shifts: null if an anchor with a weight cannot score the position.
   shift(p, weights) {
     const r = new Float64Array(this.C);
     for (let k = 0; k < weights.length; k++) {
@@ -65,7 +65,7 @@ class Cache {
     return r;
   }
 
-  // tilted_target: the residual is floored after normalising, nothing is normalised again.
+  // tilted_target: the residual is floored after normalising, without normalising again.
   target(logB, r, alpha) {
     const logQ = Float64Array.from(logB, (value, o) => value + (o < this.C ? r[o] / alpha : 0));
     const most = Math.max(...logQ);
@@ -77,7 +77,7 @@ class Cache {
     return logQ;
   }
 
-  // A pull is a shift measured from its mean under the behaviour; its sign is the direction of the probability.
+  // A pull is a shift minus its mean under the behaviour policy; its sign is the direction of the probability.
   pulls(p, k, logB) {
     const values = new Float64Array(this.C + 1);
     let mass = 0, mean = 0;
@@ -104,7 +104,7 @@ class Cache {
     return { logB, logQ, kl, rise: logQ[place] - logB[place] };
   }
 
-  // Do the anchors that take part pull one outcome the same way? 1 agree, -1 conflict, 0 too little to say.
+  // Whether the weighted anchors pull an outcome in the same direction: 1 agree, -1 conflict, 0 neutral.
   sides(p, weights, outcome) {
     const logB = this.behaviour(p);
     const sizes = [];
@@ -132,17 +132,21 @@ class Loom {
   constructor(root, cache, name) {
     this.root = root; this.cache = cache; this.name = name;
     this.thread = 0; this.place = 0; this.waiting = false;
-    const first = cache.settings.find((one) => one.name === cache.start);
-    this.weights = [...first.weights]; this.alpha = first.alpha; this.setting = first.name;
+    this.chooseSetting(cache.start);
     root.replaceChildren(this.controls(), this.readout(), this.body());
-    this.scale = this.usualPull();
+    this.scale = this.colourScale();
     this.showThread(0);
   }
 
-  // The colour scale is set once, so that moving a slider changes the colours and not their meaning.
-  usualPull() {
-    const all = this.all().filter(Boolean).map((one) => one.kl).sort((a, b) => a - b);
-    return Math.max(all.length ? all[Math.floor(0.95 * (all.length - 1))] : 0, 0.01);
+  chooseSetting(name) {
+    const setting = this.cache.settings.find((other) => other.name === name);
+    this.weights = [...setting.weights]; this.alpha = setting.alpha; this.setting = name;
+  }
+
+  // The colour scale is set once, so that colours stay comparable when a slider moves.
+  colourScale() {
+    const kls = this.all().filter(Boolean).map((decision) => decision.kl).sort((a, b) => a - b);
+    return Math.max(kls.length ? kls[Math.floor(0.95 * (kls.length - 1))] : 0, 0.01);
   }
 
   all() {
@@ -153,14 +157,13 @@ class Loom {
   controls() {
     const box = make("div", "loom-controls"), left = make("div"), right = make("div");
     left.append(this.labelled("Trajectory", this.threadPicker()), this.labelled("Composition", this.settingPicker()));
-    const rest = make("p", "caption", "Moving a slider leaves the composition; “trained” stays the student that was trained on it.");
-    left.append(rest);
+    left.append(make("p", "caption", "“trained” is the student trained on the selected composition; the sliders do not change it."));
     right.append(make("span", "loom-label", "Weights and alpha"));
-    const known = this.cache.settings.flatMap((one) => one.weights);
-    const most = Math.max(1, ...known), least = Math.min(0, ...known);
+    const weights = this.cache.settings.flatMap((setting) => setting.weights);
+    const most = Math.max(1, ...weights), least = Math.min(0, ...weights);
     this.sliders = this.cache.anchors.map((anchor, k) => this.slider(anchor, most, 0.01, (value) => this.setWeight(k, value), least));
     this.alphaSlider = this.slider("alpha", 3, 0.01, (value) => { this.alpha = Number((2 ** value).toFixed(3)); }, -3);
-    right.append(...this.sliders.map((one) => one.box));
+    right.append(...this.sliders.map((slider) => slider.box));
     if (this.cache.anchors.length > 1) right.append(this.sumBox());
     right.append(this.alphaSlider.box);
     box.append(left, right);
@@ -198,15 +201,14 @@ class Loom {
     const row = make("div", "loom-row");
     this.settingSelect = make("select", "setting");
     this.settingSelect.id = this.name + "-setting";
-    for (const one of this.cache.settings) {
-      const parts = this.cache.anchors.map((anchor, k) => [anchor, one.weights[k]]).filter(([, weight]) => weight !== 0);
-      const words = parts.map(([anchor, weight]) => `${Number(weight.toFixed(3))} ${anchor}`).join(" + ");
-      this.settingSelect.add(new Option(`${one.name} · ${words}, alpha ${one.alpha}`, one.name));
+    for (const { name, weights, alpha } of this.cache.settings) {
+      const parts = this.cache.anchors.map((anchor, k) => [anchor, weights[k]]).filter(([, weight]) => weight !== 0);
+      const sum = parts.map(([anchor, weight]) => `${Number(weight.toFixed(3))} ${anchor}`).join(" + ");
+      this.settingSelect.add(new Option(`${name} · ${sum}, alpha ${alpha}`, name));
     }
     this.settingSelect.value = this.setting;
     this.settingSelect.addEventListener("change", () => {
-      const one = this.cache.settings.find((other) => other.name === this.settingSelect.value);
-      this.weights = [...one.weights]; this.alpha = one.alpha; this.setting = one.name;
+      this.chooseSetting(this.settingSelect.value);
       this.showSliders();
       this.recolour();
     });
@@ -248,9 +250,9 @@ class Loom {
   }
 
   showSliders(held) {
-    this.sliders.forEach((one, k) => {
-      if (one.input !== held) one.input.value = this.weights[k];
-      one.output.textContent = this.weights[k].toFixed(2);
+    this.sliders.forEach((slider, k) => {
+      if (slider.input !== held) slider.input.value = this.weights[k];
+      slider.output.textContent = this.weights[k].toFixed(2);
     });
     if (this.alphaSlider.input !== held) this.alphaSlider.input.value = Math.log2(this.alpha);
     this.alphaSlider.output.textContent = this.alpha.toFixed(2);
@@ -271,8 +273,8 @@ class Loom {
       box.append(part);
       return output;
     };
-    this.meanKl = cell("mean-kl", "mean KL here, nats");
-    this.allKl = cell("all-kl", `mean KL of all ${this.cache.threads.length} shown`);
+    this.meanKl = cell("mean-kl", "mean KL of this response, nats");
+    this.allKl = cell("all-kl", `mean KL of all ${this.cache.threads.length} responses, nats`);
     this.kept = cell("kept", "decisions kept");
     if (this.cache.anchors.length > 1) this.conflicts = cell("conflicts", "sampled tokens in conflict");
     return box;
@@ -306,7 +308,7 @@ class Loom {
       part.append(make("i", "t " + side, "abc"), document.createTextNode(" " + text));
       return part;
     };
-    box.append(ramp("up", "pulled up"), ramp("down", "pulled down"), sample("off", "masked: no supervision"));
+    box.append(ramp("up", "raised by the target"), ramp("down", "lowered by the target"), sample("off", "masked: not trained on"));
     if (this.cache.anchors.length > 1) box.append(sample("agree", "anchors agree"), sample("conflict", "anchors in conflict"));
     return box;
   }
@@ -326,33 +328,33 @@ class Loom {
     }
     this.text.replaceChildren(...this.tokens);
     if (thread.shown < thread.tokens) {
-      this.text.append(make("span", "omitted", ` [the other ${(thread.tokens - thread.shown).toLocaleString("en")} tokens are not in this page]`));
+      this.text.append(make("span", "omitted", ` [${(thread.tokens - thread.shown).toLocaleString("en")} more tokens are not on this page]`));
     }
     this.recolour();
-    const pulls = this.woven.map((one) => (one ? one.kl : -1));
-    this.choose(pulls.indexOf(Math.max(...pulls)), false);
+    const kls = this.decisions.map((decision) => (decision ? decision.kl : -1));
+    this.choose(kls.indexOf(Math.max(...kls)), false);
   }
 
   recolour() {
     const thread = this.cache.threads[this.thread], { cache, weights } = this;
     const everything = this.all();
-    this.woven = everything.slice(thread.start, thread.end);
+    this.decisions = everything.slice(thread.start, thread.end);
     let conflicts = 0, compared = 0;
     this.tokens.forEach((token, i) => {
-      const one = this.woven[i];
-      token.classList.toggle("off", one === null);
-      const side = one ? cache.sides(thread.start + i, weights, cache.sampledPlace(thread.start + i)) : 0;
+      const decision = this.decisions[i];
+      token.classList.toggle("off", decision === null);
+      const side = decision ? cache.sides(thread.start + i, weights, cache.sampledPlace(thread.start + i)) : 0;
       token.classList.toggle("agree", side > 0);
       token.classList.toggle("conflict", side < 0);
       conflicts += side < 0; compared += side !== 0;
-      const strength = one ? Math.min(Math.sqrt(one.kl / this.scale), 1) * 0.85 : 0;
-      token.style.backgroundColor = one ? `rgba(var(--${one.rise >= 0 ? "up" : "down"}), ${strength.toFixed(3)})` : "";
+      const strength = decision ? Math.min(Math.sqrt(decision.kl / this.scale), 1) * 0.85 : 0;
+      token.style.backgroundColor = decision ? `rgba(var(--${decision.rise >= 0 ? "up" : "down"}), ${strength.toFixed(3)})` : "";
     });
-    const mean = (list) => (list.length ? (list.reduce((sum, one) => sum + one.kl, 0) / list.length).toFixed(4) : "–");
-    const here = this.woven.filter(Boolean);
+    const mean = (list) => (list.length ? (list.reduce((sum, decision) => sum + decision.kl, 0) / list.length).toFixed(4) : "–");
+    const here = this.decisions.filter(Boolean);
     this.meanKl.textContent = mean(here);
     this.allKl.textContent = mean(everything.filter(Boolean));
-    this.kept.textContent = `${here.length} of ${this.woven.length}`;
+    this.kept.textContent = `${here.length} of ${this.decisions.length}`;
     if (this.conflicts) this.conflicts.textContent = compared ? `${conflicts} of ${compared}` : "–";
     this.showChanged();
     this.showDecision();
@@ -360,7 +362,7 @@ class Loom {
 
   showChanged() {
     const start = this.cache.threads[this.thread].start;
-    const order = this.woven.map((one, i) => [one ? one.kl : -1, i]).filter(([kl]) => kl >= 0).sort((a, b) => b[0] - a[0]);
+    const order = this.decisions.map((decision, i) => [decision ? decision.kl : -1, i]).filter(([kl]) => kl >= 0).sort((a, b) => b[0] - a[0]);
     const list = make("ol");
     for (const [kl, i] of order.slice(0, MOST_CHANGED)) {
       const item = make("li"), button = make("button"), text = this.cache.texts[this.cache.sampled[start + i]];
@@ -370,7 +372,7 @@ class Loom {
       item.append(button);
       list.append(item);
     }
-    this.changed.replaceChildren(make("span", "loom-label", "Most changed here: KL of target and student, nats"), list);
+    this.changed.replaceChildren(make("span", "loom-label", "Largest changes: KL between target and student, nats"), list);
   }
 
   key(event) {
@@ -381,7 +383,7 @@ class Loom {
     this.choose(Math.min(Math.max(moves[event.key], 0), last));
   }
 
-  // The token nearest above or below, by where it stands on the screen.
+  // The nearest token above or below on the screen.
   below(way) {
     const from = this.tokens[this.place].getBoundingClientRect();
     let best = this.place, nearest = Infinity;
@@ -408,7 +410,7 @@ class Loom {
 
   showDecision() {
     const { cache, weights } = this, thread = cache.threads[this.thread], p = thread.start + this.place;
-    const one = this.woven[this.place], logB = cache.behaviour(p), student = cache.students[this.setting];
+    const decision = this.decisions[this.place], logB = cache.behaviour(p), student = cache.students[this.setting];
     const title = make("h3", "", "Decision ");
     title.append(`${this.place + 1} of ${thread.tokens}: `, make("code", "", shown(cache.texts[cache.sampled[p]])));
     const table = make("table"), head = make("tr");
@@ -417,23 +419,23 @@ class Loom {
     titles.forEach((text) => { const cell = make("th", "", text); cell.scope = "col"; head.append(cell); });
     table.createTHead().append(head);
     const rows = table.createTBody();
-    for (let o = 0; o <= cache.C; o++) rows.append(this.candidateRow(p, o, one, logB, student));
-    const live = make("p", "caption", "◂ was sampled. ≠ the anchors pull this candidate different ways. Shifts in nats.");
+    for (let o = 0; o <= cache.C; o++) rows.append(this.candidateRow(p, o, decision, logB, student));
+    const legend = make("p", "caption", "◂ sampled. ≠ the anchors pull this candidate in opposite directions. Shifts in nats.");
     const wrap = make("div", "scroll");
     wrap.append(table);
-    this.decision.replaceChildren(title, this.badges(p, one, weights), wrap, live);
+    this.decision.replaceChildren(title, this.badges(p, decision, weights), wrap, legend);
   }
 
-  badges(p, one, weights) {
+  badges(p, decision, weights) {
     const { cache } = this, box = make("div", "badges");
     const add = (text, side) => box.append(make("span", side, text));
-    if (one) add(`KL ${one.kl.toFixed(4)} nats`, "kl");
-    const blind = cache.anchors.filter((_, k) => weights[k] !== 0 && !cache.valid[k][p]);
-    if (blind.length) add(`masked: ${blind.join(" and ")} cannot score every candidate`, "");
-    const side = one ? cache.sides(p, weights, cache.sampledPlace(p)) : 0;
+    if (decision) add(`KL ${decision.kl.toFixed(4)} nats`, "kl");
+    const unable = cache.anchors.filter((_, k) => weights[k] !== 0 && !cache.valid[k][p]);
+    if (unable.length) add(`masked: ${unable.join(" and ")} cannot score every candidate`, "");
+    const side = decision ? cache.sides(p, weights, cache.sampledPlace(p)) : 0;
     if (side) add(side > 0 ? "anchors agree on this token" : "anchors in conflict on this token", side > 0 ? "agree" : "conflict");
-    const seeing = cache.anchors.map((_, k) => k).filter((k) => cache.valid[k][p]);
-    for (const i of seeing) for (const j of seeing) {
+    const scoring = cache.anchors.map((_, k) => k).filter((k) => cache.valid[k][p]);
+    for (const i of scoring) for (const j of scoring) {
       const value = i < j ? cache.correlation(p, i, j) : NaN;
       const pair = cache.anchors.length > 2 ? `${cache.anchors[i]}, ${cache.anchors[j]}: ` : "";
       if (!Number.isNaN(value)) add(`${pair}correlation ${signed(value)}`, "");
@@ -441,12 +443,12 @@ class Loom {
     return box;
   }
 
-  candidateRow(p, o, one, logB, student) {
+  candidateRow(p, o, decision, logB, student) {
     const { cache, weights } = this, row = make("tr"), last = o === cache.C, at = p * cache.C + o;
     const name = make("th", "", last ? "other" : shown(cache.texts[cache.ids[at]]));
     name.scope = "row";
     if (cache.sampledPlace(p) === o) row.className = "sampled";
-    if (one && cache.sides(p, weights, o) < 0) name.append(make("span", "split", " ≠"));
+    if (decision && cache.sides(p, weights, o) < 0) name.append(make("span", "split", " ≠"));
     row.append(name);
     const add = (kind, value) => {
       const cell = make("td", kind, value === null ? "–" : percent(value));
@@ -459,7 +461,7 @@ class Loom {
       const value = known ? cache.shifts[k][at] : 0;
       row.append(make("td", known ? (value >= 0 ? "r up" : "r down") : "r none", known ? signed(value) : last ? "0" : "–"));
     });
-    add("q", one ? Math.exp(one.logQ[o]) : null);
+    add("q", decision ? Math.exp(decision.logQ[o]) : null);
     if (student) add("s", last ? Math.max(1 - student.mass[p], 0) : Math.exp(student.logp[at]));
     return row;
   }
