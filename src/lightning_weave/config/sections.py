@@ -244,7 +244,7 @@ class Report(Strict):
 class Machine(Strict):
     """Where it runs. Recorded, never part of a fingerprint."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: CUDA where it is, else the CPU")
     threads: Count | None = Field(None, description="CPU threads; unsaid: measured once per run and kept")
     workers: Count | None = Field(None, description="on a Ray cluster: how many; unsaid: as many as its GPUs or CPUs")
     gpus_per_worker: float = Field(1.0, ge=0, description="on a Ray cluster with GPUs")
