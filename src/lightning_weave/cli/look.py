@@ -41,12 +41,12 @@ def card(
 
 
 @app.command()
-def status(recipe: Files, set_: Sets = None) -> None:
+def status(recipe: Files, set_: Sets = None, json: Json = False) -> None:
     """Say what is done, stale or missing, and what to type next."""
     steps = load_steps(recipe, set_)
     from lightning_weave.views import status as stage
 
-    stage.run(steps, open_console())
+    stage.run(steps, open_console(), json)
 
 
 @app.command()
@@ -125,9 +125,9 @@ def verify(recipe: Files, set_: Sets = None) -> None:
 
 
 @app.command()
-def cost(recipe: Files, set_: Sets = None) -> None:
+def cost(recipe: Files, set_: Sets = None, json: Json = False) -> None:
     """Print what every stage cost, from what was measured."""
     steps = load_steps(recipe, set_)
     from lightning_weave.views import cost as stage
 
-    stage.run(steps, open_console())
+    stage.run(steps, open_console(), json)
