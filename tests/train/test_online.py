@@ -20,7 +20,8 @@ from lightning_weave.runs.caches import open_cache
 from lightning_weave.train.data import compose
 from lightning_weave.train.online import LiveRows
 from lightning_weave.train.parallel import Ranks
-from lightning_weave.train.training import make_fit, make_schedule, open_trainee
+from lightning_weave.train.schedule import make_schedule
+from lightning_weave.train.training import make_fit, open_trainee
 from pipeline.scored import HALF, QUIET, make_scored, same, trained
 from rows import read_row
 from tiny import steps_of

@@ -1,11 +1,13 @@
 """The cost table adds up what the ledger says, and the summary is the paper's arithmetic."""
 
+import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from lightning_weave.errors import InputError
+from lightning_weave.report.costs import variants_table
 from lightning_weave.runs import costs
 from lightning_weave.store import append_line
 from lightning_weave.views import cost
@@ -52,7 +54,7 @@ def test_online_is_compared_with_the_same_anchors_and_the_same_updates_offline(t
     lines = cost.summary(steps, rows)
     assert lines[0] == "One composition: 84 h 00 m (83 h 00 m cache + 1 h 00 m training)"
     assert lines[2:] == ["Online (live): 8 h 00 m = 2.00 x offline for one, 5.00 x for five"]
-    table = cost.variants_table(steps, rows)
+    table = variants_table(steps, rows)
     said = {name: (way, time) for name, way, time in zip(*(column.cells for column in table.columns), strict=True)}
     assert said["steps"] == ("sequential", "7 h 06 m")
     assert said["live-long"] == ("online, 20 epochs", "80 h 00 m")
@@ -95,3 +97,13 @@ def test_the_table_is_printed_from_the_runs_ledger(tmp_path: Path) -> None:
     out.file.close()
     assert "11 h 33 m" in text
     assert "3.00 GB" in text
+
+
+def test_json_gives_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = steps_of(make_world(tmp_path))
+    append_line(steps.store.run_dir / "ledger.jsonl", row("rollout", "", 1.0))
+    cost.run(steps, Console(quiet=True), json=True)
+    said = json.loads(capsys.readouterr().out)
+    sizes = {"tokens": 1000, "written": 2_000_000, "peak_memory": 3_000_000_000}
+    assert said["stages"] == [{"stage": "rollout", "name": "", "seconds": 3600.0, **sizes}]
+    assert (said["seconds"], said["summary"]) == (3600.0, [])

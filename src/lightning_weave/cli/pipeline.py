@@ -70,11 +70,18 @@ def train(recipe: Files, set_: Sets = None, only: Only = None) -> None:
 
 @app.command("eval")
 def evaluate(
-    recipe: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="TOML files")] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Argument(metavar="RECIPE", help="recipe files (TOML); a later one overrides")
+    ] = None,
     set_: Sets = None,
     only: Only = None,
-    model: Annotated[str | None, typer.Option(help="any checkpoint, without a recipe")] = None,
-    bench: Annotated[list[str] | None, typer.Option(help="with --model: aime-2024, ..., file:PATH")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="instead of a recipe: a checkpoint directory or hub name")
+    ] = None,
+    bench: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="with --model: aime-2024, ... or file:PATH; may be repeated"),
+    ] = None,
     lm_eval: Annotated[str | None, typer.Option(metavar="DIR", help="also write lm-evaluation-harness files")] = None,
     cluster: Cluster = None,
     address: Address = None,
@@ -137,7 +144,7 @@ def _check_same_model(run_dir: Path, model: str) -> None:
 
 @app.command()
 def run(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
-    """Bring every stale stage up to date: the whole recipe, or what is left of it."""
+    """Make all that is missing or stale, in order."""
     steps = load_steps(recipe, set_)
     from lightning_weave.pipeline import run as stage
     from lightning_weave.report.results import show_results

@@ -19,8 +19,8 @@ from lightning_weave.store.ledger import measure
 from lightning_weave.train.dose import anchor_doses, in_words
 from lightning_weave.train.objectives import Trainee
 from lightning_weave.train.parallel import Ranks, whole
-from lightning_weave.train.schedule import Schedule
-from lightning_weave.train.training import TrainContext, Training, make_fit, make_schedule, open_trainee
+from lightning_weave.train.schedule import Schedule, make_schedule
+from lightning_weave.train.training import TrainContext, Training, make_fit, open_trainee
 from lightning_weave.types import Prompt, Request, SamplingSettings
 
 
