@@ -60,7 +60,8 @@ def doctor(recipe: Files, set_: Sets = None, json: Json = False) -> None:
     steps = load_steps(recipe, set_)
     from lightning_weave.views import doctor as stage
 
-    stage.run(steps, open_console(), json)
+    if any(finding.verdict == "error" for finding in stage.run(steps, open_console(), json)):
+        raise typer.Exit(1)
 
 
 @app.command()

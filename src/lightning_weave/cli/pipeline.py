@@ -143,12 +143,22 @@ def _check_same_model(run_dir: Path, model: str) -> None:
 
 
 @app.command()
-def run(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
+def run(
+    recipe: Files,
+    set_: Sets = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be made, and what is wrong")] = False,
+    force: Annotated[bool, typer.Option("--force", help="continue where a check would stop the run")] = False,
+    cluster: Cluster = None,
+    address: Address = None,
+) -> None:
     """Make all that is missing or stale, in order."""
     steps = load_steps(recipe, set_)
     from lightning_weave.pipeline import run as stage
     from lightning_weave.report.results import show_results
 
+    if dry_run:
+        stage.dry_run(steps, open_console())
+        return
     with writing(steps):
-        stage.run(steps, open_progress(), choose_workers(cluster, address))
+        stage.run(steps, open_progress(), choose_workers(cluster, address), force)
     show_results(steps, open_console())
