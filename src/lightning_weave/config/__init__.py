@@ -17,6 +17,7 @@ from lightning_weave.config.sections import (
     Case,
     Columns,
     Eval,
+    Grading,
     Lora,
     Machine,
     Policy,
