@@ -1,5 +1,6 @@
 """What training is whatever its rows are: a student, a schedule, updates with checkpoints between, an export."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 from lightning_weave.config import Recipe
 from lightning_weave.errors import Mismatch
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.memory import free_memory
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage
@@ -69,6 +71,15 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     if ranks.world > 1 or context.dtype != torch.float32:
         shard(trainee, blocks, ranks, context.dtype)
     return trainee
+
+
+def give_back() -> None:
+    """Free the models of what has been trained, before another is loaded or an engine looks for room.
+
+    State dicts and sharded modules hold on to themselves in cycles, which Python drops only when it is told to.
+    """
+    gc.collect()
+    free_memory()
 
 
 def _blocks(model: Any) -> list[nn.Module]:
