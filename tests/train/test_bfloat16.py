@@ -1,6 +1,5 @@
 """Every way to train in bfloat16: one process then shards the student as a GPU does, and two ranks train as one."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np

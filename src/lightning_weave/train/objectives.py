@@ -3,11 +3,14 @@
 The loss runs inside the forward of the root module, where a sharded head weight is whole.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from lightning_weave.config import Objective
 from lightning_weave.errors import InputError
@@ -108,6 +111,17 @@ def _with_sampled(hidden_ND: Tensor, head: Head, batch: Batch) -> tuple[Tensor, 
     return torch.cat([logp_NC, other_N[:, None]], dim=1), sampled_N
 
 
+@contextmanager
+def _unpacked() -> Iterator[None]:
+    """Tell transformers that a row is one sequence: it would ask the device, and wait, at every pass."""
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
+
+
 class Trainee(nn.Module):
     """The student and its loss as one module."""
 
@@ -124,7 +138,8 @@ class Trainee(nn.Module):
 
     def kept_states(self, batch: Batch) -> Tensor:
         """Hidden states of the kept decisions only: no other position goes through the head."""
-        hidden_RTD = hidden_states(self.model, batch.input_ids_RT)
+        with _unpacked():
+            hidden_RTD = hidden_states(self.model, batch.input_ids_RT)
         return hidden_RTD.flatten(0, 1)[batch.states_N]  # (R, T, D) -> (N, D)
 
     def forward(self, batch: Batch, loss: Loss, normalizer: float) -> tuple[Tensor, Tensor]:
