@@ -82,7 +82,7 @@ def test_every_setting_trains(recipe: dict, setting: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_by_every_method(recipe: dict) -> None:
-    """Sums over two ranks round otherwise. In bfloat16 that draws other tokens, so what samples is compared in float32."""
+    """Two ranks round otherwise, which in bfloat16 draws other tokens: what samples is compared in float32."""
     alone, together = ([made(recipe, way, who) for way in WAYS] for who in ("alone", "together"))
     in_bfloat16 = steps_for(recipe, "online-in-bfloat16", "online", **BFLOAT16)
     assert start(Plan(alone)) == [0]

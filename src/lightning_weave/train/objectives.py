@@ -3,7 +3,7 @@
 The loss runs inside the forward of the root module, where a sharded head weight is whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, assert_never
@@ -111,6 +111,15 @@ def _with_sampled(hidden_ND: Tensor, head: Head, batch: Batch) -> tuple[Tensor, 
     return torch.cat([logp_NC, other_N[:, None]], dim=1), sampled_N
 
 
+LossFunction = Callable[[Tensor, Head, Batch, float], tuple[Tensor, Tensor]]
+
+
+def whole_vocabulary(hidden_ND: Tensor, head: Head, batch: Batch, normalizer: float) -> tuple[Tensor, Tensor]:
+    """Stand in for a loss where only the student's log-probs are wanted, of all tokens."""
+    logp_NV = torch.log_softmax(head.logits(hidden_ND), dim=-1)
+    return logp_NV.new_zeros(()), logp_NV
+
+
 @contextmanager
 def _unpacked() -> Iterator[None]:
     """Tell transformers that a row is one sequence: it would ask the device, and wait, at every pass."""
@@ -142,7 +151,7 @@ class Trainee(nn.Module):
             hidden_RTD = hidden_states(self.model, batch.input_ids_RT)
         return hidden_RTD.flatten(0, 1)[batch.states_N]  # (R, T, D) -> (N, D)
 
-    def forward(self, batch: Batch, loss: Loss, normalizer: float) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, loss: LossFunction, normalizer: float) -> tuple[Tensor, Tensor]:
         """Return the loss and, without gradient, the student's outcomes log_pi_NO."""
         return loss(self.kept_states(batch), self.head(), batch, normalizer)
 
