@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.runs.caches import open_cache
 from lightning_weave.train import training
-from lightning_weave.train.parallel import join
+from lightning_weave.train.parallel import join, shard
 from lightning_weave.train.training import make_fit, open_trainee
 from pipeline.scored import HALF, QUIET, make_scored
 from tiny import steps_of
@@ -47,6 +47,23 @@ def test_no_model_is_alive_when_the_next_is_loaded(tmp_path: Path, monkeypatch: 
         gc.enable()
     assert alive == [0] * 5
     assert all(model() is None for model in models)
+
+
+def test_sharding_leaves_no_whole_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: list[weakref.ref] = []
+
+    def watched(module: Any, *rest: Any) -> None:
+        whole.extend(weakref.ref(weight) for weight in module.parameters())
+        shard(module, *rest)
+
+    monkeypatch.setattr(training, "shard", watched)
+    steps = make_run(tmp_path)
+    with join(torch.device("cpu"), sharded=True) as ranks:
+        trainee = open_trainee(steps, context(ranks, torch.bfloat16))
+        gc.collect()
+        assert whole
+        assert not any(weight() is not None for weight in whole)
+        assert trainee.head_description.plain
 
 
 class Waits(TorchDispatchMode):

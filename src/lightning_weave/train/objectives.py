@@ -5,7 +5,7 @@ The loss runs inside the forward of the root module, where a sharded head weight
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 import torch
@@ -137,7 +137,10 @@ class Trainee(nn.Module):
     def __init__(self, model: Any, vocabulary: int) -> None:
         super().__init__()
         self.model = model
-        self.head_description = find_head(model, vocabulary)
+        found = find_head(model, vocabulary)
+        # Without its weight, which would stay whole here after the model is sharded.
+        bias_V = None if found.bias_V is None else found.bias_V.detach().to("meta")
+        self.head_description = replace(found, weight_VD=found.weight_VD.detach().to("meta"), bias_V=bias_V)
 
     def head(self) -> Head:
         """The head with its weight as it is now: whole, in compute dtype, wherever a sharding module has put it."""
