@@ -57,7 +57,9 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     section = steps.recipe.train
     ranks = context.ranks
     checkpoint = start or steps.student
-    model = checkpoint.load(torch.float32, ranks.device)
+    sharded = ranks.world > 1 or context.dtype != torch.float32
+    # Sharding moves it to the device block by block: at no time is it whole there.
+    model = checkpoint.load(torch.float32, torch.device("cpu") if sharded else ranks.device)
     model.requires_grad_(True).train()
     if section.lora is not None:
         model = with_lora(model, section.lora, section.seed)
@@ -68,7 +70,7 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     if section.compile:
         for block in blocks:
             block.compile()
-    if ranks.world > 1 or context.dtype != torch.float32:
+    if sharded:
         shard(trainee, blocks, ranks, context.dtype)
     return trainee
 
