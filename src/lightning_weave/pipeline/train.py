@@ -14,7 +14,7 @@ from lightning_weave.train.offline import train_offline
 from lightning_weave.train.online import train_online
 from lightning_weave.train.parallel import join
 from lightning_weave.train.sequential import train_in_sequence
-from lightning_weave.train.training import TrainContext
+from lightning_weave.train.training import TrainContext, give_back
 
 
 def run(
@@ -38,6 +38,7 @@ def run(
             context = TrainContext(ranks, dtype, progress, make_cache)
             for name in pending:
                 train_composition(steps, name, context)
+                give_back()
 
 
 def train_composition(steps: Steps, name: str, context: TrainContext) -> None:

@@ -34,9 +34,14 @@ class Batch:
         return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
 
     def first(self, decisions: int) -> "Batch":
-        """Keep only the first few decisions. With none, a forward and backward pass that adds nothing is left."""
+        """Keep the first few decisions and the tokens that they need. With none, a pass that adds nothing is left."""
         kept = {name: tensor[:decisions] for name, tensor in vars(self).items() if name != "input_ids_RT"}
-        return replace(self, **kept) if decisions else replace(self, input_ids_RT=self.input_ids_RT[:1, :1], **kept)
+        if not len(kept["states_N"]):
+            return replace(self, **{**kept, "input_ids_RT": self.input_ids_RT[:1, :1]})
+        row_N = kept["states_N"] // self.input_ids_RT.shape[1]
+        place_N = kept["states_N"] % self.input_ids_RT.shape[1]
+        ids_RT = self.input_ids_RT[: int(row_N.max()) + 1, : int(place_N.max()) + 1]
+        return replace(self, **{**kept, "input_ids_RT": ids_RT, "states_N": row_N * ids_RT.shape[1] + place_N})
 
 
 def kept_decisions(block: Block, weights: Sequence[float]) -> NDArray[np.bool_]:

@@ -12,12 +12,12 @@ from transformers import GenerationConfig
 
 from lightning_weave.config import Lora
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.heads import find_head, hidden_states
 from lightning_weave.maths import reverse_kl
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.store import whole_directory
 from lightning_weave.store.identity import TOKENIZER_FILES
 from lightning_weave.train.data import Batch
+from lightning_weave.train.objectives import Trainee, whole_vocabulary
 
 # Taken from the student as they are: training changes none of them, and other programs read what they read before.
 KEPT_FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json", "*.py")
@@ -49,36 +49,38 @@ def with_lora(model: Any, lora: Lora, seed: int) -> Any:
         raise InputError(f"train.lora.targets = {lora.targets}: {error}") from None
 
 
-def trained_model(student: Checkpoint, weights: Mapping[str, Tensor], lora: Lora | None) -> Any:
-    """Put trained weights into the student's own architecture, adapters merged; float32, on the CPU."""
-    model = student.load(torch.float32, torch.device("cpu"))
-    if lora is not None:
-        model = with_lora(model, lora, seed=0)
-    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()})
-    return model.merge_and_unload() if lora is not None else model
-
-
 @torch.no_grad()
-def round_weights(model: Any, dtype: torch.dtype, batch: Batch, vocabulary: int) -> float:
-    """Round to the dtype of the export and return KL(exported || trained), whole vocabulary, mean over the batch."""
+def round_weights(trainee: Trainee, dtype: torch.dtype, batch: Batch) -> float:
+    """Round the weights to the dtype of the export, in place, and say what that cost; all ranks do so together.
 
-    def log_probs() -> Tensor:
-        hidden_PD = torch.cat([hidden_states(model, ids_T[None])[0] for ids_T in batch.input_ids_RT])  # little memory
-        hidden_ND = hidden_PD[batch.states_N]
-        return torch.log_softmax(find_head(model, vocabulary).logits(hidden_ND), dim=-1)
+    Returns KL(exported || trained) as the trainer computes both: whole vocabulary, mean over the batch.
+    """
+    trainee.eval()
+    trained_NV = trainee(batch, whole_vocabulary, 1.0)[1]
+    for value in trainee.state_dict().values():
+        if value.is_floating_point():
+            value.copy_(value.to(dtype))
+    exported_NV = trainee(batch, whole_vocabulary, 1.0)[1]
+    return reverse_kl(exported_NV, trained_NV, 1.0).mean().item() if len(batch) else 0.0
 
-    trained_NV = log_probs()
-    model.to(dtype).to(torch.float32)
-    return reverse_kl(log_probs(), trained_NV, 1.0).mean().item() if len(batch) else 0.0
+
+def merged(student: Checkpoint, weights: Mapping[str, Tensor], lora: Lora) -> Any:
+    """Merge trained adapters into the student, in float32 on the CPU."""
+    model = with_lora(student.load(torch.float32, torch.device("cpu")), lora, seed=0)
+    model.load_state_dict(weights)
+    return model.merge_and_unload()
 
 
-def write_model(folder: Path, model: Any, student: Checkpoint, card: str) -> list[Path]:
-    """Write a model in the student's dtype, with its tokenizer, config and generation settings; whole or not at all."""
+def write_model(folder: Path, weights: Mapping[str, Tensor], student: Checkpoint, card: str) -> list[Path]:
+    """Write weights as the student's were, with its tokenizer, config and generation settings; whole or not at all."""
+    model = student.skeleton()
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
     if (student.path / "generation_config.json").exists():
         model.generation_config = GenerationConfig()  # the student's may be one that transformers refuses to save
     try:
         with whole_directory(folder) as unfinished:
-            model.to(student.dtype).save_pretrained(unfinished)
+            model.save_pretrained(unfinished)
             for file in (file for pattern in KEPT_FILES for file in student.path.glob(pattern)):
                 shutil.copyfile(file, unfinished / file.name)
             (unfinished / "README.md").write_text(card, encoding="utf-8")

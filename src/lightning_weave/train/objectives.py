@@ -3,11 +3,14 @@
 The loss runs inside the forward of the root module, where a sharded head weight is whole.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from lightning_weave.config import Objective
 from lightning_weave.errors import InputError
@@ -108,13 +111,36 @@ def _with_sampled(hidden_ND: Tensor, head: Head, batch: Batch) -> tuple[Tensor, 
     return torch.cat([logp_NC, other_N[:, None]], dim=1), sampled_N
 
 
+LossFunction = Callable[[Tensor, Head, Batch, float], tuple[Tensor, Tensor]]
+
+
+def whole_vocabulary(hidden_ND: Tensor, head: Head, batch: Batch, normalizer: float) -> tuple[Tensor, Tensor]:
+    """Stand in for a loss where only the student's log-probs are wanted, of all tokens."""
+    logp_NV = torch.log_softmax(head.logits(hidden_ND), dim=-1)
+    return logp_NV.new_zeros(()), logp_NV
+
+
+@contextmanager
+def _unpacked() -> Iterator[None]:
+    """Tell transformers that a row is one sequence: it would ask the device, and wait, at every pass."""
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
+
+
 class Trainee(nn.Module):
     """The student and its loss as one module."""
 
     def __init__(self, model: Any, vocabulary: int) -> None:
         super().__init__()
         self.model = model
-        self.head_description = find_head(model, vocabulary)
+        found = find_head(model, vocabulary)
+        # Without its weight, which would stay whole here after the model is sharded.
+        bias_V = None if found.bias_V is None else found.bias_V.detach().to("meta")
+        self.head_description = replace(found, weight_VD=found.weight_VD.detach().to("meta"), bias_V=bias_V)
 
     def head(self) -> Head:
         """The head with its weight as it is now: whole, in compute dtype, wherever a sharding module has put it."""
@@ -124,10 +150,11 @@ class Trainee(nn.Module):
 
     def kept_states(self, batch: Batch) -> Tensor:
         """Hidden states of the kept decisions only: no other position goes through the head."""
-        hidden_RTD = hidden_states(self.model, batch.input_ids_RT)
+        with _unpacked():
+            hidden_RTD = hidden_states(self.model, batch.input_ids_RT)
         return hidden_RTD.flatten(0, 1)[batch.states_N]  # (R, T, D) -> (N, D)
 
-    def forward(self, batch: Batch, loss: Loss, normalizer: float) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, loss: LossFunction, normalizer: float) -> tuple[Tensor, Tensor]:
         """Return the loss and, without gradient, the student's outcomes log_pi_NO."""
         return loss(self.kept_states(batch), self.head(), batch, normalizer)
 

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -251,9 +250,15 @@ def _plain_errors() -> Iterator[None]:
             raise OSError(f"{type(reason).__name__}: {reason}") from error
 
 
-def whole_weights(module: nn.Module) -> dict[str, Any]:
-    """Gather all weights on the CPU of rank 0 (other ranks get nothing)."""
-    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+def whole_weights(module: nn.Module, dtype: torch.dtype, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Gather all weights in a dtype on the CPU of rank 0, tensor by tensor (other ranks get nothing)."""
+    weights = {}
+    for name, value in module.state_dict().items():
+        rounded = value.to(dtype) if value.is_floating_point() else value
+        tensor = rounded.full_tensor() if hasattr(rounded, "full_tensor") else rounded
+        if ranks.first:
+            weights[name] = tensor.cpu()
+    return weights
 
 
 def _only_trained(module: nn.Module) -> StateDictOptions:

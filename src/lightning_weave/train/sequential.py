@@ -18,7 +18,7 @@ from lightning_weave.store import Stage, Step, append_line, whole_directory, wri
 from lightning_weave.store.ledger import LEDGER, read_ledger
 from lightning_weave.train.card import model_card
 from lightning_weave.train.offline import Leg, train_offline
-from lightning_weave.train.training import TrainContext
+from lightning_weave.train.training import TrainContext, give_back
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def train_in_sequence(steps: Steps, name: str, context: TrainContext) -> None:
             _make_cache(steps, leg, context)
         if leg.stage.state() != "done":
             train_offline(leg.steps, leg.name, context, leg.leg)
+            give_back()
         final = leg.stage.folder / "final"
     if context.ranks.first:
         assert final is not None, "a sequence has a leg"

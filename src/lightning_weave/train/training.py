@@ -1,22 +1,24 @@
 """What training is whatever its rows are: a student, a schedule, updates with checkpoints between, an export."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_weave.errors import Mismatch
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.memory import free_memory
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage
 from lightning_weave.store.ledger import Meter
 from lightning_weave.train.card import model_card
 from lightning_weave.train.checkpoint import TrainingCheckpoints
-from lightning_weave.train.data import compose
-from lightning_weave.train.export import round_weights, trained_model, with_lora, write_model
+from lightning_weave.train.data import Batch, compose
+from lightning_weave.train.export import merged, round_weights, with_lora, write_model
 from lightning_weave.train.loop import BAD_ROWS, Fit, Rows, adam, check_agreement
 from lightning_weave.train.objectives import Loss, Trainee
 from lightning_weave.train.parallel import Ranks, shard, whole_weights
@@ -54,7 +56,9 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     section = steps.recipe.train
     ranks = context.ranks
     checkpoint = start or steps.student
-    model = checkpoint.load(torch.float32, ranks.device)
+    sharded = ranks.world > 1 or context.dtype != torch.float32
+    # Sharding moves it to the device block by block: at no time is it whole there.
+    model = checkpoint.load(torch.float32, torch.device("cpu") if sharded else ranks.device)
     model.requires_grad_(True).train()
     if section.lora is not None:
         model = with_lora(model, section.lora, section.seed)
@@ -65,9 +69,18 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     if section.compile:
         for block in blocks:
             block.compile()
-    if ranks.world > 1 or context.dtype != torch.float32:
+    if sharded:
         shard(trainee, blocks, ranks, context.dtype)
     return trainee
+
+
+def give_back() -> None:
+    """Free the models of what has been trained, before another is loaded or an engine looks for room.
+
+    State dicts and sharded modules hold on to themselves in cycles, which Python drops only when it is told to.
+    """
+    gc.collect()
+    free_memory()
 
 
 def _blocks(model: Any) -> list[nn.Module]:
@@ -185,22 +198,41 @@ class Training:
         return {f"validation_{key}": value for key, value in self.fit.distance(held_out).items()} if held_out else {}
 
     def finish(self, figures: dict[str, Any]) -> None:
-        """Gather the weights and let rank 0 export them."""
-        weights = whole_weights(self.fit.trainee)
-        if self.fit.ranks.first:
-            self.export(weights, figures)
-        self.fit.ranks.wait()
-
-    def export(self, weights: dict[str, Any], figures: dict[str, Any]) -> None:
-        """Write final/ in the student's dtype, and say what the rounding cost."""
+        """Round the weights to the student's dtype, gather them, and let rank 0 write them."""
         student = self.steps.student
+        lora = self.steps.recipe.train.lora
+        trainee = self.fit.trainee
+        ranks = self.fit.ranks
+        batch = self._looked_at()
+        if lora is None:
+            lost = round_weights(trainee, student.dtype, batch.to(ranks.device))
+            weights = _of_model(whole_weights(trainee, student.dtype, ranks))
+            if ranks.first:
+                self.export(weights, figures, lost)
+        else:
+            weights = _of_model(whole_weights(trainee, torch.float32, ranks))
+            if ranks.first:
+                alone = Trainee(merged(student, weights, lora), student.vocabulary)
+                lost = round_weights(alone, student.dtype, batch)
+                weights = whole_weights(alone, student.dtype, ranks)
+                self.export(_of_model(weights), figures, lost)
+        ranks.wait()
+
+    def _looked_at(self) -> Batch:
+        """A few decisions of the last update, on which exported weights are compared with trained ones."""
         rows = self.fit.cache
-        model = trained_model(student, weights, self.steps.recipe.train.lora)
         last = self.schedule.rows(len(self.schedule) - 1)
-        batch = compose(rows.block(last[:EXPORT_ROWS]), rows.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS)
-        lost = round_weights(model, student.dtype, batch, self.fit.trainee.head_description.vocabulary)
+        return compose(rows.block(last[:EXPORT_ROWS]), rows.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS)
+
+    def export(self, weights: dict[str, Tensor], figures: dict[str, Any], lost: float) -> None:
+        """Write final/ in the student's dtype, and say what the rounding cost."""
         figures = {**figures, "export_kl": lost}
         final = self.stage.folder / "final"
-        files = write_model(final, model, student, model_card(self.steps, self.name, figures))
+        files = write_model(final, weights, self.steps.student, model_card(self.steps, self.name, figures))
         self.stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
         self.say(f"{final} (KL exported || trained {lost:.1e} nats)")
+
+
+def _of_model(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Name weights of a trainee as its model does."""
+    return {name.removeprefix("model."): tensor for name, tensor in weights.items()}

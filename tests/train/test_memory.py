@@ -1,0 +1,96 @@
+"""What training leaves behind: no model once a composition or a leg is trained, and few waits for the device."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_weave.pipeline.flow import make_students
+from lightning_weave.runs.caches import open_cache
+from lightning_weave.train import training
+from lightning_weave.train.parallel import join, shard
+from lightning_weave.train.training import make_fit, open_trainee
+from pipeline.scored import HALF, QUIET, make_scored
+from tiny import steps_of
+from train.cached import context, make_run
+
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal")
+
+
+def test_no_model_is_alive_when_the_next_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_scored(tmp_path)
+    models: list[weakref.ref] = []
+    alive: list[int] = []
+
+    class Watched(training.Trainee):
+        def __init__(self, *args: Any) -> None:
+            alive.append(sum(model() is not None for model in models))
+            super().__init__(*args)
+            models.append(weakref.ref(self.model))
+
+    monkeypatch.setattr(training, "Trainee", Watched)
+    compositions = {
+        "one": {"weights": HALF},
+        "two": {"weights": {"acc": 1.0}},
+        "legs": {"weights": HALF, "method": "sequential", "sequence": ["acc", "brief"]},
+        "live": {"weights": HALF, "method": "online"},
+    }
+    shorter = {**recipe["train"], "dtype": "bfloat16", "epochs": 1, "allow_disagreement": True}
+    gc.disable()  # nothing is freed by chance
+    try:
+        make_students(steps_of({**recipe, "compositions": compositions, "train": shorter}), QUIET)
+    finally:
+        gc.enable()
+    assert alive == [0] * 5
+    assert all(model() is None for model in models)
+
+
+def test_sharding_leaves_no_whole_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: list[weakref.ref] = []
+
+    def watched(module: Any, *rest: Any) -> None:
+        whole.extend(weakref.ref(weight) for weight in module.parameters())
+        shard(module, *rest)
+
+    monkeypatch.setattr(training, "shard", watched)
+    steps = make_run(tmp_path)
+    with join(torch.device("cpu"), sharded=True) as ranks:
+        trainee = open_trainee(steps, context(ranks, torch.bfloat16))
+        gc.collect()
+        assert whole
+        assert not any(weight() is not None for weight in whole)
+        assert trainee.head_description.plain
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.removeprefix("aten::") in WAITS:
+            self.found.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("objective", ["tilted", "reverse-kl", "direct-opd"])
+def test_an_update_waits_for_the_device_at_most_twice(tmp_path: Path, dtype: torch.dtype, objective: str) -> None:
+    """Once for all that is watched and once for the norm of the gradient, however many micro-batches there are."""
+    steps = make_run(tmp_path, train={"objective": objective})
+    with join(torch.device("cpu"), sharded=dtype != torch.float32) as ranks:
+        trainee = open_trainee(steps, context(ranks, dtype))
+        fit = make_fit(steps, "both", trainee, open_cache(steps, "both"), alpha=2.0, ranks=ranks)
+        fit.update(1, range(12))
+        for budget in (1, 10_000):  # a micro-batch for each row, and one for all
+            fit.token_budget = budget
+            with Waits() as waits:
+                fit.update(2, range(12))
+            # What is watched comes over in one copy, which is no wait where the device is the host.
+            assert waits.found == ["aten::_local_scalar_dense"]
