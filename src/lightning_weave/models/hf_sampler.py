@@ -61,6 +61,11 @@ class HFSampler:
             pending = pending[1:]
         return [responses[row] for row in range(len(requests))]
 
+    def close(self) -> None:
+        """Let go of the model, and give its memory back."""
+        self.model = None
+        free_memory()
+
     def _try_batch(self, batch: list[Request], settings: SamplingSettings) -> list[Response] | None:
         """Sample one batch; None when it does not fit in memory."""
         try:
