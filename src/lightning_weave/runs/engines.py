@@ -49,7 +49,7 @@ def open_sampler(
     if (known := parity.remembered()) is None:
         with parity.alone():
             if (known := parity.remembered()) is None:
-                few = partial(score_a_few, checkpoint, prompts, length, dtype, device)
+                few = partial(score_a_few, checkpoint, prompts, length, dtype=dtype, device=device)
                 may_skip = gpus_of(section) > 1  # the scorer has one
                 return _start_checked(start, few, partial(parity.accept, section, checkpoint), may_skip)
     judge(known, section, checkpoint)
