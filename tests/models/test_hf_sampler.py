@@ -8,10 +8,11 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from small_models import ARCHITECTURES, PADDED, VOCABULARY, small_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.models.hf import HFSampler
-from lightning_weave.models.hf_sampler import draw
+from lightning_weave.models.hf_sampler import LOOK_EVERY, draw
 from lightning_weave.types import Request, Response, SamplingSettings
 
 STOP = frozenset({2, 3, 4, 5})
@@ -160,6 +161,54 @@ def test_progress_counts_every_sampled_token_once() -> None:
     sampler = HFSampler(small_model("llama"), STOP, VOCABULARY, batch_size=7, on_tokens=counted.append)
     drawn = sampler.sample(some_requests(), PLAIN)
     assert sum(counted) == sum(len(response.ids) for response in drawn)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_looking_less_often_changes_no_trajectory(architecture: str) -> None:
+    model, requests = small_model(architecture), some_requests()
+    counted: list[int] = []
+    sampler = HFSampler(model, STOP, VOCABULARY, on_tokens=counted.append)
+    expected = HFSampler(model, STOP, VOCABULARY).sample(requests, PLAIN)
+    for steps in (3, 16):
+        sampler.look_every = steps
+        counted.clear()
+        assert sampler.sample(requests, PLAIN) == expected
+        assert sum(counted) == sum(len(response.ids) for response in expected)
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts what makes the host wait for a device: values that come to Python, and shapes that depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_mask = func is torch.ops.aten.index.Tensor and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
+        self.count += by_mask or func.name().partition(".")[0] in waits
+        return func(*args, **(kwargs or {}))
+
+
+def host_waits(model: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Count the waits of one batch whose rows never stop; lists are waits that the dispatcher does not see."""
+    lists: list[torch.Tensor] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: (lists.append(tensor), tolist(tensor))[1])
+    sampler = HFSampler(model, frozenset(), VOCABULARY)
+    sampler.look_every = LOOK_EVERY
+    with HostWaits() as waits:
+        sampler.sample([Request([9, 8, 7], 0, 0), Request([9, 8], 1, 0)], SamplingSettings(1.0, 0.9, tokens, 1))
+    monkeypatch.undo()
+    return waits.count + len(lists)
+
+
+def test_the_host_waits_once_in_sixteen_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("qwen3", max_position_embeddings=128)
+    short = host_waits(model, 16, monkeypatch)
+    assert host_waits(model, 16 + 4 * LOOK_EVERY, monkeypatch) == short + 4
 
 
 def test_running_out_of_memory_halves_the_batch_and_changes_no_trajectory(caplog: pytest.LogCaptureFixture) -> None:

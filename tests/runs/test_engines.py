@@ -4,7 +4,10 @@ import json
 import logging
 import os
 import sys
+import threading
+import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,27 +17,48 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import tiny
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
+<<<<<<< HEAD
 from lightning_weave.errors import Mismatch
 from lightning_weave.models.checkpoint import Checkpoint
+=======
+from lightning_weave.errors import InputError, Mismatch
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.vllm import VLLMSampler
+>>>>>>> engines-gpu
 from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import prompts, reference
 from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
+<<<<<<< HEAD
 from lightning_weave.runs.engines import longest_context
 from lightning_weave.runs.steps import Steps
+=======
+from lightning_weave.runs import engines
+from lightning_weave.runs.engines import longest_context, open_sampler
+from lightning_weave.runs.parity import score_a_few
+from lightning_weave.runs.steps import Steps
+from lightning_weave.store import read_lines
+>>>>>>> engines-gpu
 from lightning_weave.types import Candidates, Prompt, Rollouts
 
 QUIET = Progress(quiet=True)
-# Speaks the protocol of the engine's process: settings, then jobs; answers every request with the same response.
+# Speaks the protocol of the engine's process: settings, then jobs. It knows what it answers, and how likely rows are.
 ENGINE = """
 import json, sys
 known = json.load(open(sys.argv[1]))
+if "--version" in sys.argv:
+    print(json.dumps({"version": known["version"]}))
+    sys.exit()
 json.loads(sys.stdin.readline())
 print(json.dumps({"limit": 100}), flush=True)
 for line in sys.stdin:
-    prompts = json.loads(line)["prompts"]
-    print(json.dumps({"responses": [known[" ".join(map(str, ids))] for ids in prompts]}), flush=True)
+    job = json.loads(line)
+    if "rows" in job:
+        rows = [next(logps for ids, logps in known["rows"] if ids[: len(row)] == row) for row in job["rows"]]
+        print(json.dumps({"logprobs": [logps[: len(row) - 1] for row, logps in zip(job["rows"], rows)]}), flush=True)
+        continue
+    print(json.dumps({"responses": [known["answers"][" ".join(map(str, ids))] for ids in job["prompts"]]}), flush=True)
 """
 
 
@@ -80,7 +104,7 @@ def false_engine(tmp_path: Path) -> tuple[dict, Path]:
     """A recipe whose engine says what a file says."""
     script, known, python = tmp_path / "engine.py", tmp_path / "known.json", tmp_path / "python"
     script.write_text(ENGINE)
-    python.write_text(f"#!/bin/sh\nexec {sys.executable} {script} {known}\n")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} {known} "$@"\n')
     python.chmod(0o755)
     return make_recipe(tmp_path / "world", str(python)), known
 
@@ -90,19 +114,117 @@ def made_prompts(steps: Steps) -> list[Prompt]:
     return read_prompts(steps.prompts_file)
 
 
-def write_known(recipe: dict, known: Path, error: float) -> None:
-    """Let the engine answer every prompt with the first tokens of the vocabulary, its log-probs off by `error`."""
+def write_known(recipe: dict, known: Path, error: float, version: str = "1", written: float = 0.0) -> None:
+    """Let the engine answer every prompt with the first tokens of the vocabulary, its log-probs off by `error`.
+
+    Those of the tokens that it writes itself are off by `written` more.
+    """
     steps = tiny.steps_of(recipe)
     model = AutoModelForCausalLM.from_pretrained(steps.student.path, dtype=torch.float32)
-    answers = {}
-    for prompt in made_prompts(steps):
-        ids = prompt.token_ids
-        response = [1, 2, 3]
+    prompts = [prompt.token_ids for prompt in made_prompts(steps)]
+    drawn = score_a_few(steps.student, prompts, 256, torch.float32, torch.device("cpu"))
+    response = [1, 2, 3]
+
+    def logps(ids: list[int]) -> list[float]:
         with torch.no_grad():
-            logp_TV = model(torch.tensor([ids + response])).logits[0].log_softmax(-1)
-        logps = [float(logp_TV[len(ids) - 1 + place, token]) + error for place, token in enumerate(response)]
-        answers[" ".join(map(str, ids))] = {"ids": response, "finish": "length", "logprobs": logps}
-    known.write_text(json.dumps(answers))
+            logp_TV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return [float(logp_TV[place, token]) + error for place, token in enumerate(ids[1:])]
+
+    rows = [ids + response for ids in prompts] + [row.prompt + row.response for row in drawn]
+    answers = {}
+    for ids in prompts:
+        likely = [logp + written for logp in logps(ids + response)[len(ids) - 1 :]]
+        answers[" ".join(map(str, ids))] = {"ids": response, "finish": "length", "logprobs": likely}
+    known.write_text(json.dumps({"version": version, "answers": answers, "rows": [(ids, logps(ids)) for ids in rows]}))
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
+    """Every model that is loaded; the one before it and all others must be gone by then."""
+    models: list[weakref.ref] = []
+    load = Checkpoint.load
+
+    def watched(self: Checkpoint, *args: Any) -> Any:
+        assert [model() for model in models if model() is not None] == []
+        model = load(self, *args)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(Checkpoint, "load", watched)
+    return models
+
+
+def open_engine(steps: Steps) -> None:
+    prompts = [prompt.token_ids for prompt in read_prompts(steps.prompts_file)]
+    open_sampler(steps, steps.student, steps.recipe.rollout, prompts, 12).close()
+
+
+def test_an_engine_is_compared_once_per_model_and_version(
+    false_engine: tuple[dict, Path], loaded: list[weakref.ref]
+) -> None:
+    recipe, known = false_engine
+    write_known(recipe, known, error=0.001)
+    loaded.clear()
+    steps = tiny.steps_of(recipe)
+    threads = [threading.Thread(target=open_engine, args=(steps,)) for _ in range(2)]  # as two ranks would
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    open_engine(tiny.steps_of(recipe))
+    assert len(loaded) == 1
+    known.write_text(known.read_text().replace('"version": "1"', '"version": "2"'))
+    open_engine(steps)
+    assert len(loaded) == 2
+    rows = list(read_lines(steps.store.run_dir / "parity.jsonl"))
+    assert [row["engine"] for row in rows] == ["vllm 1", "vllm 2"]
+    assert {(row["model"], row["dtype"]) for row in rows} == {(steps.student.identity, "torch.float32")}
+    strict = tiny.steps_of({**recipe, "rollout": recipe["rollout"] | {"parity": 1e-5}})
+    with pytest.raises(Mismatch, match=r"rollout\.parity = 1e-05"):  # what is remembered is judged again
+        open_engine(strict)
+
+
+def test_the_scorer_is_gone_when_the_engine_starts(
+    false_engine: tuple[dict, Path], loaded: list[weakref.ref], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, known = false_engine
+    write_known(recipe, known, error=0.0)
+    loaded.clear()
+    launch = VLLMSampler._launch
+
+    def watched(self: VLLMSampler) -> Any:
+        assert [model() for model in loaded] == [None]
+        return launch(self)
+
+    monkeypatch.setattr(VLLMSampler, "_launch", watched)
+    open_engine(tiny.steps_of(recipe))
+
+
+def test_a_policy_is_gone_when_the_next_is_loaded(tmp_path: Path, loaded: list[weakref.ref]) -> None:
+    recipe = make_recipe(tmp_path, "")
+    recipe["eval"] |= {"engine": "hf", "python": None, "options": {}, "samples": 1}
+    recipe["policies"] = {"again": {"model": str(tmp_path / "student")}}
+    eval_stage.run(tiny.steps_of(recipe), QUIET, ["base", "again"])
+    assert [model() for model in loaded] == [None, None]
+
+
+def test_an_engine_that_reads_well_and_writes_badly_is_refused(false_engine: tuple[dict, Path]) -> None:
+    recipe, known = false_engine
+    write_known(recipe, known, error=0.0, written=0.125)
+    with pytest.raises(Mismatch, match=r"disagree by 0\.1250 nats per token"):
+        make_rollouts(tiny.steps_of(recipe), QUIET)
+
+
+def test_an_engine_gets_gpus_by_what_its_options_ask(
+    false_engine: tuple[dict, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, known = false_engine
+    write_known(recipe, known, error=0.0)
+    recipe["rollout"]["options"] |= {"tensor_parallel_size": 2}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    monkeypatch.setattr(engines, "set_up", lambda *_: torch.device("cuda", 0))
+    with pytest.raises(InputError, match="needs 2 GPUs, and 1 are visible"):
+        open_engine(tiny.steps_of(recipe))
 
 
 def test_an_engine_that_agrees_may_sample(false_engine: tuple[dict, Path], caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +242,7 @@ def test_an_engine_that_disagrees_is_refused_with_the_figure(false_engine: tuple
     recipe, known = false_engine
     write_known(recipe, known, error=-0.25)
     steps = tiny.steps_of(recipe)
-    message = r"disagree by 0\.2500 nats per token, more than rollout\.parity = 0\.05 \(12 tokens"
+    message = r"disagree by 0\.2500 nats per token, more than rollout\.parity = 0\.05 \(\d+ tokens"
     with pytest.raises(Mismatch, match=message):
         make_rollouts(steps, QUIET)
     assert steps.store.stage(steps.rollout).state() == "missing"

@@ -7,7 +7,6 @@ per step, where the others already sample.
 
 import logging
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from lightning_weave.devices import has_float64
 from lightning_weave.errors import InputError, WeaveError, logits_not_finite
 from lightning_weave.models.load import context_limit
 from lightning_weave.models.memory import free_memory, is_out_of_memory
 from lightning_weave.types import Request, Response, SamplingSettings
 
+LOOK_EVERY = 16  # steps: on a device with a queue of its own, every look empties the queue
 log = logging.getLogger(__name__)
 
 
@@ -44,6 +45,8 @@ class HFSampler:
         self.batch_size = batch_size
         self.on_tokens = on_tokens
         self.tilt = tilt
+        # Rows that have ended are dropped as soon as it is known. To know it costs nothing on a CPU.
+        self.look_every = 1 if model.device.type == "cpu" else LOOK_EVERY
         self.limit = context_limit(model.config)
         self.is_stop_V = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
         self.is_stop_V[[token for token in sorted(stop) if token < vocabulary]] = True
@@ -60,6 +63,11 @@ class HFSampler:
             responses.update(zip(pending[0], drawn, strict=True))
             pending = pending[1:]
         return [responses[row] for row in range(len(requests))]
+
+    def close(self) -> None:
+        """Let go of the model, and give its memory back."""
+        self.model = None
+        free_memory()
 
     def _try_batch(self, batch: list[Request], settings: SamplingSettings) -> list[Response] | None:
         """Sample one batch; None when it does not fit in memory."""
@@ -84,35 +92,56 @@ class HFSampler:
     def _sample_batch(self, batch: list[Request], settings: SamplingSettings) -> list[Response]:
         device = self.model.device
         room = [self._room(request, settings) for request in batch]
-        start_B = torch.tensor([len(request.prompt_ids) for request in batch], device=device)
+        starts = [len(request.prompt_ids) for request in batch]
+        longest = max(start + most for start, most in zip(starts, room, strict=True))
+        start_B = torch.tensor(starts, device=device)
         end_B = start_B + torch.tensor(room, device=device)  # moves forward where a row stops
-        uniform_BS = torch.from_numpy(_uniforms(batch, settings.seed, max(room))).to(device)
-        tokens_BT = _prompt_tokens(batch, int(end_B.max())).to(device)
-        first = int(start_B.min())
+        uniform_BS = torch.from_numpy(_uniforms(batch, settings.seed, max(room))).to(_widest(device)).to(device)
+        tokens_BT = _prompt_tokens(batch, longest).to(device)
+        first = min(starts)
         cache, logits_NV = self._prefill(tokens_BT[:, :first])
         rows_N = torch.arange(len(batch), device=device)  # those still in the batch
-        for position in count(first):
+        broken_N = torch.zeros_like(rows_N, dtype=torch.bool)
+        drawn = torch.zeros((), dtype=torch.long, device=device)  # since the last look
+        for position in range(first, longest):
             step_N = position - start_B[rows_N]  # negative while the prompt is not over
             uniform_N = uniform_BS[rows_N, step_N.clamp(0, max(room) - 1)]
             logits_NV = self._tilted(logits_NV, batch, rows_N, step_N, tokens_BT[:, :position])
-            sampled_N = self._draw(logits_NV, uniform_N, settings, batch, rows_N)
+            open_N = end_B[rows_N] > position
+            broken_N = broken_N | (open_N & ~logits_NV.max(dim=-1).values.isfinite())
+            sampled_N = draw(logits_NV, uniform_N, settings.temperature, settings.top_p)
             token_N = torch.where(step_N < 0, tokens_BT[rows_N, position], sampled_N)
             tokens_BT[rows_N, position] = token_N
             stopped_N = self.is_stop_V[token_N] & (step_N >= 0)
             last_N = torch.where(stopped_N, position + 1, end_B[rows_N])
-            self._report((step_N >= 0) & (end_B[rows_N] > position))
+            drawn = drawn + ((step_N >= 0) & open_N).sum()
             end_B[rows_N] = torch.minimum(end_B[rows_N], last_N)
-            going_N = end_B[rows_N] > position + 1
-            going = int(going_N.sum())
-            if going == 0:
-                break
-            if 8 * (len(rows_N) - going) >= len(rows_N):  # dropping copies the cache: worth it for an eighth of it
-                kept = going_N.nonzero()[:, 0]
-                rows_N = rows_N[kept]
-                token_N = token_N[kept]
-                cache.reorder_cache(kept)
+            if (position + 1 - first) % self.look_every == 0 or position + 1 == longest:
+                kept = self._look(end_B[rows_N] > position + 1, broken_N, drawn, batch, rows_N)
+                drawn = torch.zeros_like(drawn)
+                if not kept:
+                    break
+                if 8 * (len(rows_N) - len(kept)) >= len(rows_N):  # dropping copies the cache: worth it for an eighth
+                    kept_N = torch.tensor(kept, device=device)
+                    rows_N = rows_N[kept_N]
+                    token_N = token_N[kept_N]
+                    broken_N = broken_N[kept_N]
+                    cache.reorder_cache(kept_N)
             logits_NV = self._forward(token_N[:, None], cache)
-        return self._responses(tokens_BT.tolist(), start_B.tolist(), end_B.tolist())
+        return self._responses(tokens_BT.tolist(), starts, end_B.tolist())
+
+    def _look(
+        self, going_N: Tensor, broken_N: Tensor, drawn: Tensor, batch: list[Request], rows_N: Tensor
+    ) -> list[int]:
+        """Say which rows of the batch go on. The one place of a step where the host waits for the device."""
+        *flags, count = torch.cat([going_N.long(), broken_N.long(), drawn[None]]).tolist()
+        if self.on_tokens is not None:
+            self.on_tokens(count)
+        going = flags[: len(rows_N)]
+        broken = flags[len(rows_N) :]
+        if any(broken):
+            raise logits_not_finite(batch[int(rows_N[broken.index(1)])].name, self.model.name_or_path)
+        return [row for row, goes in enumerate(going) if goes]
 
     def _room(self, request: Request, settings: SamplingSettings) -> int:
         """Count the tokens that a response may have."""
@@ -142,26 +171,15 @@ class HFSampler:
         self, logits_NV: Tensor, batch: list[Request], rows_N: Tensor, step_N: Tensor, tokens_BT: Tensor
     ) -> Tensor:
         """Apply the tilt to the rows whose prompt has ended."""
+        if self.tilt is None:
+            return logits_NV
         deciding = (step_N >= 0).nonzero()[:, 0]
-        if self.tilt is None or len(deciding) == 0:
+        if len(deciding) == 0:
             return logits_NV
         rows = rows_N[deciding].tolist()
         responses = [tokens_BT[row, len(batch[row].prompt_ids) :].tolist() for row in rows]
         tilted = self.tilt([batch[row] for row in rows], responses, logits_NV[deciding])
         return logits_NV.float().index_copy(0, deciding, tilted)
-
-    def _draw(
-        self, logits_NV: Tensor, uniform_N: Tensor, settings: SamplingSettings, batch: list[Request], rows_N: Tensor
-    ) -> Tensor:
-        highest_N = logits_NV.max(dim=-1).values
-        if not bool(highest_N.isfinite().all()):
-            row = int(rows_N[(~highest_N.isfinite()).nonzero()[0, 0]])
-            raise logits_not_finite(batch[row].name, self.model.name_or_path)
-        return draw(logits_NV, uniform_N, settings.temperature, settings.top_p)
-
-    def _report(self, sampled_N: Tensor) -> None:
-        if self.on_tokens is not None:
-            self.on_tokens(int(sampled_N.sum()))
 
     def _responses(self, tokens: list[list[int]], starts: list[int], ends: list[int]) -> list[Response]:
         stop = set(self.is_stop_V.nonzero()[:, 0].tolist())
@@ -173,7 +191,7 @@ def draw(logits_NV: Tensor, uniform_N: Tensor, temperature: float, top_p: float)
     """Draw one token per row by the inverse of its cumulative distribution; temperature 0 takes the likeliest."""
     if temperature == 0:
         return logits_NV.argmax(dim=-1)
-    scaled_NV = (logits_NV.double() - logits_NV.max(dim=-1, keepdim=True).values) / temperature
+    scaled_NV = (logits_NV.to(_widest(logits_NV.device)) - logits_NV.max(dim=-1, keepdim=True).values) / temperature
     weight_NV = scaled_NV.exp()
     if top_p < 1:
         weight_NV = _nucleus(weight_NV, top_p)
@@ -181,6 +199,10 @@ def draw(logits_NV: Tensor, uniform_N: Tensor, temperature: float, top_p: float)
     target_N1 = uniform_N[:, None] * cumulative_NV[:, -1:]
     token_N1 = torch.searchsorted(cumulative_NV, target_N1, right=True)  # right: a token of no weight is never drawn
     return token_N1[:, 0].clamp(max=logits_NV.shape[-1] - 1)
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float64 if has_float64(device) else torch.float32
 
 
 def _nucleus(weight_NV: Tensor, top_p: float) -> Tensor:

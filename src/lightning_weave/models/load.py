@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.models.attention import repeat_heads_in_float32
 from lightning_weave.models.memory import is_out_of_memory
 
 # `*.py` is only ever run with trust_remote_code; pickled weights are never downloaded.
@@ -99,6 +100,7 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
             f"{path}: the weights lack {len(absent)} tensors of the model, {absent[0]} among them. "
             "Download or export the checkpoint again"
         )
+    repeat_heads_in_float32(model, dtype, device)
     return model.eval().requires_grad_(False)
 
 

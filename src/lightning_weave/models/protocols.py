@@ -10,3 +10,6 @@ class Sampler(Protocol):
     """Draw responses, in the order of the requests."""
 
     def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]: ...
+
+    def close(self) -> None:
+        """Give its memory back. It samples no more."""

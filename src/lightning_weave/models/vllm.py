@@ -17,6 +17,7 @@ from typing import Any
 
 from lightning_weave.errors import InputError, WeaveError, logits_not_finite
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.ranks import without_ranks
 from lightning_weave.types import Request, Response, SamplingSettings
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
@@ -49,6 +50,7 @@ class VLLMSampler:
         python: str | None = None,
         trust_remote_code: bool = False,
         options: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
         self.path = path
@@ -56,6 +58,7 @@ class VLLMSampler:
         self.vocabulary = vocabulary
         self.on_tokens = on_tokens
         self.python = python or sys.executable
+        self.environment = environment or {}  # beside that of this process, such as the GPUs that are the engine's
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process that writes to it)
         self._process = self._launch()
         settings = {
@@ -102,6 +105,11 @@ class VLLMSampler:
             self.on_tokens(sum(len(row.logprobs) for row in drawn))
         return drawn
 
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Give the engine's log-probability of every token of a row but the first."""
+        scored: list[list[float]] = self._ask({"rows": [list(map(int, ids)) for ids in rows]})["logprobs"]
+        return scored
+
     def close(self) -> None:
         """Stop the engine by closing its input."""
         if self._process.stdin is not None:
@@ -123,23 +131,18 @@ class VLLMSampler:
         self.close()
 
     def _launch(self) -> "subprocess.Popen[str]":
-        # Another environment must not find the packages of this one.
-        ours = ("PYTHONPATH", "PYTHONHOME") if self.python != sys.executable else ()
-        environment = {name: value for name, value in os.environ.items() if name not in ours}
         try:
             return subprocess.Popen(
                 [self.python, str(WORKER)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._words,
-                env=environment,
+                env=_environment(self.python) | self.environment,
                 text=True,
             )
         except OSError as error:
             self._words.close()
-            raise InputError(
-                f"the engine's Python {self.python!r} (rollout.python, eval.python) cannot be run ({error.strerror})"
-            ) from error
+            raise _cannot_run(self.python, error) from error
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -153,10 +156,7 @@ class VLLMSampler:
         answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
         if "missing" in answer:
             self.close()
-            raise InputError(
-                f"vLLM cannot be imported by {self.python} ({answer['error']}). Install it there (pip install vllm), "
-                "or name the Python of an environment that has it: rollout.python, eval.python"
-            )
+            raise _not_installed(self.python, answer["error"])
         if "error" in answer:
             cause = self._cause(answer["error"])
             self.close()
@@ -164,8 +164,10 @@ class VLLMSampler:
         return answer
 
     def _cause(self, error: str) -> str:
-        """Find what lies behind "see root cause above": the first error that the engine has logged."""
-        named = (re.search(r"\b\w*(?:Error|Exception): .+", line) for line in self._said())
+        """Find what lies behind "see root cause above": the first error that the engine has logged, not a warning."""
+        lines = [line for line in self._said() if not re.search(r"\b(?:DEBUG|INFO|WARNING)\b", line)]
+        lines.sort(key=lambda line: not re.search(r"\bERROR\b", line))
+        named = (re.search(r"\b\w*(?:Error|Exception): .+", line) for line in lines)
         found = next((match.group() for match in named if match and match.group() not in error), None)
         return f"\nIts first error was {found}" if found else ""
 
@@ -193,6 +195,42 @@ class VLLMSampler:
         if not ids or max(ids) >= self.vocabulary or ended != (entry["finish"] == "stop"):
             raise WeaveError(f"the vLLM engine gave a response that breaks its settings: it ends {ids[-5:]}")
         return Drawn(Response(ids, "stop" if ended else "length"), entry["logprobs"])
+
+
+def engine_version(python: str | None) -> str:
+    """Ask which vLLM an environment has, before anything is loaded for it."""
+    python = python or sys.executable
+    command = [python, str(WORKER), "--version"]
+    try:
+        said = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, env=_environment(python), text=True, check=False
+        ).stdout
+    except OSError as error:
+        raise _cannot_run(python, error) from error
+    try:
+        answer = json.loads(said)
+    except ValueError:
+        return "unknown"
+    if "missing" in answer:
+        raise _not_installed(python, answer["error"])
+    return str(answer.get("version", "unknown"))
+
+
+def _environment(python: str) -> dict[str, str]:
+    """Leave out what is not the engine's: our ranks, a port that others have too, packages of another Python."""
+    ours = {"VLLM_PORT"} if python == sys.executable else {"VLLM_PORT", "PYTHONPATH", "PYTHONHOME"}
+    return {name: value for name, value in without_ranks(os.environ).items() if name not in ours}
+
+
+def _cannot_run(python: str, error: OSError) -> InputError:
+    return InputError(f"the engine's Python {python!r} (rollout.python, eval.python) cannot be run ({error.strerror})")
+
+
+def _not_installed(python: str, error: str) -> InputError:
+    return InputError(
+        f"vLLM cannot be imported by {python} ({error}). Install it there (pip install vllm), "
+        "or name the Python of an environment that has it: rollout.python, eval.python"
+    )
 
 
 def _seed(seed: int, request: Request) -> int:

@@ -2,9 +2,12 @@
 
 A program, not a module: it needs Python and vLLM and nothing else. JSON lines come in on stdin, one answer goes out per
 line: first the engine's settings, then one job after another. An error is an answer too. End of input ends it.
+With `--version` it only says which engine is here.
 """
 
 import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
@@ -15,6 +18,12 @@ def main() -> None:
     """Start the engine, then answer jobs until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the engine prints must not be taken for an answer
+    # This file's own directory would be searched first, and it has a vllm.py that is not the engine.
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
+    if sys.argv[1:] == ["--version"]:
+        answer(answers, version())
+        return
     settings = json.loads(sys.stdin.readline())
     try:
         engine, size = start(settings)
@@ -28,18 +37,33 @@ def main() -> None:
     padding = range(settings["vocabulary"], size)
     for line in sys.stdin:
         try:
-            answer(answers, {"responses": sample(engine, json.loads(line), padding)})
+            job = json.loads(line)
+            if "rows" in job:
+                answer(answers, {"logprobs": score(engine, job["rows"])})
+            else:
+                answer(answers, {"responses": sample(engine, job, padding)})
         except Exception as error:
             answer(answers, {"error": f"{type(error).__name__}: {error}"})
             raise
 
 
+def version() -> dict[str, Any]:
+    """Say which engine is installed, without the seconds that importing it takes."""
+    if importlib.util.find_spec("vllm") is None:
+        return {"error": "No module named 'vllm'", "missing": "vllm"}
+    try:
+        return {"version": importlib.metadata.version("vllm")}
+    except importlib.metadata.PackageNotFoundError:
+        return {"version": "unknown"}
+
+
 def start(settings: dict[str, Any]) -> tuple[Any, int]:
     """Load the model; nothing of its generation_config counts."""
-    # This file's own directory would be searched first, and it has a vllm.py that is not the engine.
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     vllm = importlib.import_module("vllm")
+    options = settings["options"]
+    if not {"enable_chunked_prefill", "max_num_batched_tokens"} & set(options):
+        # On a CPU the engine dies of a prompt with a seed of its own that it reads in two parts.
+        options = dict(options, enable_chunked_prefill=False)
     engine = vllm.LLM(
         model=settings["model"],
         dtype=settings["dtype"],
@@ -48,7 +72,7 @@ def start(settings: dict[str, Any]) -> tuple[Any, int]:
         skip_tokenizer_init=True,
         generation_config="vllm",
         seed=0,
-        **settings["options"],
+        **options,
     )
     return engine, engine.llm_engine.model_config.get_vocab_size()
 
@@ -73,6 +97,17 @@ def sample(engine: Any, job: dict[str, Any], padding: range) -> list[dict[str, A
     ]
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     return [response(output.outputs[0]) for output in engine.generate(prompts, params, use_tqdm=False)]
+
+
+def score(engine: Any, rows: list[list[int]]) -> list[list[float]]:
+    """Give the log-probability of every token of a row but the first."""
+    vllm = importlib.import_module("vllm")
+    params = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    outputs = engine.generate([{"prompt_token_ids": ids} for ids in rows], params, use_tqdm=False)
+    return [
+        [entry[token].logprob for token, entry in zip(ids[1:], list(output.prompt_logprobs)[1:])]  # noqa: B905 (Python 3.9)
+        for ids, output in zip(rows, outputs)  # noqa: B905
+    ]
 
 
 def response(output: Any) -> dict[str, Any]:

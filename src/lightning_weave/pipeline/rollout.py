@@ -7,7 +7,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
-from lightning_weave.runs.engines import close_sampler, open_sampler
+from lightning_weave.runs.engines import open_sampler
 from lightning_weave.runs.prompts import own_trajectories
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.trajectories import pack_rollouts
@@ -48,7 +48,8 @@ class RolloutWorker:
         return Made(sum(len(response.ids) for response in responses), written)
 
     def close(self) -> None:
-        close_sampler(self.sampler)
+        if self.sampler is not None:
+            self.sampler.close()
 
 
 def open_worker(steps: Steps) -> RolloutWorker:

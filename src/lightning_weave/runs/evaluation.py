@@ -29,7 +29,7 @@ from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import ask, chatml, encode, livecodebench, render
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.engines import close_sampler, longest_context, open_sampler
+from lightning_weave.runs.engines import longest_context, open_sampler
 from lightning_weave.runs.grade import Grader
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, Job, Made, do_here
@@ -56,7 +56,8 @@ class Evaluated:
 
     def close(self) -> None:
         """Stop the engine."""
-        close_sampler(self._sampler)
+        if self._sampler is not None:
+            self._sampler.close()
         self._sampler = None
 
 

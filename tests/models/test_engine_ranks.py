@@ -1,0 +1,78 @@
+"""Engines beside torchrun, each in its own process on its own GPUs, with a package that stands in for vLLM."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_weave.errors import WeaveError
+from lightning_weave.models.vllm import VLLMSampler, engine_version
+
+TESTS = Path(__file__).parents[1]
+PROGRAM = Path(__file__).with_name("engine_rank.py")
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where engines that stand in for vLLM write down what they were given."""
+    folder = tmp_path / "records"
+    folder.mkdir()
+    monkeypatch.setenv("STAND_IN_RECORDS", str(folder))
+    paths = (str(TESTS / "stand_in"), *sys.path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
+    return folder
+
+
+def read(records: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in records.iterdir()]
+
+
+@pytest.mark.timeout(180)
+def test_engines_of_two_ranks_have_their_own_gpus_and_nothing_of_torchrun(records: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7", "VLLM_PORT": "29500", "OMP_NUM_THREADS": "1"}
+    subprocess.run([*launcher, str(PROGRAM), str(tmp_path), "2"], check=True, env=environment)
+    engines = read(records)
+    assert sorted(engine["environment"]["CUDA_VISIBLE_DEVICES"] for engine in engines) == ["4,5", "6,7"]
+    assert engines[0]["port"] != engines[1]["port"]
+    for engine in engines:
+        left = {name for name in engine["environment"] if name.startswith(("TORCHELASTIC", "MASTER_", "VLLM_PORT"))}
+        left |= {name for name in engine["environment"] if name.endswith(("RANK", "WORLD_SIZE"))}
+        assert left == set()
+        assert engine["settings"]["tensor_parallel_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "chunked"),
+    [({}, False), ({"enable_chunked_prefill": True}, True), ({"max_num_batched_tokens": 8192}, None)],
+)
+def test_prompts_are_read_whole_unless_the_options_say_otherwise(
+    records: Path, tmp_path: Path, options: dict, chunked: bool | None
+) -> None:
+    with VLLMSampler(tmp_path, frozenset({1}), 8, options=options):
+        pass
+    (engine,) = read(records)
+    assert engine["settings"].get("enable_chunked_prefill") is chunked
+
+
+@pytest.mark.usefixtures("records")
+def test_the_version_is_asked_without_starting_an_engine(records: Path) -> None:
+    assert engine_version(None) == "unknown"  # it is no installed distribution
+    assert read(records) == []
+
+
+def test_a_harmless_warning_is_not_blamed(tmp_path: Path) -> None:
+    log = (
+        "WARNING 01-01 00:00:00 [llm.py:1] ValueError: Tokenizer not available when skip_tokenizer_init=True\\n"
+        "UserWarning: RuntimeError: nothing to see here\\n"
+        "(EngineCore pid=7) ERROR 01-01 00:00:00 [core.py:1] RuntimeError: the generator cannot be rewound"
+    )
+    answer = '{"error": "EngineDeadError: EngineCore encountered an issue. See stack trace (above)"}'
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nread line\nprintf '{log}\\n' >&2\necho '{answer}'\n")
+    python.chmod(0o755)
+    with pytest.raises(WeaveError, match=r"first error was RuntimeError: the generator cannot be rewound"):
+        VLLMSampler(tmp_path, frozenset({1}), 8, python=str(python))

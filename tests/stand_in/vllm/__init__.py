@@ -1,0 +1,63 @@
+"""Stands in for vLLM: writes down its environment and arguments, meets itself on a port, and answers fixed tokens."""
+
+import json
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+class LLM:
+    """One engine; `STAND_IN_RECORDS` names the directory of the records."""
+
+    def __init__(self, **settings: Any) -> None:
+        port = _meet() if settings.get("tensor_parallel_size", 1) > 1 else None
+        record = {"settings": settings, "environment": dict(os.environ), "port": port}
+        (Path(os.environ["STAND_IN_RECORDS"]) / f"{os.getpid()}.json").write_text(json.dumps(record))
+        size = SimpleNamespace(max_model_len=settings["max_model_len"] or 64, get_vocab_size=lambda: 16)
+        self.llm_engine = SimpleNamespace(model_config=size)
+
+    def generate(self, prompts: list[dict], params: Any, use_tqdm: bool) -> list[Any]:
+        """Answer every prompt with token 7 until its room ends; every token is certain."""
+        several = params if isinstance(params, list) else [params] * len(prompts)
+        return [_output(prompt["prompt_token_ids"], one) for prompt, one in zip(prompts, several, strict=True)]
+
+
+@dataclass
+class SamplingParams:
+    """Those that are asked for here."""
+
+    temperature: float
+    max_tokens: int
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    logit_bias: dict[int, float] | None = None
+
+
+def _output(prompt: list[int], params: SamplingParams) -> Any:
+    ids = [7] * params.max_tokens
+    certain = SimpleNamespace(logprob=0.0)
+    response = SimpleNamespace(token_ids=ids, finish_reason="length", logprobs=[{7: certain}] * len(ids))
+    read = None if params.prompt_logprobs is None else [None, *({token: certain} for token in prompt[1:])]
+    return SimpleNamespace(outputs=[response], prompt_logprobs=read)
+
+
+def _meet() -> int:
+    """Make a process group as the workers of vLLM do, on a free port of the engine's own."""
+    import torch.distributed as dist
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    rendezvous = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1, timeout=timedelta(seconds=10))
+    dist.destroy_process_group()
+    return int(port)
