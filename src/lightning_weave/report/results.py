@@ -88,6 +88,7 @@ def show_results(steps: Steps, out: Console) -> None:
     if rows:
         if out.is_terminal:
             out.print(console(rows, width=out.width))
+            out.print("Bold: best. Underlined: second best.")
         else:
-            out.print(plain(rows), soft_wrap=True, markup=False, highlight=False)
+            out.print(f"{plain(rows)}* best, + second best", soft_wrap=True, markup=False, highlight=False)
         out.print(f"Samples and summaries: {steps.store.run_dir / 'eval'}", soft_wrap=True, markup=False)
