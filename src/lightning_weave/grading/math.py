@@ -68,7 +68,7 @@ def _math_verify(response: str, reference: str) -> bool:
     except ImportError as error:
         raise InputError(
             "grading profile 'math-verify' needs the package math-verify, which is not installed. "
-            "Install it with: pip install 'lightning-weave[math-verify]'"
+            "Install it with: pip install math-verify"
         ) from error
     # Its timeout is an alarm signal, which only the main thread can handle.
     seconds = 5 if threading.current_thread() is threading.main_thread() else None

@@ -11,8 +11,8 @@ from lightning_weave.errors import InputError
 HEAD = """# Recipe keys
 
 Made by `lweave keys --markdown`. NAME stands for a name of your own. An omitted key has its default; a
-required one must be given where its table is. `lweave keys train.lora` prints one section; `lweave keys --schema` prints a JSON schema
-that editors can check recipes with.
+required one must be given where its table is. `lweave keys train.lora` prints one section;
+`lweave keys --schema` prints a JSON schema that editors can check recipes with.
 """
 
 
