@@ -124,8 +124,8 @@ def _run_name(model: str) -> str:
     """Name an evaluation by its checkpoint; every student that was trained here is called `final`."""
     from lightning_weave.config import slug
 
-    *_, run, train, composition, final = ("", "", "", "", *Path(model).parts)
-    return slug(f"{run}-{composition}") if (train, final) == ("train", "final") else slug(model)
+    parts = ("", "", "", "", *Path(model).parts)[-4:]  # RUN/train/COMPOSITION/final
+    return slug(f"{parts[0]}-{parts[2]}") if parts[1::2] == ("train", "final") else slug(model)
 
 
 def _check_same_model(run_dir: Path, model: str) -> None:
