@@ -67,6 +67,7 @@ VERBS = {
     "status": "views.status",
     "doctor": "views.doctor",
     "inspect": "views.inspect",
+    "keys": "views.keys",
     "verify": "views.verify",
     "cost": "views.cost",
     "card": "views.card",

@@ -16,7 +16,7 @@ from tiny import make_world, save_prompts
 
 VERBS = ("rollout", "reference", "score", "train", "eval")
 SWEEP = ("--shares", "0.25,0.75")
-CLOCKS = {"ledger.jsonl", ".lock", "machine.json", ".metadata"}  # say when and where, never what
+CLOCKS = {"ledger.jsonl", "log.txt", ".lock", "machine.json", ".metadata"}  # say when and where, never what
 TIMES = ("seconds", "tokens_per_s", "loading", "memory")
 
 

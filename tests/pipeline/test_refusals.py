@@ -44,7 +44,7 @@ def ask(finished: dict[str, Any], forked: Forked) -> Ask:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    changing = {".lock", "ledger.jsonl"}
+    changing = {".lock", "ledger.jsonl", "log.txt"}
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in changing}
 
 

@@ -17,29 +17,19 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 import tiny
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
-<<<<<<< HEAD
-from lightning_weave.errors import Mismatch
-from lightning_weave.models.checkpoint import Checkpoint
-=======
 from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.vllm import VLLMSampler
->>>>>>> engines-gpu
 from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import prompts, reference
 from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
-<<<<<<< HEAD
-from lightning_weave.runs.engines import longest_context
-from lightning_weave.runs.steps import Steps
-=======
 from lightning_weave.runs import engines
 from lightning_weave.runs.engines import longest_context, open_sampler
 from lightning_weave.runs.parity import score_a_few
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
->>>>>>> engines-gpu
 from lightning_weave.types import Candidates, Prompt, Rollouts
 
 QUIET = Progress(quiet=True)

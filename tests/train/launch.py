@@ -18,7 +18,7 @@ from lightning_weave.errors import WeaveError
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
-from lightning_weave.train import checkpoint, export, loop, schedule
+from lightning_weave.train import checkpoint, export, loop, parallel, schedule
 
 # One server imports everything once; its children are forked from it before they have any threads.
 SERVER = multiprocessing.get_context("forkserver")
@@ -124,7 +124,7 @@ def _kill_on(module: Any, name: str) -> Callable[[int], None]:
 
 def _kill_in_state(after: int) -> None:
     """Die in the middle of a checkpoint: its tensors are there, cut short, and nothing that says what they are."""
-    original, calls = checkpoint.save_state, []
+    original, calls = parallel.save_state, []
 
     def dying(folder: Any, *args: Any) -> None:
         calls.append(folder)
@@ -134,7 +134,7 @@ def _kill_in_state(after: int) -> None:
                 os.truncate(file, file.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.save_state = dying
+    parallel.save_state = dying
 
 
 KILLS: dict[str, Callable[[int], None]] = {

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from lightning_weave import __version__
 from lightning_weave.cli import demo, explore, look, pipeline
 from lightning_weave.errors import WeaveError
-from lightning_weave.ranks import is_first
+from lightning_weave.ranks import check_ranks, is_first
 
 app = typer.Typer(
     help="Compose what independently post-trained models have learned into one student.",
@@ -86,6 +86,7 @@ def _options(
 ) -> None:
     global DEBUG
     DEBUG = debug
+    check_ranks()
     level = logging.DEBUG if debug else logging.INFO if is_first() else logging.ERROR
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lightning_weave").setLevel(level)

@@ -132,6 +132,20 @@ def _recipe_of_run(run: str) -> tuple[str, list[str]]:
 
 
 @app.command()
+def keys(
+    under: Annotated[
+        str | None, typer.Argument(metavar="KEY", help="only this key or section, such as train.lora")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="print all keys as a page of tables")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="print a JSON schema for editors")] = False,
+) -> None:
+    """List the keys of a recipe: type, default, meaning, example."""
+    from lightning_weave.views import keys as stage
+
+    print(stage.schema() if schema else stage.markdown() if markdown else stage.run(under))
+
+
+@app.command()
 def verify(recipe: Files, set_: Sets = None) -> None:
     """Check every stored byte against its checksum."""
     steps = load_steps(recipe, set_)

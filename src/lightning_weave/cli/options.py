@@ -31,7 +31,7 @@ Address = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="of the cluster; default: $RAY_ADDRESS, or a new one on this machine"),
 ]
-UNTOUCHED = {".lock", "recipe.toml", "machine.json"}  # all that is in a run directory before its first stage
+UNTOUCHED = {".lock", "recipe.toml", "machine.json", "log.txt"}  # all that is in a run directory before its first stage
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -74,6 +74,7 @@ def choose_workers(cluster: str | None, address: str | None) -> "Do":
 def writing(steps: "Steps") -> Iterator[None]:
     """Hold the run directory and write the resolved recipe before anything else. Wrong input leaves no new one."""
     from lightning_weave.config import dump_recipe
+    from lightning_weave.progress import keep_log
     from lightning_weave.store import lock_run, write_atomic
 
     check_ranks()
@@ -82,7 +83,7 @@ def writing(steps: "Steps") -> Iterator[None]:
     is_new = not run_dir.exists()
     before = recipe.read_bytes() if recipe.exists() else None
     try:
-        with lock_run(run_dir):
+        with lock_run(run_dir), keep_log(run_dir / "log.txt", shlex.join(["lweave", *sys.argv[1:]])):
             write_atomic(recipe, dump_recipe(steps.recipe).encode())
             yield
             steps.remember()

@@ -124,9 +124,8 @@ def _run_name(model: str) -> str:
     """Name an evaluation by its checkpoint; every student that was trained here is called `final`."""
     from lightning_weave.config import slug
 
-    parts = Path(model).parts
-    is_trained_here = len(parts) >= 4 and (parts[-3], parts[-1]) == ("train", "final")
-    return slug(f"{parts[-4]}-{parts[-2]}") if is_trained_here else slug(model)
+    parts = ("", "", "", "", *Path(model).parts)[-4:]  # RUN/train/COMPOSITION/final
+    return slug(f"{parts[0]}-{parts[2]}") if parts[1::2] == ("train", "final") else slug(model)
 
 
 def _check_same_model(run_dir: Path, model: str) -> None:

@@ -89,8 +89,9 @@ def show_results(steps: Steps, out: Console) -> None:
     if rows:
         if out.is_terminal:
             out.print(console(rows, width=out.width))
+            out.print("Bold: best. Underlined: second best.")
         else:
-            out.print(plain(rows), soft_wrap=True, markup=False, highlight=False)
+            out.print(f"{plain(rows)}* best, + second best", soft_wrap=True, markup=False, highlight=False)
         for policy, results in found.items():
             for result in results:
                 if result.error:

@@ -29,7 +29,7 @@ def connect(address: str | None) -> Do:
     try:
         import ray
     except ModuleNotFoundError:
-        raise InputError("--cluster ray needs Ray: pip install 'lightning-weave[ray]' on every node") from None
+        raise InputError("--cluster ray needs Ray: pip install ray, on every node") from None
     if not ray.is_initialized():
         check_address(address)
         try:

@@ -34,7 +34,7 @@ def with_lora(model: Any, lora: Lora, seed: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
-        raise InputError("train.lora needs the package peft: pip install 'lightning-weave[peft]'") from None
+        raise InputError("train.lora needs the package peft: pip install peft") from None
     names = [f".{name}" for name, _ in model.named_modules()]
     for target in lora.targets:  # peft itself accepts one that matches nothing, if another matches
         if not any(name.endswith(f".{target}") for name in names):

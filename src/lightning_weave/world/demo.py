@@ -64,8 +64,7 @@ def load_demo(world: World, full: bool, number: int, sets: list[str]) -> Steps:
     data = merge_overrides(data, sets)
     data["name"] += (f"-world-{world.seed}" if world.seed is not None else "") + (f"-{number}" if number else "")
     recipe = check_recipe(data, "demo")
-    arguments = "recipes/demo.toml" + (" recipes/demo-full.toml" if full else "")
-    return Steps(recipe, arguments)
+    return Steps(recipe, str(Path(recipe.runs) / recipe.name / "recipe.toml"))  # there with or without a clone
 
 
 def run(steps: Steps, progress: Progress, out: Console, write_report: Callable[[list[Steps], Progress], Path]) -> None:
@@ -83,7 +82,8 @@ def run(steps: Steps, progress: Progress, out: Console, write_report: Callable[[
         out.print(line)
     out.print(f"\nReport:    {page}", soft_wrap=True)
     out.print(f"Frontier:  {page.parent / 'figures' / 'frontier.png'}", soft_wrap=True)
-    out.print("Your own:  copy recipes/demo.toml, name your models and prompts, then  lweave doctor RECIPE")
+    out.print(f"Your own:  copy {steps.arguments}, name your models and prompts, then  lweave doctor RECIPE")
+    out.print("           What its keys mean:  lweave keys")
 
 
 def write_claims(worlds: dict[World, list[Steps]], progress: Progress, command: str, preview: Preview) -> Path:

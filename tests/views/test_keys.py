@@ -1,0 +1,49 @@
+"""The reference of keys is complete, true to the models, and the page in docs is what the command prints."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from lightning_weave.config import check_recipe
+from lightning_weave.config.keys import recipe_keys
+from lightning_weave.errors import InputError
+from lightning_weave.views import keys
+
+PAGE = Path(__file__).parents[2] / "docs" / "keys.md"
+
+
+def test_every_key_has_a_meaning_and_an_example_that_is_toml() -> None:
+    for key in recipe_keys():
+        assert key.meaning, f"{key.name}: give its field a description"
+        assert tomllib.loads(key.example)[key.name.rpartition(".")[2]] is not None, key.name
+        assert "null" not in key.example, f"{key.name}: give it an example in config/keys.py"
+
+
+def test_the_examples_of_plain_sections_make_a_recipe() -> None:
+    sections: dict = {"student": {"model": "m"}, "name": "r"}
+    for key in recipe_keys():
+        *path, last = key.name.split(".")
+        if path and path[0] in ("rollout", "reference", "score", "train", "machine"):
+            table = sections
+            for part in path:
+                table = table.setdefault(part, {})
+            table[last] = tomllib.loads(key.example)[last]
+    assert check_recipe(sections).train.lora is not None
+
+
+def test_one_section_can_be_asked_for() -> None:
+    said = keys.run("train.lora")
+    assert said.startswith("train.lora.rank  (whole number; default 16)\n")
+    assert said.count("train.lora.") == 3
+    with pytest.raises(InputError, match=r"train.lorra: no such key.*Did you mean train.lora\?"):
+        keys.run("train.lorra")
+
+
+def test_the_schema_knows_the_sections() -> None:
+    assert {"student", "anchors", "train"} <= json.loads(keys.schema())["properties"].keys()
+
+
+def test_the_page_is_what_the_command_prints() -> None:
+    assert PAGE.read_text() == keys.markdown() + "\n", "make it again: lweave keys --markdown > docs/keys.md"
