@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lightning_weave.checks.watch import Watch, check_training, warn
 from lightning_weave.config import Recipe
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
@@ -17,7 +18,11 @@ from lightning_weave.train.training import TrainContext
 
 
 def run(
-    steps: Steps, progress: Progress, make_cache: Callable[[Steps], None], only: Sequence[str] | None = None
+    steps: Steps,
+    progress: Progress,
+    make_cache: Callable[[Steps], None],
+    only: Sequence[str] | None = None,
+    watch: Watch = warn,
 ) -> None:
     """Train every composition that is not up to date, resuming from the newest checkpoint.
 
@@ -30,6 +35,9 @@ def run(
         raise InputError("this recipe has no composition to train; add a [compositions.NAME] with weights")
     wanted = [name for name in names if only is None or name in only]
     pending = [name for name in wanted if steps.store.stage(steps.train(name)).state() != "done"]
+    for name in wanted:
+        if name not in pending:
+            watch(check_training(steps, name), progress)
     if pending:
         device = set_up(steps.recipe, steps.store)
         dtype = _compute_dtype(steps.recipe, device)
@@ -37,6 +45,7 @@ def run(
             context = TrainContext(ranks, dtype, progress, make_cache)
             for name in pending:
                 train_composition(steps, name, context)
+                watch(check_training(steps, name), progress)
 
 
 def train_composition(steps: Steps, name: str, context: TrainContext) -> None:
