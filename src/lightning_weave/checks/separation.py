@@ -55,12 +55,12 @@ def _judge(about: str, graded: GradedShifts, stops: Threshold) -> Finding:
     error = auc_error(right, wrong)
     adjusted, adjusted_error = auc_at_equal_length(graded)
     figures |= {"auc": auc, "auc_error": error, "auc_at_equal_length": adjusted, "equal_error": adjusted_error}
-    text = (
-        f"AUC {auc:.2f} ± {error:.2f} over {right:,} right and {wrong:,} wrong, {adjusted:.2f} ± {adjusted_error:.2f} "
-    )
-    text += f"at equal length; {length}"
     verdict, words = _words(figures, stops)
-    return Finding(about, "separation", verdict, f"the summed shift {words}: {text}", figures, judged=True)
+    text = f"the summed shift {words}: AUC {auc:.2f} ± {error:.2f} over {right:,} right and {wrong:,} wrong, "
+    text += f"{adjusted:.2f} ± {adjusted_error:.2f} at equal length; {length}"
+    if verdict in ("warning", "error"):
+        text += ". Are post and pre swapped?"
+    return Finding(about, "separation", verdict, text, figures, judged=True)
 
 
 def _words(figures: dict[str, float], stops: Threshold) -> tuple[Level, str]:
@@ -72,7 +72,7 @@ def _words(figures: dict[str, float], stops: Threshold) -> tuple[Level, str]:
     adjusted = figures["auc_at_equal_length"]
     if adjusted >= 0.5 - CHANCE * figures["equal_error"]:
         return "note", "prefers short ones, and wrong ones only where they are shorter"
-    words = "prefers wrong ones, at equal length too. Are post and pre swapped?"
+    words = "prefers wrong ones, at equal length too"
     certain = stops is not False and adjusted < min(stops, 0.5 - CERTAIN * figures["equal_error"])
     return ("error" if certain else "warning"), words
 
