@@ -89,8 +89,8 @@ def test_a_swapped_pair_is_found_and_a_brevity_pair_is_none(right: float, length
         if verdict == "error":
             assert _judge("anchors.x", graded(seed, right, length), False).verdict == "warning"
             with pytest.raises(WeaveError, match="swapped"):
-                stop([found], QUIET)
-            warn([found], QUIET)
+                stop(lambda: [found], False, QUIET)  # noqa: B023
+            warn(lambda: [found], True, QUIET)  # noqa: B023
 
 
 @pytest.mark.parametrize(("last", "verdict"), [(0.5, "ok"), (1.1, "warning"), (1.6, "error")])

@@ -15,7 +15,7 @@ from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.caches import anchor_pair
 from lightning_weave.runs.steps import Steps
 
-ROWS = 2048
+ROWS = 1024
 CHANCE = 2.0  # standard errors from one half that are still chance
 CERTAIN = 4.0  # standard errors below one half that stop a run
 STRATA = 10  # of length

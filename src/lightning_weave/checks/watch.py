@@ -4,6 +4,7 @@ Every stage says what is wrong when it is done; `lweave run` also stops where th
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from lightning_weave.bench.samples import read_samples
 from lightning_weave.cache.reader import Cache
 from lightning_weave.checks.end_of_turn import warn_if_masked
 from lightning_weave.checks.findings import Finding, Level, percent
+from lightning_weave.checks.sample import ROWS as SURVIVAL_ROWS
 from lightning_weave.checks.sample import STOP, rollout_rows, spread
 from lightning_weave.checks.separation import judge_separation
 from lightning_weave.config import Threshold
@@ -23,8 +25,9 @@ from lightning_weave.runs.caches import anchor_pair
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
 
-Watch = Callable[[Sequence[Finding], Progress], None]
-ROWS = 512  # that are looked at
+Check = Callable[[], list[Finding]]
+Watch = Callable[[Check, bool, Progress], None]  # what to look at, whether it was made just now, and who is told
+ROWS = 1024  # that are looked at
 FEW = 32  # rows or updates; with fewer nothing is stopped, because chance would decide
 RUN = 4  # tokens
 ANSWERS = {  # what an evaluation may show, and what to do
@@ -35,16 +38,23 @@ ANSWERS = {  # what an evaluation may show, and what to do
 DISTINCT = 0.3  # share of runs of four tokens that are distinct, below which a response repeats itself
 
 
-def warn(findings: Sequence[Finding], progress: Progress) -> None:
-    """Say what is wrong, and go on."""
+def say(findings: Sequence[Finding], progress: Progress) -> None:
+    """Say what is wrong."""
     for finding in findings:
         if finding.verdict in ("warning", "error"):
             progress.say(f"warning: {finding.line}")
 
 
-def stop(findings: Sequence[Finding], progress: Progress) -> None:
-    """Say what is wrong, and stop where the next stage would be wasted."""
-    warn([finding for finding in findings if finding.verdict == "warning"], progress)
+def warn(check: Check, made: bool, progress: Progress) -> None:
+    """Say what is wrong with what was made just now, and go on."""
+    if made:
+        say(check(), progress)
+
+
+def stop(check: Check, made: bool, progress: Progress) -> None:
+    """Say what is wrong, and stop where the next stage would be wasted, whenever the last one was made."""
+    findings = check()
+    say([finding for finding in findings if finding.verdict == "warning" and made], progress)
     if wrong := [finding.line for finding in findings if finding.verdict == "error"]:
         lines = "\n".join(wrong)
         raise WeaveError(
@@ -79,7 +89,9 @@ def check_rollouts(steps: Steps) -> list[Finding]:
     advice = (
         "Raise rollout.max_tokens, or give prompts the form that the student expects (prompts.format, prompts.chat)"
     )
-    findings = [_finding("rollout", "truncated", verdict, (fact, advice), cut), *_check_answers(steps)]
+    truncated = _finding("rollout", "truncated", verdict, (fact, advice), cut)
+    length = float(np.mean([len(row.response_ids[0]) for row in rows]))
+    findings = [replace(truncated, figures={"share": cut, "tokens": length}), *_check_answers(steps)]
     loops = float(np.mean([is_repetitive(row.response_ids[0].tolist()) for row in rows]))
     verdict = judge(loops, limits.repeated_warn, limits.repeated_stop, len(rows))
     fact = f"{percent(loops)} of {len(rows):,} sampled responses repeat themselves"
@@ -152,8 +164,8 @@ def _check_survival(steps: Steps, anchor: str) -> Finding:
     limits = steps.recipe.checks
     pair = anchor_pair(steps, anchor)
     cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), [pair])
-    rows = spread(len(cache), ROWS)
-    valid_P = np.concatenate([np.zeros(0, bool), *(cache.block([row]).valid_KP[0] for row in rows)])
+    rows = spread(len(cache), SURVIVAL_ROWS)
+    valid_P = cache.block(rows).valid_KP[0]
     share = float(valid_P.mean()) if len(valid_P) else 0.0
     verdict = judge(share, limits.surviving_warn, limits.surviving_stop, len(rows), below=True)
     fact = f"its shift is valid at {percent(share)} of {len(valid_P):,} positions; the others teach nothing"
@@ -224,3 +236,11 @@ def check_evaluation(steps: Steps, policy: str) -> list[Finding]:
             fact = f"{percent(share)} of {len(samples):,} responses {ANSWERS[check][0]}"
             findings.append(_finding(about, check, verdict, (fact, ANSWERS[check][1]), share))
     return findings
+
+
+def check_results(steps: Steps) -> list[Finding]:
+    """Look at every training and evaluation that is done."""
+    trained = [name for name in steps.recipe.compositions if steps.store.stage(steps.train(name)).state() == "done"]
+    found = [check_training(steps, name) for name in trained]
+    found += [check_evaluation(steps, policy) for policy in steps.policies]
+    return [finding for findings in found for finding in findings]

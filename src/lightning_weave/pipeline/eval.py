@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from lightning_weave.bench.definitions import load_benchmark
@@ -40,7 +41,7 @@ def run(
                     evaluate(steps, policy, loaded, stage, progress, do=do)
             finally:
                 policy.close()
-            watch(check_evaluation(steps, name), progress)
+            watch(partial(check_evaluation, steps, name), True, progress)
 
 
 def export_lm_eval(steps: Steps, folder: Path, when: datetime) -> list[Path]:

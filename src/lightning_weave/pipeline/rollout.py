@@ -21,9 +21,10 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn)
     prompts = steps.store.stage(steps.prompts).require()["rows"]
     stage = steps.store.stage(steps.rollout)
     shards = -(-prompts // steps.recipe.rollout.prompts_per_shard)
-    do(Job("rollout", "", "shard", stage.pending(shards), open_worker), steps, progress)
+    pending = stage.pending(shards)
+    do(Job("rollout", "", "shard", pending, open_worker), steps, progress)
     stage.finish(Rollouts, shards)
-    watch(check_rollouts(steps), progress)
+    watch(lambda: check_rollouts(steps), bool(pending), progress)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from lightning_weave.checks.findings import Finding
 from lightning_weave.checks.preflight import Todo, preflight
-from lightning_weave.checks.watch import stop, warn
+from lightning_weave.checks.watch import say, stop, warn
 from lightning_weave.errors import InputError
 from lightning_weave.pipeline.flow import make_everything
 from lightning_weave.progress import Progress
@@ -20,7 +20,7 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, force: bool = False)
     todo = Todo.of(steps)
     findings = look_ahead(steps, todo)
     refuse(findings, force)
-    warn(findings, progress)
+    say(findings, progress)
     make_everything(steps, progress, do, warn if force or todo.nothing else stop)
 
 

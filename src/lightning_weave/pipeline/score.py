@@ -20,10 +20,11 @@ def run(
     names = steps.score_names
     if unknown := sorted(set(only or ()) - set(names.values())):
         raise InputError(f"--only {unknown[0]}: no such model; this recipe scores {', '.join(names.values())}")
+    made = any(steps.store.stage(steps.score(scored)).state() != "done" for scored in names)
     for scored, name in names.items():
         if only is None or name in only:
             score_model(steps, scored, progress, do)
-    watch(check_scores(steps), progress)
+    watch(lambda: check_scores(steps), made, progress)
 
 
 def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do = do_here) -> None:

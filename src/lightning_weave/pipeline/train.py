@@ -1,6 +1,7 @@
 """`lweave train`: fit the student to each composition of the cached shifts."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -37,7 +38,7 @@ def run(
     pending = [name for name in wanted if steps.store.stage(steps.train(name)).state() != "done"]
     for name in wanted:
         if name not in pending:
-            watch(check_training(steps, name), progress)
+            watch(partial(check_training, steps, name), False, progress)
     if pending:
         device = set_up(steps.recipe, steps.store)
         dtype = _compute_dtype(steps.recipe, device)
@@ -45,7 +46,7 @@ def run(
             context = TrainContext(ranks, dtype, progress, make_cache)
             for name in pending:
                 train_composition(steps, name, context)
-                watch(check_training(steps, name), progress)
+                watch(partial(check_training, steps, name), True, progress)
 
 
 def train_composition(steps: Steps, name: str, context: TrainContext) -> None:
