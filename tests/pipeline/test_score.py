@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_weave.errors import InputError, Mismatch, StaleInput
-from lightning_weave.pipeline import reference, score
+from lightning_weave.pipeline import flow, reference, score
 from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Role, Steps
