@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lightning_weave.checks.findings import Finding
+from lightning_weave.checks.preflight import Todo
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
@@ -36,8 +37,13 @@ def recipe(world: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     return json.loads(json.dumps(world | {"runs": str(tmp_path / "runs")}))
 
 
+def look_ahead(recipe: dict[str, Any]) -> list[Finding]:
+    steps = steps_of(recipe)
+    return run.look_ahead(steps, Todo.of(steps))
+
+
 def errors(recipe: dict[str, Any]) -> list[Finding]:
-    return [finding for finding in run.look_ahead(steps_of(recipe)) if finding.verdict == "error"]
+    return [finding for finding in look_ahead(recipe) if finding.verdict == "error"]
 
 
 def lweave(recipe: dict[str, Any], folder: Path, *words: str) -> tuple[int, str]:
@@ -188,7 +194,7 @@ def test_force_overrides_a_judgement_only(recipe: dict[str, Any], tmp_path: Path
 def test_prompts_that_are_benchmark_problems_are_a_warning(recipe: dict[str, Any]) -> None:
     recipe["prompts"]["format"] = "plain"
     recipe["eval"]["benchmarks"] = [f"file:{recipe['prompts']['source']}"]
-    found = [finding for finding in run.look_ahead(steps_of(recipe)) if finding.check == "overlap"]
+    found = [finding for finding in look_ahead(recipe) if finding.check == "overlap"]
     assert [finding.verdict for finding in found] == ["warning"]
     assert found[0].text.startswith("4 of 4 prompts overlap with benchmark problems")
 

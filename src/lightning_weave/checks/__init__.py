@@ -1,1 +1,1 @@
-"""What doctor looks at, and what score warns of: each check gives findings, none of them loads a model."""
+"""What is looked at before a run, after each stage, and by doctor: each check gives findings, none loads a model."""

@@ -20,7 +20,8 @@ class Finding:
 
     @property
     def line(self) -> str:
-        return f"{self.about}: {self.text}" if self.about not in self.text else self.text
+        """One line for people, with what it concerns."""
+        return self.text if self.text.startswith(self.about) else f"{self.about}: {self.text}"
 
 
 def visible(text: str) -> str:

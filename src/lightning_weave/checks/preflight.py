@@ -194,7 +194,7 @@ def check_anchor(steps: Steps, name: str) -> list[Finding]:
         findings = [judge_stops(steps, name)]
         _refuse_untrained(ScoredModel.of(section, "pre"))
     except InputError as error:
-        return [Finding(about, "aliases", "error", f"{about}: {error}")]
+        return [Finding(about, "aliases", "error", str(error))]
     post, pre = (steps.anchor(name, role) for role in ROLES)
     if section.prompt == "native" and not post.tokenizer.chat_template:
         text = 'its post-anchor has no chat template, but prompt = "native" needs one. Use prompt = "student"'

@@ -9,13 +9,16 @@ from lightning_weave.cache.block import Block
 from lightning_weave.cache.reader import Cache
 from lightning_weave.checks.findings import Finding, Level
 from lightning_weave.checks.sample import spread
+from lightning_weave.config import Threshold
 from lightning_weave.grading.math import grade
 from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.caches import anchor_pair
 from lightning_weave.runs.steps import Steps
 
-ROWS = 2048
+ROWS = 1024
 CHANCE = 2.0  # standard errors from one half that are still chance
+CERTAIN = 4.0  # standard errors below one half that stop a run
+STRATA = 10  # of length
 Floats = NDArray[np.float64]
 
 
@@ -34,10 +37,10 @@ def judge_separation(steps: Steps, anchor: str) -> Finding | None:
     if any(stage.state() != "done" for stage in pair.stages):
         return None
     graded = _grade(steps, Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), [pair]))
-    return None if graded is None else _judge(f"anchors.{anchor}", graded)
+    return None if graded is None else _judge(f"anchors.{anchor}", graded, steps.recipe.checks.separation_stop)
 
 
-def _judge(about: str, graded: GradedShifts) -> Finding:
+def _judge(about: str, graded: GradedShifts, stops: Threshold) -> Finding:
     right = int(graded.right_R.sum())
     wrong = int((~graded.right_R).sum())
     by_length = rank_correlation(graded.shift_R, graded.length_R)
@@ -50,16 +53,28 @@ def _judge(about: str, graded: GradedShifts) -> Finding:
         return Finding(about, "separation", "note", text, figures)
     auc = area_under_curve(graded.shift_R, graded.right_R)
     error = auc_error(right, wrong)
-    figures |= {"auc": auc, "auc_error": error}
-    verdict, words = _words(auc, error)
-    text = f"the summed shift {words}: AUC {auc:.2f} ± {error:.2f} over {right:,} right and {wrong:,} wrong; {length}"
-    return Finding(about, "separation", verdict, text, figures)
+    adjusted, adjusted_error = auc_at_equal_length(graded)
+    figures |= {"auc": auc, "auc_error": error, "auc_at_equal_length": adjusted, "equal_error": adjusted_error}
+    verdict, words = _words(figures, stops)
+    text = f"the summed shift {words}: AUC {auc:.2f} ± {error:.2f} over {right:,} right and {wrong:,} wrong, "
+    text += f"{adjusted:.2f} ± {adjusted_error:.2f} at equal length; {length}"
+    if verdict in ("warning", "error"):
+        text += ". Are post and pre swapped?"
+    return Finding(about, "separation", verdict, text, figures, judged=True)
 
 
-def _words(auc: float, error: float) -> tuple[Level, str]:
-    if abs(auc - 0.5) <= CHANCE * error:
+def _words(figures: dict[str, float], stops: Threshold) -> tuple[Level, str]:
+    """Judge by both areas: one that is low only because wrong responses are short is that of a brevity pair."""
+    if abs(figures["auc"] - 0.5) <= CHANCE * figures["auc_error"]:
         return "note", "does not tell them apart"
-    return ("ok", "prefers right ones") if auc > 0.5 else ("warning", "prefers wrong ones")
+    if figures["auc"] > 0.5:
+        return "ok", "prefers right ones"
+    adjusted = figures["auc_at_equal_length"]
+    if adjusted >= 0.5 - CHANCE * figures["equal_error"]:
+        return "note", "prefers short ones, and wrong ones only where they are shorter"
+    words = "prefers wrong ones, at equal length too"
+    certain = stops is not False and adjusted < min(stops, 0.5 - CERTAIN * figures["equal_error"])
+    return ("error" if certain else "warning"), words
 
 
 def _grade(steps: Steps, cache: Cache) -> GradedShifts | None:
@@ -96,6 +111,23 @@ def area_under_curve(scores_R: Floats, right_R: NDArray[np.bool_]) -> float:
     right = int(right_R.sum())
     wrong = int((~right_R).sum())
     return float((ranks(scores_R)[right_R].sum() - right * (right + 1) / 2) / (right * wrong))
+
+
+def auc_at_equal_length(graded: GradedShifts) -> tuple[float, float]:
+    """Compute the area under the curve within tenths of length, and its standard error: does length explain it?"""
+    edges = np.unique(np.quantile(graded.length_R, np.linspace(0, 1, STRATA + 1)[1:-1]))
+    stratum_R = np.searchsorted(edges, graded.length_R)
+    wins = 0.0
+    pairs = 0
+    variance = 0.0
+    for stratum in np.unique(stratum_R):
+        right_R = graded.right_R[stratum_R == stratum]
+        both = int(right_R.sum()) * int((~right_R).sum())
+        if both:
+            wins += both * area_under_curve(graded.shift_R[stratum_R == stratum], right_R)
+            pairs += both
+            variance += both * (len(right_R) + 1) / 12
+    return (wins / pairs, float(np.sqrt(variance)) / pairs) if pairs else (0.5, 0.5)
 
 
 def auc_error(right: int, wrong: int) -> float:

@@ -23,6 +23,7 @@ Name = Annotated[str, AfterValidator(_is_name)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Count = Annotated[int, Field(ge=1)]
+Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal[False]  # false: none
 
 
 class Strict(BaseModel):

@@ -19,6 +19,7 @@ from lightning_weave.config.fields import (
     PromptFormat,
     Seed,
     Strict,
+    Threshold,
     benchmark_folder,
 )
 
@@ -324,6 +325,28 @@ class Report(Strict):
     cases: dict[Name, Case] = Field({})
 
 
+class Checks(Strict):
+    """When a stage warns of what it has made, and when `lweave run` stops; false switches one off."""
+
+    truncated_warn: Threshold = Field(0.5, description="share of responses cut off at max_tokens")
+    truncated_stop: Threshold = 0.95
+    unanswered_warn: Threshold = Field(0.5, description="share of responses without an answer that can be extracted")
+    unanswered_stop: Threshold = False
+    right_warn: Threshold = Field(0.02, description="share of right rollouts, where answers are known; below is bad")
+    right_stop: Threshold = False
+    repeated_warn: Threshold = Field(0.2, description="share of rollouts that repeat themselves")
+    repeated_stop: Threshold = False
+    surviving_warn: Threshold = Field(0.5, description="share of positions where a pair has a shift; below is bad")
+    surviving_stop: Threshold = 0.001
+    separation_stop: Threshold = Field(
+        0.35, description="AUC among responses of equal length, below which a pair prefers wrong ones: is it swapped?"
+    )
+    kl_rise_warn: Threshold = Field(1.05, description="KL to the target at the end of training over that at its start")
+    kl_rise_stop: Threshold = 1.25
+    empty_warn: Threshold = Field(0.05, description="share of empty responses in an evaluation")
+    empty_stop: Threshold = 0.95
+
+
 class Machine(Strict):
     """Where it runs. Recorded, never part of a fingerprint."""
 
@@ -349,6 +372,7 @@ class Recipe(Strict):
     train: Train = Train()
     eval: Eval = Eval()
     report: Report = Report()
+    checks: Checks = Checks()
     machine: Machine = Machine()
 
     @model_validator(mode="before")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from lightning_weave.bench.definitions import load_benchmark
@@ -9,6 +10,7 @@ from lightning_weave.bench.export import export_samples
 from lightning_weave.bench.lock import check_lock
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
+from lightning_weave.checks.watch import Watch, check_evaluation, warn
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.runs.evaluation import Evaluated, drop_blocks, evaluate, prompt_texts
@@ -16,7 +18,9 @@ from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, do_here
 
 
-def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None, do: Do = do_here) -> None:
+def run(
+    steps: Steps, progress: Progress, only: Sequence[str] | None = None, do: Do = do_here, watch: Watch = warn
+) -> None:
     """Evaluate every policy that is not up to date. Resumable block by block."""
     if unknown := sorted(set(only or ()) - set(steps.policies)):
         raise InputError(f"--only {unknown[0]}: no such policy; this recipe has {', '.join(steps.policies)}")
@@ -37,6 +41,7 @@ def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None, do:
                     evaluate(steps, policy, loaded, stage, progress, do=do)
             finally:
                 policy.close()
+            watch(partial(check_evaluation, steps, name), True, progress)
 
 
 def export_lm_eval(steps: Steps, folder: Path, when: datetime) -> list[Path]:

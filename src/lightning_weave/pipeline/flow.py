@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from lightning_weave.checks.watch import Watch, warn
 from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import prompts, reference, rollout, score, train
 from lightning_weave.progress import Progress
@@ -16,36 +17,36 @@ from lightning_weave.runs.work import Do, do_here
 from lightning_weave.store import Step
 
 
-def make_rollouts(steps: Steps, progress: Progress, do: Do = do_here) -> None:
+def make_rollouts(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn) -> None:
     """Build the prompts and sample the student's responses."""
     prompts.run(steps, progress)
-    rollout.run(steps, progress, do)
+    rollout.run(steps, progress, do, watch)
 
 
-def make_cache(steps: Steps, progress: Progress, do: Do = do_here) -> None:
-    """Make everything that offline training reads."""
-    make_rollouts(steps, progress, do)
+def make_cache(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn) -> None:
+    """Make everything that offline training reads. `watch` hears what is wrong with it."""
+    make_rollouts(steps, progress, do, watch)
     _wait_for([steps.rollout], steps)
     reference.run(steps, progress, do)
     _wait_for([steps.reference], steps)
-    score.run(steps, progress, do=do)
+    score.run(steps, progress, do=do, watch=watch)
     _wait_for([steps.score(scored) for scored in steps.score_names], steps)
 
 
-def make_students(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:
+def make_students(steps: Steps, progress: Progress, only: Sequence[str] | None = None, watch: Watch = warn) -> None:
     """Train compositions. Those that sample while they train make their own cache, with the stages above."""
     if "online" in steps.methods(only):
         prompts.run(steps, progress)
-    train.run(steps, progress, partial(make_cache, progress=progress), only)
+    train.run(steps, progress, partial(make_cache, progress=progress), only, watch)
 
 
-def make_everything(steps: Steps, progress: Progress, do: Do = do_here) -> None:
+def make_everything(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn) -> None:
     """Bring every stage up to date; what is up to date is not touched. `do` may hand shards out; training runs here."""
     if steps.recipe.compositions:
         if steps.needs_cache:
-            make_cache(steps, progress, do)
-        make_students(steps, progress)
-    eval_stage.run(steps, progress, do=do)
+            make_cache(steps, progress, do, watch)
+        make_students(steps, progress, watch=watch)
+    eval_stage.run(steps, progress, do=do, watch=watch)
 
 
 def evaluate(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lightning_weave.checks.watch import Watch, check_rollouts, warn
 from lightning_weave.errors import InputError
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
@@ -15,13 +16,15 @@ from lightning_weave.runs.work import Do, Job, Made, do_here
 from lightning_weave.types import Prompt, Request, Response, Rollouts, SamplingSettings
 
 
-def run(steps: Steps, progress: Progress, do: Do = do_here) -> None:
+def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn) -> None:
     """Sample every pending shard. Resumable: a shard is always sampled whole, in the same order."""
     prompts = steps.store.stage(steps.prompts).require()["rows"]
     stage = steps.store.stage(steps.rollout)
     shards = -(-prompts // steps.recipe.rollout.prompts_per_shard)
-    do(Job("rollout", "", "shard", stage.pending(shards), open_worker), steps, progress)
+    pending = stage.pending(shards)
+    do(Job("rollout", "", "shard", pending, open_worker), steps, progress)
     stage.finish(Rollouts, shards)
+    watch(lambda: check_rollouts(steps), bool(pending), progress)
 
 
 @dataclass(frozen=True)

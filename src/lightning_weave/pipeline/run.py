@@ -6,6 +6,7 @@ from rich.text import Text
 
 from lightning_weave.checks.findings import Finding
 from lightning_weave.checks.preflight import Todo, preflight
+from lightning_weave.checks.watch import say, stop, warn
 from lightning_weave.errors import InputError
 from lightning_weave.pipeline.flow import make_everything
 from lightning_weave.progress import Progress
@@ -16,17 +17,16 @@ from lightning_weave.train.export import check_lora
 
 def run(steps: Steps, progress: Progress, do: Do = do_here, force: bool = False) -> None:
     """Make what is missing, unless something is known to be wrong with it. `force` overrides judgements."""
-    findings = look_ahead(steps)
-    for finding in findings:
-        if finding.verdict == "warning" or (finding.verdict == "error" and finding.judged and force):
-            progress.say(f"warning: {finding.line}")
+    todo = Todo.of(steps)
+    findings = look_ahead(steps, todo)
     refuse(findings, force)
-    make_everything(steps, progress, do)
+    say(findings, progress)
+    make_everything(steps, progress, do, warn if force or todo.nothing else stop)
 
 
 def dry_run(steps: Steps, out: Console) -> None:
     """Print what would be made, and what is wrong with it; nothing is written."""
-    findings = look_ahead(steps)
+    findings = look_ahead(steps, Todo.of(steps))
     try:
         stages = [steps.store.stage(step) for step in steps.everything()]
     except InputError:  # some step has no fingerprint without its models and data, which the findings name
@@ -45,9 +45,8 @@ def dry_run(steps: Steps, out: Console) -> None:
     refuse(findings, force=False)
 
 
-def look_ahead(steps: Steps) -> list[Finding]:
+def look_ahead(steps: Steps, todo: Todo) -> list[Finding]:
     """Check everything that what is left of the run will need."""
-    todo = Todo.of(steps)
     findings = preflight(steps, todo)
     broken = any(finding.about in ("student", "train.lora") for finding in findings if finding.verdict == "error")
     if steps.recipe.train.lora is not None and todo.compositions and not broken:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_weave.checks.end_of_turn import warn_if_masked
+from lightning_weave.checks.watch import Watch, check_scores, warn
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.runs.anchors import AnchorScorer
@@ -13,16 +13,18 @@ from lightning_weave.runs.work import Do, Job, Made, do_here
 from lightning_weave.types import Candidates, Rollouts, Scores
 
 
-def run(steps: Steps, progress: Progress, only: Sequence[str] | None = None, do: Do = do_here) -> None:
+def run(
+    steps: Steps, progress: Progress, only: Sequence[str] | None = None, do: Do = do_here, watch: Watch = warn
+) -> None:
     """Score the cached candidates under every anchor model, one model at a time. Resumable."""
     names = steps.score_names
     if unknown := sorted(set(only or ()) - set(names.values())):
         raise InputError(f"--only {unknown[0]}: no such model; this recipe scores {', '.join(names.values())}")
+    made = any(steps.store.stage(steps.score(scored)).state() != "done" for scored in names)
     for scored, name in names.items():
         if only is None or name in only:
             score_model(steps, scored, progress, do)
-    for anchor in steps.recipe.anchors:
-        _warn(steps, anchor, progress)
+    watch(lambda: check_scores(steps), made, progress)
 
 
 def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do = do_here) -> None:
@@ -32,18 +34,6 @@ def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do = 
     opener = partial(open_worker, scored=scored)
     do(Job("score", steps.score_names[scored], "shard", stage.pending(shards), opener), steps, progress)
     stage.finish(Scores, shards)
-
-
-def _warn(steps: Steps, anchor: str, progress: Progress) -> None:
-    """Say what makes a pair useless, now that it is scored."""
-    if steps.identity_of(steps.anchor(anchor, "post")) == steps.identity_of(steps.anchor(anchor, "pre")):
-        progress.say(f"warning: anchors.{anchor}: post and pre are the same model, so its shift is zero everywhere")
-    try:
-        finding = warn_if_masked(steps, anchor)
-    except InputError:  # its models are gone since they were scored
-        return
-    if finding is not None and finding.verdict == "warning":
-        progress.say(f"{finding.verdict}: {finding.about}: {finding.text}")
 
 
 @dataclass(frozen=True)

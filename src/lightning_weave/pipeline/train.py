@@ -1,9 +1,11 @@
 """`lweave train`: fit the student to each composition of the cached shifts."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from lightning_weave.checks.watch import Watch, check_training, warn
 from lightning_weave.config import Recipe
 from lightning_weave.devices import has_bfloat16
 from lightning_weave.errors import InputError
@@ -18,7 +20,11 @@ from lightning_weave.train.training import TrainContext, give_back
 
 
 def run(
-    steps: Steps, progress: Progress, make_cache: Callable[[Steps], None], only: Sequence[str] | None = None
+    steps: Steps,
+    progress: Progress,
+    make_cache: Callable[[Steps], None],
+    only: Sequence[str] | None = None,
+    watch: Watch = warn,
 ) -> None:
     """Train every composition that is not up to date, resuming from the newest checkpoint.
 
@@ -31,6 +37,9 @@ def run(
         raise InputError("this recipe has no composition to train; add a [compositions.NAME] with weights")
     wanted = [name for name in names if only is None or name in only]
     pending = [name for name in wanted if steps.store.stage(steps.train(name)).state() != "done"]
+    for name in wanted:
+        if name not in pending:
+            watch(partial(check_training, steps, name), False, progress)
     if pending:
         device = set_up(steps.recipe, steps.store)
         dtype = _compute_dtype(steps.recipe, device)
@@ -39,6 +48,7 @@ def run(
             for name in pending:
                 train_composition(steps, name, context)
                 give_back()
+                watch(partial(check_training, steps, name), True, progress)
 
 
 def train_composition(steps: Steps, name: str, context: TrainContext) -> None:

@@ -13,13 +13,12 @@ from lightning_weave.checks.findings import Finding, Level, percent
 from lightning_weave.checks.models import check_student
 from lightning_weave.checks.pairs import FEW_SURVIVE, check_pair
 from lightning_weave.checks.preflight import Todo, preflight
-from lightning_weave.checks.sample import STOP, CheckedRows, rollout_rows, take_sample
+from lightning_weave.checks.sample import CheckedRows, take_sample
+from lightning_weave.checks.watch import check_results, check_rollouts
 from lightning_weave.errors import InputError
 from lightning_weave.runs.steps import Steps
 
 STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
-MANY_CUT = 0.5  # share of rollouts
-ROWS = 2048
 
 
 def run(steps: Steps, console: Console, as_json: bool = False) -> list[Finding]:
@@ -91,19 +90,13 @@ def _check_compositions(steps: Steps, sample: CheckedRows, valid: dict[str, NDAr
 
 
 def _check_rollouts(steps: Steps, sample: CheckedRows) -> list[Finding]:
+    """Say of what is made what its stages said."""
     if sample.kind not in ("candidates", "rollouts"):
         return []
-    rows = list(rollout_rows(steps, ROWS))
-    share = float(np.mean([row.finish_R[0] != STOP for row in rows]))
-    length = float(np.mean([len(row.response_ids[0]) for row in rows]))
-    text = (
-        f"{percent(share)} of {len(rows):,} rollouts are cut at their limit; the mean response has {length:,.1f} tokens"
-    )
-    if share > MANY_CUT:
-        text += ". What comes after the cut, stopping above all, is not learned"
-    verdict: Level = "note" if share > MANY_CUT else "ok"
+    findings = check_rollouts(steps)
     count = steps.store.stage(steps.rollout).require()["rows"] // steps.recipe.rollout.responses
-    return [
-        Finding("rollout", "truncated", verdict, text, {"share": share, "tokens": length}),
-        check_disk(steps, count, length),
-    ]
+    disk = check_disk(steps, count, findings[0].figures["tokens"])
+    try:
+        return [*findings, *check_results(steps), disk]
+    except InputError:  # a model or a benchmark is gone, which the checks before a run have said
+        return [*findings, disk]

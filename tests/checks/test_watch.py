@@ -1,0 +1,108 @@
+"""What is said about what a stage has made, and what stops `lweave run`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_weave.checks.findings import Finding
+from lightning_weave.checks.separation import GradedShifts, _judge
+from lightning_weave.checks.watch import check_evaluation, check_rollouts, check_scores, check_training, stop, warn
+from lightning_weave.errors import WeaveError
+from lightning_weave.pipeline import run
+from lightning_weave.pipeline.flow import make_rollouts
+from lightning_weave.progress import Progress
+from tiny import make_world, save_prompts, steps_of
+
+QUIET = Progress(quiet=True)
+
+
+def by_check(findings: list[Finding]) -> dict[tuple[str, str], Finding]:
+    return {(finding.about, finding.check): finding for finding in findings}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    recipe = make_world(tmp_path, prompts=20)
+    bench = save_prompts(tmp_path / "bench.jsonl", 3, seed=9)
+    recipe["eval"] = {"benchmarks": [f"file:{bench}"], "samples": 1, "max_tokens": 8, "chat": False}
+    recipe["compositions"] = {"acc-only": recipe["compositions"]["acc-only"]}
+    recipe["rollout"] |= {"max_tokens": 2, "prompts_per_shard": 20}
+    return recipe
+
+
+def test_a_run_whose_responses_are_all_cut_off_stops_before_the_next_stage(recipe: dict[str, Any]) -> None:
+    recipe["checks"] = {"truncated_stop": 0.6}
+    steps = steps_of(recipe)
+    with pytest.raises(WeaveError, match="of 40 sampled responses are cut off at 2 tokens") as stopped:
+        run.run(steps, QUIET)
+    assert stopped.value.code == 1
+    assert "--force" in str(stopped.value)
+    assert steps.store.stage(steps.rollout).state() == "done"
+    assert steps.store.stage(steps.reference).state() == "missing"
+    with pytest.raises(WeaveError, match="cut off"):  # again: what is made is not made anew, and is no better
+        run.run(steps_of(recipe), QUIET)
+    make_rollouts(steps_of(recipe), QUIET)  # the stage by itself only warns
+    recipe["checks"] = {"truncated_stop": False, "truncated_warn": False}
+    assert by_check(check_rollouts(steps_of(recipe)))["rollout", "truncated"].verdict == "ok"
+
+
+def test_figures_are_those_of_what_was_made(recipe: dict[str, Any]) -> None:
+    steps = steps_of(recipe)
+    run.run(steps, QUIET, force=True)
+    found = by_check(check_rollouts(steps) + check_scores(steps) + check_training(steps, "acc-only"))
+    assert found["rollout", "unanswered"].figures["share"] == 1
+    assert found["rollout", "unanswered"].verdict == "warning"
+    assert found["rollout", "right"].verdict == "warning"
+    assert 0 < found["anchors.acc", "positions"].figures["share"] <= 1
+    assert ("compositions.acc-only", "KL to the target") in found
+    samples = [
+        json.loads(line) for line in (steps.store.run_dir / "eval/base/bench/samples.jsonl").read_text().splitlines()
+    ]
+    found = by_check(check_evaluation(steps, "base"))
+    cut = found["eval base/bench", "truncated"].figures["share"]
+    assert cut == np.mean([sample["finish"] == "length" for sample in samples])
+    assert found["eval base/bench", "unanswered"].figures["share"] == 1
+
+
+def graded(seed: int, right: float, length: float) -> GradedShifts:
+    """A pair that prefers right responses or long ones by so much; right responses are longer."""
+    rng = np.random.default_rng(seed)
+    right_R = rng.random(400) < 0.5
+    length_R = np.round(30 + 8 * right_R + 10 * rng.standard_normal(400))
+    return GradedShifts(right * right_R + length * length_R / 10 + rng.standard_normal(400), length_R, right_R)
+
+
+@pytest.mark.parametrize(
+    ("right", "length", "verdict"),
+    [(1.5, 0.0, "ok"), (-1.5, 0.0, "error"), (-0.5, 0.0, "warning"), (0.0, -2.0, "note"), (-2.5, -1.0, "error")],
+)
+def test_a_swapped_pair_is_found_and_a_brevity_pair_is_none(right: float, length: float, verdict: str) -> None:
+    for seed in range(3):
+        found = _judge("anchors.x", graded(seed, right, length), 0.35)
+        assert found.verdict == verdict, found.text
+        assert ("swapped?" in found.text) == (verdict in ("warning", "error"))
+        if verdict == "error":
+            assert _judge("anchors.x", graded(seed, right, length), False).verdict == "warning"
+            with pytest.raises(WeaveError, match="swapped"):
+                stop(lambda: [found], False, QUIET)  # noqa: B023
+            warn(lambda: [found], True, QUIET)  # noqa: B023
+
+
+@pytest.mark.parametrize(("last", "verdict"), [(0.5, "ok"), (1.1, "warning"), (1.6, "error")])
+def test_a_distance_that_rises_is_said_with_the_update(recipe: dict[str, Any], last: float, verdict: str) -> None:
+    steps = steps_of(recipe)
+    folder = steps.store.stage(steps.train("acc-only")).folder
+    folder.mkdir(parents=True)
+    curve = [*np.linspace(1, 0.5, 20), *np.linspace(0.5, last, 20)]
+    rows = [{"step": step, "reverse_kl": kl} for step, kl in enumerate(curve, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    [found] = check_training(steps, "acc-only")
+    assert found.verdict == verdict
+    if verdict != "ok":
+        assert abs(found.figures["step"] - 22) <= 1
+        assert f"about update {found.figures['step']}" in found.text
