@@ -84,8 +84,7 @@ def build_prompts(
         raise InputError(
             f"{source}: no prompts are left of {report.read:,} rows: {len(report.bad):,} bad, {report.too_long:,} "
             f"longer than prompts.max_tokens = {max_tokens}, {len(report.overlaps):,} overlapping with "
-            "prompts.screen_against."
-            + "".join(f" The first bad one: {row.where}: {row.why}" for row in report.bad[:1])
+            "prompts.screen_against." + "".join(f" The first bad one: {row.where}: {row.why}" for row in report.bad[:1])
         )
     return taken, report
 
