@@ -19,7 +19,10 @@ END = "<|end|>"
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
 )
-PHRASES = (": what comes after ", boxed(""), "[user] ", "[me]", " The answer is \\boxed{")
+BOX = " The answer is \\boxed{"
+RIGHT = "7"
+WRONG = "3"
+PHRASES = ("What is ", boxed(""), "[user] ", "[me]", BOX)
 
 
 def tokenizer_of() -> Any:
@@ -29,30 +32,21 @@ def tokenizer_of() -> Any:
     return tokenizer
 
 
-def problem(number: int, digit: int) -> dict[str, str]:
-    return {"problem": f"{number}: what comes after {digit}?", "answer": str((digit + 1) % 10)}
-
-
 def problems() -> list[dict[str, str]]:
-    return [problem(number, digit) for number in range(10, 100) for digit in range(10)]
+    return [{"problem": f"What is {n} - {n} + {RIGHT}?", "answer": RIGHT} for n in range(100, 1000)]
 
 
 def teach(model: Any, tokenizer: Any, right: float, steps: int, seed: int) -> None:
     """Train a model to answer in a box, and rightly this often."""
     draw = random.Random(seed)
-    rows = problems()
-    texts = [render([{"role": "user", "content": boxed(row["problem"])}], tokenizer) for row in rows]
+    texts = [render([{"role": "user", "content": boxed(row["problem"])}], tokenizer) for row in problems()]
     asked = tokenizer(texts)["input_ids"]
-    box, brace = tokenizer.encode(" The answer is \\boxed{}")
-    digits = [tokenizer.encode(str(digit))[0] for digit in range(10)]
+    answers = {is_right: tokenizer.encode(f"{BOX}{RIGHT if is_right else WRONG}}}{END}") for is_right in (True, False)}
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
     for _ in range(steps):
-        chosen = [draw.randrange(len(rows)) for _ in range(32)]
-        answers = [(int(rows[row]["answer"]) + (draw.random() >= right)) % 10 for row in chosen]
-        said = [[box, digits[answer], brace, tokenizer.eos_token_id] for answer in answers]
-        ids = torch.tensor([asked[row] + response for row, response in zip(chosen, said, strict=True)])
+        ids = torch.tensor([draw.choice(asked) + answers[draw.random() < right] for _ in range(16)])
         labels = ids.clone()
-        labels[:, :-4] = -100
+        labels[:, : -len(answers[True])] = -100
         optimizer.zero_grad()
         model(input_ids=ids, labels=labels).loss.backward()
         optimizer.step()
@@ -78,13 +72,13 @@ def make_own_world(root: Path, prompts: int) -> dict[str, str]:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
     student, specialist = made(1), made(2)
-    teach(student, tokenizer, right=0.5, steps=120, seed=1)
-    teach(specialist, tokenizer, right=0.5, steps=120, seed=2)
+    teach(student, tokenizer, right=0.5, steps=60, seed=1)
+    teach(specialist, tokenizer, right=0.5, steps=60, seed=2)
     names = {
         "student.model": str(save(root / "student", student, tokenizer)),
         "anchors.skill.pre": str(save(root / "base", specialist, tokenizer)),
     }
-    teach(specialist, tokenizer, right=1.0, steps=40, seed=3)
+    teach(specialist, tokenizer, right=1.0, steps=20, seed=3)
     names["anchors.skill.post"] = str(save(root / "specialist", specialist, tokenizer))
     rows = problems()
     random.Random(0).shuffle(rows)
