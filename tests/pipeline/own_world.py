@@ -1,6 +1,7 @@
 """What a stranger brings: a student, a specialist, the checkpoint it came from, prompts and held-out problems.
 
-All models answer in a box. The student and the specialist's base are right half of the time, the specialist always.
+All models answer in a box. The student and the specialist's base are right half of the time; the specialist nearly
+always.
 """
 
 import json
@@ -36,20 +37,36 @@ def problems() -> list[dict[str, str]]:
     return [{"problem": f"What is {n} - {n} + {RIGHT}?", "answer": RIGHT} for n in range(100, 1000)]
 
 
-def teach(model: Any, tokenizer: Any, right: float, steps: int, seed: int) -> None:
-    """Train a model to answer in a box, and rightly this often."""
-    draw = random.Random(seed)
+def asked(tokenizer: Any) -> list[list[int]]:
     texts = [render([{"role": "user", "content": boxed(row["problem"])}], tokenizer) for row in problems()]
-    asked = tokenizer(texts)["input_ids"]
-    answers = {is_right: tokenizer.encode(f"{BOX}{RIGHT if is_right else WRONG}}}{END}") for is_right in (True, False)}
+    return list(tokenizer(texts)["input_ids"])
+
+
+def said(tokenizer: Any, answer: str) -> list[int]:
+    return list(tokenizer.encode(f"{BOX}{answer}}}{END}"))
+
+
+def teach(model: Any, tokenizer: Any, seed: int) -> None:
+    """Train a model to answer in a box, rightly half of the time."""
+    draw = random.Random(seed)
+    prompts, answers = asked(tokenizer), [said(tokenizer, answer) for answer in (RIGHT, WRONG)]
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
-    for _ in range(steps):
-        ids = torch.tensor([draw.choice(asked) + answers[draw.random() < right] for _ in range(16)])
+    for _ in range(100):
+        ids = torch.tensor([draw.choice(prompts) + draw.choice(answers) for _ in range(16)])
         labels = ids.clone()
-        labels[:, : -len(answers[True])] = -100
+        labels[:, : -len(answers[0])] = -100
         optimizer.zero_grad()
         model(input_ids=ids, labels=labels).loss.backward()
         optimizer.step()
+
+
+def specialise(model: Any, tokenizer: Any) -> None:
+    """Make a model prefer the right digit where a digit is due, and leave it as it is in all else."""
+    answer = said(tokenizer, RIGHT)
+    ids = torch.tensor([prompt + answer[:1] for prompt in asked(tokenizer)[::30]])
+    with torch.no_grad():
+        hidden = model.model(input_ids=ids).last_hidden_state[:, -1].mean(0)
+        model.lm_head.weight[answer[1]] += 5.0 * hidden / hidden.square().sum()
 
 
 def save(folder: Path, model: Any, tokenizer: Any) -> Path:
@@ -65,20 +82,20 @@ def make_own_world(root: Path, prompts: int) -> dict[str, str]:
     tokenizer = tokenizer_of()
 
     def made(seed: int) -> Any:
-        config = CONFIGS["qwen3"]()
+        config = CONFIGS["llama"]()
         config.update({"vocab_size": len(tokenizer), "max_position_embeddings": 8192})
         config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
     student, specialist = made(1), made(2)
-    teach(student, tokenizer, right=0.5, steps=60, seed=1)
-    teach(specialist, tokenizer, right=0.5, steps=60, seed=2)
+    teach(student, tokenizer, seed=1)
+    teach(specialist, tokenizer, seed=2)
     names = {
         "student.model": str(save(root / "student", student, tokenizer)),
         "anchors.skill.pre": str(save(root / "base", specialist, tokenizer)),
     }
-    teach(specialist, tokenizer, right=1.0, steps=20, seed=3)
+    specialise(specialist, tokenizer)
     names["anchors.skill.post"] = str(save(root / "specialist", specialist, tokenizer))
     rows = problems()
     random.Random(0).shuffle(rows)
