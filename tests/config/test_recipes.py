@@ -1,6 +1,7 @@
 """Merging, overriding and writing back recipes."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,51 @@ def test_setting_one_weight_keeps_the_others_but_a_table_replaces_them() -> None
         assert merge_overrides(base, [override])["compositions"]["even"]["weights"] == {"acc": 1.0}
     later = {"compositions": {"even": {"weights": {"acc": 1.0}}}}
     assert merge_tables(base, later) == later, "a later file replaces the whole table"
+
+
+TEMPLATE = "{problem}\n\nPut the final answer in \\boxed{{}}."
+ASKED = [  # [prompts], [eval] -> how prompts and evaluation ask
+    ({}, {}, "plain", "boxed"),
+    ({"columns": {"answer": "answer"}}, {}, "boxed", "boxed"),
+    ({"format": "plain"}, {}, "plain", "plain"),
+    ({"format": "question-answer"}, {}, "question-answer", "question-answer"),
+    ({"format": "dapo"}, {}, "dapo", "boxed"),  # its answers are not boxed
+    ({"format": "livecodebench"}, {}, "livecodebench", "boxed"),
+    ({"template": TEMPLATE}, {}, "template", "template"),
+    ({"template": TEMPLATE}, {"format": "question-answer"}, "template", "question-answer"),
+    ({"format": "plain"}, {"template": TEMPLATE}, "plain", "template"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "evaluation", "asked", "examined"), ASKED)
+def test_evaluation_asks_as_the_prompts_do(prompts: dict, evaluation: dict, asked: str, examined: str) -> None:
+    said = {"chat": True, "thinking": False, "system": "Be brief."} if asked != "livecodebench" else {"thinking": False}
+    recipe = check_recipe({"name": "x", "student": {"model": "s"}, "prompts": prompts | said, "eval": evaluation})
+    assert (recipe.prompts.format, recipe.eval.format) == (asked, examined)
+    assert (recipe.prompts.template is None) == (asked != "template")
+    assert (recipe.eval.template is None) == (examined != "template")
+    assert (recipe.eval.system, recipe.eval.thinking) == (said.get("system"), False)
+    assert check_recipe(tomllib.loads(dump_recipe(recipe))) == recipe
+
+
+def test_evaluation_may_ask_otherwise_in_every_respect() -> None:
+    prompts = {"template": TEMPLATE, "system": "Be brief.", "thinking": False}
+    evaluation = {"format": "plain", "chat": False, "thinking": True}
+    recipe = check_recipe({"name": "x", "student": {"model": "s"}, "prompts": prompts, "eval": evaluation})
+    section = recipe.eval
+    assert (section.format, section.template, section.system) == ("plain", None, None)
+    assert (section.chat, section.thinking) == (False, True)
+
+
+def test_graders_are_kept_as_they_are_said() -> None:
+    graders = {
+        "letters": "choice",
+        "file:b/sums.jsonl": {"kind": "numeric", "tolerance": 0.01},
+        "words": {"kind": "regex", "pattern": "#### (.*)"},
+        "own": {"kind": "python", "function": "my.py:grade", "trust": True},
+    }
+    names = ["file:a/letters.jsonl", "file:b/sums.jsonl", "file:words.jsonl", "file:own.jsonl"]
+    evaluation = {"benchmarks": names, "graders": graders}
+    recipe = check_recipe({"name": "x", "student": {"model": "s"}, "eval": evaluation})
+    assert check_recipe(tomllib.loads(dump_recipe(recipe))) == recipe
+    assert [rule.kind for rule in recipe.eval.graders.values()] == ["choice", "numeric", "regex", "python"]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forked import Forked, kill_at
 from grading import problems
-from lightning_weave.bench.definitions import Benchmark, Problem
+from lightning_weave.bench.definitions import Benchmark, Problem, load_benchmark
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
 from lightning_weave.config import Grading, check_recipe, dump_recipe
@@ -23,6 +23,7 @@ from lightning_weave.grading.math import extract_boxed
 from lightning_weave.pipeline import eval as stage
 from lightning_weave.progress import Progress
 from lightning_weave.report.results import points, policy_rows, show_results, summaries
+from lightning_weave.runs.evaluation import prompt_texts
 from lightning_weave.runs.grade import Grader
 from lightning_weave.store.ledger import read_ledger
 from models.small_models import small_model
@@ -288,3 +289,81 @@ def test_two_checkpoints_of_one_name_do_not_share_a_run(recipe: dict, tmp_path: 
     ended, text = run(file, "--model", finals[0])
     assert ended == 2
     assert "leave out --model" in text
+
+
+def sampled_tokens(recipe: dict) -> int:
+    return sum(row["tokens"] for row in read_ledger(steps_of(recipe).store.run_dir))
+
+
+def test_a_policy_that_never_answers_is_an_error_and_not_a_zero(recipe: dict) -> None:
+    steps = steps_of(recipe)
+    said: list[str] = []
+    progress = Progress(quiet=True)
+    progress.say = said.append  # type: ignore[method-assign]
+    stage.run(steps, progress, only=["base"])
+    summary = read_summary(folder_of(recipe) / "summary.json")
+    assert (summary.accuracy, summary.no_answer) == (0.0, 1.0)
+    assert summary.error is not None
+    assert "no answer was found in any of 18 responses" in summary.error
+    assert [line for line in said if line.startswith("error: eval/base/sums: no answer")]
+    with open(os.devnull, "w") as nowhere:
+        out = Console(record=True, width=400, file=nowhere)
+        show_results(steps, out)
+    assert "error: base on sums: no answer was found" in out.export_text()
+
+
+def test_a_template_asks_from_the_problems_own_columns(recipe: dict, tmp_path: Path) -> None:
+    rows = [{"problem": f"{n}+1", "answer": str(n + 1), "unit": "km"} for n in range(2)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe["eval"] |= {"template": "{problem}:{unit}"}
+    steps = steps_of(recipe)
+    benchmark = load_benchmark(recipe["eval"]["benchmarks"][0])
+    assert prompt_texts(benchmark, steps.student.tokenizer, steps.recipe.eval) == ["0+1:km", "1+1:km"]
+    for wrong in ("{place}", "{answer}"):  # the answer is never shown
+        recipe["eval"]["template"] = f"{{problem}}{wrong}"
+        with pytest.raises(InputError, match=rf"eval.template: problem 1: no column '{wrong[1:-1]}'"):
+            stage.run(steps_of(recipe), QUIET, only=["base"])
+
+
+def test_a_changed_grader_samples_nothing_anew(recipe: dict, tmp_path: Path) -> None:
+    """Also where only the content of the user's own function changed."""
+    own = tmp_path / "my.py"
+    own.write_text("def grade(response, answer):\n    return True\n")
+    stage.run(steps_of(recipe), QUIET, only=["base"])
+    before = sampled_tokens(recipe)
+    accuracies = []
+    python = {"kind": "python", "function": f"{own}:grade", "trust": True}
+    for grader in ("exact", {"kind": "regex", "pattern": "[^0-9]*$"}, python):
+        recipe["eval"]["graders"] = {"sums": grader}
+        stage.run(steps_of(recipe), QUIET, only=["base"])
+        accuracies.append(read_summary(folder_of(recipe) / "summary.json").accuracy)
+    own.write_text("def grade(response, answer):\n    return False\n")
+    steps = steps_of(recipe)
+    assert steps.store.stage(steps.eval("base", recipe["eval"]["benchmarks"][0])).state() == "stale"
+    stage.run(steps, QUIET, only=["base"])
+    assert read_summary(folder_of(recipe) / "summary.json").accuracy == 0
+    assert accuracies[-1] == 100
+    assert sampled_tokens(recipe) == before > 0
+
+
+@pytest.mark.parametrize(
+    ("grader", "message"),
+    [
+        ({"kind": "python", "function": "nowhere.py:grade", "trust": True}, "eval.graders.sums.function.*no such file"),
+        ("code", "LiveCodeBench rows"),
+        ("choice", "problem q0: the answer '1' is not the letter"),
+    ],
+)
+def test_a_grader_that_cannot_work_is_refused_before_sampling(recipe: dict, grader: object, message: str) -> None:
+    recipe["eval"]["graders"] = {"sums": grader}
+    with pytest.raises(InputError, match=message):
+        stage.run(steps_of(recipe), QUIET, only=["base"])
+    assert sampled_tokens(recipe) == 0
+
+
+def test_a_function_that_fails_is_named_with_its_problem(recipe: dict, tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text("def grade(response, answer):\n    return response[100000]\n")
+    rule = {"kind": "python", "function": f"{tmp_path / 'my.py'}:grade", "trust": True}
+    recipe["eval"]["graders"] = {"sums": rule}
+    with pytest.raises(InputError, match=r"my.py:grade failed on problem q0 \(IndexError"):
+        stage.run(steps_of(recipe), QUIET, only=["base"])

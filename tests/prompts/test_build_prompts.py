@@ -277,3 +277,54 @@ def test_broken_prompts_are_corrupt_data(tmp_path, line):
     path.write_bytes(path.read_bytes() + line + b"\n")
     with pytest.raises(CorruptData, match=re.escape(f"{path}:2")):
         read_prompts(path)
+
+
+TEMPLATE = "{problem} ({unit})\n\nPut the final answer in \\boxed{{}}."
+
+
+def test_a_template_is_filled_from_the_rows_columns(qwen, jsonl):
+    rows = [
+        {"q": "How far?", "unit": "km", "a": "4"},
+        {"q": "How far?", "unit": "miles", "a": "3"},  # the same problem, asked otherwise
+        {"q": "How far?", "unit": "km", "a": "4"},
+        {"q": "How long?", "a": "5"},
+    ]
+    columns = {"prompt": "q", "answer": "a"}
+    prompts, report = build_prompts(
+        qwen, source=jsonl(rows), columns=columns, format="template", template=TEMPLATE, system="Be brief."
+    )
+    asked = "How far? (km)\n\nPut the final answer in \\boxed{}."
+    assert prompts[0].messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": asked}]
+    assert asked in prompts[0].text
+    assert (len(prompts), report.duplicates) == (2, 1)
+    assert [row.why for row in report.bad] == ["no column 'unit', which the template names"]
+    assert total(report) == report.read
+
+
+def test_a_template_without_its_column_in_any_row_is_refused_with_the_first_row(qwen, jsonl):
+    with pytest.raises(InputError, match=r"no prompts are left.*:1: no column 'unit'"):
+        build_prompts(qwen, source=jsonl([{"prompt": "How far?"}]), format="template", template=TEMPLATE)
+
+
+def test_a_template_never_shows_the_answer(qwen, jsonl):
+    columns = {"prompt": "q", "answer": "a.value"}
+    with pytest.raises(InputError, match="holds the answer"):
+        build_prompts(
+            qwen,
+            source=jsonl([{"q": "1+1?", "a": {"value": "2"}}]),
+            columns=columns,
+            format="template",
+            template="{problem} {a}",
+        )
+
+
+def test_a_second_system_prompt_is_refused_by_row(qwen, jsonl):
+    turns = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "Hello?"}]
+    _, report = build_prompts(qwen, source=jsonl([{"prompt": turns}, {"prompt": "Hello?"}]), system="Yours.")
+    assert ["system turn of its own" in row.why for row in report.bad] == [True]
+
+
+def test_boxed_asks_for_a_box(qwen, jsonl):
+    (prompt,), _ = build_prompts(qwen, source=jsonl([{"prompt": "1+1?"}]), format="boxed")
+    asked = "1+1?\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+    assert prompt.messages == [{"role": "user", "content": asked}]

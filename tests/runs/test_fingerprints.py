@@ -281,3 +281,27 @@ def test_what_is_set_over_the_flags_is_checked(tmp_path: Path, override: str, me
     with pytest.raises(InputError) as raised:
         load_recipe([write_recipe(tmp_path, WITH_FLAGS)], [override])
     assert message in str(raised.value)
+
+
+def test_prompts_and_evaluations_of_recipes_that_say_how_they_ask_stay_done() -> None:
+    """Models and data are named by their names here, not by content: only the settings are looked at."""
+
+    class Known(dict[str, str]):
+        def __contains__(self, name: object) -> bool:
+            return True
+
+        def __missing__(self, name: str) -> str:
+            return name
+
+    recipes = Path(__file__).parents[2] / "recipes"
+    expected = {
+        "demo": ["649483559742e704", "b16e4e1beaaccadb", "6d96981246eac4e5", "36891f453cf28890"],
+        "paper/math": ["716948061dfb8b26", "e9c5513968298a4e", "a0ac6cddf06a95f5", "622243cc7426850d"],
+        "paper/code": ["dab7b05a9fc9513d", "db6aa4e4cbe37689", "02a9384b1850514e"],
+    }
+    for name, fingerprints in expected.items():
+        files = [name] if name == "demo" else ["paper/base", "paper/qwen3-4b", name]
+        recipe = load_recipe([recipes / f"{file}.toml" for file in files])
+        steps = Steps(recipe, "recipe.toml", Known())
+        evaluated = [steps.eval("base", benchmark) for benchmark in recipe.eval.benchmarks]
+        assert [step.fingerprint for step in (steps.prompts, *evaluated)] == fingerprints

@@ -96,7 +96,7 @@ def fill_template(template: str, problem: str, columns: Mapping[str, Any]) -> st
     """
     for name in sorted(template_columns(template)):
         if columns.get(name) is None:
-            raise InputError(f"no column {name!r} for the template (it has {', '.join(map(repr, columns)) or 'none'})")
+            raise InputError(f"no column {name!r}, which the template names")
     return template.format(**{**columns, "problem": problem})
 
 

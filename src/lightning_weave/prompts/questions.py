@@ -52,7 +52,7 @@ def question_of(row: Row, columns: ColumnNames) -> Question | BadRow:
         messages = _messages(_look_up(row.values, columns.prompt), columns.prompt)
         starter = _starter(row.values.get(columns.starter), columns.starter) if columns.starter else ""
         columns_used = {name: row.values[name] for name in sorted(columns.others) if name in row.values}
-        return Question(row.where, messages, answer, identity, starter, columns_used)
+        return Question(row.where, messages, answer, identity, starter=starter, columns=columns_used)
     except _UnusableError as unusable:
         return BadRow(row.where, str(unusable))
 

@@ -15,7 +15,6 @@ from lightning_weave.config import (
     Anchor,
     Composition,
     Distilled,
-    Grading,
     Joint,
     Mixture,
     Objective,
@@ -310,7 +309,8 @@ class Steps:
         """Say how a benchmark is graded; a user's own function by its content."""
         rule = grading_of(self.recipe.eval, benchmark)
         if rule.function is None:
-            return rule.kind if rule == Grading(kind=rule.kind) else rule.model_dump(mode="json", exclude_none=True)
+            said = rule.model_dump(mode="json", exclude_defaults=True)
+            return rule.kind if said.keys() == {"kind"} else said
         file = Path(rule.function.rpartition(":")[0]).expanduser()
         if not file.is_file():
             raise InputError(f"eval.graders.{benchmark_folder(benchmark)}.function = {rule.function!r}: no such file")
