@@ -34,19 +34,29 @@ class Checkpoint:
 
     @cached_property
     def path(self) -> Path:
-        """The local directory; a hub name is downloaded."""
+        """The local directory; a hub name is downloaded, weights and all."""
         return load.resolve_model(self.name, self.revision)
+
+    @cached_property
+    def light_path(self) -> Path:
+        """The same directory, for whoever reads configuration and tokenizer: no weights are downloaded for it."""
+        return load.resolve_model(self.name, self.revision, weights=False)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the weights are on this disk, or a part of the work still has to fetch them from the hub."""
+        return not load.absent_weights(self.name, self.light_path)
 
     @property
     def identity(self) -> str:
-        """What the checkpoint is, by content."""
-        return model_identity(self.path)
+        """What the checkpoint is, by content; of weights that are still on the hub, by the sha256 that it gives."""
+        return model_identity(self.light_path, load.absent_weights(self.name, self.light_path))
 
     @property
     def tokenizer(self) -> Any:
         """Its tokenizer, read once for as long as its files do not change: reading the spellings is slow."""
-        stamps = tuple(sorted((file.name, file.stat().st_mtime_ns) for file in self.path.glob("*.json")))
-        return _tokenizer(self.path, self.trust_remote_code, stamps)
+        stamps = tuple(sorted((file.name, file.stat().st_mtime_ns) for file in self.light_path.glob("*.json")))
+        return _tokenizer(self.light_path, self.trust_remote_code, stamps)
 
     @property
     def vocabulary(self) -> int:
@@ -56,12 +66,12 @@ class Checkpoint:
     @property
     def stop_ids(self) -> frozenset[int]:
         """Every id that ends a response."""
-        return load.stop_ids(self.path, self.tokenizer)
+        return load.stop_ids(self.light_path, self.tokenizer)
 
     @cached_property
     def config(self) -> Any:
         """Its configuration, class defaults included."""
-        return load.read_config(self.path, self.trust_remote_code)
+        return load.read_config(self.light_path, self.trust_remote_code)
 
     @property
     def context_limit(self) -> int | None:
@@ -71,7 +81,7 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype it was saved in."""
-        return load.checkpoint_dtype(self.path)
+        return load.configured_dtype(self.light_path) or load.checkpoint_dtype(self.path)
 
     def compute_dtype(self, setting: Dtype, device: torch.device) -> torch.dtype:
         """Resolve "auto": float32 on a CPU, the checkpoint's own dtype elsewhere."""
