@@ -7,7 +7,7 @@ import torch
 from lightning_weave.config import Recipe
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
-from lightning_weave.ranks import is_alone
+from lightning_weave.ranks import can_meet
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
 from lightning_weave.train.offline import train_offline
@@ -31,7 +31,7 @@ def run(
         raise InputError("this recipe has no composition to train; add a [compositions.NAME] with weights")
     wanted = [name for name in names if only is None or name in only]
     pending = [name for name in wanted if steps.store.stage(steps.train(name)).state() != "done"]
-    if pending or not is_alone():  # all ranks join, so that rank 0 can say what is pending: disks show files late
+    if pending or can_meet():  # all ranks join, so that rank 0 can say what is pending: disks show files late
         device = set_up(steps.recipe, steps.store)
         dtype = _compute_dtype(steps.recipe, device)
         with join(device, sharded=dtype != torch.float32) as ranks:

@@ -99,6 +99,7 @@ class Stage:
 
     def missing(self, shards: Iterable[int]) -> list[int]:
         """List those shards that are not there as this machine sees it now."""
+        self._refresh()
         return [index for index in shards if not self._is_ours(self.shard_path(index))]
 
     def _look_until(self, seen: Callable[[], bool]) -> None:
@@ -106,8 +107,12 @@ class Stage:
         end = time.monotonic() + LATE
         while not seen() and time.monotonic() < end:
             time.sleep(0.1)
-            if self.folder.exists():
-                os.listdir(self.folder)  # makes a client of NFS ask the server again
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """List the folder, which makes a client of NFS ask the server again for names that it has not seen."""
+        if not is_alone() and self.folder.exists():
+            os.listdir(self.folder)
 
     def write(self, index: int, shard: Any) -> int:
         """Write one shard atomically; returns its size in bytes.
@@ -135,9 +140,9 @@ class Stage:
         """Write the manifest if every shard is there; any rank may call it, all would write the same bytes."""
         if self.state() == "done":  # no need to read and hash it all again
             return True
-        paths = [self.shard_path(index) for index in range(shards)]
-        if not all(self._is_ours(path) for path in paths):
+        if self.missing(range(shards)):
             return False
+        paths = [self.shard_path(index) for index in range(shards)]
         # All shards are there, so none is being written; but another rank may be writing this manifest.
         remove_temporaries(self.folder, "" if is_alone() else ".safetensors")
         entries = []
