@@ -46,6 +46,11 @@ def is_alone() -> bool:
     return world_size() == 1
 
 
+def can_meet() -> bool:
+    """Whether the ranks were told where to meet, as torchrun tells them; jobs of an array only share a disk."""
+    return not is_alone() and "MASTER_ADDR" in os.environ
+
+
 def check_ranks() -> None:
     """Refuse a rank that no shard belongs to."""
     number = os.environ.get("RANK", "0")

@@ -18,7 +18,8 @@ LAST = 3  # writes and renames of the stage that get a kill of their own
 def place_of(event: str) -> str:
     """Name a file of the run by its duty, without the names and numbers that differ."""
     action, path = event.split(" ", 1)
-    name = re.sub(r"[0-9]+", "N", Path(path).name.removeprefix(".tmp-").lstrip("0123456789-"))
+    name = re.sub(r"^\.tmp-(.*-[0-9a-f]{8}-)?", "", Path(path).name)
+    name = re.sub(r"[0-9]+", "N", name.lstrip("0123456789-"))
     return f"{path.split('/')[0]}: {action} {name or 'checkpoint'}"
 
 

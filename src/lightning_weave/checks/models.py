@@ -44,15 +44,16 @@ def check_checkpoint(steps: Steps, about: str, checkpoint: Checkpoint, setting: 
 
 def _check_padding(about: str, checkpoint: Checkpoint) -> Finding:
     vocabulary = checkpoint.vocabulary
-    matrix = OutputMatrix.of(checkpoint.path)
-    if matrix is None:
+    matrix = OutputMatrix.of(checkpoint.path) if checkpoint.is_here else None
+    if checkpoint.is_here and matrix is None:
         return Finding(about, "vocabulary", "note", f"{vocabulary:,} tokens; the output matrix has a name unknown here")
-    figures = {"tokens": vocabulary, "rows": matrix.rows}
-    padding = matrix.rows - vocabulary
+    rows = checkpoint.config.get_text_config().vocab_size if matrix is None else matrix.rows
+    figures = {"tokens": vocabulary, "rows": rows}
+    padding = rows - vocabulary
     if padding < 0:
-        text = f"{vocabulary:,} tokens but {matrix.rows:,} output rows: the tokenizer belongs to another checkpoint"
+        text = f"{vocabulary:,} tokens but {rows:,} output rows: the tokenizer belongs to another checkpoint"
         return Finding(about, "vocabulary", "warning", text, figures)
     if padding == 0:
         return Finding(about, "vocabulary", "ok", f"{vocabulary:,} tokens, as many output rows", figures)
-    text = f"{vocabulary:,} tokens, {matrix.rows:,} output rows: {padding:,} belong to no token and are left out"
+    text = f"{vocabulary:,} tokens, {rows:,} output rows: {padding:,} belong to no token and are left out"
     return Finding(about, "vocabulary", "ok", text, figures)

@@ -54,7 +54,7 @@ def check_pair(steps: Steps, name: str, sample: CheckedRows) -> tuple[list[Findi
     pair = PairSample.of(steps, section, sample)
     tokens = pair.alignments[0].tokens
     findings = [_check_tokenizers(steps, about, post, pre)]
-    if post.path.resolve() == pre.path.resolve():
+    if post.light_path.resolve() == pre.light_path.resolve():
         text = "post and pre are the same checkpoint: every shift is zero"
         findings.append(Finding(about, "checkpoints", "error", text, judged=True))
     for role, checkpoint in zip(ROLES, (post, pre), strict=True):
@@ -148,6 +148,9 @@ def _check_bos(about: str, section: Anchor, pair: PairSample, post: Checkpoint) 
 
 def _check_untrained(about: str, pair: PairSample, sample: CheckedRows, pre: Checkpoint) -> list[Finding]:
     """Report rows of the pre-anchor that look untrained, and how often a candidate is scored by one."""
+    if not pre.is_here:
+        text = "not looked at: the pre-anchor's weights are still on the hub. To fetch them: hf download " + pre.name
+        return [Finding(about, "untrained rows", "note", text)]
     untrained = untrained_specials(pre)
     if not untrained:
         return [Finding(about, "untrained rows", "ok", "no special token of the pre-anchor looks untrained")]

@@ -34,20 +34,31 @@ class Checkpoint:
 
     @cached_property
     def path(self) -> Path:
-        """The local directory; a hub name is downloaded."""
+        """The local directory; a hub name is downloaded, weights and all."""
         local = Path(self.name).expanduser()
         return local if local.is_dir() else _loading().resolve_model(self.name, self.revision)
 
+    @cached_property
+    def light_path(self) -> Path:
+        """The same directory, for whoever reads configuration and tokenizer: no weights are downloaded for it."""
+        local = Path(self.name).expanduser()
+        return local if local.is_dir() else _loading().resolve_model(self.name, self.revision, weights=False)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the weights are on this disk, or a part of the work still has to fetch them from the hub."""
+        return not _loading().absent_weights(self.name, self.light_path)
+
     @property
     def identity(self) -> str:
-        """What the checkpoint is, by content."""
-        return model_identity(self.path)
+        """What the checkpoint is, by content; of weights that are still on the hub, by the sha256 that it gives."""
+        return model_identity(self.light_path, _loading().absent_weights(self.name, self.light_path))
 
     @property
     def tokenizer(self) -> Any:
         """Its tokenizer, read once for as long as its files do not change: reading the spellings is slow."""
-        stamps = tuple(sorted((file.name, file.stat().st_mtime_ns) for file in self.path.glob("*.json")))
-        return _tokenizer(self.path, self.trust_remote_code, stamps)
+        stamps = tuple(sorted((file.name, file.stat().st_mtime_ns) for file in self.light_path.glob("*.json")))
+        return _tokenizer(self.light_path, self.trust_remote_code, stamps)
 
     @property
     def vocabulary(self) -> int:
@@ -57,12 +68,12 @@ class Checkpoint:
     @property
     def stop_ids(self) -> frozenset[int]:
         """Every id that ends a response."""
-        return _loading().stop_ids(self.path, self.tokenizer)
+        return _loading().stop_ids(self.light_path, self.tokenizer)
 
     @cached_property
     def config(self) -> Any:
         """Its configuration, class defaults included."""
-        return _loading().read_config(self.path, self.trust_remote_code)
+        return _loading().read_config(self.light_path, self.trust_remote_code)
 
     @property
     def context_limit(self) -> int | None:
@@ -72,7 +83,7 @@ class Checkpoint:
     @property
     def dtype(self) -> "torch.dtype":
         """The dtype it was saved in."""
-        return _loading().checkpoint_dtype(self.path)
+        return _loading().configured_dtype(self.light_path) or _loading().checkpoint_dtype(self.path)
 
     def compute_dtype(self, setting: Dtype, device: "torch.device") -> "torch.dtype":
         """Resolve "auto": float32 on a CPU, the checkpoint's own dtype elsewhere."""

@@ -2,14 +2,22 @@
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import filter_repo_objects
 from jinja2 import TemplateError
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -18,11 +26,16 @@ from transformers.utils import logging as transformers_logging
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.models.attention import repeat_heads_in_float32
 from lightning_weave.models.memory import is_out_of_memory
+from lightning_weave.ranks import local_rank
 
 # `*.py` is only ever run with trust_remote_code; pickled weights are never downloaded.
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+_WEIGHTS = ["*.safetensors"]
 _UNWANTED = ["original/*", "consolidated*", "onnx/*"]
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# The bases of the hub's own errors: those of the client that it uses, for connections that break, and of the disk.
+_HUB_ERRORS = cast(tuple[type[Exception], ...], (*HfHubHTTPError.__bases__, HFValidationError))
+_PATIENCE = 3600.0  # seconds without a new file after which a rank downloads by itself
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>")
 log = logging.getLogger(__name__)
 # The stages show one bar each; a bar per tensor file is noise.
@@ -30,28 +43,114 @@ transformers_logging.disable_progress_bar()
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
-    """Turn a local directory or a hub name into a local directory; download config, tokenizer and safetensors only."""
+def resolve_model(name: str, revision: str | None = None, weights: bool = True) -> Path:
+    """Turn a local directory or a hub name into a local directory; download config, tokenizer and safetensors only.
+
+    Without `weights` the directory has config and tokenizer at least.
+    """
     local = Path(name).expanduser()
     if local.is_dir():
         return local
     if name.startswith((".", "/", "~")) or name.count("/") > 1:  # never a name of the hub
         raise InputError(f"model {name!r}: no such directory. Give the path of a checkpoint directory or a hub name")
     try:
-        return _download(name, revision)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = _first_line(error)
-        at = f" at revision {revision!r}" if revision else ""
-        raise InputError(
-            f"model {name!r}{at}: no such directory, and the hub did not give it ({reason}). Give the path of a "
-            f"checkpoint directory, or download it on a machine with network access: hf download {name}"
-        ) from error
+        return _download(name, revision, weights)
+    except _HUB_ERRORS as error:
+        raise _not_given(name, revision, error) from error
+
+
+def absent_weights(name: str, folder: Path) -> dict[str, str]:
+    """Give the hub's sha256 of the weights that it has for a resolved model and that are not in the folder yet."""
+    if Path(name).expanduser().is_dir():
+        return {}
+    try:
+        listing = _listing(name, folder.name)
+    except _HUB_ERRORS as error:
+        if _has_weights(folder):
+            return {}
+        raise _not_given(name, folder.name, error) from error
+    names = set(filter_repo_objects(_names(listing), allow_patterns=_WEIGHTS, ignore_patterns=_UNWANTED))
+    absent = {
+        file.rfilename: file.lfs.sha256 if file.lfs else ""
+        for file in listing.siblings or ()
+        if file.rfilename in names and "/" not in file.rfilename and not (folder / file.rfilename).exists()
+    }
+    if all(absent.values()):
+        return absent
+    resolve_model(name, folder.name)  # files so small that the hub keeps them in git, without a sha256
+    return {}
+
+
+def _not_given(name: str, revision: str | None, error: Exception) -> InputError:
+    at = f" at revision {revision!r}" if revision else ""
+    match error:
+        case GatedRepoError():
+            return InputError(
+                f"model {name!r}{at}: the hub asks who you are. Accept its terms on its page, then: hf auth login"
+            )
+        case RepositoryNotFoundError():
+            reason = "it has none of that name, or a private one"
+        case RevisionNotFoundError():
+            reason = "it has no such revision of it"
+        case _:
+            reason = _first_line(error)
+    return InputError(
+        f"model {name!r}{at}: no such directory, and the hub did not give it ({reason}). Give the path of "
+        f"a checkpoint directory, or download it on a machine with network access: hf download {name}"
+    )
+
+
+def _has_weights(folder: Path) -> bool:
+    parts = checkpoint_json(folder / "model.safetensors.index.json").get("weight_map")
+    if isinstance(parts, dict):
+        return all((folder / part).exists() for part in parts.values())
+    return any(folder.glob("*.safetensors"))
 
 
 @cache
-def _download(name: str, revision: str | None) -> Path:
-    """Ask the hub once per process."""
-    return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+def _download(name: str, revision: str | None, weights: bool) -> Path:
+    """Ask the hub once per process. The first rank of a machine downloads, the others wait for its files."""
+    wanted = [*_SMALL, *_WEIGHTS] if weights else _SMALL
+    complete = False
+    if local_rank() > 0:
+        try:
+            listing = _listing(name, revision)
+        except _HUB_ERRORS:  # the hub is out of reach: what is here serves, or is said to be missing
+            pass
+        else:
+            revision = listing.sha
+            complete = _wait_for_files(name, listing, wanted)
+    folder = snapshot_download(
+        name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED, local_files_only=complete
+    )
+    return Path(folder)
+
+
+def _wait_for_files(name: str, listing: ModelInfo, wanted: list[str]) -> bool:
+    """Wait for another rank's download; says whether it came to its end."""
+    missing = list(filter_repo_objects(_names(listing), allow_patterns=wanted, ignore_patterns=_UNWANTED))
+    since = time.monotonic()
+    while time.monotonic() - since < _PATIENCE:
+        still = [
+            file for file in missing if not isinstance(try_to_load_from_cache(name, file, revision=listing.sha), str)
+        ]
+        if not still:
+            return True
+        if still != missing:
+            since = time.monotonic()
+        missing = still
+        time.sleep(0.2)
+    return False
+
+
+@cache
+def _listing(name: str, revision: str | None) -> ModelInfo:
+    """What the hub has of a model: its commit, its files, and the sha256 of the large ones."""
+    return HfApi().model_info(name, revision=revision, files_metadata=True)
+
+
+def _names(listing: ModelInfo) -> list[str]:
+    return [file.rfilename for file in listing.siblings or ()]
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
@@ -126,14 +225,21 @@ def stop_ids(path: Path, tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in ids if token is not None)
 
 
-def checkpoint_dtype(path: Path) -> torch.dtype:
-    """Read the dtype a checkpoint was saved in, from its config or else from the weights themselves."""
+def configured_dtype(path: Path) -> torch.dtype | None:
+    """Read the dtype that a checkpoint's config says it was saved in; None where it says nothing."""
     config = checkpoint_json(path / "config.json")
     for source in (config, config.get("text_config") or {}):
         named = source.get("dtype") or source.get("torch_dtype")
         dtype = getattr(torch, str(named).removeprefix("torch."), None) if named else None
         if isinstance(dtype, torch.dtype):
             return dtype
+    return None
+
+
+def checkpoint_dtype(path: Path) -> torch.dtype:
+    """Read the dtype a checkpoint was saved in, from its config or else from the weights themselves."""
+    if (configured := configured_dtype(path)) is not None:
+        return configured
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 (not a dict)

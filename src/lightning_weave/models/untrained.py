@@ -56,8 +56,8 @@ class OutputMatrix:
 
 
 def untrained_specials(checkpoint: Checkpoint) -> set[int]:
-    """List the special tokens of a checkpoint whose output row looks untrained, without loading it."""
-    matrix = OutputMatrix.of(checkpoint.path)
+    """List the special tokens of a checkpoint whose output row looks untrained, without loading or downloading it."""
+    matrix = OutputMatrix.of(checkpoint.path) if checkpoint.is_here else None
     return matrix.untrained(sorted(checkpoint.tokenizer.added_tokens_decoder)) if matrix else set()
 
 

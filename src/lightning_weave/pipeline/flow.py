@@ -3,7 +3,6 @@
 prompts -> rollout -> reference -> score -> train -> eval
 """
 
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -11,26 +10,26 @@ from lightning_weave.checks.watch import Watch, warn
 from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import prompts, reference, rollout, score, train
 from lightning_weave.progress import Progress
-from lightning_weave.ranks import is_alone
 from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import Do, do_here
-from lightning_weave.store import Step
+from lightning_weave.runs.work import Do, do_here, wait_for_ranks
+from lightning_weave.types import Candidates, Rollouts, Scores
 
 
-def make_rollouts(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn) -> None:
-    """Build the prompts and sample the student's responses."""
+def make_rollouts(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn) -> int:
+    """Build the prompts and sample the student's responses; returns the number of shards."""
     prompts.run(steps, progress)
-    rollout.run(steps, progress, do, watch)
+    return rollout.run(steps, progress, do, watch)
 
 
 def make_cache(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn) -> None:
     """Make everything that offline training reads. `watch` hears what is wrong with it."""
-    make_rollouts(steps, progress, do, watch)
-    _wait_for([steps.rollout], steps)
+    shards = make_rollouts(steps, progress, do, watch)
+    wait_for_ranks(steps.store.stage(steps.rollout), Rollouts, shards)
     reference.run(steps, progress, do)
-    _wait_for([steps.reference], steps)
+    wait_for_ranks(steps.store.stage(steps.reference), Candidates, shards)
     score.run(steps, progress, do=do, watch=watch)
-    _wait_for([steps.score(scored) for scored in steps.score_names], steps)
+    for scored in steps.score_names:
+        wait_for_ranks(steps.store.stage(steps.score(scored)), Scores, shards)
 
 
 def make_students(steps: Steps, progress: Progress, only: Sequence[str] | None = None, watch: Watch = warn) -> None:
@@ -52,9 +51,3 @@ def make_everything(steps: Steps, progress: Progress, do: Do = do_here, watch: W
 def evaluate(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:
     """Evaluate policies."""
     eval_stage.run(steps, progress, only)
-
-
-def _wait_for(made: list[Step], steps: Steps) -> None:
-    """Wait for the other ranks to finish their shards. No collectives are needed: ranks meet on disk."""
-    while not is_alone() and any(steps.store.stage(step).state() != "done" for step in made):
-        time.sleep(0.2)

@@ -16,8 +16,8 @@ from lightning_weave.runs.work import Do, Job, Made, do_here
 from lightning_weave.types import Prompt, Request, Response, Rollouts, SamplingSettings
 
 
-def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn) -> None:
-    """Sample every pending shard. Resumable: a shard is always sampled whole, in the same order."""
+def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn) -> int:
+    """Sample every pending shard; returns the number of all. Resumable: a shard is sampled whole, in the same order."""
     prompts = steps.store.stage(steps.prompts).require()["rows"]
     stage = steps.store.stage(steps.rollout)
     shards = -(-prompts // steps.recipe.rollout.prompts_per_shard)
@@ -25,6 +25,7 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn)
     do(Job("rollout", "", "shard", pending, open_worker), steps, progress)
     stage.finish(Rollouts, shards)
     watch(lambda: check_rollouts(steps), bool(pending), progress)
+    return shards
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from lightning_weave.config import Recipe
 from lightning_weave.devices import has_bfloat16
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
+from lightning_weave.ranks import can_meet
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
 from lightning_weave.train.offline import train_offline
@@ -40,10 +41,11 @@ def run(
     for name in wanted:
         if name not in pending:
             watch(partial(check_training, steps, name), False, progress)
-    if pending:
+    if pending or can_meet():  # all ranks join, so that rank 0 can say what is pending: disks show files late
         device = set_up(steps.recipe, steps.store)
         dtype = _compute_dtype(steps.recipe, device)
         with join(device, sharded=dtype != torch.float32) as ranks:
+            pending = ranks.gathered(pending if ranks.first else [])
             context = TrainContext(ranks, dtype, progress, make_cache)
             for name in pending:
                 train_composition(steps, name, context)

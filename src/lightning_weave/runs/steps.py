@@ -191,7 +191,7 @@ class Steps:
             "prompt": scored.prompt,
         }
         if scored.template is not None:
-            settings["template"] = template_identity(scored.template.path)
+            settings["template"] = template_identity(scored.template.light_path)
         name = self.score_names[scored]
         command = f"{self._command('score')} --only {name}"
         return Step(f"score/{name}", settings, (self.reference,), command)

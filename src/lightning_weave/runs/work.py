@@ -1,13 +1,20 @@
 """Shards as units of work: a stage defines how one is made, and this process, a rank or a cluster makes it."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from lightning_weave.errors import WeaveError
 from lightning_weave.progress import Progress
+from lightning_weave.ranks import is_alone, is_first, world_size
 from lightning_weave.runs.machine import my_share
 from lightning_weave.runs.steps import Steps
+from lightning_weave.store import Stage
 from lightning_weave.store.ledger import measure
+
+PATIENCE = 2 * 3600.0  # seconds without a new shard after which the other ranks are taken for dead
+LONGEST_PAUSE = 5.0
 
 
 @dataclass(frozen=True)
@@ -61,3 +68,31 @@ def do_here(job: Job, steps: Steps, progress: Progress) -> None:
                 bar.advance()
         finally:
             worker.close()
+
+
+def wait_for_ranks(stage: Stage, kind: type[Any], shards: int) -> None:
+    """Wait for the other ranks' shards. Rank 0 writes the manifest as soon as it sees them all; ranks meet on disk."""
+    missing = list(range(shards))
+    since = time.monotonic()
+    pause = 0.1
+    while not is_alone() and stage.state() != "done":
+        before = missing
+        missing = stage.missing(missing)
+        if not missing and is_first():
+            stage.finish(kind, shards)
+            continue
+        if missing != before:
+            since = time.monotonic()
+        if time.monotonic() - since > PATIENCE:
+            raise _gave_up(stage, missing)
+        time.sleep(pause)
+        pause = min(1.2 * pause, LONGEST_PAUSE)
+
+
+def _gave_up(stage: Stage, missing: Sequence[int]) -> WeaveError:
+    ranks = ", ".join(str(number) for number in sorted({shard % world_size() for shard in missing}))
+    lacks = f"{len(missing)} shards of rank {ranks} are" if missing else "the manifest that rank 0 writes is"
+    return WeaveError(
+        f"{stage.folder}: nothing new for {PATIENCE / 3600:g} hours, and {lacks} missing. See what stopped there, then "
+        "start all ranks again: what is finished is kept"
+    )

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,7 @@ TEMPORARY = ".tmp-"
 def write_atomic(path: Path, data: bytes) -> None:
     """Write under a temporary name, sync, rename, sync the directory: a kill leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
+    temporary = temporary_name(path)
     try:
         with open(temporary, "wb") as file:
             file.write(data)
@@ -28,6 +30,12 @@ def write_atomic(path: Path, data: bytes) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise _unwritable(path, error) from error
+
+
+def temporary_name(path: Path) -> Path:
+    """Name a file that no other writer uses: containers on one disk may share process ids, and even host names."""
+    host = socket.gethostname().partition(".")[0]
+    return path.with_name(f"{TEMPORARY}{host}-{os.getpid()}-{secrets.token_hex(4)}-{path.name}")
 
 
 def _unwritable(path: Path, error: OSError) -> WeaveError:

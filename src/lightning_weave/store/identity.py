@@ -6,6 +6,7 @@ Hashing a checkpoint reads all of its bytes, so hashes are remembered by path, s
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +35,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.*",
 )
+_HUB_BLOB = re.compile(r"/blobs/[0-9a-f]{64}$")  # the hub's cache names large files by their sha256
 
 
 def fingerprint(value: Mapping[str, Any]) -> str:
@@ -41,13 +43,17 @@ def fingerprint(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
-def model_identity(directory: Path) -> str:
-    """Name a model directory by what its weights, configuration and tokenizer are, not by what it is called."""
+def model_identity(directory: Path, absent: Mapping[str, str] | None = None) -> str:
+    """Name a model directory by what its weights, configuration and tokenizer are, not by what it is called.
+
+    `absent` gives the sha256 of files that belong to it but are not there yet.
+    """
     patterns = MODEL_FILES + TOKENIZER_FILES
     files = sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
     if not files:
         raise InputError(f"{directory}: no model here (no config.json, weights or tokenizer files)")
-    return fingerprint(dict(zip([path.name for path in files], file_identities(files), strict=True)))
+    digests = dict(zip([path.name for path in files], file_identities(files), strict=True))
+    return fingerprint({**(absent or {}), **digests})
 
 
 def file_identity(path: Path) -> str:
@@ -62,6 +68,9 @@ def file_identities(paths: Sequence[Path]) -> list[str]:
     digests = []
     for path in paths:
         key = str(path.resolve())
+        if _HUB_BLOB.search(key):
+            digests.append(Path(key).name)
+            continue
         stat = path.stat()
         entry = known.get(key)
         if not entry or entry[:2] != [stat.st_size, stat.st_mtime_ns]:

@@ -5,20 +5,23 @@ fingerprint too, so shards of an earlier recipe are simply pending again, and a 
 """
 
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
 from lightning_weave.errors import CorruptData, StaleInput
-from lightning_weave.ranks import is_alone
+from lightning_weave.ranks import is_alone, is_first
 from lightning_weave.store.files import read_json, remove_temporaries, sha256_file, write_atomic, write_json
 from lightning_weave.store.identity import fingerprint
 from lightning_weave.store.shards import FINGERPRINT, Shard, pack
 
 T = TypeVar("T")
 State = Literal["done", "partial", "stale", "missing"]
+LATE = 60.0  # seconds until a shared disk shows what another machine has written: as long as NFS keeps a look-up
 FORMAT = 1  # of shards and manifests; part of every fingerprint
 
 
@@ -87,8 +90,33 @@ class Stage:
         return [step.path for step in self.step.inputs if inputs.get(step.path) != step.fingerprint]
 
     def pending(self, shards: int) -> list[int]:
-        """List the shards that still have to be made."""
-        return [index for index in range(shards) if not self._is_ours(self.shard_path(index))]
+        """List the shards that still have to be made.
+
+        One that the manifest lists but this machine does not see may only be late to show: look again before it is
+        made a second time.
+        """
+        missing = self.missing(range(shards))
+        if missing and not is_alone() and (self.manifest() or {}).get("fingerprint") == self.step.fingerprint:
+            self._look_until(lambda: self.state() == "done")
+            missing = self.missing(missing)
+        return missing
+
+    def missing(self, shards: Iterable[int]) -> list[int]:
+        """List those shards that are not there as this machine sees it now."""
+        self._refresh()
+        return [index for index in shards if not self._is_ours(self.shard_path(index))]
+
+    def _look_until(self, seen: Callable[[], bool]) -> None:
+        """Look again until something is seen or cannot be late any more."""
+        end = time.monotonic() + LATE
+        while not seen() and time.monotonic() < end:
+            time.sleep(0.1)
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """List the folder, which makes a client of NFS ask the server again for names that it has not seen."""
+        if not is_alone() and self.folder.exists():
+            os.listdir(self.folder)
 
     def write(self, index: int, shard: Any) -> int:
         """Write one shard atomically; returns its size in bytes.
@@ -116,9 +144,9 @@ class Stage:
         """Write the manifest if every shard is there; any rank may call it, all would write the same bytes."""
         if self.state() == "done":  # no need to read and hash it all again
             return True
-        paths = [self.shard_path(index) for index in range(shards)]
-        if not all(self._is_ours(path) for path in paths):
+        if self.missing(range(shards)):
             return False
+        paths = [self.shard_path(index) for index in range(shards)]
         # All shards are there, so none is being written; but another rank may be writing this manifest.
         remove_temporaries(self.folder, "" if is_alone() else ".safetensors")
         entries = []
@@ -142,6 +170,8 @@ class Stage:
 
     def require(self) -> dict[str, Any]:
         """Return the manifest, or refuse a missing, unfinished or stale stage with the command that fixes it."""
+        if not is_first() and self.state() in ("missing", "partial"):  # another rank may just have made it
+            self._look_until(lambda: self.state() == "done")
         match self.state():
             case "done":
                 manifest = self.manifest()

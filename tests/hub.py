@@ -1,0 +1,172 @@
+"""A small hub on the loopback address for the real client: revisions, gated and missing repositories, faults."""
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LARGE = (".safetensors",)  # what it keeps as large files, with a sha256
+
+
+@dataclass
+class Hub:
+    """Repositories as commits of files, what was asked for, and what goes wrong."""
+
+    url: str = ""
+    commits: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)  # repository -> commit -> files
+    gated: set[str] = field(default_factory=set)
+    asked: list[str] = field(default_factory=list)  # `METHOD path range`
+    cut: dict[str, int] = field(default_factory=dict)  # file -> bytes after which the connection breaks ...
+    cuts: int = 0  # ... so many times
+    hold: threading.Event = field(default_factory=threading.Event)  # weights are sent only while it is set
+
+    def push(self, repository: str, folder: Path) -> str:
+        """Add a commit with the files of a folder; returns its name."""
+        files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+        commit = hashlib.sha1(b"".join(files.values()) + repository.encode()).hexdigest()
+        self.commits.setdefault(repository, {})[commit] = files
+        return commit
+
+    def sent(self, ending: str) -> list[str]:
+        """The requests for the content of files with this ending."""
+        return [line for line in self.asked if line.startswith("GET") and line.split()[1].endswith(ending)]
+
+
+@contextmanager
+def serve_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
+    """Run a hub, and point the client of this process to it and to an empty cache."""
+    hub = Hub()
+    hub.hold.set()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)  # of processes that are started; this one has read it already
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    try:
+        yield hub
+    finally:
+        hub.hold.set()
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        self.hub.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
+        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path)
+        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        found = api or file
+        repository = found[1] if found else ""
+        commits = self.hub.commits.get(repository)
+        if found is None or commits is None:
+            return self._refuse(404, "RepoNotFound")
+        revision = (api[3] if api else file[2] if file else None) or "main"
+        commit = list(commits)[-1] if revision == "main" else revision
+        if commit not in commits:
+            return self._refuse(404, "RevisionNotFound")
+        if api:
+            files = commits[commit]
+            return self._json(_tree(files) if api[2] == "tree" else _info(repository, commit, files))
+        assert file is not None
+        if repository in self.hub.gated:
+            return self._refuse(403, "GatedRepo")
+        if file[3] not in commits[commit]:
+            return self._refuse(404, "EntryNotFound")
+        return self._send(commit, file[3], commits[commit][file[3]])
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _json(self, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def _send(self, commit: str, name: str, data: bytes) -> None:
+        start = int(re.findall(r"bytes=(\d+)-", self.headers.get("Range") or "bytes=0-")[0])
+        self.send_response(206 if start else 200)
+        self.send_header("X-Repo-Commit", commit)
+        self.send_header("ETag", f'"{_digest(name, data)}"')
+        self.send_header("Content-Length", str(len(data) - start))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        if name.endswith(LARGE):
+            self.hub.hold.wait()
+        if name in self.hub.cut and self.hub.cuts:
+            self.hub.cuts -= 1
+            self.wfile.write(data[start : start + self.hub.cut[name]])
+            self.wfile.flush()
+            self.close_connection = True
+            return
+        self.wfile.write(data[start:])
+
+
+def _digest(name: str, data: bytes) -> str:
+    """A large file's sha256, another's name in git."""
+    return (hashlib.sha256(data) if name.endswith(LARGE) else hashlib.sha1(b"blob %d\0" % len(data) + data)).hexdigest()
+
+
+def _tree(files: dict[str, bytes]) -> list[dict[str, Any]]:
+    rows = [
+        {"type": "file", "path": name, "size": len(data), "oid": _digest(name, data)} for name, data in files.items()
+    ]
+    for row in rows:
+        if str(row["path"]).endswith(LARGE):
+            row["lfs"] = {"oid": row["oid"], "size": row["size"], "pointerSize": 130}
+    return rows
+
+
+def _info(repository: str, commit: str, files: dict[str, bytes]) -> dict[str, Any]:
+    siblings = []
+    for row in _tree(files):
+        sibling = {"rfilename": row["path"], "size": row["size"], "blobId": row["oid"]}
+        if "lfs" in row:
+            sibling["lfs"] = {"sha256": row["oid"], "size": row["size"], "pointerSize": 130}
+        siblings.append(sibling)
+    return {
+        "_id": "1",
+        "id": repository,
+        "modelId": repository,
+        "sha": commit,
+        "private": False,
+        "siblings": siblings,
+        "tags": [],
+        "downloads": 0,
+        "likes": 0,
+    }
