@@ -17,6 +17,13 @@ settings.load_profile("any machine")
 THREADS = torch.get_num_threads()  # before any test has changed it
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how to repeat what failed; with -q no header has said it."""
+    seed = config.getoption("randomly_seed", None)
+    if seed is not None and terminalreporter.stats.keys() & {"failed", "error"}:
+        terminalreporter.line(f"the same order and seeds: --randomly-seed={seed}")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def place_at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
     """Keep the hashes of tests' files out of the home of whoever runs them; give what says the usual place."""
