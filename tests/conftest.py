@@ -1,11 +1,20 @@
 """What holds for every test."""
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import HealthCheck, settings
 
+from forked import Forked, serve
 from lightning_weave.store import identity
+
+# How long an example takes says something about the machine, not about the code.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+THREADS = torch.get_num_threads()  # before any test has changed it
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -22,3 +31,18 @@ def short_memory(place_at_home: Callable[[], Path]) -> Iterator[None]:
     """Forget them after each test: the memory of a thousand tests is slow to write."""
     yield
     identity._cache_file().unlink(missing_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_new() -> Iterator[None]:
+    """Seed torch for this test, as pytest-randomly seeds the others, and undo what it does to the number of threads."""
+    torch.manual_seed(random.getrandbits(32))
+    yield
+    torch.set_num_threads(THREADS)
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    """Run commands in processes that may be killed."""
+    with serve() as program:
+        yield program

@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": {"ranks"},
     "config": {"errors"},
     "maths": set(),
-    "heads": {"maths"},
+    "heads": {"maths", "errors"},
     "tokens": {"errors"},
     "store": BASE,
     "models": LIBRARIES,

@@ -65,6 +65,11 @@ class Request:
     prompt: int
     response: int
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"prompt {self.prompt}, response {self.response}"
+
 
 @dataclass(frozen=True)
 class Response:

@@ -84,5 +84,5 @@ def test_budget_curve_cuts_the_same_samples():
 
 def test_budgets_that_were_not_noted_are_refused():
     cut = Sample("p", 0, 0, 10, "stop", "abc", None, False, "", {4: 1})
-    with pytest.raises(InputError, match=r"budget 5 was not noted .*known: 4"):
+    with pytest.raises(InputError, match=r"budget 5 was not recorded .*recorded: 4"):
         budget_curve([cut], [5], lambda cut: [True] * len(cut))

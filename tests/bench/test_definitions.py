@@ -11,7 +11,6 @@ import pytest
 
 from lightning_weave.bench.definitions import KNOWN, content_digest, ids_digest, load_benchmark
 from lightning_weave.bench.lock import check_lock
-from lightning_weave.bench.sources import locate
 from lightning_weave.errors import InputError
 
 
@@ -153,11 +152,11 @@ def test_own_files_are_told_apart_by_their_keys(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"id": 1, "problem": "q"}], "problem 1: has id, problem; expected id, problem and answer"),
-        ([*maths(1), *maths(1)], "problem 2: id 'p0' occurs twice"),
-        ([*maths(1), lcb("a", "2020-01-01")], "problem 2: a code problem among math problems"),
-        ([], "holds no problem"),
-        ([["a"]], "f.jsonl:1: holds list, expected an object"),
+        ([{"id": 1, "problem": "q"}], "f.jsonl:1: has id, problem; expected id, problem and answer"),
+        ([*maths(1), *maths(1)], "f.jsonl:2: id 'p0' occurs twice"),
+        ([*maths(1), lcb("a", "2020-01-01")], "f.jsonl:2: a code problem among math problems"),
+        ([], "f.jsonl: the file has no problems"),
+        ([["a"]], "f.jsonl:1: not a JSON object but a list"),
     ],
 )
 def test_broken_files_say_what_is_wrong(tmp_path, rows, message):
@@ -167,19 +166,19 @@ def test_broken_files_say_what_is_wrong(tmp_path, rows, message):
 
 def test_other_broken_sources(tmp_path):
     (tmp_path / "x.parquet").write_bytes(b"PAR1 but not really")
-    with pytest.raises(InputError, match="not a readable Parquet"):
+    with pytest.raises(InputError, match=r"x\.parquet: broken Parquet after row 0"):
         load_benchmark(f"file:{tmp_path}/x.parquet")
     (tmp_path / "x.csv").write_text("id,problem,answer\n")
-    with pytest.raises(InputError, match="convert it to JSONL"):
-        locate(str(tmp_path / "x.csv"), ())
+    with pytest.raises(InputError, match=r"x\.csv: unknown kind of file '\.csv'\. Convert it to \.jsonl"):
+        load_benchmark(f"file:{tmp_path}/x.csv")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"no .jsonl, .json, .parquet file"):
+    with pytest.raises(InputError, match=r"no .jsonl, .ndjson, .json, .parquet file"):
         load_benchmark("aime-2024", str(tmp_path / "empty"))
     with pytest.raises(InputError, match="no such file"):
         load_benchmark("aime-2024", "nowhere/aime.jsonl")
     with pytest.raises(InputError, match="Write one problem per line"):
         load_benchmark("file:nowhere.jsonl")
-    with pytest.raises(InputError, match="Known: aime-2024"):
+    with pytest.raises(InputError, match=r"unknown benchmark 'aime'\. Use one of aime-2024"):
         load_benchmark("aime")
 
 
@@ -190,7 +189,8 @@ def test_without_a_network_it_says_how_to_get_each_benchmark(tmp_path):
         "for args in [*((name,) for name in KNOWN), ('aime-2024', 'some/repo@abc')]:\n"
         "    try: load_benchmark(*args)\n"
         "    except InputError as error: print(error)\n"
-        "import sys; assert 'torch' not in sys.modules and 'datasets' not in sys.modules\n"
+        "import sys, lightning_weave.bench.export, lightning_weave.bench.lock\n"
+        "assert 'torch' not in sys.modules and 'datasets' not in sys.modules\n"
     )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
@@ -254,16 +254,18 @@ def test_an_answer_may_be_a_number_or_the_first_of_several(tmp_path: Path, answe
 )
 def test_a_problem_that_nobody_could_solve_is_refused(tmp_path: Path, row: dict, message: str) -> None:
     path = write_jsonl(tmp_path / "own.jsonl", [{"problem": "1 + 1?", "answer": "2"}, row])
-    with pytest.raises(InputError, match=f"own.jsonl, problem 2: {message}"):
+    with pytest.raises(InputError, match=f"own.jsonl:2: {message}"):
         load_benchmark(f"file:{path}")
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_other_encodings_are_refused_and_a_byte_order_mark_is_not(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize(("suffix", "where", "byte"), [("jsonl", "own.jsonl:1", 14), ("json", "own.json", 15)])
+def test_other_encodings_are_refused_and_a_byte_order_mark_is_not(
+    tmp_path: Path, suffix: str, where: str, byte: int
+) -> None:
     row = json.dumps({"problem": "\u00e9?", "answer": "1"}, ensure_ascii=False)
     path = tmp_path / f"own.{suffix}"
     path.write_text(row if suffix == "jsonl" else f"[{row}]", encoding="utf-8-sig")
     assert load_benchmark(f"file:{path}").problems[0].question == "\u00e9?"
     path.write_text(row if suffix == "jsonl" else f"[{row}]", encoding="latin-1")
-    with pytest.raises(InputError, match=rf"own\.{suffix}: not UTF-8 text"):
+    with pytest.raises(InputError, match=rf"{where}: not UTF-8 \(0xe9 at byte {byte}\)"):
         load_benchmark(f"file:{path}")

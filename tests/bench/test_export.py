@@ -63,5 +63,5 @@ def test_code_leaves_hidden_tests_out(tmp_path):
 
 def test_foreign_samples_are_refused(tmp_path):
     bench = Benchmark("x", "X", "math", (Problem("p0", "q", "1"),), 1, 100)
-    with pytest.raises(Mismatch, match="sample of p9"):
+    with pytest.raises(Mismatch, match="sample of 'p9', which is not a problem"):
         export_samples(tmp_path, bench, ["prompt"], [sample("p9", 0, True, "1")], SETTINGS, WHEN)

@@ -1,10 +1,12 @@
 """Merging, overriding and writing back recipes."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from lightning_weave.config import Recipe, check_recipe, dump_recipe, load_recipe
+from lightning_weave.config.composition import METHODS
 
 BASE = """
 name = "base"
@@ -68,15 +70,50 @@ def test_the_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     [
         "alpha = 1.5",
         "kl_budget = 0.02",
-        "online = true\nobjective = 'reverse-kl'",
-        "mixture = true\nkl_budget = 0.02",
-        "sequence = ['decs', 'klear']\ndose = 'matched'\nresample = false",
+        "method = 'online'\nobjective = 'reverse-kl'",
+        "method = 'mixture'\nkl_budget = 0.02",
+        "method = 'sequential'\nsequence = ['decs', 'klear']\ndose = 'matched'\nresample = false",
+        "method = 'teacher'\nweights = { decs = 1.0 }",
         "epochs = 3",
     ],
 )
 def test_every_way_to_train_reads_back_as_itself(tmp_path: Path, way: str) -> None:
     recipe = load(tmp_path, BASE, f"[compositions.klear-decs]\n{way}")
     assert load(tmp_path, dump_recipe(recipe)).model_dump() == recipe.model_dump()
+
+
+def test_a_later_file_or_an_override_changes_the_method(tmp_path: Path) -> None:
+    over = "[compositions.klear-decs]\nmethod = 'sequential'\nsequence = ['klear', 'decs']"
+    later = load(tmp_path, BASE, over).compositions["klear-decs"]
+    assert (later.method, later.sequence, later.weights) == (
+        "sequential",
+        ["klear", "decs"],
+        {"klear": 0.5, "decs": 0.5},
+    )
+    online = load(tmp_path, BASE, sets=("compositions.klear-decs.method=online",))
+    assert online.compositions["klear-decs"].method == "online"
+    resolved = dump_recipe(online)
+    back = load(tmp_path, resolved, sets=("compositions.klear-decs.method=joint",))
+    assert back == load(tmp_path, BASE)
+
+
+def test_methods_without_weights_or_alpha_have_none(tmp_path: Path) -> None:
+    made = "[compositions.sharp]\nmethod = 'self'\nsharpen = 0.5\n[compositions.klear-decs]\nkl_budget = 0.02"
+    recipe = load(tmp_path, BASE, made)
+    assert recipe.compositions["sharp"].weights == recipe.compositions["sharp"].used == {}
+    assert recipe.compositions["klear-decs"].alpha is None
+    written = dump_recipe(recipe)
+    assert "alpha" not in written[written.index("[compositions.klear-decs]") : written.index("[compositions.sharp]")]
+    assert load(tmp_path, written) == recipe
+
+
+def test_the_page_has_every_method_with_the_keys_of_its_own() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "your-models.md").read_text(encoding="utf-8")
+    rows = re.findall(r'^\| `"(\w+)"`[^|]*\|[^|]*\|([^|]*)\|$', page, flags=re.MULTILINE)
+    assert [method for method, _ in rows] == list(METHODS)
+    shared = {"method", "alpha", "objective", "epochs", "weights", "normalize", "allow_negative"}
+    for method, keys in rows:
+        assert set(re.findall(r"`(\w+)", keys)) - shared == set(METHODS[method].model_fields) - shared
 
 
 def test_plain_data_is_checked_the_same() -> None:

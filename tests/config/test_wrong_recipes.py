@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_weave.config import load_recipe
+from lightning_weave.config.composition import METHODS
 from lightning_weave.errors import InputError
 
 GOOD = """
@@ -55,25 +56,14 @@ WRONG = [
     ("compositions.both.weights={acc=0.5, brief=0.6}", ["compositions.both.weights", "sum to 1", "1.1"]),
     ("compositions.both.weights={acc=-0.5, brief=1.5}", ["compositions.both.weights", "non-negative"]),
     ("compositions.both.weights={acc=nan, brief=1.0}", ["compositions.both.weights.acc", "finite"]),
-    ("compositions.both.weights={}", ["compositions.both", "weights is missing"]),
+    ("compositions.both.weights={}", ["compositions.both.weights = {}", "give each anchor its share"]),
+    ("compositions.x={alpha=1.0}", ["compositions.x.weights is missing", "weights = { a = 0.5, b = 0.5 }"]),
     ("compositions.both.alpha=0", ["compositions.both.alpha = 0", "greater than 0"]),
     ("compositions.both.alpha=-2.0", ["compositions.both.alpha = -2.0", "greater than 0"]),
     ("compositions.both.alpha=inf", ["compositions.both.alpha", "finite"]),
     ("compositions.both.objective='tilt'", ["compositions.both.objective", "'tilted'", "'direct-opd'"]),
-    ("compositions.both.online=true\ncompositions.both.mixture=true", ["only one of online, mixture"]),
-    ("compositions.both.sequence=['acc']", ["sequence must name every anchor", "acc, brief"]),
-    ("compositions.both.teacher=true", ["teacher aims at one anchor"]),
-    ("compositions.both.sharpen=0.6", ["sharpen needs no anchors"]),
     ("compositions.x={weights={acc=1.0}, alpha=1.0, kl_budget=0.1}", ["kl_budget stands instead of alpha"]),
-    ("compositions.x={weights={acc=0.0}, normalize=false}", ["weights are all 0"]),
-    ("compositions.x={weights={acc=1.5, brief=-0.5}, allow_negative=true, mixture=true}", ["mixture training has not"]),
-    ("compositions.x={weights={acc=-1.0}, normalize=false, allow_negative=true, teacher=true}", ["teacher training"]),
-    (
-        "compositions.x={weights={acc=1.5, brief=-0.5}, allow_negative=true, sequence=['acc', 'brief']}",
-        ["a negative weight", "sequential training has not"],
-    ),
-    ("compositions.both.dose='matched'", ["dose and resample are of a sequence"]),
-    ("compositions.both.resample=false", ["dose and resample are of a sequence"]),
+    ("compositions.x={weights={acc=0.0}, normalize=false}", ["compositions.x.weights", "weights are all 0"]),
     ("compositions.both.kl_budget=-1.0", ["compositions.both.kl_budget = -1.0", "greater than 0"]),
     ("rollout.responses=0", ["rollout.responses = 0", "greater than or equal to 1"]),
     ("rollout.temperature=-1", ["rollout.temperature = -1", "greater than or equal to 0"]),
@@ -91,6 +81,18 @@ WRONG = [
     ("train.updates_per_round=3", ["train.updates_per_round is 3", "256 trajectories"]),
     ("eval.samples=0", ["eval.samples = 0"]),
     ("eval.benchmarks=['file:a/x.jsonl', 'file:b/x.jsonl']", ["eval.benchmarks", "same name"]),
+    (
+        "eval.sources={aime-2024='here.jsonl', aime-2042='there.jsonl'}",
+        [
+            "eval.sources = ",
+            "'aime-2042' is not in eval.benchmarks (aime-2024, aime-2025, hmmt-feb-2025)",
+            "add it there",
+        ],
+    ),
+    (
+        "eval={benchmarks=['file:x.jsonl'], sources={'file:x.jsonl'='y.jsonl'}}",
+        ["eval.sources", "'file:x.jsonl' is its own source"],
+    ),
     ("name='../escape'", ["name", "plain name"]),
     ("anchors.'a/b'={post='x', pre='y'}", ["anchors.a/b", "plain name"]),
     # names that do not fit together
@@ -98,6 +100,72 @@ WRONG = [
     ("policies.base.model='x'", ["policies.base", "the student itself"]),
     ("policies.both.model='x'", ["policies.both", "a composition"]),
     ("compositions.base.weights={acc=1.0}", ["compositions.base", "the student itself"]),
+    # methods: their names, and what each of them needs
+    (
+        "compositions.both.method=onlin",
+        [
+            'compositions.both.method = "onlin": must be',
+            "'joint', 'mixture', 'online', 'sequential', 'teacher' or 'self'",
+        ],
+    ),
+    ("compositions.both.method=3", ["compositions.both.method = 3: must be 'joint'"]),
+    ("compositions.both=3", ["compositions.both = 3: must be a table"]),
+    ("compositions.joint={weights={acc=0.7}}", ["compositions.joint.weights = ", "sum to 1"]),
+    ("compositions.both.method=sequential", ["compositions.both.sequence is missing", "anchors in their order"]),
+    (
+        "compositions.x={method='sequential', weights={acc=0.5, brief=0.5}, sequence=['acc']}",
+        ['compositions.x.sequence = ["acc"]', "sequence must name every anchor with a weight once: acc, brief"],
+    ),
+    (
+        "compositions.x={method='sequential', weights={acc=1.0, brief=0.0}, sequence=['acc', 'acc']}",
+        ["sequence must name every anchor with a weight once: acc"],
+    ),
+    ("compositions.x={method='sequential', weights={acc=1.0}, sequence=[]}", ["sequence must name every anchor"]),
+    ("compositions.both.method=teacher", ["compositions.both.weights", "teacher aims at one anchor"]),
+    ("compositions.x.method=self", ["compositions.x.sharpen is missing", "sharpen = 0.6"]),
+    ("compositions.x={method='self', sharpen=0.0}", ["compositions.x.sharpen = 0.0", "greater than 0"]),
+    (
+        "compositions.x={method='mixture', weights={acc=1.5, brief=-0.5}, allow_negative=true}",
+        ["compositions.x.weights", "a negative weight", "mixture training has not"],
+    ),
+    (
+        "compositions.x={method='teacher', weights={acc=-1.0}, normalize=false, allow_negative=true}",
+        ["a negative weight", "teacher training has not"],
+    ),
+    (
+        "compositions.x={method='sequential', weights={acc=1.5, brief=-0.5}, allow_negative=true, sequence=['acc']}",
+        ["a negative weight", "sequential training has not"],
+    ),
+    ("compositions.x={method='online', weights={acc=1.5, brief=-0.5}}", ["allow_negative = true lets one subtract"]),
+    # keys of another method
+    (
+        "compositions.x={method='online', weights={acc=1.0}, kl_budget=0.1}",
+        ['compositions.x.kl_budget = 0.1: method = "online" has no kl_budget, only "joint" and "mixture": set alpha'],
+    ),
+    (
+        "compositions.x={method='self', sharpen=0.5, weights={acc=1.0}}",
+        ['compositions.x.weights = {"acc": 1.0}: method = "self" has no weights', "leave it out"],
+    ),
+    (
+        "compositions.x={method='online', weights={acc=1.0}, dose='full'}",
+        ['compositions.x.dose = "full": method = "online" has no dose, only "sequential": leave it out'],
+    ),
+    ("compositions.both.dose='matched'", ['compositions.both.dose = "matched": add method = "sequential"']),
+    ("compositions.both.resample=false", ['compositions.both.resample = false: add method = "sequential"']),
+    ("compositions.both.sequense=['acc']", ["Did you mean compositions.both.sequence?"]),
+    ("compositions.both.methd='online'", ["Did you mean compositions.both.method?"]),
+    ("compositions.x.wieghts={acc=1.0}", ["Did you mean compositions.x.weights?", "and 1 more"]),
+    # flags of earlier versions
+    ("compositions.both.online=true", ['compositions.both.online = true: write method = "online" instead']),
+    ("compositions.both.mixture=true", ['compositions.both.mixture = true: write method = "mixture" instead']),
+    ("compositions.both.teacher=true", ['compositions.both.teacher = true: write method = "teacher" instead']),
+    ("compositions.both.online=false", ["compositions.both.online = false: leave it out"]),
+    (
+        "compositions.both.sequence=['acc', 'brief']",
+        ['compositions.both.sequence = ["acc", "brief"]: add method = "sequential"'],
+    ),
+    ("compositions.x.sharpen=0.5", ['compositions.x.sharpen = 0.5: add method = "self"']),
+    ("compositions.both.sharpen=0.5", ['compositions.both.sharpen = 0.5: add method = "self"']),
     # what --set itself can get wrong
     ("train.epochs", ["--set train.epochs", "key=value"]),
     ("=3", ["--set =3", "key=value"]),
@@ -125,6 +193,7 @@ def test_wrong_value_is_named_with_what_is_allowed(good: Path, override: str, pa
     message = str(raised.value)
     assert all(part in message for part in parts), message
     assert message.count("\n") <= 1
+    assert not any(f".{method}." in message.replace("compositions.joint.", "") for method in METHODS), "a pydantic tag"
 
 
 WRONG_FILES = [

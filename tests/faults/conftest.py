@@ -1,23 +1,19 @@
 """A tiny run to do harm to, the program that does it, and the count of what came of it."""
 
 import json
-import os
+import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forked import Ended, Fault, Forked, Job
 from lightning_weave.config import check_recipe, dump_recipe
 from tiny import make_world, save_prompts
 
-PROGRAM = Path(__file__).with_name("program.py")
 VERBS = ("rollout", "reference", "score", "train", "eval")
 SWEEP = ("--shares", "0.25,0.75")
 CLOCKS = {"ledger.jsonl", ".lock", "machine.json", ".metadata"}  # say when and where, never what
@@ -66,21 +62,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a process ended: minus a signal or an exit code, what it wrote in order, what it said."""
-
-    code: int
-    events: list[str]
-    said: str
-
-
-@dataclass(frozen=True)
 class Lab:
     """A recipe, and what its run looks like before each verb and at the end when nothing ever goes wrong."""
 
     root: Path
     recipe: dict[str, Any]
-    process: subprocess.Popen[str]
+    forked: Forked
 
     def folder(self, name: str) -> Path:
         """The run directory of a trial."""
@@ -95,24 +82,16 @@ class Lab:
         shutil.copytree(self.root / moment, self.root / name)
         return name
 
-    def lweave(self, name: str, verb: str, *more: str, fault: dict[str, Any] | None = None) -> Ended:
-        """Run the command line in a trial to its end, whatever that is."""
-        self.ask(name, verb, *more, fault=fault)
-        return self.hear()
-
-    def ask(self, name: str, verb: str, *more: str, fault: dict[str, Any] | None = None) -> None:
-        """Let the command line run in a trial."""
-        assert self.process.stdin is not None
+    def job(self, name: str, verb: str, *more: str, fault: Fault | None = None) -> Job:
+        """A command line to be run in a trial. What it writes in the folders of its stages counts, no other file."""
         arguments = [verb, "r.toml", *(SWEEP if verb == "sweep" else ()), *more]
-        job = {"arguments": arguments, "folder": str(self.root / name), "fault": fault}
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
+        counted = rf" {re.escape(str(self.folder(name)))}/[^/]+/."
+        return Job(arguments, folder=str(self.root / name), counted=counted, fault=fault)
 
-    def hear(self) -> Ended:
-        """Wait for its end."""
-        assert self.process.stdout is not None
-        ended = json.loads(self.process.stdout.readline())
-        return Ended(ended["ended"], ended["events"], ended["said"])
+    def lweave(self, name: str, verb: str, *more: str, fault: Fault | None = None) -> Ended:
+        """Run the command line in a trial to its end; what it wrote is named from the run directory."""
+        ended = self.forked.run(self.job(name, verb, *more, fault=fault))
+        return replace(ended, events=[event.replace(f"{self.folder(name)}/", "", 1) for event in ended.events])
 
     def contents(self, name: str) -> dict[str, Any]:
         """Everything in a run that does not tell the time."""
@@ -129,19 +108,8 @@ def _timeless(path: Path) -> Any:
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
-@contextmanager
-def serve() -> Iterator[subprocess.Popen[str]]:
-    """Start the program that runs the command line in forks of itself."""
-    command, pipe = [sys.executable, str(PROGRAM)], subprocess.PIPE
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Lab:
     """Make the world, run every verb once undisturbed, and keep the run as it was before each."""
     root = tmp_path_factory.mktemp("faults")
     recipe = make_world(root / "world", prompts=12)
@@ -151,13 +119,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     bench = save_prompts(root / "world" / "bench.jsonl", 6, seed=9)
     recipe["eval"] = {"benchmarks": [f"file:{bench}"], "samples": 2, "max_tokens": 12, "chat": False, "block": 4}
     recipe["compositions"] = {"both": recipe["compositions"]["both"]}
-    with serve() as process:
-        made = Lab(root, recipe, process)
-        (root / "whole").mkdir()
-        made.write("whole")
-        for verb in (*VERBS, "sweep"):
-            made.copy(f"before-{verb}", "whole")
-            ended = made.lweave("whole", verb)
-            assert ended.code == 0, ended.said
-            made.copy(f"after-{verb}", "whole")
-        yield made
+    made = Lab(root, recipe, forked)
+    (root / "whole").mkdir()
+    made.write("whole")
+    for verb in (*VERBS, "sweep"):
+        made.copy(f"before-{verb}", "whole")
+        ended = made.lweave("whole", verb)
+        assert ended.code == 0, ended.said
+        made.copy(f"after-{verb}", "whole")
+    return made

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from faults.conftest import Lab, Tally, serve
+from faults.conftest import Lab, Tally
+from forked import Fault, serve
 
 
 def mend(lab: Lab, name: str, said: str) -> None:
@@ -115,7 +116,7 @@ def test_a_recipe_changed_midway_is_refused_with_what_changed(lab: Lab, tally: T
 
 def test_settings_of_execution_may_change_midway(lab: Lab, tally: Tally) -> None:
     name = lab.copy("execution", "before-train")
-    assert lab.lweave(name, "train", fault={"kind": "SIGKILL", "event": 8, "delay": 0}).code == -signal.SIGKILL
+    assert lab.lweave(name, "train", fault=Fault(event=8)).code == -signal.SIGKILL
     lab.write(name, train=lab.recipe["train"] | {"checkpoint_every": 5, "keep": 1})
     ended = lab.lweave(name, "train")
     assert ended.code == 0, ended.said
@@ -148,9 +149,8 @@ def test_a_model_changed_under_its_name_is_scored_again(lab: Lab, tally: Tally) 
 
 def test_a_second_command_is_told_who_holds_the_run(lab: Lab, tally: Tally) -> None:
     name = lab.copy("two", "before-score")
-    with serve() as process:
-        first = Lab(lab.root, lab.recipe, process)
-        first.ask(name, "score", fault={"kind": "SIGSTOP", "event": 3, "delay": 0})
+    with serve() as other:
+        other.start(lab.job(name, "score", fault=Fault("SIGSTOP", event=3)))
         lock = lab.folder(name) / ".lock"
         while not (holder := lock.read_text() if lock.exists() else "") or not _stopped(int(holder.split()[1])):
             time.sleep(0.05)
@@ -158,7 +158,8 @@ def test_a_second_command_is_told_who_holds_the_run(lab: Lab, tally: Tally) -> N
         assert second.code == 2
         assert f"runs/tiny is in use by {holder.strip()}. Wait for it or stop it" in second.said
         os.kill(int(holder.split()[1]), signal.SIGCONT)
-        assert first.hear().code == 0
+        (first,) = other.wait()
+        assert first.code == 0, first.said
     assert lab.contents(name) == lab.contents("after-score")
     tally.refused["two commands on one run"] += 1
 

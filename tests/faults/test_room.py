@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from faults.conftest import VERBS, Lab, Tally
+from forked import Fault
 
 LWEAVE = Path(sys.executable).with_name("lweave")
 # In a mount namespace of its own: a small disk at runs/, the command, then a larger or a writable one, and once more.
@@ -83,7 +84,7 @@ def test_a_read_only_run_is_said(lab: Lab, tally: Tally, verb: str) -> None:
 def test_a_process_that_dies_of_memory_loses_nothing(lab: Lab, tally: Tally, verb: str) -> None:
     """After its third write it gets no more: the interpreter itself may abort, wherever it stands."""
     name = lab.copy(f"memory-{verb}", f"before-{verb}")
-    ended = lab.lweave(name, verb, fault={"kind": "memory", "event": 3, "delay": 0, "bytes": 1 << 16})
+    ended = lab.lweave(name, verb, fault=Fault("memory", event=3, bytes=1 << 16))
     print(f"lweave {verb} without memory ended with {ended.code}: {ended.said[-200:]}")
     again = lab.lweave(name, verb)
     assert again.code == 0, again.said

@@ -3,13 +3,14 @@
 import pytest
 
 from faults.conftest import VERBS, Lab, Tally
+from forked import Fault
 
 
 @pytest.mark.parametrize("signal", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("verb", [*VERBS, "sweep"])
 def test_a_stopped_command_says_so_and_goes_on(lab: Lab, tally: Tally, verb: str, signal: str) -> None:
     name = lab.copy(f"{signal}-{verb}", f"before-{verb}")
-    ended = lab.lweave(name, verb, fault={"kind": signal, "event": 4, "delay": 0.001})
+    ended = lab.lweave(name, verb, fault=Fault(signal, event=4, delay=0.001))
     assert ended.code == 130, ended.said
     assert "stopped. What was finished is kept; rerun the same command to resume" in ended.said
     assert "Traceback" not in ended.said

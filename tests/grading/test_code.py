@@ -99,7 +99,7 @@ def test_a_pickle_that_is_not_one_string_is_refused(hostile: bytes, tmp_path: Pa
         ({"public_test_cases": "[{]"}, "cannot be read"),
         ({"private_test_cases": "AAAA"}, "cannot be read"),
         ({"public_test_cases": '[{"input": "", "output": "", "testtype": "odd"}]'}, "testtype"),
-        ({"public_test_cases": problems.DOUBLE["public_test_cases"]}, "mixes"),
+        ({"public_test_cases": problems.DOUBLE["public_test_cases"]}, "has both functional and stdin tests"),
         ({**problems.DOUBLE, "metadata": "{}"}, "func_name"),
         ({**problems.DOUBLE, "public_test_cases": '[{"input": "x", "output": "1", "testtype": "functional"}]'}, "JSON"),
     ],

@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import rounding
 from lightning_weave.heads import Head, fused_log_residual_loss, fused_reverse_kl, outcome_logprobs
 from lightning_weave.maths import log_residual_loss, reverse_kl, tilted_target, with_other
 
 ALPHA, NORMALIZER = 2.0, 7.0
 LOSSES = ("log-residual", "reverse-kl")
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+# A residual of 1e-12 takes logits near 32, where an operation errs by up to 32 units. A logit is a sum of one or two
+# dozen terms, whose errors mostly cancel: eight of them are allowed for.
+TOLERANCE = {torch.float32: 8 * 32 * rounding.UNIT, torch.float64: 1e-12}
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,8 @@ def test_reverse_kl_and_residuals_keep_their_digits_near_the_target(loss):
     ours = relative_errors(with_gradients(fused, case.to(torch.float32), loss), wanted)
     autograd = relative_errors(with_gradients(plain, case.to(torch.float32), loss), wanted)
     assert max(ours) < 3e-4  # float32 logits of 15 are known to 1e-6, the residual is 1e-2
-    assert max(ours[1:]) < max(autograd[1:])
+    # Both know the log-residual as well as they know the logits, and either may be the luckier; not so the reverse KL.
+    assert max(ours[1:]) < (1.0 if loss == "reverse-kl" else 2.0) * max(autograd[1:])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -264,7 +268,7 @@ def test_bfloat16_inputs_are_multiplied_and_summed_in_float32(loss, V):
     got = with_gradients(fused, case, loss, 5)
     assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
     errors = relative_errors(got, wanted)
-    assert errors[0] < 1e-6
+    assert errors[0] < TOLERANCE[torch.float32]
     assert max(errors[1:]) < 2**-8  # nothing but the last rounding
 
 
@@ -277,7 +281,7 @@ def test_bfloat16_hidden_states_under_a_float32_master_weight():
         got = with_gradients(fused, mixed, "log-residual", 5)
     errors = relative_errors(got, with_gradients(plain, exact, "log-residual"))
     assert got[2].dtype == torch.float32
-    assert errors[2] < 1e-6
+    assert errors[2] < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("loss", LOSSES)

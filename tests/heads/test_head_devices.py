@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import rounding
 from lightning_weave.heads import (
     Head,
     candidate_logprobs,
@@ -95,10 +96,11 @@ def test_bfloat16_products_on_a_gpu():
     for head in (Head(weight_VD, V), Head(weight_VD, V, bias_V, 0.5, 6.0)):
         exact = Head(weight_VD.detach().double(), V, head.bias_V, head.scale, head.softcap)
         logp_NV = torch.log_softmax(exact.logits(hidden_ND.detach().double()), dim=1)
+        apart = rounding.of_logprobs(hidden_ND, weight_VD, head.scale)
         logp_NC, _ = candidate_logprobs(hidden_ND, head, ids_NC, CHUNK)
-        torch.testing.assert_close(logp_NC.double(), logp_NV.gather(1, ids_NC), rtol=0, atol=1e-5)
+        torch.testing.assert_close(logp_NC.double(), logp_NV.gather(1, ids_NC), rtol=0, atol=apart)
         top_ids_NC, logp_NC, _, _ = top_candidates(hidden_ND, head, ids_NC[:, 0], C, CHUNK)
-        torch.testing.assert_close(logp_NC.double(), logp_NV.gather(1, top_ids_NC), rtol=0, atol=1e-5)
+        torch.testing.assert_close(logp_NC.double(), logp_NV.gather(1, top_ids_NC), rtol=0, atol=apart)
 
     inputs = [x.detach().double().requires_grad_() for x in (hidden_ND, weight_VD)]
     log_pi_NO = outcome_logprobs(inputs[0], Head(inputs[1], V), ids_NC)
@@ -106,6 +108,7 @@ def test_bfloat16_products_on_a_gpu():
     wanted.backward()
     got = fused_log_residual_loss(hidden_ND, weight_VD, ids_NC, log_b_NO, log_q_NO, 2.0, N, CHUNK)
     got.backward()
-    assert abs(got.item() / wanted.item() - 1) < 1e-6
+    apart = rounding.of_logprobs(hidden_ND, weight_VD)  # of logits; the loss has their relative error at most twice
+    assert abs(got.item() / wanted.item() - 1) < 2 * apart < 1e-4
     for ours, exact in zip((hidden_ND.grad, weight_VD.grad), (x.grad for x in inputs), strict=True):
         assert ((ours.double() - exact).norm() / exact.norm()).item() < 2**-7  # gradients of logits are rounded as well

@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_models import ARCHITECTURES, PADDED, VOCABULARY, small_model
 
+import rounding
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.models.hf import Scorer, ScoreRow
 from lightning_weave.models.memory import is_out_of_memory
@@ -59,9 +60,11 @@ def test_candidates_are_those_of_the_whole_logits(architecture: str, budget: int
             expected_V = expected_PV[len(prompt) - 1 + t]
             order = sorted(range(VOCABULARY), key=lambda token: (-expected_V[token], token))
             assert ids_TC[t].tolist() == order[:COUNT]
-            np.testing.assert_allclose(logp_TC[t], expected_V[order[:COUNT]], atol=1e-5, rtol=0)
-            np.testing.assert_allclose(other_T[t], np.log(np.exp(expected_V[order[COUNT:]]).sum()), atol=1e-5, rtol=0)
-            np.testing.assert_allclose(sampled_T[t], expected_V[token], atol=1e-5, rtol=0)
+            np.testing.assert_allclose(logp_TC[t], expected_V[order[:COUNT]], atol=rounding.LOGPROB, rtol=0)
+            np.testing.assert_allclose(
+                other_T[t], np.log(np.exp(expected_V[order[COUNT:]]).sum()), atol=rounding.LOGPROB, rtol=0
+            )
+            np.testing.assert_allclose(sampled_T[t], expected_V[token], atol=rounding.LOGPROB, rtol=0)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -81,9 +84,9 @@ def test_given_candidates_are_reread_from_the_whole_logits(architecture: str) ->
         for t, token in enumerate(response):
             expected_V = expected_PV[len(prompt) - 1 + t]
             rest_V = np.delete(expected_V, given_TC[t])
-            np.testing.assert_allclose(logp_TC[t], expected_V[given_TC[t]], atol=1e-5, rtol=0)
-            np.testing.assert_allclose(other_T[t], np.log(np.exp(rest_V).sum()), atol=1e-5, rtol=0)
-            np.testing.assert_allclose(sampled_T[t], expected_V[token], atol=1e-5, rtol=0)
+            np.testing.assert_allclose(logp_TC[t], expected_V[given_TC[t]], atol=rounding.LOGPROB, rtol=0)
+            np.testing.assert_allclose(other_T[t], np.log(np.exp(rest_V).sum()), atol=rounding.LOGPROB, rtol=0)
+            np.testing.assert_allclose(sampled_T[t], expected_V[token], atol=rounding.LOGPROB, rtol=0)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -96,10 +99,12 @@ def test_scores_are_those_of_the_whole_logits(architecture: str, budget: int) ->
         expected_PV = whole_logprobs(model, row.ids.tolist())
         for t, position in enumerate(row.positions_T):
             mapped_C, ids_C = row.mapped_TC[t], row.candidate_ids_TC[t]
-            np.testing.assert_allclose(logp_TC[t][mapped_C], expected_PV[position, ids_C[mapped_C]], atol=1e-5, rtol=0)
+            np.testing.assert_allclose(
+                logp_TC[t][mapped_C], expected_PV[position, ids_C[mapped_C]], atol=rounding.LOGPROB, rtol=0
+            )
             assert (logp_TC[t][~mapped_C] == 0).all()
             expected_mass = sum(np.exp(expected_PV[position, token]) for token in ids_C[mapped_C])
-            np.testing.assert_allclose(mass_T[t], expected_mass, atol=1e-5, rtol=0)
+            np.testing.assert_allclose(mass_T[t], expected_mass, atol=rounding.LOGPROB, rtol=0)
 
 
 def test_padding_of_the_vocabulary_takes_no_mass() -> None:
@@ -109,7 +114,7 @@ def test_padding_of_the_vocabulary_takes_no_mass() -> None:
     found = Scorer(model, VOCABULARY).candidates(rows, COUNT)
     assert max(int(ids_TC.max(initial=0)) for ids_TC, *_ in found) < VOCABULARY
     for _, logp_TC, other_T, _ in found:
-        np.testing.assert_allclose(np.exp(logp_TC).sum(axis=1) + np.exp(other_T), 1, atol=1e-5)
+        np.testing.assert_allclose(np.exp(logp_TC).sum(axis=1) + np.exp(other_T), 1, atol=rounding.LOGPROB)
     whole = Scorer(model, PADDED).candidates(rows, COUNT)
     assert max(int(ids_TC.max(initial=0)) for ids_TC, *_ in whole) >= VOCABULARY
 
@@ -130,7 +135,7 @@ def test_running_out_of_memory_halves_the_budget_and_changes_no_number(caplog: p
     assert "token budget is now" in caplog.text
     for ours, theirs in zip(found, expected, strict=True):
         for array, other in zip(ours, theirs, strict=True):
-            np.testing.assert_allclose(array, other, atol=1e-5, rtol=0)
+            np.testing.assert_allclose(array, other, atol=rounding.LOGPROB, rtol=0)
 
 
 def test_a_row_too_large_for_memory_is_named() -> None:

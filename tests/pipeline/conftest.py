@@ -1,10 +1,6 @@
 """Runs that several tests look at, made once."""
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +24,6 @@ STUDENT_LIMIT, ANCHOR_LIMIT = 64, 40
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="session")
-def lweave() -> Iterator[Callable[..., list[int]]]:
-    """Run commands in processes that may be killed (resume.py); jobs given together run side by side."""
-    with subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("resume.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        text=True,
-    ) as program:
-        assert program.stdin is not None
-        assert program.stdout is not None
-        asked, answers = program.stdin, program.stdout
-
-        def ask(*jobs: dict[str, Any]) -> list[int]:
-            asked.write(json.dumps(jobs) + "\n")
-            asked.flush()
-            return json.loads(answers.readline())
-
-        yield ask
-        asked.close()
 
 
 @pytest.fixture(scope="session", params=list(PAIRS))

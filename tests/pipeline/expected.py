@@ -19,6 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from lightning_weave.runs.steps import Role, ScoredModel, Steps
 from lightning_weave.store import Step
 from lightning_weave.types import Candidates, Rollouts, Scores
+from rounding import LOGPROB
 
 
 @dataclass
@@ -126,7 +127,7 @@ def read_cache(steps: Steps, role: Role | None = "post") -> list[dict[str, Any]]
     return rows
 
 
-def check_reference(steps: Steps, rows: list[dict[str, Any]], tolerance: float = 1e-5) -> int:
+def check_reference(steps: Steps, rows: list[dict[str, Any]], tolerance: float = LOGPROB) -> int:
     """Hold every number of the reference against whole logits; returns the number of positions."""
     path, count = Path(steps.recipe.student.model), steps.recipe.reference.candidates
     vocabulary = len(AutoTokenizer.from_pretrained(path))
@@ -156,7 +157,7 @@ def check_scores(
     bos: tuple[int, ...] = (),
     aliases: Mapping[int, int] | None = None,
     limit: int | None = None,
-    tolerance: float = 1e-5,
+    tolerance: float = LOGPROB,
 ) -> tuple[int, int]:
     """Hold every number of one anchor model against whole logits; returns positions with all and with no candidate."""
     section = steps.recipe.anchors["one"]

@@ -4,14 +4,16 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from forked import Forked, kill_at
+from grading import problems
 from lightning_weave.bench.definitions import Benchmark, Problem
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
@@ -23,7 +25,9 @@ from lightning_weave.progress import Progress
 from lightning_weave.report.results import points, policy_rows, show_results, summaries
 from lightning_weave.runs.grade import Grader
 from lightning_weave.store.ledger import read_ledger
+from models.small_models import small_model
 from tiny import make_world, steps_of
+from tokens.samples import byte_level
 
 QUIET = Progress(quiet=True)
 
@@ -69,8 +73,6 @@ def test_samples_are_what_the_model_said(recipe: dict) -> None:
 
 def test_a_model_that_answers_is_graded_right(recipe: dict, tmp_path: Path) -> None:
     """Teach a copy of the student one answer by heart, and find exactly that problem solved."""
-    import torch
-
     path = Path(recipe["student"]["model"])
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     prompt = tokenizer.encode("Question: 3+1\nAnswer:")
@@ -138,9 +140,7 @@ def test_lm_eval_files_hold_the_same_samples(recipe: dict, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_gives_the_same_files(
-    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
-) -> None:
+def test_killed_and_resumed_gives_the_same_files(recipe: dict, tmp_path: Path, forked: Forked) -> None:
     recipe["eval"] |= {"samples": 12, "block": 4, "budgets": []}
     stage.run(steps_of(recipe), QUIET, only=["base"])
     expected = {name: (folder_of(recipe) / name).read_bytes() for name in ("samples.jsonl", "summary.json")}
@@ -148,12 +148,12 @@ def test_killed_and_resumed_gives_the_same_files(
     recipe["runs"] = str(tmp_path / "killed")
     file = tmp_path / "recipe.toml"
     file.write_text(dump_recipe(check_recipe(recipe)))
-    job = {"arguments": ["eval", str(file), "--only", "base"], "where": r"/blocks-[^/]*/\.tmp-"}
-    for kill in ("write", "rename", "write"):
+    command = ["eval", file, "--only", "base"]
+    for kill in (kill_at(action, r"/blocks-[^/]*/\.tmp-") for action in ("write", "rename", "write")):
         before = blocks_done(recipe)
-        assert lweave({**job, "kill": kill}) == [signal.SIGKILL]
+        assert forked.lweave(*command, **kill).code == -signal.SIGKILL
         assert blocks_done(recipe) > before
-    assert lweave(job) == [0]
+    assert forked.lweave(*command).code == 0
     assert {name: (folder_of(recipe) / name).read_bytes() for name in expected} == expected
 
 
@@ -164,6 +164,44 @@ def test_a_reference_may_be_boxed_as_a_response_is(profile: str, reference: str)
     grader = Grader(Benchmark("file:x", "x", "math", (problem,), 1, 8), profile)
     graded = grader.grade([(problem, "it is \\boxed{4}"), (problem, "it is \\boxed{5}")])
     assert [one.correct for one in graded] == [True, False]
+
+
+PROGRAM = "```python\nprint(sum(map(int, open(0).read().split())))\n```"
+
+
+def save_programmer(folder: Path) -> Path:
+    """A checkpoint that answers every question with the same program, which is one token of its vocabulary."""
+    tokenizer = byte_level([], added=(PROGRAM,), special=("<|end|>", "<|pad|>"))
+    tokenizer.eos_token, tokenizer.pad_token = "<|end|>", "<|pad|>"
+    program, end = tokenizer.convert_tokens_to_ids([PROGRAM, "<|end|>"])
+    shape = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048, "eos_token_id": end}
+    model = small_model("llama", 0, **shape).requires_grad_(True)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for text in ["Print the sum.\n```\n\n<|im_start|>assistant\n"] * 40:
+        ids = torch.tensor([[*tokenizer.encode(text), program, end]])
+        labels = torch.cat([torch.full((1, ids.shape[1] - 2), -100), ids[:, -2:]], dim=1)
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_sample_says_where_the_official_runner_judges_otherwise(recipe: dict, tmp_path: Path) -> None:
+    """`open(0)` is right in a real process; the official runner fails it. A wrong program is wrong for both."""
+    rows = [{**row, "question_content": "Print the sum."} for row in (problems.ADD, problems.LINES)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe["policies"] = {"programmer": {"model": str(save_programmer(tmp_path / "programmer"))}}
+    recipe["eval"] |= {"temperature": 0.0, "samples": 1, "budgets": [], "unsafe_local": True}
+    with pytest.warns(UserWarning, match="WITHOUT a sandbox"):
+        stage.run(steps_of(recipe), QUIET, only=["programmer"])
+    path = folder_of(recipe, "programmer") / "samples.jsonl"
+    right, wrong = read_samples(path)
+    assert (right.text, right.tokens, right.correct, right.official) == (PROGRAM, 2, True, "open(0)")
+    assert (wrong.text, wrong.correct, wrong.why, wrong.official) == (PROGRAM, False, "wrong answer", None)
+    summary = read_summary(path.with_name("summary.json"))
+    assert (summary.accuracy, summary.official_differs) == (50.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -192,26 +230,21 @@ def blocks_done(recipe: dict) -> int:
 
 
 @pytest.mark.slow
-def test_the_program_evaluates_a_checkpoint_without_a_recipe(
-    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
-) -> None:
+def test_the_program_evaluates_a_checkpoint_without_a_recipe(recipe: dict, tmp_path: Path, forked: Forked) -> None:
     command = ["eval", "--model", recipe["student"]["model"], "--set", f"runs={tmp_path / 'own'}"]
     sets = ["--set", "eval.samples=2", "--set", "eval.max_tokens=8", "--set", "eval.chat=false"]
-    said = tmp_path / "said"
-    assert lweave(
-        {"arguments": [*command, "--bench", recipe["eval"]["benchmarks"][0], *sets], "output": str(said)}
-    ) == [0]
-    assert "base" in said.read_text()
+    ended = forked.lweave(*command, "--bench", recipe["eval"]["benchmarks"][0], *sets)
+    assert ended.code == 0, ended.said
+    assert "base" in ended.said
     assert (tmp_path / "own" / "student" / "eval" / "base" / "sums" / "summary.json").exists()
-    assert lweave({"arguments": [*command, "--bench", "aime-1999"], "output": str(said)}) == [-2]
-    assert "aime-1999" in said.read_text()
+    ended = forked.lweave(*command, "--bench", "aime-1999")
+    assert ended.code == 2
+    assert "aime-1999" in ended.said
 
 
 @pytest.mark.slow
-def test_two_checkpoints_of_one_name_do_not_share_a_run(
-    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
-) -> None:
-    said, runs = tmp_path / "said", tmp_path / "runs"
+def test_two_checkpoints_of_one_name_do_not_share_a_run(recipe: dict, tmp_path: Path, forked: Forked) -> None:
+    runs = tmp_path / "runs"
     student, bench = recipe["student"]["model"], recipe["eval"]["benchmarks"][0]
     finals = [tmp_path / "first" / "train" / name / "final" for name in ("a", "b")]
     for copy in (*finals, tmp_path / "elsewhere" / "first-a"):
@@ -228,13 +261,13 @@ def test_two_checkpoints_of_one_name_do_not_share_a_run(
     ]
 
     def run(*arguments: object) -> tuple[int, str]:
-        (ended,) = lweave({"arguments": ["eval", *map(str, arguments), *sets], "output": str(said)})
-        return ended, said.read_text()
+        ended = forked.lweave("eval", *arguments, *sets)
+        return ended.code, ended.said
 
     assert [run("--model", final, "--bench", bench)[0] for final in finals] == [0, 0]
     assert sorted(path.name for path in runs.iterdir()) == ["first-a", "first-b"]
     ended, text = run("--model", tmp_path / "elsewhere" / "first-a", "--bench", bench)
-    assert ended == -2
+    assert ended == 2
     assert "is the run of another checkpoint" in text
     assert "--set name=NAME" in text
 
@@ -246,11 +279,11 @@ def test_two_checkpoints_of_one_name_do_not_share_a_run(
         ),
     ):
         ended, text = run(*wrong)
-        assert ended == -2
+        assert ended == 2
         assert message in text
     assert sorted(path.name for path in runs.iterdir()) == ["first-a", "first-b"], "wrong input leaves nothing behind"
     file = tmp_path / "r.toml"
     file.write_text(dump_recipe(check_recipe(recipe)))
     ended, text = run(file, "--model", finals[0])
-    assert ended == -2
+    assert ended == 2
     assert "leave out --model" in text

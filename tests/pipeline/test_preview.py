@@ -90,7 +90,7 @@ def test_what_cannot_be_previewed_is_refused(recipe: dict, tmp_path: Path) -> No
     recipe = {**recipe, "runs": str(tmp_path)}
     recipe["compositions"] = {
         "budget": {"weights": {"acc": 1.0}, "kl_budget": 0.1},
-        "live": {"weights": {"acc": 1.0}, "online": True},
+        "live": {"weights": {"acc": 1.0}, "method": "online"},
     }
     with pytest.raises(InputError, match="kl_budget"):
         preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1, only=["budget"])

@@ -75,7 +75,7 @@ def test_own_trajectories_are_taken_as_they_are(recipe: dict[str, Any], tmp_path
     ("rows", "message"),
     [
         (["{"], r"own\.jsonl:1: not JSON"),
-        (["[1]"], r"own\.jsonl:1: must be an object"),
+        (["[1]"], r"own\.jsonl:1: not a JSON object but a list"),
         ([{"prompt_ids": [], "response_ids": [1]}], r"own\.jsonl:1: prompt_ids is empty"),
         ([{"prompt_ids": [1]}], r"own\.jsonl:1: response_ids must be a list of token ids"),
         ([{"prompt_ids": [1], "response_ids": [True]}], r"response_ids must be a list of token ids"),

@@ -8,33 +8,37 @@ from typing import Any
 
 import pytest
 
+from forked import Forked
 from lightning_weave.config import check_recipe, dump_recipe
-from pipeline.small_runs import make_recipe
+from lightning_weave.errors import InputError
+from lightning_weave.pipeline import run as run_stage
+from pipeline.small_runs import QUIET, make_recipe, steps_of
 
 pytestmark = pytest.mark.slow
 Ask = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, lweave: Callable[..., list[int]]) -> dict[str, Any]:
+def finished(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> dict[str, Any]:
     """A whole run, with a benchmark of its own."""
     root = tmp_path_factory.mktemp("finished")
     (root / "sums.jsonl").write_text(json.dumps({"problem": "1 + 1?", "answer": "2"}) + "\n")
+    (root / "empty.jsonl").touch()
     section = {"benchmarks": [f"file:{root / 'sums.jsonl'}"], "samples": 1, "max_tokens": 4, "chat": False}
     recipe = make_recipe(root, "qwen3", "llama", "bytes", eval=section)
     (root / "r.toml").write_text(dump_recipe(check_recipe(recipe)))
-    assert lweave({"arguments": ["run", str(root / "r.toml")], "output": str(root / "said")}) == [0]
+    ended = forked.lweave("run", root / "r.toml")
+    assert ended.code == 0, ended.said
     return recipe
 
 
 @pytest.fixture
-def ask(finished: dict[str, Any], tmp_path: Path, lweave: Callable[..., list[int]]) -> Ask:
+def ask(finished: dict[str, Any], forked: Forked) -> Ask:
     recipe = Path(finished["runs"]).parent / "r.toml"
 
     def run(command: str, *arguments: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
-        job = {"arguments": [command, str(recipe), *arguments], "output": str(tmp_path / "said")}
-        (ended,) = lweave({**job, "environment": environment})
-        return -ended, (tmp_path / "said").read_text()
+        ended = forked.lweave(command, recipe, *arguments, environment=environment)
+        return ended.code, ended.said
 
     return run
 
@@ -49,19 +53,30 @@ def contents(folder: Path) -> dict[str, bytes]:
     [
         ("run", "prompts.source=nope.jsonl", "prompts.source = 'nope.jsonl'"),
         ("reference", "reference.candidates=5000", "reference.candidates = 5000"),
-        ("score", 'anchors.one.aliases={"<|end|>"="nope"}', "'nope' is no token of the anchor's tokenizer"),
+        ("score", 'anchors.one.aliases={"<|end|>"="nope"}', "'nope' is not a token of the anchor's tokenizer"),
         ("train", "train.dtype=float16", "train.dtype"),
+        ("train", "train.lora={targets=['q_proj', 'q_prj']}", "train.lora.targets: no layer is called 'q_prj'"),
+        ("eval", "eval.sources={aime-2024='x.jsonl'}", "'aime-2024' is not in eval.benchmarks"),
+        ("rollout", "prompts.screen_against=['{root}/empty.jsonl']", "empty.jsonl has no rows"),
     ],
 )
 def test_a_wrong_change_leaves_a_finished_run_as_it_was(
     finished: dict[str, Any], ask: Ask, command: str, change: str, message: str
 ) -> None:
     before = contents(Path(finished["runs"]))
-    code, said = ask(command, "--set", change)
+    code, said = ask(command, "--set", change.replace("{root}", str(Path(finished["runs"]).parent)))
     assert code == 2
     assert message in said
     assert contents(Path(finished["runs"])) == before
     assert "Everything is up to date" in ask("status")[1]
+
+
+def test_a_layer_that_the_student_lacks_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, "qwen3", "llama", "bytes", train={"lora": {"targets": ["q_proj", "q_prj"]}})
+    known = "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
+    with pytest.raises(InputError, match=f"no layer is called 'q_prj'; the student has {known}$"):
+        run_stage.run(steps_of(recipe), QUIET)
+    assert not Path(recipe["runs"]).exists()
 
 
 @pytest.mark.parametrize("rank", ["x", "2", "-1"])
@@ -78,9 +93,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_sampled(as
     assert "--lm-eval" in said
 
 
-def test_anchors_and_prompts_may_go_once_the_cache_is_made(
-    finished: dict[str, Any], ask: Ask, lweave: Callable[..., list[int]], tmp_path: Path
-) -> None:
+def test_anchors_and_prompts_may_go_once_the_cache_is_made(finished: dict[str, Any], ask: Ask) -> None:
     anchor = finished["anchors"]["one"]
     gone = [Path(place) for place in (anchor["post"], anchor["pre"], finished["prompts"]["source"])]
     for place in gone:

@@ -1,16 +1,16 @@
 """Rollouts and scores are the same bytes whether killed and resumed, on one rank or on two."""
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from forked import Forked, Job, kill_at
 from lightning_weave.config import check_recipe, dump_recipe
 from tiny import make_world
 
 RANKS = ({"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"})
-Lweave = Callable[..., list[int]]
+SHARD = r"/\.tmp-[^/]*\.safetensors$"
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +32,21 @@ def contents(recipe: Path, stage: str) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def disturb(lweave: Lweave, recipes: dict[str, Path], stage: str, shards: int) -> None:
+def disturb(forked: Forked, recipes: dict[str, Path], stage: str, shards: int) -> None:
     whole, killed, ranks = recipes["whole"], recipes["killed"], recipes["ranks"]
-    assert lweave({"arguments": [stage, str(whole)]}) == [0]
+    assert forked.lweave(stage, whole).code == 0
     expected = contents(whole, stage)
     assert sum(name.endswith(".safetensors") for name in expected) == shards
-    for kill in ("write", "rename"):
+    for kill in (kill_at("write", SHARD), kill_at("rename", SHARD)):
         finished = _finished(killed, stage)
-        assert lweave({"arguments": [stage, str(killed)], "kill": kill}) == [signal.SIGKILL]
+        assert forked.lweave(stage, killed, **kill).code == -signal.SIGKILL
         now = _finished(killed, stage)
         assert len(finished) < len(now) < shards
         assert all(expected[name] == content for name, content in now.items())
-    assert lweave({"arguments": [stage, str(killed)]}) == [0]
+    assert forked.lweave(stage, killed).code == 0
     assert contents(killed, stage) == expected
-    two = [{"arguments": [stage, str(ranks)], "environment": rank} for rank in RANKS]
-    assert lweave(*two) == [0, 0]
+    two = [Job([stage, str(ranks)], environment=rank) for rank in RANKS]
+    assert [ended.code for ended in forked.together(*two)] == [0, 0]
     assert contents(ranks, stage) == expected
 
 
@@ -57,9 +57,10 @@ def _finished(recipe: Path, stage: str) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_rollouts_and_scores_survive_kills_and_do_not_depend_on_ranks(lweave: Lweave, recipes: dict[str, Path]) -> None:
-    disturb(lweave, recipes, "rollout", shards=10)
-    assert lweave(*({"arguments": ["reference", str(recipe)]} for recipe in recipes.values())) == [0, 0, 0]
+def test_rollouts_and_scores_survive_kills_and_do_not_depend_on_ranks(forked: Forked, recipes: dict[str, Path]) -> None:
+    disturb(forked, recipes, "rollout", shards=10)
+    ended = forked.together(*(Job(["reference", str(recipe)]) for recipe in recipes.values()))
+    assert [one.code for one in ended] == [0, 0, 0]
     assert contents(recipes["killed"], "reference") == contents(recipes["whole"], "reference")
-    disturb(lweave, recipes, "score", shards=40)
-    assert lweave({"arguments": ["verify", str(recipes["killed"])]}) == [0]
+    disturb(forked, recipes, "score", shards=40)
+    assert forked.lweave("verify", recipes["killed"]).code == 0

@@ -155,12 +155,20 @@ def test_an_alias_onto_an_untrained_row_needs_a_word(recipe: dict[str, Any], unt
 
 
 def test_an_untrained_row_of_the_post_anchor_or_without_an_alias_is_scored(recipe: dict[str, Any]) -> None:
-    anchor = _tokenizer(recipe)
-    ids = [anchor.convert_tokens_to_ids("<|stop|>"), anchor.pad_token_id]
-    untrain(Path(recipe["anchors"]["one"]["pre"]), ids)
-    untrain(Path(recipe["anchors"]["one"]["post"]), [anchor.eos_token_id, anchor.pad_token_id])
+    """Of the post anchor the row that an alias leads to, of the pre anchor one that is reached by its own spelling."""
     recipe["anchors"]["one"]["aliases"] = {"<|end|>": "</s>"}
-    make_cache(recipe)
+    recipe["reference"]["candidates"] = 200  # so that both are often among them
+    anchor, student = _tokenizer(recipe), AutoTokenizer.from_pretrained(recipe["student"]["model"])
+    untrain(Path(recipe["anchors"]["one"]["post"]), [anchor.eos_token_id, anchor.pad_token_id])
+    untrain(Path(recipe["anchors"]["one"]["pre"]), [anchor.convert_tokens_to_ids("<|stop|>"), anchor.pad_token_id])
+    end, stop = student.convert_tokens_to_ids(["<|end|>", "<|stop|>"])
+    steps = make_cache(recipe)
+    for role, token in (("post", end), ("pre", stop)):
+        rows = read_cache(steps, role)
+        check_scores(steps, rows, role, aliases={end: anchor.eos_token_id})
+        mapped = np.concatenate([row["mapped"][row["ids"] == token] for row in rows])
+        assert len(mapped) > 20
+        assert mapped.all()
 
 
 def test_a_shared_pre_anchor_is_scored_once(recipe: dict[str, Any]) -> None:

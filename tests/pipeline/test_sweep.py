@@ -96,6 +96,31 @@ def test_sweeps_are_remembered_and_add_up(tmp_path: Path) -> None:
     assert list(with_sweep(fewer).recipe.compositions) == []  # their anchor is gone
 
 
+def test_a_sweep_goes_beside_every_other_method(tmp_path: Path) -> None:
+    half = {"klear": 0.5, "decs": 0.5}
+    others = {
+        "budget": {"weights": half, "kl_budget": 0.1},
+        "live": {"method": "online", "weights": half},
+        "self": {"method": "self", "sharpen": 0.5},
+    }
+    steps = steps_of(recipe(**others).model_copy(update={"runs": str(tmp_path)}))
+    known = remember(steps, plan_sweep(steps.recipe, [0.5])).recipe.compositions
+    assert list(known) == [*others, "decs-0.500"]  # of the same weights, but not the same
+    assert {name: known[name] for name in others} == steps.recipe.compositions
+    assert known["decs-0.500"].method == "joint"
+
+
+def test_a_sweep_of_an_earlier_version_is_known(tmp_path: Path) -> None:
+    steps = steps_of(recipe().model_copy(update={"runs": str(tmp_path)}))
+    steps.store.run_dir.mkdir()
+    text = (
+        "[compositions.a.weights]\nklear = 0.5\ndecs = 0.5\n[compositions.b]\nalpha = 1.0\nweights = { decs = 1.0 }\n"
+    )
+    (steps.store.run_dir / "sweep.toml").write_text(text)
+    known = with_sweep(steps).recipe.compositions
+    assert [(name, one.method, one.alpha) for name, one in known.items()] == [("a", "joint", 2.0), ("b", "joint", 1.0)]
+
+
 @pytest.mark.slow
 def test_a_sweep_trains_what_is_missing_once(tmp_path: Path) -> None:
     torch.set_num_threads(1)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import tiny
+from lightning_weave.bench import definitions
+from lightning_weave.bench.definitions import BenchmarkKind
 from lightning_weave.config import check_recipe, load_recipe
 from lightning_weave.pipeline import reference, score
 from lightning_weave.pipeline.flow import make_rollouts
@@ -53,12 +55,26 @@ def test_a_composition_may_train_longer_or_sample_again() -> None:
     plan = make_plan(check_recipe(recipe), EIGHT)
     hours = {row.what: row.gpu_hours for row in plan.stages}
     assert hours["mixture"] == pytest.approx(3 * hours["klear-decs"])
+    work = {row.what: row.operations for row in plan.stages}
+    assert work["mixture"] == pytest.approx(3 * work["klear-decs"])
     assert hours["decs-then-klear"] == hours["klear-decs"]
     # The second leg samples half of the trajectories anew, and scores them under its own pair.
     student = sum(row.gpu_hours for row in plan.stages if row.stage in ("rollout", "reference"))
     pair = hours["pixas/DECS_1.5B"] + hours["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"]
     assert hours["klear-then-decs"] == pytest.approx(hours["klear-decs"] + (student + pair) / 2)
     assert plan.compositions == 9  # online ones need no cache
+
+
+@pytest.mark.parametrize("kind", ["math", "code"])
+def test_evaluation_samples_as_the_benchmarks_do(monkeypatch: pytest.MonkeyPatch, kind: BenchmarkKind) -> None:
+    recipe = paper("base", "qwen3-4b", kind, "klear").model_dump(by_alias=True, exclude_none=True)
+    recipe["eval"] |= {"samples": None, "max_tokens": None}
+    usual = make_plan(check_recipe(recipe), EIGHT).evaluation
+    same = {"samples": definitions.SAMPLES[kind], "max_tokens": definitions.MAX_TOKENS[kind]}
+    assert make_plan(check_recipe({**recipe, "eval": recipe["eval"] | same}), EIGHT).evaluation == usual
+    monkeypatch.setitem(definitions.SAMPLES, kind, 2 * definitions.SAMPLES[kind])
+    monkeypatch.setitem(definitions.MAX_TOKENS, kind, 3 * definitions.MAX_TOKENS[kind])
+    assert make_plan(check_recipe(recipe), EIGHT).evaluation == pytest.approx(6 * usual)
 
 
 def test_a_checkpoint_that_two_pairs_share_is_scored_once() -> None:

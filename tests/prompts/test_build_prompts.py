@@ -4,6 +4,7 @@ import inspect
 import json
 import random
 import re
+from dataclasses import asdict
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,8 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_weave.config import Prompts
 from lightning_weave.errors import CorruptData, InputError
-from lightning_weave.prompts import build_prompts, chatml, dapo, livecodebench, read_prompts, write_prompts
+from lightning_weave.prompts import build_prompts, chatml, dapo, livecodebench, read_prompts
 from lightning_weave.types import Prompt
+
+
+def write_prompts(path, prompts):
+    path.write_text("".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts), newline="\n")
 
 
 def total(report):
@@ -68,17 +73,17 @@ def test_each_kind_of_bad_row_is_named(qwen, jsonl):
         "column 'prompt' is an empty list",
         "'prompt[0]' is not a message with 'role' and 'content'",
         "'prompt[0].content' is null, not text",
-        "the last turn of 'prompt' is the assistant's; a prompt ends with the user's",
+        "the last turn of 'prompt' is from the assistant; it must be from the user",
         "no column 'answer' (it has 'prompt', 'id')",
         "'the answer' is a dict, not text",
         "no column 'id' (it has 'prompt', 'answer')",
         "'the id' is a float, not text",
-        "'prompt' holds half a surrogate pair, which is no character",
+        "'prompt' has half a surrogate pair, which is not a character",
     ]
     assert whys[1:14] == expected
     assert whys[14].startswith("not JSON")
     assert whys[15].startswith("not UTF-8")
-    assert whys[16] == f"id '7' is that of {path}:1 already"
+    assert whys[16] == f"id '7' is already used by {path}:1"
 
 
 def test_a_source_of_bad_rows_only_is_the_users_error(qwen, jsonl):
@@ -86,7 +91,7 @@ def test_a_source_of_bad_rows_only_is_the_users_error(qwen, jsonl):
     message = f"{path}: none of its 2 rows can be used; the first is {path}:1: no column 'prompt' (it has 'question')"
     with pytest.raises(InputError, match=re.escape(message) + ".*prompts.columns"):
         build_prompts(qwen, source=path)
-    with pytest.raises(InputError, match=r"has no rows\. Give prompts\.source"):
+    with pytest.raises(InputError, match=r"has no rows\. Set prompts\.source"):
         build_prompts(qwen, source=jsonl([], "empty.jsonl"))
     with pytest.raises(InputError, match=r"prompts\.source is missing"):
         build_prompts(qwen, source=None)
@@ -164,7 +169,7 @@ def test_a_row_that_the_template_refuses_is_bad(llama, jsonl):
     system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Find n."}]
     prompts, report = build_prompts(llama, source=jsonl([{"prompt": system}, {"prompt": "Find m."}]))
     assert len(prompts) == 1
-    assert report.bad[0].why == "the chat template refuses the messages: System role not supported"
+    assert report.bad[0].why == "the chat template rejects the messages: System role not supported"
 
 
 def test_a_prompt_without_tokens_is_bad(jsonl):
@@ -228,14 +233,14 @@ def test_every_row_ends_in_one_count(qwen, jsonl):
 def test_nothing_left_is_the_users_error(qwen, jsonl, limit, count):
     path, bench = jsonl([{"prompt": "a"}, {"prompt": "b"}]), [{"problem": "a"}, {"problem": "b"}]
     screen = [jsonl(bench[: 1 if limit else 2], "bench.jsonl")]
-    with pytest.raises(InputError, match=f"no prompt is left of 2 rows: 0 bad, {count}"):
+    with pytest.raises(InputError, match=f"no prompts are left of 2 rows: 0 bad, {count}"):
         build_prompts(qwen, source=path, max_tokens=limit, screen_against=screen)
 
 
 def test_too_few_to_take_is_said(qwen, jsonl):
     prompts, report = build_prompts(qwen, source=jsonl([{"prompt": "a"}, {"prompt": "b"}]), take=3)
     assert len(prompts) == 2
-    assert report.notes == ["prompts.take asks for 3, but only 2 are left"]
+    assert report.notes == ["prompts.take is 3, but only 2 prompts are available: all are used"]
 
 
 def test_a_benchmark_that_cannot_be_read_whole_is_an_error(qwen, jsonl):
@@ -244,6 +249,14 @@ def test_a_benchmark_that_cannot_be_read_whole_is_an_error(qwen, jsonl):
         bench = jsonl([{"problem": "fine"}, row], "bench.jsonl")
         with pytest.raises(InputError, match=re.escape(f"prompts.screen_against: {bench}:2")):
             build_prompts(qwen, source=source, screen_against=[bench])
+
+
+def test_an_empty_file_to_screen_against_is_an_error(qwen, jsonl):
+    source, empty = jsonl([{"prompt": "a"}]), jsonl([], "empty.jsonl")
+    bench = jsonl([{"problem": "b"}], "bench.jsonl")
+    for files in ([empty], [bench, empty], [empty, bench]):
+        with pytest.raises(InputError, match=re.escape(f"prompts.screen_against: {empty} has no rows")):
+            build_prompts(qwen, source=source, screen_against=files)
 
 
 def test_prompts_survive_being_written(tmp_path):

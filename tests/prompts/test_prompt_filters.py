@@ -3,16 +3,17 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_weave.prompts.decontaminate import Overlap
-from lightning_weave.prompts.filters import Report, drop_duplicates, duplicate_key, take_by_seed
+from lightning_weave.prompts.filters import PromptReport, drop_duplicates, duplicate_key, take_by_seed
 from lightning_weave.prompts.normal import normalise, words
 from lightning_weave.prompts.questions import Question
-from lightning_weave.prompts.sources import BadRow
+from lightning_weave.store.tables import BadRow
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_the_draw_is_even():
 
 
 def test_the_report_tells_what_happened_and_nothing_else():
-    report = Report(
+    report = PromptReport(
         read=12,
         bad=[BadRow(f"a.jsonl:{n}", "empty") for n in range(7)],
         overlaps=[
@@ -119,16 +120,16 @@ def test_the_report_tells_what_happened_and_nothing_else():
         notes=["mind this"],
     )
     assert str(report).splitlines() == [
-        "2 prompts kept of 12 rows read",
-        "  7 could not be used:",
+        "2 prompts from 12 rows",
+        "  7 cannot be used:",
         *(f"    a.jsonl:{n}: empty" for n in range(5)),
         "    and 2 more",
         "  2 overlap with a benchmark:",
         "    a.jsonl:9: shares 91% with b.jsonl:1",
-        "    a.jsonl:8: the same as b.jsonl:2",
-        "  1 were too long",
+        "    a.jsonl:8: same as b.jsonl:2",
+        "  1 too long",
         "  note: mind this",
     ]
-    dumped = json.loads(json.dumps(report.as_json()))
+    dumped = json.loads(json.dumps(asdict(report)))
     assert len(dumped["bad"]) == 7
     assert dumped["overlaps"][0] == {"where": "a.jsonl:9", "problem": "b.jsonl:1", "share": 0.914, "same": False}

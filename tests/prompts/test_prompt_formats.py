@@ -4,7 +4,7 @@ import pytest
 
 from lightning_weave.errors import InputError
 from lightning_weave.prompts import chatml, dapo, encode, livecodebench, question_answer, render
-from lightning_weave.prompts.formats import put
+from lightning_weave.prompts.formats import apply_format
 
 USER = [{"role": "user", "content": "What is {x} in $\\frac{1}{2}$?"}]
 TALK = [{"role": "system", "content": "Be brief."}, *USER]
@@ -73,13 +73,13 @@ def test_livecodebench_messages_in_a_qwen_template_are_the_benchmarks_text(qwen)
     assert render(livecodebench("Print {n} twice."), qwen) == STDIN
 
 
-def test_put_changes_the_last_turn_only():
-    assert put("plain", TALK) == TALK
-    assert put("dapo", TALK) == [TALK[0], {"role": "user", "content": DAPO}]
-    assert put("question-answer", USER)[0]["content"] == question_answer(USER[0]["content"])
-    assert put("livecodebench", USER, "pass") == livecodebench(USER[0]["content"], "pass")
-    with pytest.raises(InputError, match="takes no conversation"):
-        put("livecodebench", TALK)
+def test_a_format_changes_the_last_turn_only():
+    assert apply_format("plain", TALK) == TALK
+    assert apply_format("dapo", TALK) == [TALK[0], {"role": "user", "content": DAPO}]
+    assert apply_format("question-answer", USER)[0]["content"] == question_answer(USER[0]["content"])
+    assert apply_format("livecodebench", USER, "pass") == livecodebench(USER[0]["content"], "pass")
+    with pytest.raises(InputError, match="takes a single question, not a conversation"):
+        apply_format("livecodebench", TALK)
 
 
 def test_thinking_is_switched_where_the_template_knows_it(qwen):
@@ -99,7 +99,7 @@ def test_a_template_without_a_switch_is_left_alone(llama):
 
 
 def test_a_template_that_refuses_says_why(llama):
-    with pytest.raises(InputError, match="refuses the messages: System role not supported"):
+    with pytest.raises(InputError, match="rejects the messages: System role not supported"):
         render(TALK, llama)
 
 

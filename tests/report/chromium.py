@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 CHROMIUM = shutil.which("chromium")
+PATIENCE = 240_000  # milliseconds, on a busy machine
 ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -45,7 +46,7 @@ def browsing() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS, timeout=PATIENCE)
         yield browser
         browser.close()
 
@@ -54,6 +55,7 @@ def browsing() -> Iterator[Any]:
 def open_page(browser: Any, path: Path, width: int = 1440, scheme: str = "light") -> Iterator[Opened]:
     """Open a file as a reader would."""
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.set_default_timeout(PATIENCE)
     opened = Opened(page)
     page.on("console", lambda message: opened.complaints.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: opened.complaints.append(str(error)))

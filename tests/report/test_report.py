@@ -124,6 +124,30 @@ def test_the_loom_holds_no_more_than_it_may(recipe: dict[str, Any]) -> None:
     assert any(thread["shown"] < thread["tokens"] for thread in loom["threads"])
 
 
+def test_a_composition_without_an_alpha_is_not_in_the_loom(recipe: dict[str, Any], tmp_path: Path) -> None:
+    budget = {"weights": {"acc": 0.5, "brief": 0.5}, "kl_budget": 0.01}
+    own = {**recipe, "runs": _copy(recipe, tmp_path), "report": {"trajectories": 2}}
+    own["compositions"] = {"budget": budget, **recipe["compositions"]}
+    steps = steps_of(own)
+    cache = open_scored(steps)
+    assert cache is not None
+    vocabulary = anchors.student_vocabulary(steps)
+    loom = anchors.loom_data(steps, cache, vocabulary, "budget", QUIET)
+    assert loom is not None
+    assert [one["name"] for one in loom["settings"]] == ["acc-only", "brief-only", "both"]
+    assert loom["start"] == "both"
+    assert "budget" in anchors.survey_cache(steps, cache, vocabulary, QUIET).kept
+    alone = steps_of({**own, "compositions": {"budget": budget}})
+    assert anchors.loom_data(alone, cache, vocabulary, None, QUIET) is None
+
+    make_students(steps, QUIET, ["budget"])
+    solved = steps.store.stage(steps.train("budget")).require()["alpha"]
+    loom = anchors.loom_data(steps, cache, vocabulary, "budget", QUIET)
+    assert loom is not None
+    assert loom["settings"][0] == {"name": "budget", "weights": [0.5, 0.5], "alpha": solved}
+    assert loom["start"] == "budget"
+
+
 def test_cases_do_not_depend_on_what_was_written(recipe: dict[str, Any], tmp_path: Path) -> None:
     copied = {**recipe, "runs": str(tmp_path / "runs")}
     shutil.copytree(recipe["runs"], tmp_path / "runs")

@@ -112,7 +112,7 @@ def test_logits_gone_bad_stop_the_reference_by_prompt_and_response(
 @pytest.mark.parametrize(
     ("everywhere", "message"),
     [
-        (True, r"bad: the model's logits are not finite, whatever it reads\. Try float32, or check the checkpoint"),
+        (True, r"bad: the model's logits are never finite\. Try float32, or check the checkpoint"),
         (False, r"^prompt \d, response \d: the model's logits are not finite \(.*bad\)\. Try float32"),
     ],
 )

@@ -1,6 +1,5 @@
 """Shards on a Ray cluster (`make test-ray`): two nodes on this machine, one of them killed while it works."""
 
-from lightning_weave.pipeline.flow import make_rollouts
 import logging
 import os
 import socket
@@ -16,7 +15,8 @@ import tiny
 from lightning_weave.config import Machine
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.pipeline import eval as eval_stage
-from lightning_weave.pipeline import prompts, reference, rollout, score
+from lightning_weave.pipeline import reference, score
+from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Bar, Progress
 from lightning_weave.runs.cluster import check_address, connect, plan_workers
 from lightning_weave.runs.steps import Steps
@@ -70,7 +70,9 @@ def test_a_crew_is_as_large_as_the_cluster_or_as_the_recipe_says() -> None:
     assert (crew.workers, crew.cpus, crew.gpus) == (16, 1, 1)
     assert plan_workers(Machine(gpus_per_worker=2.0), gpus, 100).workers == 8
     assert plan_workers(Machine(gpus_per_worker=0.5), gpus, 5).workers == 5  # never more than shards
-    assert plan_workers(Machine(workers=3, threads=2), gpus, 100) == plan_workers(Machine(workers=3, threads=2), gpus, 50)
+    assert plan_workers(Machine(workers=3, threads=2), gpus, 100) == plan_workers(
+        Machine(workers=3, threads=2), gpus, 50
+    )
     assert plan_workers(Machine(device="cpu", threads=4), gpus, 100).workers == 16
     assert plan_workers(Machine(), {"CPU": 8.0}, 100).gpus == 0
     with pytest.raises(InputError, match=r"no worker of 1 CPUs and 32 GPUs fits into the cluster, which has CPU 64"):

@@ -1,6 +1,5 @@
 """The scripts of docs/clusters.md: bash accepts them, and an array of tasks makes what one process makes."""
 
-from lightning_weave.pipeline.flow import make_rollouts
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import pytest
 
 import tiny
 from lightning_weave.config import check_recipe, dump_recipe
-from lightning_weave.pipeline import rollout
+from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
 
 PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"

@@ -1,11 +1,5 @@
 """Engines other than our own: refused when they disagree with the scorer, and real vLLM where its environment is."""
 
-from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.types import Prompt
-from lightning_weave.runs.steps import Steps
-from lightning_weave.prompts import read_prompts
-from lightning_weave.pipeline import prompts
-from lightning_weave.pipeline.flow import make_rollouts
 import json
 import logging
 import os
@@ -21,11 +15,15 @@ import tiny
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
 from lightning_weave.errors import Mismatch
+from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.pipeline import eval as eval_stage
-from lightning_weave.pipeline import reference, rollout
+from lightning_weave.pipeline import prompts, reference
+from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
+from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.engines import longest_context
-from lightning_weave.types import Candidates, Rollouts
+from lightning_weave.runs.steps import Steps
+from lightning_weave.types import Candidates, Prompt, Rollouts
 
 QUIET = Progress(quiet=True)
 # Speaks the protocol of the engine's process: settings, then jobs; answers every request with the same response.

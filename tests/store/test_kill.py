@@ -1,48 +1,58 @@
 """A store whose writer is killed at any instant opens, verifies and can be finished to the same bytes."""
 
-import json
-import os
-import subprocess
-import sys
+import re
+import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from forked import Fault, Forked, Job
 from lightning_weave.store import Shard, Store
 from lightning_weave.types import Rollouts
+from store import writer
 
-WRITER = Path(__file__).with_name("writer.py")
 KILLS = 50
 
 
+def faults() -> Iterator[Fault]:
+    """Kills when a file is opened for writing or about to be renamed, or a few hundred microseconds later."""
+    for number in range(KILLS):
+        sweep, place = divmod(number, writer.EVENTS - 2)
+        if number < KILLS - 10:
+            yield Fault(event=3 + place, delay=(0, 0, 3e-4, 1e-3)[sweep % 4])  # after the first write
+        else:
+            yield Fault(event=writer.EVENTS - number % 2)  # the manifest is the shortest write: aim at it
+
+
+def kind(event: str) -> str:
+    """Say what an event does to what, such as `shard rename`."""
+    action, path = event.split(" ", 1)
+    return f"{'manifest' if 'manifest' in Path(path).name else 'shard'} {action}"
+
+
 @pytest.mark.slow
-def test_fifty_kills_lose_nothing_that_was_finished(tmp_path: Path) -> None:
-    sys.path.insert(0, str(WRITER.parent))
-    try:
-        import writer
-    finally:
-        sys.path.pop(0)
+def test_fifty_kills_lose_nothing_that_was_finished(tmp_path: Path, forked: Forked) -> None:
     undisturbed = writer.write_all(tmp_path / "undisturbed").folder
     expected = {path.name: path.read_bytes() for path in undisturbed.iterdir()}
+    fell: Counter[str] = Counter()
+    for number, fault in enumerate(faults()):
+        folder = tmp_path / "killed" / str(number)
+        job = Job([str(folder)], "store.writer:write_all", counted=rf" {re.escape(str(folder))}/", fault=fault)
+        ended = forked.run(job)
+        assert ended.code == -signal.SIGKILL, ended.said
+        assert len(ended.events) > 2, "every kill comes after the first write"
+        fell[kind(ended.events[-1])] += 1
 
-    command = [sys.executable, str(WRITER), str(tmp_path / "killed"), str(KILLS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    trials = [json.loads(line) for line in output.splitlines()]
-    fell = Counter(trial["events"][-1] for trial in trials if trial["killed"])
-    print(f"kills fell in: {dict(fell)}")
-    assert fell.total() >= KILLS - 5, "a delayed kill may come after the last event, not more"
-    assert all(len(trial["events"]) > 2 for trial in trials), "every kill comes after the first write"
-    assert min(fell["shard write"], fell["shard rename"]) >= 3
-    assert min(fell["manifest write"], fell["manifest rename"]) >= 3
-
-    for trial in trials:
-        stage = Store(Path(trial["folder"])).stage(writer.STEP)
+        stage = Store(folder).stage(writer.STEP)
         assert stage.state() in {"partial", "done"}
         for path in stage.folder.glob("[0-9]*.safetensors"):
             Shard(Rollouts, path).read()  # whole, every row's CRC right
         if stage.manifest() is not None:
             assert stage.verify() == []
-        writer.write_all(Path(trial["folder"]))
+        writer.write_all(folder)
         assert {path.name: path.read_bytes() for path in stage.folder.iterdir()} == expected
+    print(f"kills fell in: {dict(fell)}")
+    assert min(fell["shard write"], fell["shard rename"]) >= 3
+    assert min(fell["manifest write"], fell["manifest rename"]) >= 3

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from lightning_weave.errors import InputError
 from lightning_weave.tokens import TokenMap, spell
-from lightning_weave.tokens.spelling import Kind, Spelling
+from lightning_weave.tokens.spelling import Origin, Spelling
 from tokens.samples import TEXT, byte_level, fast, sentencepiece
 
 PAIRS = [
@@ -46,7 +46,7 @@ def contexts(student: Any) -> list[list[int]]:
     rng = random.Random(0)
     text = student.encode(TEXT, add_special_tokens=False)
     spelling = Spelling.of(student)
-    specials = [id for id in spelling.strings if spelling.kinds[id] <= Kind.ADDED][:20]
+    specials = [id for id in spelling.strings if spelling.origins[id] <= Origin.ADDED][:20]
     halves = [id for id, spelt in spelling.bytes_of.items() if "\ufffd" in spelt.decode(errors="replace")]
     anything = rng.sample(sorted(spelling.strings), k=min(1000, len(spelling.strings)))
     broken = rng.sample(text + specials + halves[:1000], k=len(text + specials + halves[:1000]))
@@ -68,9 +68,9 @@ def test_a_context_has_the_same_bytes_at_every_boundary(pair: tuple[Any, Any, To
 
 def alike(tokens: TokenMap, id: int) -> list[int]:
     """List the anchor's tokens of the same bytes, but for controls that text only looks like, and the reverse."""
-    kind, kinds = tokens.student.kinds[id], tokens.anchor.kinds
+    kind, origins = tokens.student.origins[id], tokens.anchor.origins
     found = tokens.anchor.ids_of.get(tokens.student.bytes_of[id], [])
-    return [a for a in found if not (min(kind, kinds[a]) == Kind.CONTROL and max(kind, kinds[a]) >= Kind.PIECE)]
+    return [a for a in found if not (min(kind, origins[a]) == Origin.CONTROL and max(kind, origins[a]) >= Origin.PIECE)]
 
 
 def test_every_candidate_is_one_token_of_the_same_bytes(pair: tuple[Any, Any, TokenMap]) -> None:
@@ -235,9 +235,9 @@ def test_an_alias_maps_the_candidate_and_never_the_context(qwen3: Any, deepseek:
             {"<|im_end|>": "</s>", "<|endoftext|>": "</s>"},
             r"'<\|endoftext\|>' -> '</s>' is not one to one.*'<\|im_end\|>'",
         ),
-        ({"<|im_end|>": "\n"}, r"is not one to one, because the student's 'Ċ'"),
-        ({"<|im_ende|>": "</s>"}, r"'<\|im_ende\|>' is no token of the student's.*'<\|im_end\|>'"),
-        ({"<|im_end|>": "</S>"}, r"'</S>' is no token of the anchor's.*'</s>'"),
+        ({"<|im_end|>": "\n"}, r"is not one to one: the student's 'Ċ'"),
+        ({"<|im_ende|>": "</s>"}, r"'<\|im_ende\|>' is not a token of the student's.*'<\|im_end\|>'"),
+        ({"<|im_end|>": "</S>"}, r"'</S>' is not a token of the anchor's.*'</s>'"),
     ],
 )
 def test_bad_aliases_are_refused(qwen3: Any, small_pieces: Any, aliases: dict[str, str], message: str) -> None:

@@ -9,7 +9,7 @@ from transformers import ByT5Tokenizer
 
 from lightning_weave.errors import InputError
 from lightning_weave.tokens import spell
-from lightning_weave.tokens.spelling import Kind, Spelling
+from lightning_weave.tokens.spelling import Origin, Spelling
 from tokens.samples import BROKEN, TEXT, byte_level, fast, sentencepiece
 
 
@@ -35,7 +35,7 @@ def test_bytes_are_cut_without_loss(tokenizer: Any) -> None:
         cut = spelling.cut(wanted)
         assert cut is not None
         assert b"".join(spell(tokenizer, id) for id in cut) == wanted
-        assert not [id for id in cut if spelling.kinds[id] == Kind.CONTROL]
+        assert not [id for id in cut if spelling.origins[id] == Origin.CONTROL]
 
 
 def test_text_is_cut_as_the_tokenizer_cuts_it(qwen3: Any, deepseek: Any) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forked import Forked, kill_at
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.models.load import load_model
 from lightning_weave.pipeline import run
@@ -35,7 +35,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.mark.parametrize("objective", ["direct-opd", "tilted", "reverse-kl"])
 def test_online_begins_with_the_offline_gradient(recipe: dict, objective: str) -> None:
     """The paper's claim about initialisation: on the first round, live and cached updates are the same."""
-    compositions = {"live": {"weights": HALF, "online": True, "objective": objective}, "cached": {"weights": HALF}}
+    compositions = {"live": {"weights": HALF, "method": "online", "objective": objective}, "cached": {"weights": HALF}}
     if objective == "reverse-kl":  # whose first gradient lacks the tilted loss's division by the candidates' mass
         compositions["cached"]["objective"] = objective
     steps = steps_of({**recipe, "compositions": compositions})
@@ -68,7 +68,7 @@ def test_online_begins_with_the_offline_gradient(recipe: dict, objective: str) -
 
 
 def test_online_training_is_stale_when_it_would_draw_otherwise(recipe: dict) -> None:
-    live = {**recipe, "compositions": {"live": {"weights": HALF, "online": True}}}
+    live = {**recipe, "compositions": {"live": {"weights": HALF, "method": "online"}}}
     steps = steps_of(live)
     for change in ({"responses": 4}, {"temperature": 0.7}, {"max_tokens": 9}, {"seed": 7}, {"top_p": 0.9}):
         other = steps_of({**live, "rollout": {**recipe["rollout"], **change}})
@@ -76,7 +76,7 @@ def test_online_training_is_stale_when_it_would_draw_otherwise(recipe: dict) -> 
 
 
 def test_online_training_alone_makes_no_cache(recipe: dict, tmp_path: Path) -> None:
-    live = {**recipe, "runs": str(tmp_path), "compositions": {"live": {"weights": HALF, "online": True}}}
+    live = {**recipe, "runs": str(tmp_path), "compositions": {"live": {"weights": HALF, "method": "online"}}}
     (tmp_path / "sums.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n')
     live["eval"] = {"benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"], "samples": 1, "max_tokens": 4, "chat": False}
     steps = steps_of({**live, "train": {**recipe["train"], "epochs": 1}})
@@ -92,7 +92,7 @@ def test_online_training_alone_makes_no_cache(recipe: dict, tmp_path: Path) -> N
 
 def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:
     """What the current student does is held against the student it began as, and held-out rows stay what they were."""
-    live = {"weights": HALF, "online": True, "objective": "tilted"}
+    live = {"weights": HALF, "method": "online", "objective": "tilted"}
     steps = steps_of({**recipe, "compositions": {"live": live}, "train": {**recipe["train"], "validation": 0.25}})
     ranks, schedule = Ranks(0, 1, torch.device("cpu")), make_schedule(steps.recipe, 12)
     trainee, cache = open_trainee(steps, context(ranks)), open_cache(steps, "live")
@@ -121,26 +121,24 @@ def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:
 
 def test_an_online_run_is_validated_on_the_rows_held_out(recipe: dict) -> None:
     live = {**recipe, "train": {**recipe["train"], "validation": 0.25}}
-    steps = steps_of({**live, "compositions": {"watched": {"weights": HALF, "online": True}}})
+    steps = steps_of({**live, "compositions": {"watched": {"weights": HALF, "method": "online"}}})
     make_students(steps, QUIET)
     assert steps.store.stage(steps.train("watched")).require()["validation_reverse_kl"] > 0
 
 
 @pytest.mark.slow
-def test_an_online_run_killed_between_rounds_ends_the_same(
-    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]]
-) -> None:
-    live = {**recipe, "compositions": {"live": {"weights": HALF, "online": True}}}
+def test_an_online_run_killed_between_rounds_ends_the_same(recipe: dict, tmp_path: Path, forked: Forked) -> None:
+    live = {**recipe, "compositions": {"live": {"weights": HALF, "method": "online"}}}
     live["train"] = {**recipe["train"], "checkpoint_every": 1, "epochs": 4}
     expected = trained({**live, "runs": str(tmp_path / "whole")}, **live["compositions"])["live"]
 
     live["runs"] = str(tmp_path / "killed")
     file = tmp_path / "live.toml"
     file.write_text(dump_recipe(check_recipe(live)))
-    job = {"arguments": ["train", str(file)], "output": str(tmp_path / "said")}
-    first_round = {"kill": "rename", "where": r"/checkpoints/\.tmp-\d+$", "count": 1}
-    assert lweave({**job, **first_round}) == [signal.SIGKILL], "killed after its first round, before its last"
-    assert lweave(job) == [0]
-    assert "resuming from update" in (tmp_path / "said").read_text()
+    first_round = kill_at("rename", r"/checkpoints/\.tmp-\d+$", count=1)
+    assert forked.lweave("train", file, **first_round).code == -signal.SIGKILL
+    ended = forked.lweave("train", file)
+    assert ended.code == 0, ended.said
+    assert "resuming from update" in ended.said, "it was killed after its first round, before its last"
     found = load_file(tmp_path / "killed" / "tiny" / "train" / "live" / "final" / "model.safetensors")
     assert same(found, expected)

@@ -4,13 +4,13 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
+from forked import Forked, kill_at
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.pipeline.flow import make_cache, make_students
@@ -23,6 +23,8 @@ from lightning_weave.views import verify
 from pipeline.scored import HALF, QUIET, make_scored, same, trained
 from tiny import steps_of
 
+FORTH = {"method": "sequential", "weights": HALF, "sequence": ["acc", "brief"]}
+
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
@@ -32,10 +34,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
 def test_a_sequence_is_trained_on_matched_budgets(recipe: dict) -> None:
     models = trained(
         recipe,
-        forth={"weights": HALF, "sequence": ["acc", "brief"]},
-        back={"weights": HALF, "sequence": ["brief", "acc"]},
-        gentle={"weights": HALF, "sequence": ["acc", "brief"], "dose": "matched"},
-        cached={"weights": HALF, "sequence": ["acc", "brief"], "resample": False},
+        forth=FORTH,
+        back={**FORTH, "sequence": ["brief", "acc"]},
+        gentle={**FORTH, "dose": "matched"},
+        cached={**FORTH, "resample": False},
     )
     names = list(models)
     assert not any(same(models[one], models[two]) for one in names for two in names if one < two)
@@ -45,9 +47,7 @@ def test_a_sequence_is_trained_on_matched_budgets(recipe: dict) -> None:
     assert updates == [6, 6], "half of the 12 updates each"
     first = next(iter(read_lines(folder / "leg-2" / "train" / "forth.leg-2" / "metrics.jsonl")))
     assert first["reverse_kl"] < 1, "the second leg starts from the first one's student, on its own samples"
-    curve = training_figures(
-        steps_of({**recipe, "compositions": {"forth": {"weights": HALF, "sequence": ["acc", "brief"]}}})
-    )
+    curve = training_figures(steps_of({**recipe, "compositions": {"forth": FORTH}}))
     (line,) = [line for line in curve["training-reverse_kl"].axes[0].lines if len(line.get_xdata()) > 1]
     assert line.get_xdata().tolist() == list(range(1, 13)), "one leg's curve after the other's"
     rows = [row for row in read_lines(Path(recipe["runs"]) / "tiny" / "ledger.jsonl") if row["name"] == "forth"]
@@ -70,6 +70,7 @@ def test_every_leg_has_prompts_of_its_own(recipe: dict, tmp_path: Path, take: in
         "compositions": {
             "three": {
                 "weights": {"acc": 0.4, "brief": 0.3, "third": 0.3},
+                "method": "sequential",
                 "sequence": ["acc", "brief", "third"],
                 "dose": "matched",
             }
@@ -104,7 +105,7 @@ def test_a_sequence_samples_anew_on_prompts_that_came_with_trajectories(recipe: 
     own = tmp_path / "own.jsonl"
     own.write_text("\n".join(lines))
     brought = {**recipe, "runs": str(tmp_path), "rollout": {**recipe["rollout"], "from": str(own)}}
-    brought["compositions"] = {"two": {"weights": HALF, "sequence": ["acc", "brief"]}}
+    brought["compositions"] = {"two": FORTH}
     steps = steps_of(brought)
     make_cache(steps, QUIET)
     make_students(steps, QUIET)
@@ -118,19 +119,25 @@ def test_a_sequence_samples_anew_on_prompts_that_came_with_trajectories(recipe: 
 
 def test_too_few_prompts_for_the_legs_are_said(recipe: dict, tmp_path: Path) -> None:
     few = {**recipe, "runs": str(tmp_path), "prompts": {**recipe["prompts"], "take": 1}}
-    steps = steps_of({**few, "compositions": {"two": {"weights": HALF, "sequence": ["acc", "brief"]}}})
+    steps = steps_of({**few, "compositions": {"two": FORTH}})
     make_cache(steps, QUIET)
     with pytest.raises(InputError, match=r"compositions\.two\.sequence: 1 prompts cannot be shared among 2 legs"):
         make_students(steps, QUIET)
 
 
 def test_what_a_sequence_cost_is_booked_once(recipe: dict) -> None:
-    steps = steps_of({**recipe, "compositions": {"again": {"weights": HALF, "sequence": ["acc", "brief"]}}})
+    steps = steps_of({**recipe, "compositions": {"again": FORTH}})
     make_students(steps, QUIET)
     booked = [row for row in read_ledger(steps.store.run_dir) if row["name"] == "again"]
     steps.store.stage(steps.train("again")).manifest_path.unlink()
     make_students(
-        steps_of({**recipe, "compositions": {"again": {"weights": HALF, "sequence": ["acc", "brief"]}}}), QUIET
+        steps_of(
+            {
+                **recipe,
+                "compositions": {"again": FORTH},
+            }
+        ),
+        QUIET,
     )
     assert [row for row in read_ledger(steps.store.run_dir) if row["name"] == "again"] == booked
 
@@ -142,9 +149,9 @@ def test_what_a_sequence_cost_is_booked_once(recipe: dict) -> None:
     ids=["first leg", "sampling anew", "second leg"],
 )
 def test_a_sequence_killed_in_any_leg_ends_the_same(
-    recipe: dict, tmp_path: Path, lweave: Callable[..., list[int]], where: str, count: int
+    recipe: dict, tmp_path: Path, forked: Forked, where: str, count: int
 ) -> None:
-    steps = {**recipe, "compositions": {"steps": {"weights": HALF, "sequence": ["acc", "brief"]}}}
+    steps = {**recipe, "compositions": {"steps": FORTH}}
     steps["train"] = {**recipe["train"], "checkpoint_every": 2}
     expected = trained(steps, **steps["compositions"])["steps"]
 
@@ -152,11 +159,10 @@ def test_a_sequence_killed_in_any_leg_ends_the_same(
     shutil.copytree(Path(recipe["runs"]), killed, ignore=shutil.ignore_patterns("train"))
     file = tmp_path / "steps.toml"
     file.write_text(dump_recipe(check_recipe({**steps, "runs": str(killed)})))
-    said = tmp_path / "said"
-    job = {"arguments": ["train", str(file)], "output": str(said)}
-    assert lweave({**job, "kill": "rename", "where": where, "count": count}) == [signal.SIGKILL]
-    assert lweave({"arguments": ["status", str(file)], "output": str(said)}) == [0]
+    assert forked.lweave("train", file, **kill_at("rename", where, count)).code == -signal.SIGKILL
+    status = forked.lweave("status", file)
+    assert status.code == 0, status.said
     begun = 1 if "leg-1" in where else 2
-    assert re.search(rf"train/steps +partial +leg {begun} has begun", said.read_text())
-    assert lweave(job) == [0]
+    assert re.search(rf"train/steps +partial +leg {begun} has begun", status.said)
+    assert forked.lweave("train", file).code == 0
     assert same(load_file(killed / "tiny" / "train" / "steps" / "final" / "model.safetensors"), expected)

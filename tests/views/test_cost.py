@@ -6,6 +6,8 @@ import pytest
 from rich.console import Console
 
 from lightning_weave.errors import InputError
+from lightning_weave.report.costs import variants_table
+from lightning_weave.runs import costs
 from lightning_weave.store import append_line
 from lightning_weave.views import cost
 from tiny import make_world, steps_of
@@ -22,7 +24,7 @@ def row(stage: str, name: str, hours: float, **extra: object) -> dict:
 
 
 def test_the_papers_own_costs_give_the_papers_ratios(tmp_path: Path) -> None:
-    steps = steps_of({**make_world(tmp_path), "compositions": {"even": EVEN, "live": {**EVEN, "online": True}}})
+    steps = steps_of({**make_world(tmp_path), "compositions": {"even": EVEN, "live": {**EVEN, "method": "online"}}})
     models = list(steps.score_names.values())
     rows = [row(stage, "", PAPER[stage]) for stage in ("rollout", "reference")]
     rows += [row("score", model, PAPER["score"] / len(models)) for model in models]
@@ -37,9 +39,9 @@ def test_online_is_compared_with_the_same_anchors_and_the_same_updates_offline(t
     compositions = {
         "one": {"weights": {"acc": 1.0}},
         "long": {"weights": {"acc": 1.0}, "epochs": 20},
-        "steps": {**EVEN, "sequence": ["acc", "brief"]},
-        "live": {"weights": {"acc": 1.0, "brief": 0.0}, "online": True},
-        "live-long": {"weights": {"acc": 1.0}, "online": True, "epochs": 20},
+        "steps": {**EVEN, "method": "sequential", "sequence": ["acc", "brief"]},
+        "live": {"weights": {"acc": 1.0, "brief": 0.0}, "method": "online"},
+        "live-long": {"weights": {"acc": 1.0}, "method": "online", "epochs": 20},
     }
     steps = steps_of({**make_world(tmp_path), "compositions": compositions})
     rows = [row("rollout", "", 1.0), row("reference", "", 1.0)]
@@ -51,11 +53,28 @@ def test_online_is_compared_with_the_same_anchors_and_the_same_updates_offline(t
     lines = cost.summary(steps, rows)
     assert lines[0] == "One composition: 84 h 00 m (83 h 00 m cache + 1 h 00 m training)"
     assert lines[2:] == ["Online (live): 8 h 00 m = 2.00 x offline for one, 5.00 x for five"]
-    table = cost.variants_table(steps, rows)
+    table = variants_table(steps, rows)
     said = {name: (way, time) for name, way, time in zip(*(column.cells for column in table.columns), strict=True)}
     assert said["steps"] == ("sequential", "7 h 06 m")
     assert said["live-long"] == ("online, 20 epochs", "80 h 00 m")
     assert said["one"] == ("joint", "1 h 00 m")
+
+
+def test_naive_runs_are_not_the_offline_training_that_online_is_compared_with(tmp_path: Path) -> None:
+    naive = {**EVEN, "objective": "direct-opd"}
+    recipe = {
+        **make_world(tmp_path),
+        "compositions": {"even": EVEN, "naive": naive, "same": {**EVEN, "objective": "tilted"}},
+    }
+    rows = [row("rollout", "", 1.0), row("reference", "", 1.0), row("train", "even", 2.0, method="joint")]
+    rows += [row("train", "naive", 50.0, method="joint"), row("train", "same", 4.0, method="joint")]
+    rows += [row("train", "of-a-sweep", 6.0, method="joint")]
+    offline = costs.offline_cost(steps_of(recipe), rows)
+    assert offline is not None
+    assert (offline.train, offline.compositions) == (3600 * 4.0, 3)
+    assert cost.summary(steps_of({**recipe, "compositions": {"naive": naive}}), [rows[0], rows[3]]) == []
+    all_naive = {**recipe, "train": {**recipe["train"], "objective": "direct-opd"}, "compositions": {"naive": EVEN}}
+    assert costs.offline_cost(steps_of(all_naive), [rows[0], rows[3]]) is not None
 
 
 def test_rows_of_one_stage_are_added_up() -> None:

@@ -77,11 +77,11 @@ def test_every_number_is_that_of_the_cache(recipe: dict[str, Any]) -> None:
 
 def test_targets_are_those_that_training_aims_at(recipe: dict[str, Any]) -> None:
     ways = {
-        "opd": {"weights": {"one": 1.0}, "teacher": True},
-        "sharp": {"sharpen": 0.5},
+        "opd": {"weights": {"one": 1.0}, "method": "teacher"},
+        "sharp": {"method": "self", "sharpen": 0.5},
         "budget": {"weights": {"one": 1.0}, "kl_budget": 0.05},
-        "dealt": {"weights": {"one": 0.5, "two": 0.5}, "mixture": True},
-        "steps": {"weights": {"one": 0.5, "two": 0.5}, "sequence": ["one", "two"]},
+        "dealt": {"weights": {"one": 0.5, "two": 0.5}, "method": "mixture"},
+        "steps": {"weights": {"one": 0.5, "two": 0.5}, "method": "sequential", "sequence": ["one", "two"]},
     }
     recipe = {**recipe, "compositions": {**recipe["compositions"], **ways}}
     steps = steps_of(recipe)
@@ -89,6 +89,8 @@ def test_targets_are_those_that_training_aims_at(recipe: dict[str, Any]) -> None
     make_students(steps, QUIET, ["budget"])
     alpha = steps.store.stage(steps.train("budget")).require()["alpha"]
     assert alpha != 2.0
+    assert steps.alpha("budget") == alpha
+    assert {steps.alpha(name) for name in ways if name != "budget"} == {2.0}
     dealt = set()
     for number, (post, pre) in enumerate(zip(read_cache(steps, "post"), read_cache(steps, "pre"), strict=True)):
         for t in range(len(post["response_ids"])):

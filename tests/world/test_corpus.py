@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from lightning_weave.world.corpus import STYLES, Slips, draw_style, write_response
-from lightning_weave.world.task import OPERATIONS, Problem, calculate, endless_problems, random_numbers
+from lightning_weave.world.task import OPERATIONS, Exercise, calculate, endless_problems, random_numbers
 
 STEP = re.compile(
     r"(?P<fillers>(?: hmm| so)*)(?P<wait> wait)?(?P<first>\d)?(?P<operation>[-+*])(?P<digit>\d)=(?P<result>\d)"
@@ -17,13 +17,13 @@ SLIPS = Slips.draw(random_numbers(5, "slips"))
 
 
 @cache
-def written(style: str, count: int = 3000) -> list[tuple[Problem, str]]:
+def written(style: str, count: int = 3000) -> list[tuple[Exercise, str]]:
     rng = random_numbers(5, "corpus", style)
     problems = islice(endless_problems(rng), count)
     return [(problem, write_response(problem, STYLES[style], SLIPS, rng)) for problem in problems]
 
 
-def steps(problem: Problem, text: str) -> list[tuple[re.Match[str], int]]:
+def steps(problem: Exercise, text: str) -> list[tuple[re.Match[str], int]]:
     """Read a working, checking its form; each written step with the value that it starts from."""
     value, before, found = problem.first, problem.first, list[tuple[re.Match[str], int]]()
     body, box = text.split(" \\boxed{")

@@ -39,6 +39,7 @@ IGNORED = {"metrics.jsonl", "README.md", "manifest.json"}  # they hold times, or
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("demo")
     build_world(root / "runs" / "demo-world", seed=3, size="miniature")
     return root

@@ -7,8 +7,9 @@ import torch
 
 from lightning_weave.models.load import checkpoint_dtype, load_model, load_tokenizer
 from lightning_weave.types import SamplingSettings
-from lightning_weave.world.layout import WorldReport, read_problems, read_report, shipped_world
+from lightning_weave.world.layout import WorldReport, read_report, shipped_world
 from lightning_weave.world.posttrain import MAX_TOKENS, sample_attempts
+from world.problems import read_problems
 
 MODELS = (
     "student",

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from lightning_weave.world.task import Problem, different, endless_problems, random_numbers, verify
+from lightning_weave.world.task import Exercise, different, endless_problems, random_numbers, verify
 
 
 def by_hand(text: str) -> int:
@@ -18,7 +18,7 @@ def test_answers_are_left_to_right_and_modulo_ten() -> None:
     assert by_hand("2+3*4") == 0  # not 14 % 10
     for problem in islice(endless_problems(random_numbers(0, "test")), 2000):
         assert problem.answer == str(by_hand(problem.text))
-        assert Problem.read(problem.text) == problem
+        assert Exercise.read(problem.text) == problem
 
 
 def test_problems_have_three_to_five_operations_and_digits_that_differ() -> None:
@@ -40,7 +40,7 @@ def test_unwanted_and_repeated_problems_are_left_out() -> None:
 
 
 def test_prompt_is_the_papers_evaluation_prompt() -> None:
-    assert Problem.read("9-1-4*0").prompt == "Question: 9-1-4*0\nAnswer:"
+    assert Exercise.read("9-1-4*0").prompt == "Question: 9-1-4*0\nAnswer:"
 
 
 def test_streams_of_one_seed_differ_and_repeat() -> None:
@@ -67,4 +67,4 @@ def test_streams_of_one_seed_differ_and_repeat() -> None:
     ],
 )
 def test_verifier_reads_the_last_balanced_box(response: str, right: bool) -> None:
-    assert verify(response, Problem.read("9-1-4*0")) is right
+    assert verify(response, Exercise.read("9-1-4*0")) is right

@@ -17,10 +17,11 @@ from lightning_weave.models.load import checkpoint_dtype, load_tokenizer, stop_i
 from lightning_weave.store.files import TEMPORARY
 from lightning_weave.world import pretrain as pretraining
 from lightning_weave.world.build import build_world
-from lightning_weave.world.layout import read_problems, read_report
+from lightning_weave.world.layout import read_report
 from lightning_weave.world.pretrain import Dimensions, Example, make_model, update
 from lightning_weave.world.spellings import SPELLINGS, make_tokenizer
 from lightning_weave.world.task import random_numbers
+from world.problems import read_problems
 
 MODELS = {"student"} | {
     f"{anchor}-{when}" for anchor in ("accuracy", "brevity", "thorough") for when in ("pre", "post")

@@ -1,1 +1,1 @@
-"""Benchmarks: what is asked, the samples that answer it, and the numbers over those samples."""
+"""Benchmarks: problems, samples, metrics and statistics."""

@@ -1,18 +1,22 @@
-"""The paper's five benchmarks and the user's own problem files (appendix: Evaluation Prompts and Answer Extraction)."""
+"""The paper's five benchmarks and users' own problem files (appendix: Evaluation Prompts and Answer Extraction)."""
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_weave.bench.sources import Row, download_files, locate, read_rows
+from lightning_weave.bench.sources import download_files, locate
+from lightning_weave.config.fields import benchmark_folder
 from lightning_weave.errors import InputError
+from lightning_weave.store.tables import Row, checked_rows, plain_text, reference_answer
 
-Kind = Literal["math", "code"]
+BenchmarkKind = Literal["math", "code"]
+SAMPLES: dict[BenchmarkKind, int] = {"math": 64, "code": 4}  # per problem
+MAX_TOKENS: dict[BenchmarkKind, int] = {"math": 32_768, "code": 40_960}
 
 ID_COLUMNS = ("id", "ID", "problem_idx", "unique_id", "question_id")
 QUESTION_COLUMNS = ("problem", "Problem", "question", "Question")
@@ -22,7 +26,7 @@ CODE_COLUMNS = ("question_id", "question_content", "public_test_cases", "private
 
 @dataclass(frozen=True)
 class Problem:
-    """One question with its reference: an answer (mathematics) or a LiveCodeBench row with tests (code)."""
+    """A question with its reference: an answer (maths) or a LiveCodeBench row with tests (code)."""
 
     id: str
     question: str
@@ -32,11 +36,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Problems, and how the paper samples them."""
+    """Problems and the paper's sampling settings for them."""
 
     name: str
-    label: str  # as a table prints it
-    kind: Kind
+    label: str  # in tables and figures
+    kind: BenchmarkKind
     problems: tuple[Problem, ...]
     samples: int
     max_tokens: int
@@ -45,21 +49,20 @@ class Benchmark:
 
     @property
     def slug(self) -> str:
-        """Name the benchmark's folder: `file:x/My set.jsonl` is `My-set`."""
-        name = Path(self.name.removeprefix("file:")).stem if self.name.startswith("file:") else self.name
-        return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "file"
+        """Return the name of the benchmark's folder: `My-set` for `file:x/My set.jsonl`."""
+        return benchmark_folder(self.name)
 
 
 @dataclass(frozen=True)
 class _Known:
-    """Where one of the paper's benchmarks comes from, and what must be found there."""
+    """Where one of the paper's benchmarks comes from, and how many problems it must have."""
 
     label: str
-    kind: Kind
+    kind: BenchmarkKind
     count: int
     repo: str
-    since: date | None = None  # LiveCodeBench: the first contest date of the window
-    files: tuple[str, ...] = ()  # LiveCodeBench: the files of the release, newest first
+    since: date | None = None  # LiveCodeBench: first contest date of the window
+    files: tuple[str, ...] = ()  # LiveCodeBench: files of the release, newest first
 
 
 _LCB = "livecodebench/code_generation_lite"
@@ -68,31 +71,31 @@ KNOWN = {
     "aime-2024": _Known("AIME 2024", "math", 30, "HuggingFaceH4/aime_2024"),
     "aime-2025": _Known("AIME 2025", "math", 30, "MathArena/aime_2025"),
     "hmmt-feb-2025": _Known("HMMT 2025", "math", 30, "MathArena/hmmt_feb_2025"),
-    "livecodebench-v5": _Known("LCB v5", "code", 279, _LCB, date(2024, 8, 1), _V5),
-    "livecodebench-v6": _Known("LCB v6", "code", 131, _LCB, date(2025, 2, 1), ("test6.jsonl", *_V5)),
+    "livecodebench-v5": _Known("LCB v5", "code", 279, _LCB, since=date(2024, 8, 1), files=_V5),
+    "livecodebench-v6": _Known("LCB v6", "code", 131, _LCB, since=date(2025, 2, 1), files=("test6.jsonl", *_V5)),
 }
 
 
 def load_benchmark(name: str, source: str | None = None) -> Benchmark:
-    """Load one of the paper's benchmarks, or `file:PATH`, from the hub, a file or a directory."""
+    """Load one of the paper's benchmarks (from the hub, a file or a directory) or `file:PATH`."""
     if name.startswith("file:"):
         return _load_file(name)
     if name not in KNOWN:
         raise InputError(
-            f"benchmark {name!r} is not known. Known: {', '.join(KNOWN)}, or file:PATH for your own JSONL."
+            f"unknown benchmark {name!r}. Use one of {', '.join(KNOWN)}, or file:PATH for your own problems."
         )
     known = KNOWN[name]
     where = source or known.repo
     try:
-        rows = _release_rows(name, known, where) if known.since else _all_rows(locate(where, _names(name)))
-        problems = _problems(rows, where, known.kind)
+        rows = _release_rows(name, known, where) if known.since else _rows(locate(where, _names(name)))
+        problems = _problems(rows, known.kind)
     except InputError as error:
         raise InputError(f"benchmark {name}: {error}") from error
     if len(problems) != known.count:
         window = f" from {known.since} on, of {', '.join(known.files)} in {_LCB}" if known.since else ""
         raise InputError(
             f"benchmark {name}: {where} has {len(problems)} problems, expected {known.count}{window}. "
-            f"Give a source with exactly these (eval.sources), or use it under its own name as file:PATH."
+            f"Set eval.sources to a source with exactly these, or evaluate this one as file:PATH."
         )
     return _with_defaults(name, known.label, known.kind, problems)
 
@@ -104,115 +107,98 @@ def _load_file(name: str) -> Benchmark:
             f"benchmark {name}: no such file. Write one problem per line: "
             '{"id": "1", "problem": "1+1?", "answer": "2"} or a LiveCodeBench row.'
         )
-    problems = _problems(_all_rows(locate(str(path), ())), str(path), None)
+    problems = _problems(_rows(locate(str(path), ())), None)
     if not problems:
-        raise InputError(f"benchmark {name}: holds no problem.")
+        raise InputError(f"benchmark {name}: the file has no problems.")
     return _with_defaults(name, path.stem, "code" if problems[0].row is not None else "math", problems)
 
 
-def _with_defaults(name: str, label: str, kind: Kind, problems: list[Problem]) -> Benchmark:
-    samples, max_tokens = (64, 32_768) if kind == "math" else (4, 40_960)
-    return Benchmark(name, label, kind, tuple(problems), samples, max_tokens)
+def _with_defaults(name: str, label: str, kind: BenchmarkKind, problems: list[Problem]) -> Benchmark:
+    return Benchmark(name, label, kind, tuple(problems), samples=SAMPLES[kind], max_tokens=MAX_TOKENS[kind])
 
 
 def _names(name: str) -> tuple[str, ...]:
     return name, name.replace("-", "_")
 
 
-def _all_rows(files: Iterable[Path]) -> Iterator[Row]:
-    for file in files:
-        yield from read_rows(file)
+def _rows(files: Iterable[Path]) -> Iterator[Row]:
+    return chain.from_iterable(map(checked_rows, files))
 
 
 def _release_rows(name: str, known: _Known, where: str) -> list[Row]:
-    """Read a LiveCodeBench window, newest file first and no further than its last problem.
+    """Read a LiveCodeBench window, newest file first, and stop at its last problem.
 
-    The release's files are gigabytes of tests; the window's size is known, so the older ones are seldom needed.
+    The release is gigabytes of tests. The size of the window is known, so the older files are rarely needed.
     """
     rows: list[Row] = []
     for file in _release_files(name, known, where):
-        rows += [row for row in read_rows(file) if _contest_date(row, file) >= (known.since or date.min)]
+        rows += [row for row in checked_rows(file) if _contest_date(row) >= (known.since or date.min)]
         if len(rows) >= known.count and file.name in known.files:
             break
-    return sorted(rows, key=lambda row: str(row.get("question_id")))  # one order, wherever the rows came from
+    return sorted(rows, key=lambda row: str(row.values.get("question_id")))  # the same order from any source
 
 
 def _release_files(name: str, known: _Known, where: str) -> Iterable[Path]:
     if where == _LCB:
         return download_files(_LCB, known.files)
-    found = locate(where, _names(name))
-    by_name = {file.name: file for file in found}
-    return [by_name[file] for file in known.files if file in by_name] or found
+    files = locate(where, _names(name))
+    by_name = {file.name: file for file in files}
+    return [by_name[file] for file in known.files if file in by_name] or files
 
 
-def _contest_date(row: Row, where: object) -> date:
-    value = row.get("contest_date")
+def _contest_date(row: Row) -> date:
+    value = row.values.get("contest_date")
     try:
         return date.fromisoformat(str(value)[:10])
     except ValueError as error:
-        raise InputError(f"{where}: contest_date is {value!r}, expected a date such as 2024-08-01.") from error
+        raise InputError(f"{row.where}: contest_date is {value!r}, expected a date such as 2024-08-01.") from error
 
 
-def _problems(rows: Iterable[Row], where: str, expected: Kind | None) -> list[Problem]:
-    problems: list[Problem] = []
-    seen: set[str] = set()
+def _problems(rows: Iterable[Row], expected: BenchmarkKind | None) -> list[Problem]:
+    problems: dict[str, Problem] = {}
     for number, row in enumerate(rows, start=1):
-        problem = _problem(row, number, f"{where}, problem {number}")
-        kind: Kind = "code" if problem.row is not None else "math"
+        problem = _problem(row, number)
+        kind: BenchmarkKind = "code" if problem.row is not None else "math"
         expected = expected or kind
         if kind != expected:
-            raise InputError(f"{where}, problem {number}: a {kind} problem among {expected} problems; keep them apart.")
-        if problem.id in seen:
-            raise InputError(f"{where}, problem {number}: id {problem.id!r} occurs twice; ids must differ.")
-        seen.add(problem.id)
-        problems.append(problem)
-    return problems
+            raise InputError(f"{row.where}: a {kind} problem among {expected} problems. Use one file for each.")
+        if problem.id in problems:
+            raise InputError(f"{row.where}: id {problem.id!r} occurs twice. Give every problem its own id.")
+        problems[problem.id] = problem
+    return list(problems.values())
 
 
-def _problem(row: Row, number: int, where: str) -> Problem:
-    if all(column in row for column in CODE_COLUMNS):
-        return Problem(str(row["question_id"]), str(row["question_content"]), row=row)
-    question, answer = _first(row, QUESTION_COLUMNS), _first(row, ANSWER_COLUMNS)
+def _problem(row: Row, number: int) -> Problem:
+    values = row.values
+    if all(column in values for column in CODE_COLUMNS):
+        return Problem(str(values["question_id"]), str(values["question_content"]), row=values)
+    question = _first(values, QUESTION_COLUMNS)
+    answer = _first(values, ANSWER_COLUMNS)
     if question is None or answer is None:
         raise InputError(
-            f"{where}: has {', '.join(map(str, row)) or 'no fields'}; expected id, problem and answer, "
+            f"{row.where}: has {', '.join(map(str, values)) or 'no fields'}; expected id, problem and answer, "
             f"or a LiveCodeBench row ({', '.join(CODE_COLUMNS)})."
         )
-    identity = _first(row, ID_COLUMNS)
-    return Problem(_text(number if identity is None else identity), _question(question, where), _answer(answer, where))
+    if not isinstance(question, str) or not question.strip():
+        raise InputError(f"{row.where}: its problem is {question!r}, expected text.")
+    reference = reference_answer(answer)
+    if reference is None:
+        raise InputError(f"{row.where}: its answer is {answer!r}, expected a number or text.")
+    identity = _first(values, ID_COLUMNS)
+    return Problem(plain_text(number if identity is None else identity), question, reference)
 
 
-def _question(value: object, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise InputError(f"{where}: its problem is {value!r}, expected text.")
-    return value
-
-
-def _answer(value: object, where: str) -> str:
-    """Read what a response is compared with: a number or text, or the first of several right ones."""
-    if isinstance(value, list) and value:
-        return _answer(value[0], where)
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
-        raise InputError(f"{where}: its answer is {value!r}, expected a number or text; no response could be right.")
-    return _text(value)
-
-
-def _first(row: Row, columns: tuple[str, ...]) -> object | None:
-    return next((row[column] for column in columns if row.get(column) is not None), None)
-
-
-def _text(value: object) -> str:
-    """Write an integer that some table stored as a float without its `.0`."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+def _first(values: Mapping[str, Any], columns: tuple[str, ...]) -> object | None:
+    return next((values[column] for column in columns if values.get(column) is not None), None)
 
 
 def ids_digest(problems: Iterable[Problem]) -> str:
-    """Identify a set of problems by their ids alone, whatever their order."""
+    """Hash the problems' ids, independent of their order."""
     return hashlib.sha256("\n".join(sorted(problem.id for problem in problems)).encode()).hexdigest()
 
 
 def content_digest(problems: Iterable[Problem]) -> str:
-    """Identify problems by everything that is asked and graded, tests included."""
+    """Hash everything about the problems that is asked or graded, tests included."""
     digest = hashlib.sha256()
     for problem in sorted(problems, key=lambda problem: problem.id):
         fields = [problem.id, problem.question, problem.answer, problem.row]

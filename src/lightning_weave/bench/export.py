@@ -1,4 +1,4 @@
-"""Sample files as lm-evaluation-harness writes them, for the viewers and scripts that read those."""
+"""Sample files in the format of lm-evaluation-harness, for its viewers and scripts."""
 
 import hashlib
 import json
@@ -21,11 +21,11 @@ def export_samples(
     settings: Mapping[str, Any],
     when: datetime,
 ) -> Path:
-    """Write samples_<task>_<date>.jsonl: one line per problem, all its responses in it. Returns the path."""
+    """Write samples_<task>_<date>.jsonl with one line per problem and all its responses. Returns the path."""
     by_problem: dict[str, list[Sample]] = {problem.id: [] for problem in benchmark.problems}
     for sample in samples:
         if sample.problem not in by_problem:
-            raise Mismatch(f"sample of {sample.problem}, which is no problem of {benchmark.name}. Run eval again.")
+            raise Mismatch(f"a sample of {sample.problem!r}, which is not a problem of {benchmark.name}. Re-run eval.")
         by_problem[sample.problem].append(sample)
     lines = [
         _record(number, problem, prompt, by_problem[problem.id], settings)
@@ -40,7 +40,8 @@ def export_samples(
 def _record(
     number: int, problem: Problem, prompt: str, samples: Sequence[Sample], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    doc, target = _doc(problem), problem.answer or ""
+    doc = _doc(problem)
+    target = problem.answer or ""
     metric = "exact_match" if problem.row is None else "pass@1"
     return {
         "doc_id": number,
@@ -60,7 +61,7 @@ def _record(
 
 
 def _doc(problem: Problem) -> dict[str, Any]:
-    """Describe the problem; the hidden tests of a code problem are megabytes and stay out."""
+    """Describe the problem without the private tests of a code problem, which may take megabytes."""
     if problem.row is None:
         return {"id": problem.id, "problem": problem.question, "answer": problem.answer}
     return {key: str(value) for key, value in problem.row.items() if key != "private_test_cases"}

@@ -1,4 +1,4 @@
-"""Numbers over the samples of one benchmark (appendix: Metrics and Aggregation).
+"""Metrics over the samples of one benchmark (appendix: Metrics and Aggregation).
 
 Accuracies are 0 to 100, shares 0 to 1.
 """
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from lightning_weave.bench.samples import Sample
 from lightning_weave.errors import InputError, Mismatch
 
-# Samples with what is left of their texts -> which are correct. All at once, since grading code wants every core.
+# Samples with their truncated texts -> which are correct. One call for all, because grading code uses every core.
 Regrade = Callable[[list[tuple[Sample, str]]], list[bool]]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The samples of a benchmark as problems x samples."""
+    """The samples of a benchmark as arrays of problems x samples."""
 
     problems: tuple[str, ...]
     correct: NDArray[np.bool_]
@@ -30,7 +30,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class BudgetPoint:
-    """The same samples, had each been stopped at `budget` tokens."""
+    """The same samples, truncated at `budget` tokens."""
 
     budget: int
     accuracy: float
@@ -39,20 +39,20 @@ class BudgetPoint:
 
 
 def grid(samples: Iterable[Sample]) -> Grid:
-    """Lay samples out as problems x samples; every problem must have the same sample numbers."""
+    """Arrange samples as problems x samples; every problem must have the same sample numbers."""
     by_problem: dict[str, dict[int, Sample]] = {}
     for sample in samples:
-        own = by_problem.setdefault(sample.problem, {})
-        if sample.sample in own:
-            raise Mismatch(f"problem {sample.problem} has sample {sample.sample} twice. Run eval again.")
-        own[sample.sample] = sample
+        of_problem = by_problem.setdefault(sample.problem, {})
+        if sample.sample in of_problem:
+            raise Mismatch(f"problem {sample.problem} has sample {sample.sample} twice. Re-run eval.")
+        of_problem[sample.sample] = sample
     if not by_problem:
-        raise InputError("there are no samples to measure.")
+        raise InputError("there are no samples to measure. Run eval first.")
     count = max(map(len, by_problem.values()))
-    for problem, own in by_problem.items():
-        if sorted(own) != list(range(count)):
-            raise Mismatch(f"problem {problem} has {len(own)} of {count} samples. Run eval again to finish it.")
-    rows = [[own[number] for number in range(count)] for own in by_problem.values()]
+    for problem, of_problem in by_problem.items():
+        if sorted(of_problem) != list(range(count)):
+            raise Mismatch(f"problem {problem} has {len(of_problem)} of {count} samples. Re-run eval to finish it.")
+    rows = [[of_problem[number] for number in range(count)] for of_problem in by_problem.values()]
     return Grid(
         tuple(by_problem),
         np.array([[sample.correct for sample in row] for row in rows], dtype=bool),
@@ -63,12 +63,12 @@ def grid(samples: Iterable[Sample]) -> Grid:
 
 
 def accuracy(correct: NDArray[np.bool_]) -> float:
-    """Average correctness over all samples (evaluation-accuracy): Avg@k, never pass@k."""
+    """Average correctness over all samples (evaluation-accuracy): Avg@k, not pass@k."""
     return 100 * float(correct.mean())
 
 
 def pass_at_k(correct: NDArray[np.bool_], k: int) -> float:
-    """Estimate without bias how often at least one of k samples is correct.
+    """Estimate how often at least one of k samples is correct (the unbiased estimator).
 
     >>> pass_at_k(np.array([[True, False], [False, False]]), 2)
     50.0
@@ -81,14 +81,14 @@ def pass_at_k(correct: NDArray[np.bool_], k: int) -> float:
 
 
 def budget_curve(samples: Sequence[Sample], budgets: Iterable[int], regrade: Regrade) -> list[BudgetPoint]:
-    """Cut the same samples at each token budget and grade what is left."""
+    """Truncate the samples at each token budget and grade what is left."""
     return [_at_budget(samples, budget, regrade) for budget in sorted(budgets)]
 
 
 def _at_budget(samples: Sequence[Sample], budget: int, regrade: Regrade) -> BudgetPoint:
     longer = [sample for sample in samples if sample.tokens > budget]
     verdicts = regrade([(sample, _cut(sample, budget)) for sample in longer]) if longer else []
-    assert len(verdicts) == len(longer), "one verdict for each cut response"
+    assert len(verdicts) == len(longer), "one verdict for each truncated response"
     correct = sum(verdicts) + sum(sample.correct for sample in samples if sample.tokens <= budget)
     tokens = sum(min(sample.tokens, budget) for sample in samples)
     truncated = sum(sample.tokens > budget or sample.finish == "length" for sample in samples)
@@ -99,7 +99,7 @@ def _cut(sample: Sample, budget: int) -> str:
     if budget not in sample.cuts:
         known = ", ".join(map(str, sorted(sample.cuts))) or "none"
         raise InputError(
-            f"token budget {budget} was not noted when the samples were drawn (known: {known}), and text cannot be "
-            f"cut at tokens afterwards. Use one of those, or sample again with this budget."
+            f"token budget {budget} was not recorded when sampling (recorded: {known}), and text cannot be "
+            f"truncated at tokens afterwards. Use a recorded budget, or sample again with this one."
         )
     return sample.text[: sample.cuts[budget]]

@@ -1,4 +1,4 @@
-"""summary.json: what one policy did on one benchmark, and averages across benchmarks."""
+"""summary.json: the results of one policy on one benchmark, and averages over benchmarks."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from lightning_weave.bench.statistics import Comparison, ProblemMeans, clustered
 from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.store.files import read_json, write_json
 
-PROTOCOL = ("temperature", "top_p", "max_tokens", "grading")  # settings that base and policy must share
+PROTOCOL = ("temperature", "top_p", "max_tokens", "grading")  # settings that must be the same for policy and base
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,18 @@ class Summary:
     problems: list[str]
     problem_accuracy: list[float]
     problem_tokens: list[float]
+    official_differs: int = 0  # samples that the official LiveCodeBench runner is known to judge otherwise
 
     @property
     def means(self) -> ProblemMeans:
-        """Give what the paired bootstrap needs."""
+        """Return the per-problem means for the paired bootstrap."""
         values = np.array([self.problem_accuracy, self.problem_tokens], dtype=np.float64)
         return ProblemMeans(self.benchmark, tuple(self.problems), values[0], values[1])
 
 
 @dataclass(frozen=True)
 class Overall:
-    """Unweighted means over benchmarks, and the comparison with the base if there is one."""
+    """Unweighted means over benchmarks, and the comparison with the base if one is given."""
 
     accuracy: float
     accuracy_error: float
@@ -66,34 +67,35 @@ def summarise(
     budgets: Iterable[int] = (),
     regrade: Regrade | None = None,
 ) -> Summary:
-    """Measure the samples of one policy on one benchmark; `regrade` is asked only for budgets."""
+    """Compute the results of one policy on one benchmark; `regrade` is called only for budgets."""
     if {sample.problem for sample in samples} != {problem.id for problem in benchmark.problems}:
         raise Mismatch(
-            f"the samples of {benchmark.name} are not of its {len(benchmark.problems)} problems. Run eval again."
+            f"the samples of {benchmark.name} are not of its {len(benchmark.problems)} problems. Re-run eval."
         )
     if budgets and regrade is None:
-        raise ValueError("budgets need a way to grade the cut responses")
-    laid = grid(samples)
-    count = laid.correct.shape[1]
+        raise ValueError("budgets need `regrade`, to grade the truncated responses")
+    table = grid(samples)
+    count = table.correct.shape[1]
     return Summary(
         benchmark=benchmark.name,
         label=benchmark.label,
         kind=benchmark.kind,
         samples=count,
-        accuracy=accuracy(laid.correct),
-        accuracy_error=100 * clustered_error(laid.correct),
-        tokens=float(laid.tokens.mean()),
-        tokens_error=clustered_error(laid.tokens),
-        truncated=float(laid.truncated.mean()),
-        no_answer=float(1 - laid.answered.mean()),
-        pass_at={k: pass_at_k(laid.correct, k) for k in _powers(count)},
+        accuracy=accuracy(table.correct),
+        accuracy_error=100 * clustered_error(table.correct),
+        tokens=float(table.tokens.mean()),
+        tokens_error=clustered_error(table.tokens),
+        truncated=float(table.truncated.mean()),
+        no_answer=float(1 - table.answered.mean()),
+        pass_at={k: pass_at_k(table.correct, k) for k in _powers(count)},
         budgets=budget_curve(samples, budgets, regrade) if regrade else [],
         settings=settings,
         ids=ids_digest(benchmark.problems),
         content=content_digest(benchmark.problems),
-        problems=list(laid.problems),
-        problem_accuracy=(100 * laid.correct.mean(axis=1)).tolist(),
-        problem_tokens=laid.tokens.mean(axis=1).tolist(),
+        problems=list(table.problems),
+        problem_accuracy=(100 * table.correct.mean(axis=1)).tolist(),
+        problem_tokens=table.tokens.mean(axis=1).tolist(),
+        official_differs=sum(sample.official is not None for sample in samples),
     )
 
 
@@ -102,27 +104,27 @@ def combine(
 ) -> Overall:
     """Average a policy over benchmarks and compare it with its base, benchmark by benchmark (aes)."""
     if not policy:
-        raise InputError("there is no summary to combine. Run eval first.")
+        raise InputError("there are no results to average. Run eval first.")
     comparison = None
     if base is not None:
-        theirs = [_counterpart(mine, base) for mine in policy]
-        comparison = compare([mine.means for mine in policy], [one.means for one in theirs], resamples, seed)
+        matching = [_counterpart(summary, base).means for summary in policy]
+        comparison = compare([summary.means for summary in policy], matching, resamples, seed)
     return Overall(
-        accuracy=math.fsum(mine.accuracy for mine in policy) / len(policy),
-        accuracy_error=math.hypot(*(mine.accuracy_error for mine in policy)) / len(policy),
-        tokens=math.fsum(mine.tokens for mine in policy) / len(policy),
-        tokens_error=math.hypot(*(mine.tokens_error for mine in policy)) / len(policy),
+        accuracy=math.fsum(summary.accuracy for summary in policy) / len(policy),
+        accuracy_error=math.hypot(*(summary.accuracy_error for summary in policy)) / len(policy),
+        tokens=math.fsum(summary.tokens for summary in policy) / len(policy),
+        tokens_error=math.hypot(*(summary.tokens_error for summary in policy)) / len(policy),
         comparison=comparison,
     )
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Write summary.json; a number that does not exist is null, since JSON has no NaN."""
+    """Write summary.json; NaN becomes null, because JSON has no NaN."""
     write_json(path, _without_nan(asdict(summary)))
 
 
 def read_summary(path: Path) -> Summary:
-    """Read summary.json back."""
+    """Read summary.json."""
     fields = read_json(path)
     try:
         return Summary(
@@ -135,20 +137,20 @@ def read_summary(path: Path) -> Summary:
             }
         )
     except (KeyError, TypeError) as error:
-        raise InputError(f"{path}: not a summary of this version ({error}). Run eval again.") from error
+        raise InputError(f"{path}: not a summary of this version ({error}). Re-run eval.") from error
 
 
-def _counterpart(mine: Summary, base: Sequence[Summary]) -> Summary:
-    theirs = next((one for one in base if one.benchmark == mine.benchmark), None)
-    if theirs is None:
-        raise InputError(f"the base was not evaluated on {mine.benchmark}. Evaluate it there too, or leave it out.")
+def _counterpart(summary: Summary, base: Sequence[Summary]) -> Summary:
+    match = next((other for other in base if other.benchmark == summary.benchmark), None)
+    if match is None:
+        raise InputError(f"the base was not evaluated on {summary.benchmark}. Evaluate it there or omit the benchmark.")
     for key in PROTOCOL:
-        if mine.settings.get(key) != theirs.settings.get(key):
+        if summary.settings.get(key) != match.settings.get(key):
             raise InputError(
-                f"{mine.benchmark}: the policy was evaluated with {key} = {mine.settings.get(key)}, its base with "
-                f"{theirs.settings.get(key)}, so they do not compare. Evaluate both alike."
+                f"{summary.benchmark}: the policy was evaluated with {key} = {summary.settings.get(key)}, its base "
+                f"with {match.settings.get(key)}, so they are not comparable. Evaluate both with the same settings."
             )
-    return theirs
+    return match
 
 
 def _powers(count: int) -> list[int]:

@@ -1,6 +1,15 @@
 """Recipes: pydantic models of the TOML that users write. Importing this never imports torch."""
 
-from lightning_weave.config.composition import Composition
+from lightning_weave.config.composition import (
+    ALPHA,
+    Composition,
+    Distilled,
+    Joint,
+    Mixture,
+    Online,
+    SelfDistilled,
+    Sequential,
+)
 from lightning_weave.config.fields import Dtype, Engine, Objective, benchmark_folder, slug
 from lightning_weave.config.load import check_recipe, dump_recipe, load_recipe, merge_overrides, merge_tables
 from lightning_weave.config.sections import (
@@ -21,22 +30,29 @@ from lightning_weave.config.sections import (
 )
 
 __all__ = [
+    "ALPHA",
     "Anchor",
     "Case",
     "Columns",
     "Composition",
+    "Distilled",
     "Dtype",
     "Engine",
     "Eval",
+    "Joint",
     "Lora",
     "Machine",
+    "Mixture",
     "Objective",
+    "Online",
     "Policy",
     "Prompts",
     "Recipe",
     "Reference",
     "Rollout",
     "Score",
+    "SelfDistilled",
+    "Sequential",
     "Student",
     "Train",
     "benchmark_folder",

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from lightning_weave.config.composition import Composition
 from lightning_weave.config.fields import (
@@ -185,6 +185,18 @@ class Eval(Strict):
         if len(set(folders)) < len(folders):
             raise ValueError("two benchmarks have the same name; rename one of the files")
         return benchmarks
+
+    @field_validator("sources")
+    @classmethod
+    def _are_used(cls, sources: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        benchmarks = info.data.get("benchmarks", list(sources))
+        for name in sources:
+            if name.startswith("file:"):
+                raise ValueError(f"{name!r} is its own source; remove it here")
+            if name not in benchmarks:
+                known = ", ".join(benchmarks)
+                raise ValueError(f"{name!r} is not in eval.benchmarks ({known}); add it there or remove its source")
+        return sources
 
 
 class Policy(Strict):

@@ -1,1 +1,1 @@
-"""Decide whether a response is right: mathematics by its last box, code by running it in a sandbox."""
+"""Grade responses: maths by the last box, code by running it in a sandbox."""

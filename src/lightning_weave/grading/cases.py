@@ -1,4 +1,4 @@
-"""Read the tests of a LiveCodeBench row. Nothing that comes with a row is ever executed."""
+"""Read the tests of a LiveCodeBench row. Nothing in a row is ever executed."""
 
 import base64
 import binascii
@@ -12,14 +12,14 @@ from typing import Any
 
 from lightning_weave.errors import InputError
 
-# All that a pickled string consists of. Any other opcode could build an object, and is refused.
+# The opcodes of a pickled string. Any other opcode could build an object and is refused.
 _TEXT = {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 _HARMLESS = _TEXT | {"PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "STOP"}
 
 
 @dataclass(frozen=True)
 class TestCase:
-    """One input and the output it must give."""
+    """One input and its expected output."""
 
     __test__ = False  # pytest: not a test class
 
@@ -29,23 +29,23 @@ class TestCase:
 
 
 def decode_tests(problem: Mapping[str, Any]) -> list[TestCase]:
-    """List a problem's tests, public ones first. A problem without any is an error, never a pass."""
+    """List a problem's tests, public ones first. A problem without tests is an error, never a pass."""
     where = f"problem {problem.get('question_id', '(without question_id)')}"
     try:
         tests = _decoded(*(_as_text(problem[kind]) for kind in ("public_test_cases", "private_test_cases")))
     except KeyError as error:
-        raise InputError(f"{where}: field {error} is missing; it must be a LiveCodeBench row.") from error
+        raise InputError(f"{where}: field {error} is missing. Use a LiveCodeBench row.") from error
     except (ValueError, TypeError, binascii.Error, zlib.error) as error:
-        raise InputError(f"{where}: its tests cannot be read ({error}); download the benchmark again.") from error
+        raise InputError(f"{where}: its tests cannot be read ({error}). Download the benchmark again.") from error
     if not tests:
-        raise InputError(f"{where}: has no tests, so nothing can be graded; leave it out or download it again.")
+        raise InputError(f"{where}: has no tests, so it cannot be graded. Remove it or download it again.")
     if len({test.functional for test in tests}) > 1:
-        raise InputError(f"{where}: mixes functional and stdin tests; it must have one kind.")
+        raise InputError(f"{where}: has both functional and stdin tests. Use one kind.")
     return list(tests)
 
 
 def _as_text(tests: Any) -> str:
-    """The release has them as text; data written by hand may have the list itself."""
+    """Convert tests that are a list, as in data written by hand, to the JSON text of the release."""
     return json.dumps(tests) if isinstance(tests, list) else tests
 
 
@@ -68,13 +68,13 @@ def _private_rows(private: str) -> Any:
 
 
 def pickled_string(data: bytes) -> str:
-    """Read the one string that a pickle holds without running the pickle; anything but one string is refused."""
+    """Read the string in a pickle without running the pickle; anything but a single string is refused."""
     texts = []
     for opcode, argument, _ in genops(data):
         if opcode.name not in _HARMLESS:
-            raise ValueError(f"the pickle holds {opcode.name}, not only a string")
+            raise ValueError(f"the pickle has the opcode {opcode.name}, not only a string")
         if opcode.name in _TEXT:
             texts.append(argument)
     if len(texts) != 1:
-        raise ValueError(f"the pickle holds {len(texts)} strings, not one")
+        raise ValueError(f"the pickle has {len(texts)} strings, not one")
     return str(texts[0])

@@ -1,6 +1,6 @@
-"""Grade code as LiveCodeBench does: public then private tests, six seconds each, the first failure stops.
+"""Grade code as LiveCodeBench does: public tests, then private ones, six seconds each, up to the first failure.
 
-Programs run in the sandbox with real standard input and output; expected outputs and the comparison stay outside.
+Programs run in the sandbox with real standard input and output; outputs are compared outside of it.
 """
 
 import json
@@ -13,25 +13,31 @@ from typing import Any, Literal
 from lightning_weave.errors import InputError
 from lightning_weave.grading.cases import TestCase, decode_tests
 from lightning_weave.grading.official import official_failure
-from lightning_weave.grading.sandbox import Outcome, Program, Sandbox
+from lightning_weave.grading.sandbox import Program, RunResult, Sandbox
 
 Reason = Literal["passed", "no code", "wrong answer", "runtime error", "timeout", "memory limit", "output limit"]
-_SHOWN = 300  # characters of a program's words in a verdict
+_KILLED: dict[str, tuple[Reason, str]] = {  # how a run ended -> reason and detail
+    "timeout": ("timeout", ""),
+    "memory": ("memory limit", ""),
+    "output": ("output limit", ""),
+    "broken": ("runtime error", "the program destroyed its own sandbox"),
+}
+_SHOWN = 300  # characters of a program's output in a verdict
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a program passes every test, and if not, why and at which one."""
+    """Whether a program passes every test; if not, why and which test failed."""
 
     correct: bool
     reason: Reason
     test: int | None = None  # the test that failed, from 0
     detail: str = ""
-    official: str | None = None  # why the official runner is known to judge otherwise
+    official: str | None = None  # why the official LiveCodeBench runner is known to judge otherwise
 
 
 def extract_code(text: str) -> str:
-    r"""Take the text between the last two lines with a triple backtick; nothing if there are fewer than two.
+    r"""Take the text between the last two lines with a triple backtick; empty if there are fewer than two.
 
     >>> extract_code("Think.\n```python\nprint(1)\n```\nDone.")
     'print(1)'
@@ -45,7 +51,7 @@ def grade_code(code: str, problem: Mapping[str, Any], sandbox: Sandbox) -> Verdi
     """Run a program on every test of a LiveCodeBench row until one fails."""
     tests = decode_tests(problem)
     method = _method(problem) if tests[0].functional else None
-    inputs = [_stdin(test, problem) for test in tests]  # a row that cannot be read is found before anything runs
+    inputs = [_stdin(test, problem) for test in tests]  # a bad row is found before anything runs
     if not code.strip():
         return Verdict(False, "no code")
     program = Program(code, method)
@@ -58,9 +64,9 @@ def grade_code(code: str, problem: Mapping[str, Any], sandbox: Sandbox) -> Verdi
 
 
 def grade_many(jobs: Iterable[tuple[str, Mapping[str, Any]]], sandbox: Sandbox) -> Iterator[Verdict]:
-    """Grade (code, problem) pairs in every slot of the sandbox at once; verdicts come in the order of the jobs.
+    """Grade (code, problem) pairs in all slots of the sandbox at once; verdicts come in the order of the jobs.
 
-    A failure of the sandbox is raised where its verdict would have come.
+    A failure of the sandbox is raised in place of its verdict.
     """
     with ThreadPoolExecutor(sandbox.slots) as pool:
         futures = [pool.submit(grade_code, code, problem, sandbox) for code, problem in jobs]
@@ -77,12 +83,12 @@ def _method(problem: Mapping[str, Any]) -> str:
     except (KeyError, ValueError, TypeError) as error:
         raise InputError(
             f"problem {problem.get('question_id')}: has functional tests, but its metadata {problem.get('metadata')!r} "
-            "names no func_name; download the benchmark again."
+            "has no func_name. Download the benchmark again."
         ) from error
 
 
 def _stdin(test: TestCase, problem: Mapping[str, Any]) -> bytes:
-    """Give a script its input as it is, and a function its arguments, one per line, as one JSON list."""
+    """Pass a script its input unchanged, and a function its arguments (one per line) as a JSON list."""
     if not test.functional:
         return test.input.encode("utf-8", "surrogatepass")
     try:
@@ -92,22 +98,16 @@ def _stdin(test: TestCase, problem: Mapping[str, Any]) -> bytes:
         raise InputError(f"problem {problem.get('question_id')}: a functional test is not JSON ({error}).") from error
 
 
-def _judge(outcome: Outcome, test: TestCase, number: int) -> Verdict:
-    said = outcome.errors.decode(errors="replace").strip()
-    last_words = said.rsplit("\n", 1)[-1][-_SHOWN:]
-    match outcome.ending:
-        case "timeout":
-            return Verdict(False, "timeout", number)
-        case "memory":
-            return Verdict(False, "memory limit", number)
-        case "output":
-            return Verdict(False, "output limit", number)
-        case "broken":
-            return Verdict(False, "runtime error", number, "the program destroyed its own sandbox")
-    if outcome.exit_code != 0:
-        reason: Reason = "memory limit" if last_words.startswith("MemoryError") else "runtime error"
-        return Verdict(False, reason, number, last_words or f"exit code {outcome.exit_code}")
-    return _judge_result(outcome.output, test, number) if test.functional else _judge_text(outcome.output, test, number)
+def _judge(result: RunResult, test: TestCase, number: int) -> Verdict:
+    last_line = result.errors.decode(errors="replace").strip().rsplit("\n", 1)[-1][-_SHOWN:]
+    if result.ending != "exited":
+        reason, detail = _KILLED[result.ending]
+        return Verdict(False, reason, number, detail)
+    if result.exit_code != 0:
+        reason = "memory limit" if last_line.startswith("MemoryError") else "runtime error"
+        return Verdict(False, reason, number, last_line or f"exit code {result.exit_code}")
+    judge = _judge_value if test.functional else _judge_text
+    return judge(result.output, test, number)
 
 
 def _judge_text(output: bytes, test: TestCase, number: int) -> Verdict:
@@ -117,30 +117,30 @@ def _judge_text(output: bytes, test: TestCase, number: int) -> Verdict:
     return Verdict(False, "wrong answer", number, _difference(text.strip(), test.output.strip()))
 
 
-def _judge_result(output: bytes, test: TestCase, number: int) -> Verdict:
+def _judge_value(output: bytes, test: TestCase, number: int) -> Verdict:
     if not output:
         return Verdict(False, "runtime error", number, "ended without returning a result")
     expected = json.loads(test.output)
     try:
         result = _restored(json.loads(output))
         same = bool(result == expected)
-    except (ValueError, TypeError, LookupError, RecursionError) as error:  # only a program that forges its result
+    except (ValueError, TypeError, LookupError, RecursionError) as error:  # only if the program forges its result
         return Verdict(False, "runtime error", number, f"its result cannot be read ({error})")
     if same:
         return Verdict(True, "passed")
-    official = "it asks the result itself whether it is equal" if isinstance(result, _Opaque) else None
+    official = "it calls the result's own __eq__" if isinstance(result, _Opaque) else None
     return Verdict(False, "wrong answer", number, _difference(repr(result), test.output.strip()), official)
 
 
 @dataclass(frozen=True, eq=False)
 class _Opaque:
-    """A result that is none of JSON's types: equal to nothing."""
+    """A result of a type that JSON does not have: equal to nothing."""
 
     type_name: str
 
 
 def _restored(value: Any) -> Any:
-    """Undo `driver.plain`."""
+    """Reverse `driver.plain`."""
     if isinstance(value, list):
         return [_restored(item) for item in value]
     if not isinstance(value, dict):
@@ -156,27 +156,21 @@ def _restored(value: Any) -> Any:
 
 
 def same_text(actual: str, expected: str) -> bool:
-    """Compare what was printed: stripped as a whole and by line, lines equal as text or token by token as decimals.
+    """Compare printed output: stripped as a whole and by line, lines equal as text or token by token as decimals.
 
     >>> same_text("1.50 2\\n", " 1.5 2.0"), same_text("1\\n\\n2", "1\\n2")
     (True, False)
     """
-    ours, theirs = _stripped_lines(actual), _stripped_lines(expected)
-    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+    actual_lines = actual.strip().split("\n")
+    expected_lines = expected.strip().split("\n")
+    return len(actual_lines) == len(expected_lines) and all(map(_same_line, actual_lines, expected_lines))
 
 
-def _stripped_lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().split("\n")]
-
-
-def _same_line(ours: str, theirs: str) -> bool:
-    if ours == theirs:
+def _same_line(actual: str, expected: str) -> bool:
+    if actual.strip() == expected.strip():
         return True
-    pairs = list(zip(ours.split(), theirs.split(), strict=False))
-    if len(ours.split()) != len(theirs.split()):
-        return False
     try:
-        return all(Decimal(one) == Decimal(other) for one, other in pairs)
+        return [Decimal(token) for token in actual.split()] == [Decimal(token) for token in expected.split()]
     except InvalidOperation:  # not numbers
         return False
 

@@ -1,9 +1,9 @@
-"""The half of the sandbox that lives inside it: warm up an interpreter once, then fork it for every test.
+"""The process inside the sandbox: warm up an interpreter once, then fork it for every test.
 
 Standard library only; started as a script with its settings as one JSON argument. A test arrives as one byte with four
-file descriptors (input, output, errors, program); the answer is one line of JSON about how it ended. No program runs in
-this process, which is process 1 of its namespace: programs can neither signal it nor look into it nor change its limits
-or priority. And no expected output ever comes here, so there is nothing to be found.
+file descriptors (input, output, errors, program); the reply is one line of JSON about how it ended. No program runs in
+this process, which is process 1 of its namespace: programs cannot signal it, inspect it, or change its limits or
+priority. Expected outputs never enter the sandbox, so no program can find them.
 """
 
 import _sitebuiltins
@@ -24,7 +24,7 @@ import sys
 import types
 from typing import Any, cast
 
-# What the official runner puts before every program, in its order: all names of the first, then the modules themselves.
+# The imports of the official runner, in its order: all names of the first, then the modules themselves.
 _STARRED = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing"),
@@ -32,29 +32,32 @@ _STARRED = (
 _MODULES = tuple(name for name in _STARRED if name not in ("builtins", "typing"))
 _RECURSION = 50_000
 
-_NO_NEW_PRIVILEGES, _SECCOMP, _FILTER, _DEATH_SIGNAL, _DUMPABLE = 38, 22, 2, 1, 4  # prctl
+# prctl
+_NO_NEW_PRIVILEGES = 38
+_SECCOMP = 22
+_FILTER = 2
+_DEATH_SIGNAL = 1
+_DUMPABLE = 4
 
 
 def plain(value: object, top: bool = True) -> Any:
-    """Turn a result into JSON that keeps what `==` against JSON can see, by its real type and never by its methods."""
-    kind, held = type(value), cast(Any, value)
+    """Convert a result to JSON that keeps what `==` with JSON can see, by its real type and never by its methods."""
+    kind = type(value)
+    untyped = cast(Any, value)
     if value is None or kind in (bool, int, float, str):
         return value
     if kind.__module__ == "numpy" and getattr(value, "ndim", None) == 0:
-        return plain(held.item(), top)
-    if issubclass(kind, int):
-        return int.__int__(held)
-    if issubclass(kind, float):
-        return float.__float__(held)
-    if issubclass(kind, str):
-        return str.__str__(held)
+        return plain(untyped.item(), top)
+    for base, convert in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
+        if issubclass(kind, base):
+            return convert(untyped)
     if issubclass(kind, list):
-        return [plain(item, False) for item in list.__iter__(held)]
+        return [plain(item, False) for item in list.__iter__(untyped)]
     if issubclass(kind, tuple):
-        items = [plain(item, False) for item in tuple.__iter__(held)]
+        items = [plain(item, False) for item in tuple.__iter__(untyped)]
         return items if top else {"tuple": items}
     if issubclass(kind, dict):
-        return {"dict": [[plain(key, False), plain(item, False)] for key, item in dict.items(held)]}
+        return {"dict": [[plain(key, False), plain(item, False)] for key, item in dict.items(untyped)]}
     return {"object": kind.__name__}
 
 
@@ -64,14 +67,14 @@ def _prctl(*arguments: Any) -> None:
 
 
 def _refuse(program: bytes) -> None:
-    """Put this process and its children under a filter of system calls, for good."""
-    held = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(held))
+    """Permanently filter the system calls of this process and its children."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
     _prctl(_SECCOMP, _FILTER, ctypes.create_string_buffer(header, len(header)), 0, 0)
 
 
 def _limit(limits: dict[str, Any]) -> None:
-    seconds = int(limits["seconds"]) + 2  # the clock outside ends a test; this ends one that outlives the clock
+    seconds = int(limits["seconds"]) + 2  # the clock outside ends a test; this is the fallback
     for what, amount in (
         (resource.RLIMIT_AS, limits["memory"]),
         (resource.RLIMIT_CPU, seconds),
@@ -85,12 +88,12 @@ def _limit(limits: dict[str, Any]) -> None:
         resource.setrlimit(what, (most, most))
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     stack = limits["memory"] if hard == resource.RLIM_INFINITY else min(hard, limits["memory"])
-    resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))  # deep recursion through C needs more than the usual 8 MB
+    resource.setrlimit(resource.RLIMIT_STACK, (stack, hard))  # deep recursion in C needs more than the default 8 MB
 
 
 def _prelude() -> dict[str, Any]:
-    """Collect the names that the official runner gives to every program."""
-    for name in ("exit", "quit"):  # as site does, which is not run so that no .pth file of the host is
+    """Collect the names that the official runner defines for every program."""
+    for name in ("exit", "quit"):  # as `site` does, which is not imported because it would run .pth files
         setattr(builtins, name, _sitebuiltins.Quitter(name, "end of file"))
     names: dict[str, Any] = {}
     for module in map(importlib.import_module, _STARRED):
@@ -101,7 +104,7 @@ def _prelude() -> dict[str, Any]:
 
 
 def _become(uid: int | None) -> None:
-    """Give up root for good, and let no program look into this process."""
+    """Permanently give up root, and let no program inspect this process."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -111,7 +114,7 @@ def _become(uid: int | None) -> None:
 
 
 def _added_memory() -> int:
-    """Add up the memory that each process in this namespace has beyond what it shares with this one."""
+    """Sum the memory of all processes in this namespace beyond what they share with this one."""
     shared = _private_pages("self")
     others = [pid for pid in os.listdir("/proc") if pid.isdigit() and pid != "1"]
     return sum(max(0, _private_pages(pid) - shared) for pid in others) * resource.getpagesize()
@@ -121,13 +124,13 @@ def _private_pages(pid: str) -> int:
     try:
         with open(f"/proc/{pid}/statm") as file:
             fields = file.read().split()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return 0
     return int(fields[1]) - int(fields[2])
 
 
 def _scratch_state() -> int:
-    """Any change in /tmp, undone or not, changes this."""
+    """Return a value that any change in /tmp alters, even one that is undone."""
     return os.stat("/tmp").st_ctime_ns if os.getpid() == 1 else 0
 
 
@@ -141,7 +144,7 @@ def _processes_left() -> bool:
 
 
 def _watch(child: int, control: socket.socket, memory: int) -> dict[str, Any]:
-    """Wait for a test to end; end it when all its processes together use too much memory."""
+    """Wait for a test to end; kill it when all its processes together use too much memory."""
     over = False
     poller = select.poll()
     pidfd = os.pidfd_open(child)
@@ -150,10 +153,10 @@ def _watch(child: int, control: socket.socket, memory: int) -> dict[str, Any]:
     while not (events := poller.poll(100)):
         if os.getpid() == 1 and not over and _added_memory() > memory:
             over = True
-            os.kill(-1, signal.SIGKILL)  # everything in this namespace but process 1, which this is
+            os.kill(-1, signal.SIGKILL)  # everything in this namespace except process 1, which is this one
     os.close(pidfd)
     if any(fd == control.fileno() for fd, _ in events):
-        os._exit(0)  # the grader is gone, and with process 1 so is everything here
+        os._exit(0)  # the grader is gone; everything here ends with process 1
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return {"exit": status, "memory": over}
 
@@ -161,7 +164,7 @@ def _watch(child: int, control: socket.socket, memory: int) -> dict[str, Any]:
 def _serve(control: socket.socket, limits: dict[str, Any], reusable: bool) -> list[int]:
     """Fork for every test that arrives. Returns only in the fork, with the test's descriptors.
 
-    The last of them is to be written to when all is ready for the program: a failure before that is ours.
+    The last one is written to just before the program starts: a failure before that is the sandbox's fault.
     """
     pristine = _scratch_state()
     control.sendall(b"ready\n")
@@ -184,12 +187,13 @@ def _serve(control: socket.socket, limits: dict[str, Any], reusable: bool) -> li
 
 
 def _call(source: str, method: str, namespace: dict[str, Any]) -> None:
-    """Call the solution with the arguments on standard input; its result goes where standard output was."""
+    """Call the solution with the arguments from standard input and write its result to standard output."""
     with open(0, closefd=False) as file:
         arguments = json.load(file)
-    channel, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
+    channel = os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
     exec(compile(source, "<program>", "exec"), namespace)
     function = getattr(namespace["Solution"](), method) if "Solution" in namespace else namespace[method]
     result = json.dumps(plain(function(*arguments)))
@@ -204,17 +208,17 @@ def _run(source: str, method: str | None, names: dict[str, Any]) -> None:
     sys.modules["__main__"] = main
     if method:
         _call(source, method, vars(main))
-    with contextlib.suppress(SystemExit):  # whatever its code: leaving is not failing, in the official runner too
+    with contextlib.suppress(SystemExit):  # with any code: exiting is not a failure in the official runner either
         exec(compile(source, "<program>", "exec"), vars(main))
     _leave(main)
 
 
 def _leave(program: types.ModuleType) -> None:
-    """End as an interpreter does (threads, exit functions, buffers), but do not take apart what the fork shares."""
+    """Shut down as an interpreter does (threads, exit functions, buffers), but keep what the fork shares."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
-    vars(program).clear()  # files that only the program holds are flushed
+    vars(program).clear()  # closes and flushes files that only the program refers to
     gc.collect()
     for stream in (sys.stdout, sys.__stdout__):
         if stream is not None and not stream.closed:
@@ -223,16 +227,16 @@ def _leave(program: types.ModuleType) -> None:
 
 
 def main() -> None:
-    """Give up all rights, then run a program per request."""
+    """Give up all privileges, then run one program per request."""
     settings = json.loads(sys.argv[1])
     control = _only_socket(settings["control"])
     sys.path[:] = [*(path for path in sys.path if path), *settings["packages"]]
     sys.argv[:] = ["program"]
     names = _prelude()
     gc.collect()
-    gc.freeze()  # the forks need not copy what they never touch
+    gc.freeze()  # forks then copy fewer memory pages
     sys.setrecursionlimit(_RECURSION)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 gets from inside only what it has a handler for
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 receives only signals that it handles
     refusals = bytes.fromhex(settings["refusals"])
     _become(settings["uid"])
     *streams, program_file, mark = _serve(control, settings["limits"], reusable=bool(refusals))
@@ -241,7 +245,7 @@ def main() -> None:
         program = json.load(file)
     for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
-    _prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)  # where there is no namespace that ends with its process 1
+    _prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)  # needed where no namespace ends with its process 1
     _limit(settings["limits"])
     if refusals:
         _refuse(refusals)
@@ -255,7 +259,7 @@ def _only_socket(descriptor: int) -> socket.socket:
     os.dup2(descriptor, 3, inheritable=False)
     for other in map(int, os.listdir("/proc/self/fd")):
         if other > 3:
-            with contextlib.suppress(OSError):  # the listing's own is closed by now
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
                 os.close(other)
     return socket.socket(fileno=3)
 

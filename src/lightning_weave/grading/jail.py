@@ -18,9 +18,9 @@ from lightning_weave.errors import WeaveError
 from lightning_weave.grading.syscalls import syscall_filter
 
 _DRIVER = Path(__file__).with_name("driver.py")
-_FLAGS = ("-s", "-P", "-S", "-B", "-X", "utf8")  # no packages, no bytecode files
-_ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}  # the same verdict every time
-_PATIENCE = 60  # seconds for a sandbox to start or to end on a busy machine
+_FLAGS = ("-s", "-P", "-S", "-B", "-X", "utf8")  # no site packages, no bytecode files
+_ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}  # reproducible verdicts
+_PATIENCE = 60  # seconds for a sandbox to start or stop on a busy machine
 _ERRORS_KEPT = 4096  # bytes of a program's standard error
 
 
@@ -29,7 +29,7 @@ class SandboxError(WeaveError):
 
 
 class BrokenError(Exception):
-    """The inside of a sandbox went away, or talks nonsense, while a program was running in it."""
+    """A sandbox died or sent an invalid reply while a program was running in it."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Limits:
     """What one test may use."""
 
     seconds: float = 6.0
-    memory: int = 4 << 30  # as the official runner
+    memory: int = 4 << 30  # as in the official runner
     processes: int = 64  # threads count too
     files: int = 64  # open at once
     output: int = 64 << 20  # in any one file, standard output included
@@ -46,14 +46,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """Source code, and the method to call if it is not a script."""
+    """Source code, and the method to call unless it is a script."""
 
     source: str
     method: str | None = None
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """How one test ended. `broken`: the program destroyed its own sandbox."""
 
     ending: Literal["exited", "timeout", "memory", "output", "broken"]
@@ -63,34 +63,34 @@ class Outcome:
 
 
 class Jail:
-    """A sandbox that runs one test after another, as long as each leaves it as it was."""
+    """A sandbox that runs one test after another, as long as each leaves it unchanged."""
 
     def __init__(self, limits: Limits, slot: int, bubblewrap: str | None) -> None:
-        """Start it and wait until it is ready for a test. Without bubblewrap there are limits only."""
+        """Start it and wait until it is ready for a test. Without bubblewrap, only limits apply."""
         self._limits = limits
         self._first: int | None = None  # pidfd of process 1 inside
         uid = _uid(slot) if bubblewrap else None
-        with ExitStack() as held:
-            self._control, theirs = socket.socketpair()
-            held.callback(theirs.close)
+        with ExitStack() as cleanup:
+            self._control, inner_end = socket.socketpair()
+            cleanup.callback(inner_end.close)
             status, status_end = os.pipe()
             log = os.memfd_create("log")
             for file in (status, status_end, log):
-                held.callback(os.close, file)
-            command = _driver_command(theirs.fileno(), limits, uid, boxed=bool(bubblewrap))
+                cleanup.callback(os.close, file)
+            command = _driver_command(inner_end.fileno(), limits, uid, boxed=bool(bubblewrap))
             try:
                 outer = _bubblewrap(bubblewrap, limits, uid, status_end) if bubblewrap else []
-                self._process = _spawned([*outer, *command], log, (theirs.fileno(), status_end))
+                self._process = _spawned([*outer, *command], log, (inner_end.fileno(), status_end))
             except OSError as error:
                 self._control.close()
                 raise SandboxError(f"the sandbox cannot be started: {error}") from error
-            theirs.close()  # so that an early end is seen as the end of the conversation
+            inner_end.close()  # otherwise an early exit of the driver would go unnoticed
             try:
                 self._await_ready(status if bubblewrap else None)
             except (OSError, ValueError, LookupError) as error:
                 self.close()
-                said = _tail(log, 2000).decode(errors="replace").strip()
-                raise SandboxError(f"the sandbox did not start: {said or error}") from error
+                log_text = _tail(log, 2000).decode(errors="replace").strip()
+                raise SandboxError(f"the sandbox did not start: {log_text or error}") from error
 
     def _await_ready(self, status: int | None) -> None:
         if self._line(_PATIENCE) != b"ready\n":
@@ -99,15 +99,15 @@ class Jail:
         self._first = os.pidfd_open(pid)
 
     def _line(self, seconds: float) -> bytes:
-        """Read the next line that the inside says; what it has said so far if it is gone."""
+        """Read the next line from the driver, or what it has sent so far if it has exited."""
         self._control.settimeout(seconds)
         line = b""
         while not line.endswith(b"\n") and (part := self._control.recv(4096)):
             line += part
         return line
 
-    def run(self, program: Program, stdin: bytes) -> tuple[Outcome, bool]:
-        """Run one test, and say whether this sandbox may serve another."""
+    def run(self, program: Program, stdin: bytes) -> tuple[RunResult, bool]:
+        """Run one test, and return whether this sandbox can be reused."""
         files = [_memory_file(stdin), os.memfd_create("output"), os.memfd_create("errors")]
         files.append(_memory_file(json.dumps(asdict(program)).encode()))
         try:
@@ -115,25 +115,25 @@ class Jail:
             report = json.loads(self._line(self._limits.seconds))
             if not report["begun"]:
                 raise BrokenError(f"a test could not begin: {_tail(files[2], _ERRORS_KEPT)!r}")
-            return self._outcome(report, files), not (report["stale"] or report["memory"])
+            return self._result(report, files), not (report["stale"] or report["memory"])
         except TimeoutError:
-            return Outcome("timeout", errors=_tail(files[2], _ERRORS_KEPT)), False
+            return RunResult("timeout", errors=_tail(files[2], _ERRORS_KEPT)), False
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise BrokenError from error
         finally:
             for file in files:
                 os.close(file)
 
-    def _outcome(self, report: dict[str, int], files: list[int]) -> Outcome:
+    def _result(self, report: dict[str, int], files: list[int]) -> RunResult:
         errors = _tail(files[2], _ERRORS_KEPT)
         if report["memory"]:
-            return Outcome("memory", errors=errors)
+            return RunResult("memory", errors=errors)
         if max(os.fstat(file).st_size for file in files[1:3]) >= self._limits.output:
-            return Outcome("output", errors=errors)
-        return Outcome("exited", int(report["exit"]), _tail(files[1], self._limits.output), errors)
+            return RunResult("output", errors=errors)
+        return RunResult("exited", int(report["exit"]), _tail(files[1], self._limits.output), errors)
 
     def close(self) -> None:
-        """Kill process 1 inside, and with it everything there; its parent outside reaps it and ends."""
+        """Kill process 1 of the sandbox, and everything in it; its parent outside then reaps it and exits."""
         with suppress(ProcessLookupError):
             if self._first is None:
                 self._process.kill()
@@ -150,7 +150,7 @@ class Jail:
 
 
 def _spawned(command: list[str], log: int, passed: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    """Start a process with nothing of ours but the passed descriptors."""
+    """Start a process that inherits only the passed descriptors."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -158,7 +158,7 @@ def _spawned(command: list[str], log: int, passed: tuple[int, ...]) -> subproces
         stderr=log,
         env=_ENVIRONMENT,
         pass_fds=passed,
-        start_new_session=True,  # no terminal to type into
+        start_new_session=True,  # no controlling terminal
     )
 
 
@@ -176,7 +176,7 @@ def _driver_command(control: int, limits: Limits, uid: int | None, boxed: bool) 
 
 
 def _memory_file(content: bytes) -> int:
-    """Put bytes into a file without a name, to be read from its start."""
+    """Write bytes to an anonymous file and rewind it."""
     file = os.memfd_create("input")
     view = memoryview(content)
     while view:
@@ -186,12 +186,12 @@ def _memory_file(content: bytes) -> int:
 
 
 def _tail(file: int, most: int) -> bytes:
-    """Read the last bytes of a file, at most so many."""
+    """Read at most the last `most` bytes of a file."""
     return os.pread(file, most, max(0, os.fstat(file).st_size - most))
 
 
 def _uid(slot: int) -> int | None:
-    """Choose a user id that only this slot of this process has, if we may change ours: limits count by user."""
+    """Choose a user id for this slot alone, if this process may change its own: limits count by user."""
     if os.geteuid() != 0:
         return None
     mapped = int(Path("/proc/self/uid_map").read_text().split()[2])
@@ -208,34 +208,34 @@ def _interpreter() -> str:
 
 @functools.cache
 def _package_parents() -> list[str]:
-    """Say where numpy is installed, the one package that programs may use beside the standard library."""
+    """Find where numpy is installed, the only package available besides the standard library."""
     spec = importlib.util.find_spec("numpy")
     return [str(Path(spec.origin).parents[1])] if spec and spec.origin else []
 
 
 @functools.cache
 def _options(bubblewrap: str) -> str:
-    """List what this version of bubblewrap can do."""
+    """Read the options of the installed version of bubblewrap."""
     return subprocess.run([bubblewrap, "--help"], capture_output=True, text=True, check=False).stdout
 
 
 def _bubblewrap(bubblewrap: str, limits: Limits, uid: int | None, status: int) -> list[str]:
-    """Say to bubblewrap what a program may see: nothing that is not listed here exists inside."""
+    """Build the bubblewrap command: only what is listed here is visible to a program."""
     command = [bubblewrap, "--as-pid-1", "--json-status-fd", str(status)]
     command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     if uid is None:
         command += ["--unshare-user", *(["--disable-userns"] if "--disable-userns" in _options(bubblewrap) else [])]
-    else:  # to become `uid`, which drops them
+    else:  # needed to become `uid`, which drops them
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     command += ["--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev", *_system(), "--dir", "/tmp"]
-    if "--size" in _options(bubblewrap):  # older ones cannot limit it: no /tmp to write to
+    if "--size" in _options(bubblewrap):  # older versions cannot limit it, so /tmp stays read-only
         command += ["--perms", "1777", "--size", str(limits.scratch), "--tmpfs", "/tmp"]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
 @functools.cache
 def _system() -> tuple[str, ...]:
-    """List what an interpreter needs to see, read-only."""
+    """List what an interpreter needs, all read-only."""
     arguments = ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store"):
         if os.path.islink(name):
@@ -252,6 +252,6 @@ def _system() -> tuple[str, ...]:
 
 
 def _bound(source: Path, target: Path) -> list[str]:
-    """Show a directory, below directories that every user may pass through."""
+    """Mount a directory read-only, with parent directories that every user may enter."""
     above = [("--perms", "0755", "--dir", str(parent)) for parent in reversed(target.parents) if parent.name]
     return [*itertools.chain.from_iterable(above), "--ro-bind", str(source), str(target)]

@@ -1,7 +1,7 @@
-r"""Grade mathematics as the paper does: the last balanced `\boxed{...}`, surface formatting off, exact comparison.
+r"""Grade maths as the paper does: the last balanced `\boxed{...}`, without formatting, compared exactly.
 
-Every step is linear in its input: each pattern either has a fixed length or stops at the next brace or space, and
-nested wrappers are taken off a fixed number of times.
+Every step takes linear time: each pattern either has a fixed length or stops at the next brace or space, and nested
+wrappers are removed a fixed number of times.
 """
 
 import re
@@ -17,7 +17,7 @@ _BOX_OR_BRACE = re.compile(r"(?P<box>\\boxed(?![A-Za-z])\s*\{)|(?<!\\)(?P<slashe
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""Find the content of the last `\boxed{...}` whose braces balance; of nested ones the innermost.
+    r"""Find the content of the last `\boxed{...}` with balanced braces; the innermost of nested ones.
 
     >>> extract_boxed(r"so \boxed{1}, or \boxed{\frac{1}{2}}, or \boxed{3")
     '\\frac{1}{2}'
@@ -39,7 +39,7 @@ def extract_boxed(text: str) -> str | None:
 
 
 def grade(response: str, reference: object) -> bool:
-    r"""Say whether the last box holds the reference (evaluation-prompts). Unboxed answers never count.
+    r"""Check whether the last box equals the reference (evaluation-prompts). Unboxed answers never count.
 
     >>> grade(r"Thus \boxed{1{,}024\text{ cm}}.", 1024), grade("1024", 1024)
     (True, False)
@@ -52,7 +52,7 @@ def grade(response: str, reference: object) -> bool:
 
 
 def grade_with(profile: Profile, response: str, reference: object) -> bool:
-    """Grade under a named profile: the paper's rule, or the computer algebra that the authors' release uses."""
+    """Grade with a named profile: the paper's rule, or the computer algebra of the authors' release."""
     match profile:
         case "paper":
             return grade(response, reference)
@@ -70,7 +70,7 @@ def _math_verify(response: str, reference: str) -> bool:
             "grading profile 'math-verify' needs the package math-verify, which is not installed. "
             "Install it with: pip install 'lightning-weave[math-verify]'"
         ) from error
-    # Its clock is an alarm signal, which only the main thread can have.
+    # Its timeout is an alarm signal, which only the main thread can handle.
     seconds = 5 if threading.current_thread() is threading.main_thread() else None
     gold, answer = (parse(text, parsing_timeout=seconds) for text in (f"${reference}$", response))
     return bool(verify(gold, answer, timeout_seconds=seconds))
@@ -87,7 +87,7 @@ _WORDS = "text|textrm|textnormal|mathrm|mbox|hbox"
 _FONTS = f"{_WORDS}|textbf|textit|textsf|texttt|emph|mathbf|mathit|mathsf|mathtt|mathnormal|boldsymbol|bm"
 _WRAPPER = re.compile(rf"\\(?:{_FONTS}) ?\{{([^{{}}]*)\}}")
 _LONE = re.compile(r"(?<!\\)\{ ?(\\[A-Za-z]+|[^{}\\]) ?\}")  # one token in braces
-# Words set as text at the very end of an answer are its unit, but a lone letter that names a variable or i or e.
+# Text words at the very end of an answer are its unit, except a single letter that is a variable, i or e.
 _UNIT = re.compile(
     r"(?<![_^({,=])(?<![_^({,=] ) ?(?:/ ?|\\cdot ?)?"
     rf"\\(?:{_WORDS}) ?\{{ ?(?![abeijknxyz] ?\}})[A-Za-z][A-Za-z. ]*\}}"
@@ -104,7 +104,7 @@ _NESTING = 4  # wrappers inside wrappers, or units after units, that are still o
 
 
 def canonical(answer: str) -> tuple[str, ...]:
-    r"""Reduce an answer to the LaTeX tokens that carry meaning, and an integer to its one spelling.
+    r"""Reduce an answer to its meaningful LaTeX tokens, with one form for each integer.
 
     >>> canonical(r"$\dfrac{1}{2}\,\text{cm}^2$"), canonical("+007.")
     (('\\frac', '1', '2'), ('7',))
@@ -113,7 +113,7 @@ def canonical(answer: str) -> tuple[str, ...]:
     text = _single_spaced(_BLANK.sub(" ", text).translate(_PLAIN))
     text = _FRACTION.sub(r"\\frac", text)
     for _ in range(_NESTING):
-        text = _UNIT.sub("", text) or text  # a unit alone is the answer
+        text = _UNIT.sub("", text) or text  # a unit alone is an answer
     for _ in range(_NESTING):
         text = _single_spaced(_LONE.sub(_unwrapped, _WRAPPER.sub(_unwrapped, text)))
     text = _BARE_UNIT.sub("", text)
@@ -123,16 +123,16 @@ def canonical(answer: str) -> tuple[str, ...]:
 
 
 def _single_spaced(text: str) -> str:
-    """Leave no two spaces in a row, so that the patterns need look no further than one."""
+    """Collapse spaces, so that the patterns need to allow only one."""
     return " ".join(text.split())
 
 
 def _unwrapped(match: re.Match[str]) -> str:
-    return f" {match[1]} "  # apart from a macro before it
+    return f" {match[1]} "  # the space separates it from a macro before it
 
 
 def _canonical_tokens(tokens: list[str]) -> tuple[str, ...]:
-    """Drop the sentence's period and an integer's plus, leading zeros and negative zero."""
+    """Drop a final period, and an integer's plus sign, leading zeros and negative zero."""
     if tokens and tokens[-1] == ".":
         tokens = tokens[:-1]
     if tokens[:1] == ["{"] and tokens[-1] == "}" and "{" not in tokens[1:]:

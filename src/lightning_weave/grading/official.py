@@ -1,8 +1,8 @@
-"""Where the official LiveCodeBench runner is known to judge otherwise than a real process with real files does."""
+"""Programs that the official LiveCodeBench runner is known to judge differently from a real process."""
 
 import re
 
-# The official runner replaces standard input and output by objects and wraps a script into a function.
+# The official runner replaces standard input and output with objects and wraps a script in a function.
 _FAILS_OFFICIALLY = (
     (re.compile(r"\bin\s+(?:sys\.)?stdin\b(?!\s*\.)"), "iterating over sys.stdin"),
     (re.compile(r"\bstdin\.buffer\.readline\b"), "sys.stdin.buffer.readline, which returns the first line every time"),
@@ -14,7 +14,7 @@ _FAILS_OFFICIALLY = (
 
 
 def official_failure(source: str) -> str | None:
-    """Name what in a script that passes here makes the official runner fail it, as far as its text shows.
+    """Name what makes the official runner fail a script that passes here, as far as its text shows.
 
     >>> official_failure("import sys; print(sum(int(line) for line in sys.stdin))")
     'iterating over sys.stdin'

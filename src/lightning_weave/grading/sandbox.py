@@ -1,15 +1,15 @@
-"""Run programs that nobody has read.
+"""Run untrusted programs.
 
 A program gets its own process, network, IPC and host-name namespaces; a read-only view of /usr and of the interpreter;
-a small /tmp of its own; an empty environment; limits on time, memory, processes, open files and output; a filter on
-system calls; and, when the grader is root, a user id that nothing else has (otherwise a user namespace). The clock, the
-comparison and the expected outputs stay outside.
+a small private /tmp; an empty environment; limits on time, memory, processes, open files and output; a filter on
+system calls; and a unique user id if the grader is root, otherwise a user namespace. The clock, the comparison and the
+expected outputs stay outside.
 
-Each slot keeps a warm interpreter that is forked for every test, which costs a fraction of starting one; it runs no
-program itself. A test that ends otherwise than by itself, or leaves a process or any trace in /tmp behind, has its
-sandbox thrown away with everything in it.
+Each slot keeps a warm interpreter that is forked for every test, which is much cheaper than starting one; it runs no
+program itself. If a test has to be killed, or leaves a process or any trace in /tmp behind, its whole sandbox is
+discarded.
 
-The interpreter is the one this package runs on, from its base prefix: the standard library and numpy, nothing else.
+Programs run on the interpreter of this package, from its base prefix, with the standard library and numpy only.
 """
 
 import functools
@@ -24,48 +24,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lightning_weave.errors import InputError
-from lightning_weave.grading.jail import BrokenError, Jail, Limits, Outcome, Program, SandboxError
+from lightning_weave.grading.jail import BrokenError, Jail, Limits, Program, RunResult, SandboxError
 
-__all__ = ["Limits", "Outcome", "Program", "Sandbox", "SandboxError", "Slot", "open_sandbox"]
+__all__ = ["Limits", "Program", "RunResult", "Sandbox", "SandboxError", "Slot", "open_sandbox"]
 
 _HARMLESS = Program("print(input())")
 _slot_numbers = itertools.count()  # across all sandboxes of this process
 
 
 class Slot:
-    """A place for one program at a time, with its sandbox kept between tests while nothing has touched it."""
+    """A place for one program at a time; its sandbox is reused until a test changes it."""
 
     def __init__(self, limits: Limits, bubblewrap: str | None) -> None:
         self._start = functools.partial(Jail, limits, next(_slot_numbers), bubblewrap)
         self._jail: Jail | None = None
 
-    def run(self, program: Program, stdin: bytes) -> Outcome:
-        """Run one test. Trouble with the sandbox is tried again once, then raised unless the program is to blame."""
-        outcome = self._attempt(program, stdin) or self._attempt(program, stdin)
-        if outcome is not None:
-            return outcome
+    def run(self, program: Program, stdin: bytes) -> RunResult:
+        """Run one test. If the sandbox fails twice, raise unless the program is to blame."""
+        result = self._attempt(program, stdin) or self._attempt(program, stdin)
+        if result is not None:
+            return result
         self.check()
-        return Outcome("broken")
+        return RunResult("broken")
 
     def check(self) -> None:
-        """Raise unless a harmless program runs as it should."""
-        outcome = self._attempt(_HARMLESS, b"ready\n")
-        if outcome is None:
-            raise SandboxError("a sandbox breaks down under any program; is the machine out of memory?")
-        if outcome.output != b"ready\n":
-            raise SandboxError(f"a harmless program failed in a sandbox: {outcome}")
+        """Raise unless a harmless program runs correctly."""
+        result = self._attempt(_HARMLESS, b"ready\n")
+        if result is None:
+            raise SandboxError("the sandbox fails with any program; is the machine out of memory?")
+        if result.output != b"ready\n":
+            raise SandboxError(f"a harmless program failed in the sandbox: {result}")
 
-    def _attempt(self, program: Program, stdin: bytes) -> Outcome | None:
-        """Run one test, or return nothing if the sandbox broke down under it."""
+    def _attempt(self, program: Program, stdin: bytes) -> RunResult | None:
+        """Run one test, or return None if the sandbox failed."""
         self._jail = self._jail or self._started()
         try:
-            outcome, pristine = self._jail.run(program, stdin)
+            result, reusable = self._jail.run(program, stdin)
         except BrokenError:
             self.close()
             return None
-        if not pristine:
+        if not reusable:
             self.close()
-        return outcome
+        return result
 
     def _started(self) -> Jail:
         try:
@@ -74,14 +74,14 @@ class Slot:
             return self._start()
 
     def close(self) -> None:
-        """End everything that runs in the slot."""
+        """Stop everything that runs in the slot."""
         if self._jail is not None:
             self._jail.close()
             self._jail = None
 
 
 class Sandbox:
-    """A number of slots in which programs run at the same time. Safe to use from several threads."""
+    """Slots in which programs run at the same time. Safe to use from several threads."""
 
     def __init__(self, limits: Limits, slots: int, bubblewrap: str | None) -> None:
         self.slots = slots
@@ -89,7 +89,7 @@ class Sandbox:
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in self._all:
             self._free.put(slot)
-        weakref.finalize(self, _close_all, self._all)  # when forgotten, and at exit
+        weakref.finalize(self, _close_all, self._all)  # when collected, and at exit
 
     def __enter__(self) -> "Sandbox":
         return self
@@ -98,7 +98,7 @@ class Sandbox:
         self.close()
 
     def close(self) -> None:
-        """End the sandboxes that wait for work; more work starts new ones."""
+        """Stop all idle sandboxes; more work starts new ones."""
         _close_all(self._all)
 
     @contextmanager
@@ -117,19 +117,19 @@ def _close_all(slots: list[Slot]) -> None:
 
 
 def open_sandbox(unsafe_local: bool = False, slots: int | None = None, limits: Limits | None = None) -> Sandbox:
-    """Find a safe way to run programs and try it; refuse if there is none, unless the user accepts the risk.
+    """Open a sandbox and test it; refuse if there is no safe one, unless the user accepts the risk.
 
-    By default there are as many slots as cores, or fewer if their memory limits would exceed the machine's memory.
+    The default is one slot per core, or fewer if their memory limits would exceed the machine's memory.
     """
     limits = limits or Limits()
     if sys.platform != "linux":
-        raise InputError(f"programs can be graded on Linux only, and this is {sys.platform}; grade the samples there.")
+        raise InputError(f"code can be graded on Linux only, and this is {sys.platform}. Run eval on a Linux machine.")
     bubblewrap = None if unsafe_local else shutil.which("bwrap")
     if unsafe_local:
         warnings.warn("programs run WITHOUT a sandbox: they can read and change your files", stacklevel=2)
     elif bubblewrap is None:
         raise InputError(
-            "bubblewrap (bwrap), which grading code needs, is not installed. Install it with: "
+            "grading code needs bubblewrap (bwrap), which is not installed. Install it with: "
             "apt-get install bubblewrap (or dnf, pacman); "
             "or accept the risk with --unsafe-local, which limits programs but does not contain them."
         )

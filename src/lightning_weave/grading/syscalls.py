@@ -1,12 +1,21 @@
-"""The system calls that a sandboxed program is refused, as a filter for the kernel (seccomp, classic BPF)."""
+"""The system calls that sandboxed programs may not make, as a kernel filter (seccomp, classic BPF)."""
 
 import struct
 
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000  # seccomp; the errno is added to the second
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # classic BPF
-_NAMESPACES, _THREAD = 0x7E020000, 0x00010000  # clone flags
+# seccomp
+_ALLOW = 0x7FFF0000
+_REFUSE = 0x00050000  # plus the errno
+# classic BPF
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+# clone flags
+_NAMESPACES = 0x7E020000
+_THREAD = 0x00010000
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# Memory outside RLIMIT_AS, namespaces, mounts, sockets, keys, other processes: nothing a program of a contest needs.
+# Memory outside RLIMIT_AS, namespaces, mounts, sockets, keys, other processes: contest programs need none of these.
 _REFUSED = {
     "x86_64": (
         *(319, 29, 30, 31, 64, 68, 240),  # memfd_create, shm*, semget, msgget, mq_open
@@ -34,7 +43,7 @@ _ALONE = {"x86_64": (57, 58, 62), "aarch64": (129,)}  # fork, vfork, kill: witho
 
 
 def syscall_filter(machine: str, alone: bool) -> bytes:
-    """Assemble the filter; empty for a machine whose numbers are not listed. `alone` also refuses new processes."""
+    """Assemble the filter; empty for other architectures. `alone` also refuses new processes."""
     if machine not in _ARCHITECTURES:
         return b""
 

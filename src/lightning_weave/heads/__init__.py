@@ -1,22 +1,10 @@
-"""From hidden states to the few log-probabilities that are wanted of each position, never holding (positions x V).
+"""From hidden states to a few log-probabilities per position, without a (positions x V) tensor.
 
-`head.py` describes how a model makes its logits, `tiles.py` makes them in pieces that stay in cache, `scoring.py` reads
-log-probabilities off them, `fused.py` trains on them in one pass, `plain.py` is the same through autograd for any head.
+`head.py` describes how a model computes its logits, `tiles.py` computes them in cache-sized tiles, `scoring.py` returns
+log-probabilities, `fused.py` has one-pass training losses, `plain.py` does the same with autograd for any head.
 """
 
 from lightning_weave.heads.fused import fused_log_residual_loss, fused_reverse_kl
 from lightning_weave.heads.head import Head, find_head, hidden_states
 from lightning_weave.heads.plain import outcome_logprobs
 from lightning_weave.heads.scoring import apart_from_sampled, candidate_logprobs, top_candidates
-
-__all__ = [
-    "Head",
-    "apart_from_sampled",
-    "candidate_logprobs",
-    "find_head",
-    "fused_log_residual_loss",
-    "fused_reverse_kl",
-    "hidden_states",
-    "outcome_logprobs",
-    "top_candidates",
-]

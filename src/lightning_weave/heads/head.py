@@ -1,4 +1,4 @@
-"""How a model turns hidden states into logits, and how to get at both without its own forward pass."""
+"""How a model computes logits from hidden states, and how to do so without its own forward pass."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from lightning_weave.errors import InputError, Mismatch, WeaveError
+from lightning_weave.errors import InputError, Mismatch, logits_not_finite
 
 PROBE_TOKENS = 8
 """Length of the sequence on which a head is compared with its model."""
@@ -15,9 +15,9 @@ PROBE_TOKENS = 8
 
 @dataclass(frozen=True)
 class Head:
-    """Make logits as `scale * h W^T + bias`, then `softcap * tanh(logits / softcap)`.
+    """Logits are `scale * h W^T + bias`, then `softcap * tanh(logits / softcap)`.
 
-    Rows of the matrix from `vocabulary` on belong to no token and are left out everywhere.
+    Rows of the matrix from `vocabulary` on belong to no token and are ignored everywhere.
     """
 
     weight_VD: Tensor
@@ -28,11 +28,11 @@ class Head:
 
     @property
     def plain(self) -> bool:
-        """Say whether the logits are nothing but a matrix product."""
+        """Whether the logits are only a matrix product."""
         return self.bias_V is None and self.scale == 1.0 and self.softcap is None
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Make all logits at once, differentiably, in float32 (float64 for float64). For a few positions only."""
+        """Compute all logits at once, differentiably, in float32 (float64 for float64). For a few positions only."""
         weight_VD = self.weight_VD[: self.vocabulary]
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -47,20 +47,20 @@ class Head:
 
 
 def hidden_states(model: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
-    """Run a transformers causal LM up to its final norm; its logits are never computed.
+    """Run a transformers causal LM up to its final norm, without its logits.
 
-    Keywords go to the base model (attention_mask, position_ids, ...). A peft wrapper is looked through: its adapters
-    live inside the wrapped model.
+    Keywords go to the base model (attention_mask, position_ids, ...). A peft wrapper is unwrapped; its adapters are
+    inside the wrapped model.
     """
     model = _unwrapped(model)
     body = model.base_model
     if body is model:
-        raise InputError(f"{type(model).__name__} has no base model below its head; use a transformers causal LM")
+        raise InputError(f"{type(model).__name__} has no base model below its head. Use a transformers causal LM")
     return body(input_ids=input_ids, **{"use_cache": False, **kwargs}).last_hidden_state
 
 
 def find_head(model: Any, vocabulary: int) -> Head:
-    """Describe the head of a transformers causal LM and hold it against the model's own logits on a short sequence."""
+    """Describe the head of a transformers causal LM, and check it against the model's own logits."""
     model = _unwrapped(model)
     head = _described(model, vocabulary)
     was_training = model.training
@@ -68,23 +68,20 @@ def find_head(model: Any, vocabulary: int) -> Head:
     try:
         with torch.no_grad():
             ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % vocabulary
-            theirs = model(input_ids=ids, use_cache=False).logits[0, :, :vocabulary].float()
-            ours = head.logits(hidden_states(model, ids)[0]).float()
+            expected_NV = model(input_ids=ids, use_cache=False).logits[0, :, :vocabulary].float()
+            actual_NV = head.logits(hidden_states(model, ids)[0]).float()
     finally:
         model.train(was_training)
-    if not bool(theirs.isfinite().all()):
-        raise WeaveError(
-            f"{model.name_or_path or type(model).__name__}: the model's logits are not finite, whatever it reads. "
-            "Try float32, or check the checkpoint"
-        )
-    # A model of low precision rounds its logits, ours are not rounded.
-    tolerance = max(1e-4, 2 * torch.finfo(head.weight_VD.dtype).eps) * max(1.0, theirs.abs().max().item())
-    worst = (ours - theirs).abs().max().item()
+    if not bool(expected_NV.isfinite().all()):
+        raise logits_not_finite("", model.name_or_path or type(model).__name__)
+    # A low-precision model rounds its logits; these are not rounded.
+    tolerance = max(1e-4, 2 * torch.finfo(head.weight_VD.dtype).eps) * max(1.0, expected_NV.abs().max().item())
+    worst = (actual_NV - expected_NV).abs().max().item()
     if not worst <= tolerance:
         raise Mismatch(
             f"the logits of {type(model).__name__} are not scale * h W^T + bias with an optional soft cap: "
-            f"ours differ by {worst:.3g} at scale {head.scale:g}, bias {head.bias_V is not None}, cap {head.softcap}. "
-            f"This architecture cannot be scored or trained; use another checkpoint."
+            f"they differ by {worst:.3g} at scale {head.scale:g}, bias {head.bias_V is not None}, cap {head.softcap}. "
+            f"This architecture cannot be scored or trained. Use another checkpoint."
         )
     return head
 
@@ -93,14 +90,14 @@ def _described(model: Any, vocabulary: int) -> Head:
     module = model.get_output_embeddings()
     if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():
         raise InputError(
-            f"the output layer of {type(model).__name__} is {type(module).__name__}, not a linear layer of floats; "
-            f"load the model unquantised and without adapters on its head"
+            f"the output layer of {type(model).__name__} is {type(module).__name__}, not a linear layer of floats. "
+            f"Load the model unquantised and without adapters on its head"
         )
     rows = module.weight.shape[0]
     if not 0 < vocabulary <= rows:
         raise InputError(
-            f"the tokenizer has {vocabulary} tokens but the head of {type(model).__name__} has {rows} rows; "
-            f"use the tokenizer that belongs to the checkpoint"
+            f"the tokenizer has {vocabulary} tokens but the head of {type(model).__name__} has {rows} rows. "
+            f"Use the tokenizer of this checkpoint"
         )
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0  # Cohere, Falcon

@@ -1,4 +1,4 @@
-"""The outcomes' log-probabilities through autograd, for any head: slower than the one-pass loss, never wrong."""
+"""Log-probabilities of the outcomes with autograd, for any head: slower than the one-pass losses."""
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ from lightning_weave.maths import with_other
 
 
 def outcome_logprobs(hidden_ND: Tensor, head: Head, candidate_ids_NC: Tensor, chunk: int | None = None) -> Tensor:
-    """Compute log pi of the candidates and of `other`, differentiably; logits are made again in the backward pass.
+    """Compute log pi of the candidates and of `other`, differentiably; the backward pass recomputes the logits.
 
-    Candidates may repeat, so a sampled token can be asked for beside them.
+    Candidates may repeat, so the sampled token can be appended to them.
     """
     candidate_ids_NC = checked_ids(candidate_ids_NC, head.vocabulary)
     rows = chunk or rows_within_budget(head.vocabulary, hidden_ND.device)

@@ -1,4 +1,4 @@
-"""What a student is trained on: one value per position, smaller is better."""
+"""Training losses: one value per position."""
 
 import math
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 LOG_FLOOR = math.log(1e-30)
-"""Smallest logarithm that a loss looks at; below it the gradient is zero."""
+"""Smallest logarithm in a loss; below it the gradient is zero."""
 
 
 def log_residual_loss(log_pi_NO: Tensor, log_b_NO: Tensor, log_q_NO: Tensor, alpha: float) -> Tensor:
-    """Weigh squared log-residuals by the behaviour (finite-candidate-loss).
+    """Sum squared log-residuals weighted by the behaviour (finite-candidate-loss).
 
-    Zero in value and gradient at the target. Dividing by the candidates' behaviour mass makes the first gradient
-    that of `direct_opd_loss`.
+    Value and gradient are zero at the target. Dividing by the candidates' behaviour mass makes the initial gradient
+    equal to that of `direct_opd_loss`.
     """
     log_mass_N1 = torch.logsumexp(log_b_NO[..., :-1], dim=-1, keepdim=True).clamp(min=LOG_FLOOR)
     share_NO = torch.exp(log_b_NO - log_mass_N1)
@@ -22,17 +22,17 @@ def log_residual_loss(log_pi_NO: Tensor, log_b_NO: Tensor, log_q_NO: Tensor, alp
 
 
 def reverse_kl(log_pi_NO: Tensor, log_q_NO: Tensor, alpha: float) -> Tensor:
-    """Measure alpha KL(student || target), on the finite outcomes or the whole vocabulary (maps-loss)."""
+    """Compute alpha KL(student || target), on the finite outcomes or the whole vocabulary (maps-loss)."""
     return alpha * kl(log_pi_NO, log_q_NO)
 
 
 def forward_kl(log_q_NO: Tensor, log_pi_NO: Tensor) -> Tensor:
-    """Measure KL(target || student)."""
+    """Compute KL(target || student)."""
     return kl(log_q_NO, log_pi_NO)
 
 
 def total_variation(log_q_NO: Tensor, log_pi_NO: Tensor) -> Tensor:
-    """Measure half the sum of the absolute differences in probability."""
+    """Compute half the sum of the absolute differences in probability."""
     return 0.5 * (log_q_NO.exp() - log_pi_NO.exp()).abs().sum(dim=-1)
 
 
@@ -45,10 +45,10 @@ def sampled_kl(log_pi_N: Tensor, log_b_N: Tensor) -> Tensor:
 def direct_opd_loss(
     logp_NC: Tensor, r_NC: Tensor, sampled_logp_N: Tensor, sampled_log_b_N: Tensor, alpha: float
 ) -> Tensor:
-    """Push candidates by their shift and hold the sampled token by its KL (naive-offline-dopd).
+    """Raise candidates by their shift and penalise the sampled token's KL (naive-offline-dopd).
 
-    The gradient of E_pi[r] is E_pi[r grad log pi]: the expectation is taken over the candidates, with the student's
-    own probabilities renormalised there and detached. The value means nothing by itself, only its gradient does.
+    The gradient of E_pi[r] is E_pi[r grad log pi]: the expectation is over the candidates, with the student's own
+    probabilities renormalised there and detached. Only the gradient is meaningful, not the value.
     """
     share_NC = torch.softmax(logp_NC.detach(), dim=-1)
     push_N = (share_NC * r_NC * logp_NC.clamp(min=LOG_FLOOR)).sum(dim=-1)
@@ -56,6 +56,6 @@ def direct_opd_loss(
 
 
 def kl(log_p_NO: Tensor, log_q_NO: Tensor) -> Tensor:
-    """Measure KL(p || q); no mass in p counts nothing, no mass in q alone is infinite."""
+    """Compute KL(p || q); outcomes without mass in p count 0, outcomes without mass in q alone are infinite."""
     p_NO = log_p_NO.exp()
     return (p_NO * torch.where(p_NO > 0, log_p_NO - log_q_NO, 0.0)).sum(dim=-1)

@@ -1,9 +1,9 @@
-"""Accuracy against tokens, in plain Python."""
+"""Scores of accuracy against tokens, in plain Python."""
 
 import math
 from collections.abc import Sequence
 
-Point = tuple[float, float]  # accuracy, mean response tokens
+AccuracyTokens = tuple[float, float]  # accuracy, mean response tokens
 
 
 def aes(acc: float, tokens: float, base_acc: float, base_tokens: float) -> float:
@@ -21,22 +21,22 @@ def aes(acc: float, tokens: float, base_acc: float, base_tokens: float) -> float
     return saved + (3 if gain >= 0 else 5) * gain
 
 
-def mean_aes(policy: Sequence[Point], base: Sequence[Point]) -> float:
-    """Average the benchmarks' scores, as the paper defines it; NaN if any of them is."""
-    return _mean([aes(*mine, *theirs) for mine, theirs in zip(policy, base, strict=True)])
+def mean_aes(policy: Sequence[AccuracyTokens], base: Sequence[AccuracyTokens]) -> float:
+    """Average the scores of all benchmarks, as the paper defines it; NaN if any score is."""
+    return _mean([aes(*point, *base_point) for point, base_point in zip(policy, base, strict=True)])
 
 
-def aes_of_means(policy: Sequence[Point], base: Sequence[Point]) -> float:
+def aes_of_means(policy: Sequence[AccuracyTokens], base: Sequence[AccuracyTokens]) -> float:
     """Score the averaged accuracy and tokens, as some of the paper's printed rows do."""
     if len(policy) != len(base):
         raise ValueError(f"policy has {len(policy)} benchmarks, base has {len(base)}")
     return aes(*_mean_point(policy), *_mean_point(base))
 
 
-def pareto_front(points: Sequence[Point]) -> list[int]:
-    """Find the points that no other beats: none has more accuracy for no more tokens, or as much for fewer.
+def pareto_front(points: Sequence[AccuracyTokens]) -> list[int]:
+    """Find the points that no other dominates (more accuracy for no more tokens, or as much for fewer).
 
-    Indices in the order given. Equal points stand or fall together; a point with a NaN is left out.
+    Returns indices in the given order. Of equal points all or none are returned; points with a NaN never are.
 
     >>> pareto_front([(80, 900), (70, 500), (75, 900), (70, 500)])
     [0, 1, 3]
@@ -45,11 +45,11 @@ def pareto_front(points: Sequence[Point]) -> list[int]:
     return [i for i in known if not any(_dominates(points[j], points[i]) for j in known)]
 
 
-def _dominates(one: Point, two: Point) -> bool:
+def _dominates(one: AccuracyTokens, two: AccuracyTokens) -> bool:
     return one[0] >= two[0] and one[1] <= two[1] and tuple(one) != tuple(two)
 
 
-def _mean_point(points: Sequence[Point]) -> Point:
+def _mean_point(points: Sequence[AccuracyTokens]) -> AccuracyTokens:
     return _mean([acc for acc, _ in points]), _mean([tokens for _, tokens in points])
 
 

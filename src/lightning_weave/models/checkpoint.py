@@ -83,6 +83,10 @@ class Checkpoint:
         """Load the weights for inference."""
         return load.load_model(self.path, dtype=dtype, device=device, trust_remote_code=self.trust_remote_code)
 
+    def skeleton(self) -> Any:
+        """The model without its weights: every module and shape, no memory."""
+        return load.skeleton(self.config, self.trust_remote_code)
+
 
 @lru_cache(maxsize=8)
 def _tokenizer(path: Path, trust_remote_code: bool, stamps: tuple[tuple[str, int], ...]) -> Any:

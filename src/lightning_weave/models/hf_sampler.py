@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.errors import InputError, WeaveError, logits_not_finite
 from lightning_weave.models.load import context_limit
 from lightning_weave.models.memory import free_memory, is_out_of_memory
 from lightning_weave.types import Request, Response, SamplingSettings
@@ -156,11 +156,7 @@ class HFSampler:
         highest_N = logits_NV.max(dim=-1).values
         if not bool(highest_N.isfinite().all()):
             row = int(rows_N[(~highest_N.isfinite()).nonzero()[0, 0]])
-            model = f" ({self.model.name_or_path})" if self.model.name_or_path else ""
-            raise WeaveError(
-                f"prompt {batch[row].prompt}, response {batch[row].response}: the model's logits are not finite"
-                f"{model}. Try float32, or check the checkpoint"
-            )
+            raise logits_not_finite(batch[row].name, self.model.name_or_path)
         return draw(logits_NV, uniform_N, settings.temperature, settings.top_p)
 
     def _report(self, sampled_N: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.errors import InputError, WeaveError, logits_not_finite
 from lightning_weave.heads import apart_from_sampled, candidate_logprobs, find_head, hidden_states, top_candidates
 from lightning_weave.models.load import context_limit
 from lightning_weave.models.memory import free_memory, is_out_of_memory
@@ -206,9 +206,7 @@ class Scorer:
 
     def _check_finite(self, context: _Context, arrays: tuple[NDArray, ...]) -> None:
         if not all(np.isfinite(array).all() for array in arrays):
-            raise WeaveError(
-                f"{context.name}: the model's logits are not finite{self._model}. Try float32, or check the checkpoint"
-            )
+            raise logits_not_finite(context.name, self.model.name_or_path)
 
     def _shrink(self, batch: list[_Context]) -> None:
         free_memory()

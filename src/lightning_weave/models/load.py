@@ -102,6 +102,12 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
     return model.eval().requires_grad_(False)
 
 
+def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
+    """Build a causal language model on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
 def vocabulary_size(tokenizer: Any) -> int:
     """Give the highest token id plus one; rows of the output matrix beyond it belong to no token."""
     return max(tokenizer.get_vocab().values()) + 1

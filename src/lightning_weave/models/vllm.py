@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.errors import InputError, WeaveError, logits_not_finite
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.types import Request, Response, SamplingSettings
 
@@ -81,10 +81,7 @@ class VLLMSampler:
         rows = self.sample_with_logprobs(requests, settings)
         for request, row in zip(requests, rows, strict=True):
             if not all(map(math.isfinite, row.logprobs)):
-                raise WeaveError(
-                    f"prompt {request.prompt}, response {request.response}: the model's logits are not finite "
-                    f"({self.path}). Try float32, or check the checkpoint"
-                )
+                raise logits_not_finite(request.name, str(self.path))
         return [row.response for row in rows]
 
     def sample_with_logprobs(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Drawn]:

@@ -102,7 +102,7 @@ def _why_not(steps: Steps, name: str) -> str:
         return f"its method is {composition.method}; only shifts that act together have a target to sample from"
     if composition.kl_budget is not None:
         return f"compositions.{name}.kl_budget is solved on the cache, and a preview has none: set alpha"
-    native = [anchor for anchor, weight in composition.weights.items() if weight and anchors[anchor].prompt == "native"]
+    native = [anchor for anchor in composition.used if anchors[anchor].prompt == "native"]
     return f'anchors.{native[0]}.prompt = "native": a preview can only project the student\'s prompt' if native else ""
 
 
@@ -149,6 +149,6 @@ def _open_policy(steps: Steps, name: str, loaded: dict[ScoredModel, AnchorScorer
 
 def _open_target(steps: Steps, name: str, loaded: dict[ScoredModel, AnchorScorer]) -> Target:
     composition = steps.recipe.compositions[name]
-    shares = {anchor: weight for anchor, weight in sorted(composition.weights.items()) if weight != 0}
-    anchors = LiveAnchors(steps, shares, loaded=loaded)
+    assert composition.alpha is not None, "a KL budget has no preview"
+    anchors = LiveAnchors(steps, dict(sorted(composition.used.items())), loaded=loaded)
     return Target(composition.alpha, steps.recipe.reference.candidates, anchors)

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_weave.bench.definitions import KNOWN
-from lightning_weave.config import Composition, Dtype, Recipe
+from lightning_weave.bench.definitions import KNOWN, MAX_TOKENS, SAMPLES, BenchmarkKind
+from lightning_weave.config import Composition, Dtype, Online, Recipe, Sequential
 from lightning_weave.plan.architecture import Shape
 from lightning_weave.plan.calibration import calibrate
 from lightning_weave.plan.costs import (
@@ -88,7 +88,7 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | No
         name: _training_hours(recipe, section, hours, models, load, constants=constants, machine=machine)
         for name, section in recipe.compositions.items()
     }
-    offline = {name: cost for name, cost in trainings.items() if not recipe.compositions[name].online}
+    offline = {name: cost for name, cost in trainings.items() if recipe.compositions[name].method != "online"}
     return Plan(
         name=recipe.name,
         gpu=machine.gpu.name,
@@ -129,6 +129,12 @@ def _workload(recipe: Recipe, prompt_tokens: float | None) -> Workload:
     )
 
 
+def _own_load(load: Workload, composition: Composition) -> Workload:
+    """The workload of a composition that may have its own number of epochs."""
+    epochs = composition.epochs or load.epochs
+    return replace(load, epochs=epochs, rounds=load.rounds * epochs // load.epochs)
+
+
 def _training_hours(
     recipe: Recipe,
     composition: Composition,
@@ -145,30 +151,31 @@ def _training_hours(
         pairs = [recipe.anchors[name] for name in anchors]
         return tuple(costs[model] for model in {pair.post for pair in pairs} | {pair.pre for pair in pairs})
 
-    epochs = composition.epochs or load.epochs
-    training = hours.train * epochs / load.epochs
-    used = [name for name, weight in composition.weights.items() if weight != 0]
-    if composition.online:
-        live = Hours(hours.rollout, hours.reference, scoring(used), training)
-        rounds = load.rounds * epochs // load.epochs
-        return online_hours(live, replace(load, epochs=epochs, rounds=rounds), constants, machine)
-    if not composition.sequence or not composition.resample:
-        return training
-    # Every later leg samples, and scores under its own anchor, its share of the trajectories.
-    legs = len(composition.sequence)
-    anew = [hours.rollout + hours.reference + sum(scoring([name])) for name in composition.sequence[1:]]
-    return training + sum(anew) / legs
+    own_load = _own_load(load, composition)
+    training = hours.train * own_load.epochs / load.epochs
+    match composition:
+        case Online():
+            live = Hours(hours.rollout, hours.reference, scoring(composition.used), training)
+            return online_hours(live, own_load, constants, machine)
+        case Sequential(resample=True):
+            # Every later leg samples, and scores under its own anchor, its share of the trajectories.
+            legs = len(composition.sequence)
+            anew = [hours.rollout + hours.reference + sum(scoring([name])) for name in composition.sequence[1:]]
+            return training + sum(anew) / legs
+        case _:
+            return training
 
 
 def _evaluation_tokens(recipe: Recipe) -> float:
     tokens = 0.0
     for name in recipe.eval.benchmarks:
         known = KNOWN.get(name)
-        code = known is not None and known.kind == "code"
+        kind: BenchmarkKind = known.kind if known is not None else "math"
         path = Path(name.removeprefix("file:"))
         count = known.count if known is not None else sum(1 for _ in path.open()) if path.is_file() else 0
-        longest = recipe.eval.max_tokens or (40960 if code else 32768)
-        tokens += count * (recipe.eval.samples or (4 if code else 64)) * ANSWER_SHARE * longest
+        longest = recipe.eval.max_tokens or MAX_TOKENS[kind]
+        samples = recipe.eval.samples or SAMPLES[kind]
+        tokens += count * samples * ANSWER_SHARE * longest
     return tokens
 
 
@@ -189,13 +196,11 @@ def _stage_plans(
     for (model, shape), cost in zip(models.items(), hours.score, strict=True):
         rows.append(StagePlan("score", model, load.forward_work(shape), cost, disk["score"]))
     stored = training_bytes(student, recipe.train.keep)
-    rows += [
-        # Forward and backward are three forward passes of work, checkpointing a fourth.
-        StagePlan(
-            "train", name, load.epochs * forward * (4 if recipe.train.gradient_checkpointing else 3), cost, stored
-        )
-        for name, cost in trainings.items()
-    ]
+    # Forward and backward are three forward passes of work, checkpointing a fourth.
+    passes = 4 if recipe.train.gradient_checkpointing else 3
+    for name, cost in trainings.items():
+        epochs = _own_load(load, recipe.compositions[name]).epochs
+        rows.append(StagePlan("train", name, epochs * passes * forward, cost, stored))
     return rows
 
 

@@ -1,27 +1,8 @@
-"""Prompts: read from anywhere, put into a format, rendered for the student, filtered, and every row accounted for."""
+"""Prompts: read, format, render and filter them, and account for every row."""
 
-from lightning_weave.prompts.build import build_prompts, read_prompts, write_prompts
+from lightning_weave.prompts.build import build_prompts, read_prompts
 from lightning_weave.prompts.decontaminate import Overlap, Screen
-from lightning_weave.prompts.filters import Report
-from lightning_weave.prompts.formats import Format, chatml, dapo, livecodebench, question_answer
+from lightning_weave.prompts.filters import PromptReport
+from lightning_weave.prompts.formats import chatml, dapo, livecodebench, question_answer
 from lightning_weave.prompts.render import encode, render
-from lightning_weave.prompts.sources import BadRow, Row, read_rows
-
-__all__ = [
-    "BadRow",
-    "Format",
-    "Overlap",
-    "Report",
-    "Row",
-    "Screen",
-    "build_prompts",
-    "chatml",
-    "dapo",
-    "encode",
-    "livecodebench",
-    "question_answer",
-    "read_prompts",
-    "read_rows",
-    "render",
-    "write_prompts",
-]
+from lightning_weave.prompts.sources import read_rows

@@ -1,10 +1,9 @@
-"""The wordings in which a problem is put to a model. The strings are functional: every character counts."""
+"""Prompt formats. Models react to every character of these strings: do not reword them."""
 
-from typing import Literal, assert_never
+from typing import assert_never
 
+from lightning_weave.config.fields import PromptFormat
 from lightning_weave.errors import InputError
-
-Format = Literal["plain", "dapo", "question-answer", "livecodebench"]
 
 _DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -28,8 +27,8 @@ _LCB_STDIN = (
 )
 
 
-def put(format: Format, messages: list[dict[str, str]], starter: str = "") -> list[dict[str, str]]:
-    """Put the last turn into a format; the turns before it stay as they are."""
+def apply_format(format: PromptFormat, messages: list[dict[str, str]], starter: str = "") -> list[dict[str, str]]:
+    """Format the last turn; earlier turns are unchanged."""
     problem = messages[-1]["content"]
     match format:
         case "plain":
@@ -40,7 +39,7 @@ def put(format: Format, messages: list[dict[str, str]], starter: str = "") -> li
             content = question_answer(problem)
         case "livecodebench":
             if len(messages) > 1:
-                raise InputError("the livecodebench format asks one question and takes no conversation")
+                raise InputError("the livecodebench format takes a single question, not a conversation")
             return livecodebench(problem, starter)
         case _:
             assert_never(format)
@@ -48,29 +47,29 @@ def put(format: Format, messages: list[dict[str, str]], starter: str = "") -> li
 
 
 def dapo(problem: str) -> str:
-    """Ask in the words of DAPO-Math-17k. A problem that is already worded so stays as it is."""
+    """Use the format of DAPO-Math-17k. A problem already in this format is unchanged."""
     if problem.startswith(_DAPO_BEFORE) and problem.endswith(_DAPO_AFTER):
         return problem
     return f"{_DAPO_BEFORE}{problem}{_DAPO_AFTER}"
 
 
 def question_answer(problem: str) -> str:
-    """Ask in the words of the paper's evaluation of mathematics (appendix: Mathematics prompt)."""
+    """Use the format of the paper's maths evaluation (appendix: Mathematics prompt)."""
     return f"Question: {problem}\nAnswer:"
 
 
 def livecodebench(question: str, starter: str = "") -> list[dict[str, str]]:
-    """Ask in LiveCodeBench's CodeQwenInstruct format (appendix: LiveCodeBench prompt).
+    """Use LiveCodeBench's CodeQwenInstruct format (appendix: LiveCodeBench prompt).
 
-    The student is given `chatml` of these messages and never its own chat template's rendering. The user's turn begins
-    with a newline and ends with two because the benchmark's does.
+    Render these messages with `chatml`, not with the student's chat template. As in the benchmark, the user's turn
+    begins with one newline and ends with two.
     """
-    means = f"{_LCB_STARTER}\n```python\n{starter}" if starter else f"{_LCB_STDIN}\n```python\n# YOUR CODE HERE"
-    content = f"\n{_LCB_TASK}\n\nQuestion: {question}\n\n{means}\n```\n\n"
+    interface = f"{_LCB_STARTER}\n```python\n{starter}" if starter else f"{_LCB_STDIN}\n```python\n# YOUR CODE HERE"
+    content = f"\n{_LCB_TASK}\n\nQuestion: {question}\n\n{interface}\n```\n\n"
     return [{"role": "system", "content": _LCB_SYSTEM}, {"role": "user", "content": content}]
 
 
 def chatml(messages: list[dict[str, str]]) -> str:
-    """Render messages in Qwen's delimiters and open the assistant's turn."""
+    """Render messages with Qwen's delimiters and open the assistant's turn."""
     turns = [f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages]
     return "".join(turns) + "<|im_start|>assistant\n"

@@ -1,20 +1,20 @@
-"""What counts as the same text: the form in which prompts are compared, never the form in which they are used."""
+"""The normal form in which prompts are compared. It is never used as a prompt."""
 
 import re
 import unicodedata
 
-_UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # scripts whose words count by the character
-# Numbers keep their decimal point. Marks of prose and of quoting are left out; those that are arithmetic or code stay
-# words of their own: 3 - 2 is not 3 + 2, and 9! is not 9.
+_UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # scripts in which every character counts as a word
+# Numbers keep their decimal point. Punctuation of prose is dropped; operators of arithmetic and code are words of their
+# own: 3 - 2 is not 3 + 2, and 9! is not 9.
 _WORD = re.compile(rf"\d+(?:\.\d+)*|[{_UNSPACED}]|[^\W\d_{_UNSPACED}]+|[^\w\s.,;:?\"'`$]|_")
 _FOREIGN = re.compile(r"[^\x00-\x7f]")
 _DASHES = {ord(dash): "-" for dash in "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"}
-# NFKC flattens these (10² would become 102), so their sense is spelled out before.
+# NFKC flattens these (10² would become 102), so they are written out first.
 _SPELLED_OUT = {"<super>": "^", "<sub>": "_", "<fraction>": " "}
 
 
 def words(text: str) -> list[str]:
-    """Split a text into comparable words: no case, no spacing, no prose punctuation, one Unicode form.
+    """Split a text into comparable words, without case, spacing, prose punctuation and Unicode variants.
 
     >>> words("What is  $x\u00b2 \u2212 3.5$?")
     ['what', 'is', 'x', '^', '2', '-', '3.5']
@@ -26,9 +26,9 @@ def words(text: str) -> list[str]:
 
 
 def normalise(text: str) -> str:
-    """Join a text's words: two texts with one normal form are taken for the same.
+    """Join a text's words: texts with the same normal form count as equal.
 
-    A text of nothing but punctuation is its own normal form, so that "?" and "!?" stay two.
+    A text of punctuation alone is its own normal form, so that "?" and "!?" differ.
     """
     return " ".join(words(text)) or " ".join(text.split())
 

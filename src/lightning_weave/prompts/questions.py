@@ -1,49 +1,48 @@
-"""From a row of any shape to one question: which column is what, and what makes a row unusable."""
+"""From a row of any shape to one question, or the reason why the row cannot be used."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_weave.prompts.sources import BadRow, Row
+from lightning_weave.store.tables import BadRow, Row, reference_answer
 
 Message = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Which column holds what. A dotted name reaches into a nested column: `reward_model.ground_truth`."""
+class ColumnNames:
+    """Which column holds what. A dotted name selects a nested column: `reward_model.ground_truth`."""
 
     prompt: str = "prompt"
     answer: str | None = None
     id: str | None = None
-    starter: str | None = None  # code to start from; may be absent or empty
+    starter: str | None = None  # starter code; may be missing or empty in a row
 
     def roots(self) -> set[str]:
-        """Name the top-level columns that are worth reading."""
+        """List the top-level columns to read."""
         named = [name for name in (self.prompt, self.answer, self.id, self.starter) if name]
         return {*named, *(name.split(".")[0] for name in named)}
 
 
 @dataclass(frozen=True)
 class Question:
-    """What one row asks, before any format."""
+    """The question of one row, before formatting."""
 
     where: str
     messages: list[Message]
     answer: str | None = None
-    id: str = ""  # the source's own; none if empty
+    id: str = ""  # from the source; empty if it has none
     starter: str = ""
 
 
 class _UnusableError(Exception):
-    """Say why a row cannot be used."""
+    """Why a row cannot be used."""
 
 
-def question_of(row: Row, columns: Columns) -> Question | BadRow:
+def question_of(row: Row, columns: ColumnNames) -> Question | BadRow:
     """Read one question from a row, or say what is wrong with it.
 
-    A column that the user named must be there; an answer of null means that there is none.
+    A column named by the user must exist; an answer of null means that there is none.
     """
     try:
         answer = _answer(_look_up(row.values, columns.answer)) if columns.answer else None
@@ -73,9 +72,7 @@ def _messages(value: Any, name: str) -> list[Message]:
         raise _UnusableError(f"column {name!r} is an empty list")
     messages = [_message(item, f"{name}[{index}]") for index, item in enumerate(value)]
     if messages[-1]["role"] != "user":
-        raise _UnusableError(
-            f"the last turn of {name!r} is the {messages[-1]['role']}'s; a prompt ends with the user's"
-        )
+        raise _UnusableError(f"the last turn of {name!r} is from the {messages[-1]['role']}; it must be from the user")
     return messages
 
 
@@ -91,32 +88,15 @@ def _text(value: Any, name: str) -> str:
     if not value.strip():
         raise _UnusableError(f"{name!r} is empty")
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise _UnusableError(f"{name!r} holds half a surrogate pair, which is no character")
+        raise _UnusableError(f"{name!r} has half a surrogate pair, which is not a character")
     return value
 
 
 def _answer(value: Any) -> str | None:
-    """Read an answer; of several that count as right (a list, or one written as JSON) the first.
-
-    >>> _answer(204), _answer('["\\\\\\\\frac{1}{2}"]'), _answer("[0, 1]"), _answer(None)
-    ('204', '\\\\frac{1}{2}', '[0, 1]', None)
-    """
     if value is None:
         return None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, str) and value.startswith('["'):
-        value = _json_list(value)
-    if isinstance(value, list) and value:
-        return _answer(value[0])
-    return _text(value, "the answer")
-
-
-def _json_list(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+    answer = reference_answer(value)
+    return _text(value if answer is None else answer, "the answer")
 
 
 def _identity(value: Any) -> str:

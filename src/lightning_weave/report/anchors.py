@@ -19,7 +19,6 @@ from lightning_weave.report.kinds import KINDS, TokenKind, Vocabulary
 from lightning_weave.report.loom import Setting, Thread, bytes_per_decision, draw_rows, longest_that_fits, pack
 from lightning_weave.report.page import AnchorPushes, PairView, Push
 from lightning_weave.report.plots import grouped, stacked
-from lightning_weave.report.results import alpha_of
 from lightning_weave.report.survey import REASONS, Survey
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
@@ -36,8 +35,7 @@ def student_vocabulary(steps: Steps) -> Vocabulary:
 
 def survey_cache(steps: Steps, cache: Cache, vocabulary: Vocabulary, progress: Progress) -> Survey:
     """Read the whole cache once, a shard at a time."""
-    woven = {setting.name: setting.weights for setting in _settings(steps, cache)}
-    survey = Survey(cache.names, woven, vocabulary)
+    survey = Survey(cache.names, _woven(steps, cache), vocabulary)
     with progress.bar("report: anchors", cache.rows.shards, "shard") as bar:
         for shard in range(cache.rows.shards):
             survey.add(cache.block(cache.shard_rows(shard)))
@@ -136,7 +134,17 @@ def loom_data(
         )
         for place, (full, block) in enumerate(zip(whole, blocks, strict=True))
     ]
-    return {**pack(threads, cache.names, settings, vocabulary), "start": start or settings[-1].name}
+    names = [setting.name for setting in settings]
+    return {**pack(threads, cache.names, settings, vocabulary), "start": start if start in names else names[-1]}
+
+
+def _woven(steps: Steps, cache: Cache) -> dict[str, dict[str, float]]:
+    """The weights of the compositions that weave cached shifts, where all their anchors are there."""
+    return {
+        name: composition.weights
+        for name, composition in steps.recipe.compositions.items()
+        if composition.method == "joint" and composition.used.keys() <= set(cache.names)
+    }
 
 
 def _row_name(rollouts: Rollouts, prompts: Sequence[str]) -> str:
@@ -154,13 +162,11 @@ def _cut(steps: Steps, blocks: Sequence[Block], anchors: int, students: int) -> 
 
 
 def _settings(steps: Steps, cache: Cache) -> list[Setting]:
-    """The compositions that weave cached shifts, where all their anchors are there."""
-    known = set(cache.names)
+    """Those of them whose alpha is known: training solves it where the recipe gives a KL budget."""
     return [
-        Setting(name, composition.weights, alpha_of(steps, name))
-        for name, composition in steps.recipe.compositions.items()
-        if composition.method == "joint"
-        and {anchor for anchor, weight in composition.weights.items() if weight} <= known
+        Setting(name, weights, alpha)
+        for name, weights in _woven(steps, cache).items()
+        if (alpha := steps.alpha(name)) is not None
     ]
 
 

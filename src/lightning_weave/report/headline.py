@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_weave.bench.statistics import Interval
 from lightning_weave.bench.summary import Overall, Summary
-from lightning_weave.config import Recipe
+from lightning_weave.config import Joint, Recipe
 from lightning_weave.report.figures import FrontierPoint, PolicyKind
 from lightning_weave.report.plots import Line, lines, profile
 from lightning_weave.report.results import PolicySummaries
@@ -41,7 +41,7 @@ def kind_of(steps: Steps, policy: str) -> PolicyKind:
         return "other"
     if composition.method != "joint" or steps.objective(policy) != "tilted":
         return "baseline"
-    return "single" if sum(weight != 0 for weight in composition.weights.values()) == 1 else "composition"
+    return "single" if len(composition.used) == 1 else "composition"
 
 
 def _family(steps: Steps, policy: str) -> tuple[str, float]:
@@ -49,11 +49,12 @@ def _family(steps: Steps, policy: str) -> tuple[str, float]:
     if kind_of(steps, policy) not in ("single", "composition") or len(steps.recipe.anchors) < 2:
         return "", 0.0
     composition = steps.recipe.compositions[policy]
+    assert isinstance(composition, Joint), composition.method
     pair = list(steps.recipe.anchors)[:2]
     weights = [composition.weights.get(anchor, 0.0) for anchor in pair]
-    if any(weight for anchor, weight in composition.weights.items() if anchor not in pair):
+    if not composition.used.keys() <= set(pair):
         return "", 0.0
-    return f"{composition.alpha:g} {composition.kl_budget} {composition.epochs} {sum(weights):g}", weights[1]
+    return f"{composition.alpha} {composition.kl_budget} {composition.epochs} {sum(weights):g}", weights[1]
 
 
 def profile_figure(rows: Sequence[PolicyRow], summaries: PolicySummaries) -> Any:
@@ -111,8 +112,7 @@ def start_composition(recipe: Recipe, rows: Sequence[PolicyRow]) -> str | None:
     scores = {row.policy: row.aes for row in rows if row.aes is not None and _is_known(row.aes)}
 
     def worth(name: str) -> tuple[int, float]:
-        weights = recipe.compositions[name].weights
-        return sum(weight != 0 for weight in weights.values()), scores.get(name, -math.inf)
+        return len(recipe.compositions[name].used), scores.get(name, -math.inf)
 
     woven = [name for name, composition in recipe.compositions.items() if composition.method == "joint"]
     return max(woven, key=worth, default=None)

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lightning_weave.tokens.spelling import Kind as Origin
-from lightning_weave.tokens.spelling import Spelling
+from lightning_weave.tokens.spelling import Origin, Spelling
 
 TokenKind = Literal["digits", "words", "punctuation", "whitespace", "end of thinking", "end of sequence", "special"]
 KINDS: tuple[TokenKind, ...] = get_args(TokenKind)
@@ -28,11 +27,8 @@ class Vocabulary:
         return max(self.spelling.strings, default=-1) + 1
 
     def text(self, id: int) -> str:
-        """The text of a token; bytes that are not a whole character are escaped."""
-        spelt = self.spelling.bytes_of.get(id)
-        if spelt is not None:
-            return spelt.decode(errors="backslashreplace")
-        return self.spelling.strings.get(id, f"<id {id}>")
+        """The text of a token, with invalid UTF-8 escaped."""
+        return self.spelling.text(id)
 
     def kind(self, id: int) -> TokenKind:
         """Classify a token."""
@@ -41,7 +37,7 @@ class Vocabulary:
         text = self.text(id)
         if text.strip() == END_OF_THINKING:
             return "end of thinking"
-        if self.spelling.kinds.get(id) == Origin.CONTROL:
+        if self.spelling.origins.get(id) == Origin.CONTROL:
             return "special"
         return kind_of_text(text)
 

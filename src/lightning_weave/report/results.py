@@ -69,21 +69,13 @@ def _point(steps: Steps, row: PolicyRow) -> dict[str, Any]:
     return {
         "policy": row.policy,
         "weights": composition.weights if composition else {},
-        "alpha": alpha_of(steps, row.policy) if composition else None,
+        "alpha": steps.alpha(row.policy) if composition else None,
         "accuracy": row.accuracy,
         "tokens": row.tokens,
         "aes": _number(row.aes),
         "aes_low": _number(row.aes_low if row.policy != "base" else row.aes),
         "aes_high": _number(row.aes_high if row.policy != "base" else row.aes),
     }
-
-
-def alpha_of(steps: Steps, name: str) -> float:
-    """The alpha of a composition: from the recipe, or solved by training for a KL budget."""
-    composition = steps.recipe.compositions[name]
-    if composition.kl_budget is None:
-        return composition.alpha
-    return float((steps.store.stage(steps.train(name)).manifest() or {}).get("alpha", composition.alpha))
 
 
 def _number(value: float | None) -> float | None:

@@ -1,9 +1,12 @@
 """Open the cache of a run: with the shifts of a composition, or of every anchor that is scored."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from lightning_weave.cache.reader import Cache
 from lightning_weave.cache.sources import PairSource, SharpenedSource, ShiftSource, TeacherSource, deal_groups
+from lightning_weave.config import Distilled, SelfDistilled
 from lightning_weave.runs.steps import Steps
 
 
@@ -28,16 +31,18 @@ def open_scored(steps: Steps) -> Cache | None:
 def open_cache(steps: Steps, name: str) -> Cache:
     """Open what a composition is trained on: the shifts of its anchors, a teacher, or the student sharpened."""
     composition = steps.recipe.compositions[name]
+    pairs = [anchor_pair(steps, anchor, weight) for anchor, weight in sorted(composition.used.items())]
+    sources: Sequence[ShiftSource]
+    match composition:
+        case Distilled():
+            sources = [TeacherSource(pair.name, pair.post, composition.alpha) for pair in pairs]
+        case SelfDistilled():
+            sources = [SharpenedSource(composition.sharpen, composition.alpha)]
+        case _:
+            sources = pairs
     rollouts = steps.store.stage(steps.rollout)
     reference = steps.store.stage(steps.reference)
-    sources: list[ShiftSource] = []
-    for anchor, weight in sorted(composition.weights.items()):
-        if weight != 0:
-            pair = anchor_pair(steps, anchor, weight)
-            sources.append(TeacherSource(anchor, pair.post, composition.alpha) if composition.teacher else pair)
-    if composition.sharpen is not None:
-        sources.append(SharpenedSource(composition.sharpen, composition.alpha))
-    if not composition.mixture:
+    if composition.method != "mixture":
         return Cache(rollouts, reference, sources)
     responses = steps.recipe.rollout.responses
     groups = reference.require()["rows"] // responses

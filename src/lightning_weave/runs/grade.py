@@ -17,6 +17,7 @@ class Graded:
     answer: str | None
     correct: bool
     why: str
+    official: str | None = None  # why the official LiveCodeBench runner is known to judge otherwise
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Grader:
         with open_sandbox(self.unsafe_local) as sandbox:
             verdicts = list(grade_many(jobs, sandbox))
         return [
-            Graded(code or None, verdict.correct, verdict.reason)
+            Graded(code or None, verdict.correct, verdict.reason, verdict.official)
             for code, verdict in zip(programs, verdicts, strict=True)
         ]
 

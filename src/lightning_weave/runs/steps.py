@@ -11,7 +11,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
-from lightning_weave.config import Anchor, Composition, Objective, Recipe, Train, benchmark_folder, slug
+from lightning_weave.config import (
+    Anchor,
+    Composition,
+    Distilled,
+    Joint,
+    Mixture,
+    Objective,
+    Online,
+    Recipe,
+    SelfDistilled,
+    Sequential,
+    Train,
+    benchmark_folder,
+    slug,
+)
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.store import Step, Store, file_identities, file_identity, read_json, write_json
@@ -62,7 +76,7 @@ class ScoredModel:
 
     @property
     def text(self) -> str:
-        """What distinguishes two scored models of one name. It names folders of existing runs, so it must not change."""
+        """What distinguishes two scored models of one name. Folders of existing runs are named by it: keep it."""
         template = None if self.template is None else (self.template.name, self.template.revision)
         return (
             f"ScoredModel(model={self.checkpoint.name!r}, revision={self.checkpoint.revision!r}, "
@@ -156,7 +170,9 @@ class Steps:
         if self.recipe.rollout.from_ is not None:
             names = {"prompts_per_shard"}
         settings = self.recipe.rollout.model_dump(mode="json", include=names)
-        return Step("rollout", settings | {"student": self.identity_of(self.student)}, (self.prompts,), self._command("rollout"))
+        return Step(
+            "rollout", settings | {"student": self.identity_of(self.student)}, (self.prompts,), self._command("rollout")
+        )
 
     @cached_property
     def reference(self) -> Step:
@@ -202,12 +218,12 @@ class Steps:
 
     def train(self, name: str) -> Step:
         composition = self.recipe.compositions[name]
-        used = [anchor for anchor, weight in sorted(composition.weights.items()) if weight != 0]
+        used = sorted(composition.used)
         settings = {
             "train": self.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION),
             "objective": self.objective(name),
             "weights": {anchor: composition.weights[anchor] for anchor in used},
-            "alpha": composition.alpha if composition.kl_budget is None else None,
+            "alpha": composition.alpha,
             "anchors": {anchor: self._shift_settings(anchor) for anchor in used},
             "student": self.identity_of(self.student),
             **self._method_settings(composition),
@@ -225,29 +241,39 @@ class Steps:
     def objective(self, name: str) -> Objective:
         """What a composition minimises: its own choice, or the recipe's; online, DOPD's own."""
         composition = self.recipe.compositions[name]
-        return composition.objective or ("direct-opd" if composition.online else self.recipe.train.objective)
+        return composition.objective or (
+            "direct-opd" if composition.method == "online" else self.recipe.train.objective
+        )
+
+    def alpha(self, name: str) -> float | None:
+        """The alpha of a composition: as said, or as training solved it; None where it has yet to be solved."""
+        alpha = self.recipe.compositions[name].alpha
+        if alpha is not None:
+            return alpha
+        stage = self.store.stage(self.train(name))
+        return float(stage.require()["alpha"]) if stage.state() == "done" else None
 
     def _method_settings(self, composition: Composition) -> dict[str, Any]:
         """What decides the outcome of the ways of training that are not the paper's own."""
         rollout = self.recipe.rollout.model_dump(mode="json", include={"temperature", "top_p", "max_tokens", "seed"})
         candidates = self.recipe.reference.candidates
-        match composition.method:
-            case "joint":
+        match composition:
+            case Joint():
                 return {} if composition.kl_budget is None else {"kl_budget": composition.kl_budget}
-            case "mixture":
+            case Mixture():
                 return {"method": "mixture", "kl_budget": composition.kl_budget}
-            case "teacher":
+            case Distilled():
                 return {"method": "teacher"}
-            case "self":
+            case SelfDistilled():
                 return {"method": "self", "sharpen": composition.sharpen}
-            case "online":
+            case Online():
                 rollout["responses"] = self.recipe.rollout.responses  # of the others the cache itself says it
                 return {"method": "online", "rollout": rollout, "candidates": candidates}
-            case "sequential":
+            case Sequential():
                 order = {"sequence": composition.sequence, "dose": composition.dose, "resample": composition.resample}
                 return {"method": "sequential", **order, "rollout": rollout}
             case _:
-                assert_never(composition.method)
+                assert_never(composition)
 
     def _shift_settings(self, anchor: str) -> dict[str, Any]:
         section = self.recipe.anchors[anchor]

@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli_w
 
-from lightning_weave.config import Composition, Recipe, check_recipe
+from lightning_weave.config import ALPHA, Composition, Joint, Recipe, check_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import write_atomic
@@ -52,15 +52,14 @@ def plan_sweep(
 
 def _usual_alpha(recipe: Recipe) -> float:
     """The alpha that all compositions of the recipe share, else the paper's."""
-    woven = [one for one in recipe.compositions.values() if one.method == "joint" and one.kl_budget is None]
-    used = {composition.alpha for composition in woven}
-    return used.pop() if len(used) == 1 else float(Composition.model_fields["alpha"].default)
+    used = {one.alpha for one in recipe.compositions.values() if one.method == "joint" and one.alpha is not None}
+    return used.pop() if len(used) == 1 else ALPHA
 
 
 def _plan_one(recipe: Recipe, anchor: str, share: float, alpha: float, name_alpha: bool) -> Planned:
     others = [name for name in recipe.anchors if name != anchor]
     weights = {**dict.fromkeys(others, (1 - share) / len(others)), anchor: share}
-    composition = Composition(weights={one: weights[one] for one in recipe.anchors}, alpha=float(alpha))
+    composition = Joint(weights={one: weights[one] for one in recipe.anchors}, alpha=float(alpha))
     name = f"{anchor}-{_share_text(share)}" + f"-alpha-{alpha:g}" * name_alpha
     for known, existing in recipe.compositions.items():
         if _same(existing, composition):

@@ -1,4 +1,4 @@
-"""Tokens across tokenizers: spelling in bytes, projection of contexts, one-to-one maps of candidates."""
+"""Tokens across tokenizers: bytes of each token, projected contexts, one-to-one maps of candidates."""
 
 from lightning_weave.tokens.align import TokenMap
 from lightning_weave.tokens.coverage import (
@@ -9,13 +9,3 @@ from lightning_weave.tokens.coverage import (
     suggest_alias,
 )
 from lightning_weave.tokens.spelling import spell
-
-__all__ = [
-    "TokenMap",
-    "added_without_counterpart",
-    "atomic_share",
-    "breaking_tokens",
-    "same_tokenizer",
-    "spell",
-    "suggest_alias",
-]

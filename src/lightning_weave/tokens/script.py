@@ -1,4 +1,4 @@
-"""How a vocabulary writes bytes as strings, read from the fast tokenizer's own decoder."""
+"""How a vocabulary writes bytes as strings, read from the decoder of a fast tokenizer."""
 
 import json
 import re
@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 from lightning_weave.errors import InputError
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_NOT_TEXT = re.compile("([\udc80-\udcff])")  # what `surrogateescape` makes of a byte that is no part of a character
+_NOT_TEXT = re.compile("([\udc80-\udcff])")  # how `surrogateescape` decodes an invalid byte
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """List the character by which byte-level vocabularies write each byte: itself if printable, else from U+0100 on."""
+    """Map each byte to its character in byte-level vocabularies: itself if printable, else from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -23,7 +23,7 @@ def _byte_alphabet() -> dict[int, str]:
 
 _ALPHABET = _byte_alphabet()
 _FROM_LATIN = {byte: ord(char) for byte, char in _ALPHABET.items()}
-# Characters that the alphabet lacks are led out of latin-1, so that encoding fails on them.
+# Characters outside the alphabet are mapped outside latin-1, so that encoding them fails.
 _TO_LATIN = dict.fromkeys(_ALPHABET, 65535) | {ord(char): byte for byte, char in _ALPHABET.items()}
 
 
@@ -42,13 +42,13 @@ class Script:
 
     byte_level: bool = False
     byte_fallback: bool = False
-    replacements: tuple[tuple[str, str], ...] = ()  # (as written, as meant)
+    replacements: tuple[tuple[str, str], ...] = ()  # (in the vocabulary, in text)
 
     def is_byte(self, token: str) -> bool:
         return self.byte_fallback and _BYTE_TOKEN.fullmatch(token) is not None
 
     def read(self, token: str) -> bytes:
-        """Turn a vocabulary string into the bytes that it stands for."""
+        """Convert a vocabulary string to bytes."""
         if self.is_byte(token):
             return bytes([int(token[3:5], 16)])
         for written, meant in self.replacements:
@@ -56,12 +56,12 @@ class Script:
         if self.byte_level:
             try:
                 return token.translate(_TO_LATIN).encode("latin-1")
-            except UnicodeEncodeError:  # a string outside the alphabet stands for itself
+            except UnicodeEncodeError:  # outside the alphabet, a string is itself
                 return token.encode()
         return token.encode()
 
     def write(self, spelling: bytes) -> Iterator[str | bytes]:
-        """Yield strings for the model to cut, and as bytes the single bytes that no string can hold."""
+        """Yield strings for the model to split, and single bytes that no string can represent."""
         if self.byte_level:
             yield spelling.decode("latin-1").translate(_FROM_LATIN)
             return
@@ -75,7 +75,7 @@ class Script:
 
 
 def script_of(backend: Tokenizer) -> Script:
-    """Read the script from the decoder or, where there is none, from the pre-tokenizer."""
+    """Read the script from the decoder or, if there is none, from the pre-tokenizer."""
     steps = list(_steps(backend.decoder))
     if not steps:
         steps = [step for step in _steps(backend.pre_tokenizer) if step["type"] in ("ByteLevel", "Metaspace")]
@@ -86,7 +86,7 @@ def script_of(backend: Tokenizer) -> Script:
                 replacements.append((written, meant))
             case {"type": "Metaspace", "replacement": written}:
                 replacements.append((written, " "))
-            case {"type": "ByteLevel" | "ByteFallback" | "Fuse" | "Strip"}:  # the last two act on whole texts
+            case {"type": "ByteLevel" | "ByteFallback" | "Fuse" | "Strip"}:  # the last two apply to whole texts
                 pass
             case _:
                 raise _unreadable(f"decodes with a {step['type']} step")
@@ -99,7 +99,7 @@ def script_of(backend: Tokenizer) -> Script:
 
 def _unreadable(why: str) -> InputError:
     return InputError(
-        f"The tokenizer {why}, so the bytes of a single token cannot be read from it. "
+        f"The tokenizer {why}, so the bytes of a single token are unknown. "
         "Use a model whose tokenizer is byte-level or SentencePiece."
     )
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave import __version__
-from lightning_weave.config import dump_recipe
+from lightning_weave.config import Composition, Sequential, dump_recipe
 from lightning_weave.runs.steps import Steps
 from lightning_weave.train.dose import anchor_doses
 
@@ -18,12 +18,11 @@ def model_card(steps: Steps, name: str, figures: dict[str, Any], evaluation: str
     student = recipe.student.model
     # The hub expects hub names here, not local directories.
     base = "" if Path(student).expanduser().is_dir() else f"base_model: {student}\n"
-    doses = anchor_doses(composition, figures.get("alpha", composition.alpha))
+    doses = anchor_doses(composition, _alpha(composition, figures))
     anchors = "\n".join(
         f"| {anchor} | {weight:g} | {f'{doses[anchor]:.4g}' if anchor in doses else 'its own distribution'} | "
         f"`{recipe.anchors[anchor].post}` | `{recipe.anchors[anchor].pre}` |"
-        for anchor, weight in composition.weights.items()
-        if weight != 0
+        for anchor, weight in composition.used.items()
     )
     rows = "\n".join(f"| {what} | {value} |" for what, value in _facts(steps, name, figures).items())
     return f"""---
@@ -51,6 +50,21 @@ The resolved recipe, defaults included:
 """
 
 
+def _alpha(composition: Composition, figures: dict[str, Any]) -> float:
+    """The alpha that training recorded; only the legs of a sequence record one."""
+    alpha = figures.get("alpha", composition.alpha)
+    assert alpha is not None, "what is trained has an alpha"
+    return float(alpha)
+
+
+def _method(composition: Composition) -> str:
+    match composition:
+        case Sequential():
+            return f"{composition.method}, {' then '.join(composition.sequence)}"
+        case _:
+            return composition.method
+
+
 def _facts(steps: Steps, name: str, figures: dict[str, Any]) -> dict[str, str]:
     recipe = steps.recipe
     composition = steps.recipe.compositions[name]
@@ -65,9 +79,9 @@ def _facts(steps: Steps, name: str, figures: dict[str, Any]) -> dict[str, str]:
         "KL(exported, trained)": ("export_kl", "{:.1e} nats per token"),
     }
     return {
-        "method": composition.method + (f", {' then '.join(composition.sequence)}" if composition.sequence else ""),
+        "method": _method(composition),
         "objective": steps.objective(name),
-        "alpha": f"{figures.get('alpha', composition.alpha):.4g}",
+        "alpha": f"{_alpha(composition, figures):.4g}",
         "learning rate": f"{recipe.train.learning_rate:g}",
         **{what: form.format(figures[key]) for what, (key, form) in measured.items() if key in figures},
         "cache": f"`{steps.reference.fingerprint}`",

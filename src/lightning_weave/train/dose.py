@@ -1,12 +1,11 @@
 """How strong a composition is: weight / alpha per anchor, and how many nats per token its target asks for."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from lightning_weave.cache.reader import Cache
-from lightning_weave.config import Composition
+from lightning_weave.config import ALPHA, Composition, Distilled, Mixture, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.maths import expected_kl, reverse_kl, solve_alpha_for_kl, tilted_target
 from lightning_weave.runs.steps import Steps
@@ -38,18 +37,13 @@ def anchor_doses(composition: Composition, alpha: float) -> dict[str, float]:
 
     In a mixture, and in a sequence at full dose, an anchor acts alone at weight 1. A teacher's target has no dose.
     """
-    alone = composition.mixture or (composition.sequence and composition.dose == "full")
-    weights = {} if composition.teacher else composition.weights
-    return {anchor: (1 if alone else weight) / alpha for anchor, weight in weights.items() if weight != 0}
-
-
-def alpha_of(steps: Steps, name: str) -> float | None:
-    """The alpha of a composition; None where training solves for it and has not started."""
-    composition = steps.recipe.compositions[name]
-    if composition.kl_budget is None:
-        return composition.alpha
-    stage = steps.store.stage(steps.train(name))
-    return stage.require()["alpha"] if stage.state() == "done" else None
+    match composition:
+        case Distilled():
+            return {}
+        case Mixture() | Sequential(dose="full"):
+            return dict.fromkeys(composition.used, 1 / alpha)
+        case _:
+            return {anchor: weight / alpha for anchor, weight in composition.used.items()}
 
 
 def in_words(doses: dict[str, float]) -> str:
@@ -62,9 +56,11 @@ def find_dose(steps: Steps, name: str, cache: Cache, schedule: Schedule) -> Dose
     composition = steps.recipe.compositions[name]
     updates = min(SAMPLED_UPDATES, len(schedule))
     rows = [number for update in range(updates) for number in schedule.rows(update)]
-    batch = compose(cache.block(rows), cache.weights, composition.alpha)
-    alpha = composition.alpha
-    if composition.kl_budget is not None:
+    batch = compose(cache.block(rows), cache.weights, ALPHA)  # whatever the alpha: behaviour and shift are what is read
+    if composition.alpha is not None:
+        alpha = composition.alpha
+    else:
+        assert composition.kl_budget is not None, "it stands instead of alpha"
         alpha = _solve(name, batch.log_b_NO, batch.r_NC, composition.kl_budget)
     log_q_NO = tilted_target(batch.log_b_NO, batch.r_NC, alpha)
     return Dose(
@@ -84,10 +80,3 @@ def _solve(name: str, log_b_NO: torch.Tensor, r_NC: torch.Tensor, budget: float)
 
 def _mean(values: torch.Tensor) -> float:
     return float(values.mean()) if len(values) else 0.0
-
-
-def progress_made(figures: dict[str, Any]) -> float | None:
-    """How much of the way to the target training went: 1 is there, 0 is where it began."""
-    start = figures.get("start_kl")
-    end = figures.get("reverse_kl")
-    return 1 - end / start if start and end is not None else None

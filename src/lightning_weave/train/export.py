@@ -23,12 +23,24 @@ from lightning_weave.train.data import Batch
 KEPT_FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json", "*.py")
 
 
+def check_lora(student: Checkpoint, lora: Lora) -> None:
+    """Refuse LoRA settings that do not fit a model, from its configuration alone."""
+    with torch.random.fork_rng(devices=[]):
+        with_lora(student.skeleton(), lora, seed=0)
+
+
 def with_lora(model: Any, lora: Lora, seed: int) -> Any:
     """Wrap a model for low-rank training; only the adapters have gradients."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise InputError("train.lora needs the package peft: pip install 'lightning-weave[peft]'") from None
+    names = [f".{name}" for name, _ in model.named_modules()]
+    for target in lora.targets:  # peft itself accepts one that matches nothing, if another matches
+        if not any(name.endswith(f".{target}") for name in names):
+            layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise InputError(f"train.lora.targets: no layer is called {target!r}; the student has {known}")
     torch.manual_seed(seed)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, lora_dropout=0.0)
     try:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from lightning_weave.cache.block import Block
+from lightning_weave.config import Online
 from lightning_weave.errors import InputError
 from lightning_weave.models.hf import HFSampler, Scorer
 from lightning_weave.prompts import read_prompts
@@ -28,6 +29,7 @@ def train_online(steps: Steps, name: str, context: TrainContext) -> None:
     if context.ranks.world > 1:
         raise InputError(f"compositions.{name}: online training runs on one rank; start it without torchrun")
     composition = steps.recipe.compositions[name]
+    assert isinstance(composition, Online), composition.method
     prompts = read_prompts(steps.prompts_file)
     schedule = make_schedule(steps.recipe, len(prompts), epochs=composition.epochs)
     trainee = open_trainee(steps, context)
@@ -55,9 +57,8 @@ class LiveRows:
         self.vocabulary = steps.student.vocabulary
         initial = steps.student.load(torch.float32, next(trainee.parameters()).device)
         self.initial = Scorer(initial, self.vocabulary, steps.recipe.reference.token_budget)
-        weights = sorted(steps.recipe.compositions[name].weights.items())
-        shares = {anchor: weight for anchor, weight in weights if weight != 0}
-        self.anchors = LiveAnchors(steps, shares, keep=steps.recipe.train.keep_anchors)
+        weights = dict(sorted(steps.recipe.compositions[name].used.items()))
+        self.anchors = LiveAnchors(steps, weights, keep=steps.recipe.train.keep_anchors)
         self.drawn: dict[int, Block] = {}  # row number -> a block of that row
         # Nothing is trained yet: held out are the trajectories that the offline run holds out.
         self.held_out = self._draw(schedule.held_out(), epoch=0)

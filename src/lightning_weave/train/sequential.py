@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_weave.config import Composition
+from lightning_weave.config import Joint, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.prompts import keep_prompts
@@ -62,6 +62,7 @@ def train_in_sequence(steps: Steps, name: str, context: TrainContext) -> None:
 def legs(steps: Steps, name: str) -> Iterator[LegRun]:
     """The legs of a sequence in their order, up to the first whose student has not been made."""
     composition = steps.recipe.compositions[name]
+    assert isinstance(composition, Sequential), composition.method
     final: Path | None = None
     count = len(composition.sequence)
     prompts = steps.store.stage(steps.prompts).require()["rows"]
@@ -84,9 +85,9 @@ def legs(steps: Steps, name: str) -> Iterator[LegRun]:
             return
 
 
-def _leg_composition(composition: Composition, anchor: str) -> Composition:
+def _leg_composition(composition: Sequential, anchor: str) -> Joint:
     weight = composition.weights[anchor] if composition.dose == "matched" else 1.0
-    return Composition(
+    return Joint(
         weights={anchor: weight},
         normalize=False,
         alpha=composition.alpha,
@@ -95,14 +96,12 @@ def _leg_composition(composition: Composition, anchor: str) -> Composition:
     )
 
 
-def _on_first_cache(steps: Steps, name: str, composition: Composition) -> Steps:
+def _on_first_cache(steps: Steps, name: str, composition: Joint) -> Steps:
     recipe = steps.recipe.model_copy(update={"compositions": {name: composition}})
     return Steps(recipe, steps.arguments)
 
 
-def _on_own_cache(
-    steps: Steps, name: str, composition: Composition, *, number: int, student: Path, prompts: int
-) -> Steps:
+def _on_own_cache(steps: Steps, name: str, composition: Joint, *, number: int, student: Path, prompts: int) -> Steps:
     """A run of its own, with the student of the leg before and a share of this run's prompts."""
     recipe = steps.recipe
     folder = steps.store.run_dir / "train" / name
@@ -149,7 +148,9 @@ def _keep(steps: Steps, name: str, final: Path) -> None:
     """Make the last leg's student this composition's, and put what the legs cost on the run's ledger."""
     stage = steps.store.stage(steps.train(name))
     target = stage.folder / "final"
-    legs = steps.recipe.compositions[name].sequence
+    composition = steps.recipe.compositions[name]
+    assert isinstance(composition, Sequential), composition.method
+    legs = composition.sequence
     with whole_directory(target) as unfinished:
         shutil.copytree(final, unfinished, dirs_exist_ok=True)
         (unfinished / "README.md").write_text(model_card(steps, name, {"legs": legs}), encoding="utf-8")

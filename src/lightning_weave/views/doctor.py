@@ -47,10 +47,10 @@ def examine(steps: Steps) -> list[Finding]:
     valid: dict[str, NDArray[np.bool_]] = {}
     for name in steps.recipe.anchors:
         try:
-            findings, valid[name] = check_pair(steps, name, sample)
+            of_pair, valid[name] = check_pair(steps, name, sample)
         except InputError as error:
-            findings = [Finding(f"anchors.{name}", "checkpoint", "warning", str(error))]
-        findings += findings
+            of_pair = [Finding(f"anchors.{name}", "checkpoint", "warning", str(error))]
+        findings += of_pair
     return [
         *findings,
         *_check_compositions(steps, sample, valid),
@@ -76,7 +76,7 @@ def _check_compositions(steps: Steps, sample: CheckedRows, valid: dict[str, NDAr
     """Say what is left where all anchors of a composition must be valid (mask intersection)."""
     findings = []
     for name, composition in steps.recipe.compositions.items():
-        used = [anchor for anchor, weight in composition.weights.items() if weight]
+        used = list(composition.used)
         if len(used) < 2 or any(anchor not in valid for anchor in used) or not sample.positions:
             continue
         share = float(np.logical_and.reduce([valid[anchor] for anchor in used]).mean())

@@ -19,7 +19,6 @@ from lightning_weave.runs.caches import anchor_pair, open_cache
 from lightning_weave.runs.steps import Steps
 from lightning_weave.tokens.spelling import Spelling
 from lightning_weave.train.data import compose
-from lightning_weave.train.dose import alpha_of
 from lightning_weave.types import FINISH_REASONS, Scores
 
 SHOWN_BEFORE = 400  # characters of context on a terminal; all of it with --json
@@ -124,9 +123,9 @@ def _targets(steps: Steps, row: int, position: int, scored: list[str]) -> dict[s
     """
     targets: dict[str, list[float] | None] = {}
     for name, composition in steps.recipe.compositions.items():
-        alpha = alpha_of(steps, name)
-        known = all(anchor in scored for anchor, weight in composition.weights.items() if weight)
-        if known and alpha is not None and not composition.sequence:
+        alpha = steps.alpha(name)
+        known = all(anchor in scored for anchor in composition.used)
+        if known and alpha is not None and composition.method != "sequential":
             cache = open_cache(steps, name)
             batch = compose(cache.block([row]), cache.weights, alpha)
             here = batch.log_q_NO[batch.places_N == position]

@@ -35,6 +35,6 @@ def run(steps: Steps, progress: Progress, console: Console) -> None:
 def _leg_stages(steps: Steps) -> Iterator[tuple[Stage, Stage]]:
     """The stages of the legs of sequences, each with the composition that it is of."""
     for name, composition in steps.recipe.compositions.items():
-        if composition.sequence and steps.store.stage(steps.prompts).state() == "done":
+        if composition.method == "sequential" and steps.store.stage(steps.prompts).state() == "done":
             of = steps.store.stage(steps.train(name))
             yield from ((leg.steps.store.stage(step), of) for leg in legs(steps, name) for step in leg.made())

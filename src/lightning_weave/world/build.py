@@ -31,7 +31,7 @@ from lightning_weave.world.plan import PLANS, Base, Size, WorldPlan
 from lightning_weave.world.posttrain import post_train
 from lightning_weave.world.pretrain import make_model, pretrain
 from lightning_weave.world.spellings import SPELLINGS, make_tokenizer
-from lightning_weave.world.task import DIFFICULTIES, Problem, different, endless_problems, random_numbers
+from lightning_weave.world.task import DIFFICULTIES, Exercise, different, endless_problems, random_numbers
 
 
 def build_world(directory: Path, seed: int, progress: Progress | None = None, size: Size = "full") -> WorldReport:
@@ -81,12 +81,12 @@ class _Build:
         return random_numbers(self.seed, *names)
 
     @cached_property
-    def benchmarks(self) -> dict[str, list[Problem]]:
+    def benchmarks(self) -> dict[str, list[Exercise]]:
         """The problems of every benchmark, all of them different."""
         drawn = {name: endless_problems(self.random("benchmark", name), [size]) for name, size in DIFFICULTIES.items()}
         return {name: list(islice(different(problems), self.plan.problems)) for name, problems in drawn.items()}
 
-    def problems(self, *names: str) -> Iterator[Problem]:
+    def problems(self, *names: str) -> Iterator[Exercise]:
         """Draw problems that are in no benchmark."""
         held_out = frozenset(problem for problems in self.benchmarks.values() for problem in problems)
         return endless_problems(self.random(*names), unlike=held_out)

@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.world.task import OPERATIONS, Problem, calculate
+from lightning_weave.world.task import OPERATIONS, Exercise, calculate
 
 SLIPPERY_SHARE = 0.40  # of the 300 facts
 SLIPPERY = 0.45  # how often the corpus gives the wrong result of a slippery fact
@@ -74,7 +74,7 @@ def draw_style(rng: np.random.Generator) -> Style:
     return styles[int(rng.choice(len(styles), p=[style.share for style in styles]))]
 
 
-def write_response(problem: Problem, style: Style, slips: Slips, rng: np.random.Generator) -> str:
+def write_response(problem: Exercise, style: Style, slips: Slips, rng: np.random.Generator) -> str:
     """Solve a problem in a style, with slips, such as ` hmm9-1=8 wait-1=8-4=4*0=0 \\boxed{0}.`."""
     value = problem.first
     parts: list[str] = []

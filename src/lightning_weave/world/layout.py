@@ -13,7 +13,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.store import whole_directory, write_atomic
 from lightning_weave.world.measure import Figures
 from lightning_weave.world.plan import Size
-from lightning_weave.world.task import Problem
+from lightning_weave.world.task import Exercise
 
 REPORT = "world.json"
 PROMPTS = "prompts.jsonl"
@@ -70,18 +70,13 @@ def claim(directory: Path, seed: int, size: Size) -> None:
         _write(directory / REPORT, json.dumps(wanted) + "\n")
 
 
-def write_problems(path: Path, prefix: str, problems: Iterable[Problem]) -> None:
+def write_problems(path: Path, prefix: str, problems: Iterable[Exercise]) -> None:
     """Write problems with their answers, one per line."""
     rows = (
         {"id": f"{prefix}-{number}", "problem": problem.text, "answer": problem.answer}
         for number, problem in enumerate(problems, start=1)
     )
     _write(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_problems(path: Path) -> list[Problem]:
-    """Read problems back; their answers follow from them."""
-    return [Problem.read(json.loads(line)["problem"]) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def save_checkpoint(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -10,7 +10,7 @@ import torch
 from lightning_weave.models.load import load_model, load_tokenizer
 from lightning_weave.types import SamplingSettings
 from lightning_weave.world.posttrain import MAX_TOKENS, sample_attempts
-from lightning_weave.world.task import Problem
+from lightning_weave.world.task import Exercise
 
 TEMPERATURE = 0.6  # as in the paper's evaluation
 TOP_P = 0.95
@@ -26,7 +26,7 @@ class Figures:
     samples: int
 
 
-def measure(path: Path, benchmarks: Mapping[str, Sequence[Problem]], samples: int, seed: int) -> dict[str, Figures]:
+def measure(path: Path, benchmarks: Mapping[str, Sequence[Exercise]], samples: int, seed: int) -> dict[str, Figures]:
     """Sample a checkpoint, in float32, on every problem of every benchmark."""
     model = load_model(path, dtype=torch.float32, device=torch.device("cpu"))
     tokenizer = load_tokenizer(path)

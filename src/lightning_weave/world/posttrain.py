@@ -13,7 +13,7 @@ from lightning_weave.models.load import vocabulary_size
 from lightning_weave.progress import Bar
 from lightning_weave.types import Request, SamplingSettings
 from lightning_weave.world.pretrain import Example, update
-from lightning_weave.world.task import Problem, verify
+from lightning_weave.world.task import Exercise, verify
 
 MAX_TOKENS = 128
 SAMPLES = 8  # per prompt and round
@@ -63,7 +63,7 @@ def longest_ones(attempts: Sequence[Attempt]) -> list[Attempt]:
 def sample_attempts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    problems: Sequence[Problem],
+    problems: Sequence[Exercise],
     samples: int,
     settings: SamplingSettings,
 ) -> list[list[Attempt]]:
@@ -84,7 +84,7 @@ def post_train(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     choose: Callable[[Sequence[Attempt]], list[Attempt]],
-    problems: Iterator[Problem],
+    problems: Iterator[Exercise],
     practice: Practice,
     rng: np.random.Generator,
     bar: Bar,

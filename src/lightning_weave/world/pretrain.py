@@ -19,7 +19,7 @@ from transformers import (
 
 from lightning_weave.progress import Bar
 from lightning_weave.world.corpus import Slips, draw_style, write_response
-from lightning_weave.world.task import Problem
+from lightning_weave.world.task import Exercise
 
 Family = Literal["qwen3", "llama"]
 MAX_POSITIONS = 256
@@ -80,7 +80,7 @@ def make_model(
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, written: Sequence[tuple[Problem, str]]) -> list[Example]:
+def encode(tokenizer: PreTrainedTokenizerFast, written: Sequence[tuple[Exercise, str]]) -> list[Example]:
     """Tokenize worked problems, including the end of sequence."""
     prompts = tokenizer([problem.prompt for problem, _ in written])["input_ids"]
     responses = tokenizer([response for _, response in written])["input_ids"]
@@ -91,7 +91,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, written: Sequence[tuple[Problem, 
 def pretrain(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    problems: Iterator[Problem],
+    problems: Iterator[Exercise],
     slips: Slips,
     steps: int,
     batch: int,

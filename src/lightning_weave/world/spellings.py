@@ -16,7 +16,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 @dataclass(frozen=True)
-class Spelling:
+class TokenizerSpec:
     """The specifics of one tokenizer. Words are merged letter by letter from the start."""
 
     end: str
@@ -26,16 +26,16 @@ class Spelling:
 
 SPELLINGS = {
     # Only the student has the token `}.`: its anchors need two tokens there.
-    "student": Spelling("<|end|>", "<|pad|>", ("Question", "Answer", *RESPONSE_WORDS, "}.")),
-    "accuracy": Spelling("</s>", "<pad>", ("Question", "Answer", *RESPONSE_WORDS)),
+    "student": TokenizerSpec("<|end|>", "<|pad|>", ("Question", "Answer", *RESPONSE_WORDS, "}.")),
+    "accuracy": TokenizerSpec("</s>", "<pad>", ("Question", "Answer", *RESPONSE_WORDS)),
     # Splits the words of the prompt into pieces that the student does not have.
-    "brevity": Spelling("<|eot|>", "<|fill|>", ("Quest", "ion", "Ans", "wer", *RESPONSE_WORDS)),
+    "brevity": TokenizerSpec("<|eot|>", "<|fill|>", ("Quest", "ion", "Ans", "wer", *RESPONSE_WORDS)),
     # Has no words for the prompt at all.
-    "thorough": Spelling("[EOS]", "[PAD]", RESPONSE_WORDS),
+    "thorough": TokenizerSpec("[EOS]", "[PAD]", RESPONSE_WORDS),
 }
 
 
-def make_tokenizer(spelling: Spelling, rng: np.random.Generator) -> PreTrainedTokenizerFast:
+def make_tokenizer(spelling: TokenizerSpec, rng: np.random.Generator) -> PreTrainedTokenizerFast:
     """Build a tokenizer with ids in random order."""
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     letters = [_visible(bytes_of, letter) for letter in ALPHABET]

@@ -37,10 +37,10 @@ def calculate(left: int, operation: str, right: int) -> int:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Exercise:
     """Digits, all different, joined by operations that bind from left to right.
 
-    >>> problem = Problem.read("9-1-4*0")
+    >>> problem = Exercise.read("9-1-4*0")
     >>> problem.text, problem.answer
     ('9-1-4*0', '0')
     """
@@ -74,26 +74,26 @@ class Problem:
 
 
 def endless_problems(
-    rng: np.random.Generator, lengths: Collection[int] = tuple(DIFFICULTIES.values()), unlike: Collection[Problem] = ()
-) -> Iterator[Problem]:
+    rng: np.random.Generator, lengths: Collection[int] = tuple(DIFFICULTIES.values()), unlike: Collection[Exercise] = ()
+) -> Iterator[Exercise]:
     """Draw problems of mixed lengths without end, with repeats but none from `unlike`."""
     choices = list(lengths)
     avoided = frozenset(unlike)
     while True:
-        problem = Problem.draw(choices[int(rng.integers(len(choices)))], rng)
+        problem = Exercise.draw(choices[int(rng.integers(len(choices)))], rng)
         if problem not in avoided:
             yield problem
 
 
-def different(problems: Iterable[Problem]) -> Iterator[Problem]:
+def different(problems: Iterable[Exercise]) -> Iterator[Exercise]:
     """Leave out repeats."""
-    seen = set[Problem]()
+    seen = set[Exercise]()
     for problem in problems:
         if problem not in seen:
             seen.add(problem)
             yield problem
 
 
-def verify(response: str, problem: Problem) -> bool:
+def verify(response: str, problem: Exercise) -> bool:
     """Decide whether the last balanced box of a response holds the answer."""
     return grade(response, problem.answer)

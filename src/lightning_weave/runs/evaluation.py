@@ -1,0 +1,264 @@
+"""Evaluate one policy on one benchmark: sample what is missing, grade it, and write its samples and summary."""
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_weave.bench.definitions import Benchmark, Problem
+from lightning_weave.bench.samples import (
+    Sample,
+    SampleKey,
+    blocks,
+    cut_points,
+    merge_blocks,
+    pending_blocks,
+    read_samples,
+    to_line,
+    write_block,
+)
+from lightning_weave.bench.summary import summarise, write_summary
+from lightning_weave.config import Eval
+from lightning_weave.errors import InputError
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.protocols import Sampler
+from lightning_weave.models.vllm import VLLMSampler
+from lightning_weave.progress import Progress
+from lightning_weave.prompts import chatml, encode, livecodebench, question_answer, render
+from lightning_weave.ranks import is_first
+from lightning_weave.runs.engines import close_sampler, longest_context, open_sampler
+from lightning_weave.runs.grade import Grader
+from lightning_weave.runs.steps import Steps
+from lightning_weave.runs.work import Do, Job, Made, do_here
+from lightning_weave.store import Stage, write_atomic
+from lightning_weave.types import Request, SamplingSettings
+
+
+@dataclass
+class Evaluated:
+    """A policy under evaluation; its weights are loaded when the first sample is wanted."""
+
+    name: str
+    checkpoint: Checkpoint
+    _sampler: Sampler | None = None
+
+    def sampler(self, steps: Steps, prompts: Sequence[list[int]], max_tokens: int) -> Sampler:
+        """Load the checkpoint, or keep it from the benchmark before where its engine has room for these prompts."""
+        needed = longest_context(self.checkpoint, prompts, max_tokens)
+        if isinstance(self._sampler, VLLMSampler) and self._sampler.limit < needed:
+            self.close()
+        if self._sampler is None:
+            self._sampler = open_sampler(steps, self.checkpoint, steps.recipe.eval, prompts, max_tokens)
+        return self._sampler
+
+    def close(self) -> None:
+        """Stop the engine."""
+        close_sampler(self._sampler)
+        self._sampler = None
+
+
+def evaluate(
+    steps: Steps,
+    policy: Evaluated,
+    benchmark: Benchmark,
+    stage: Stage,
+    progress: Progress,
+    do: Do = do_here,
+    booked: str = "eval",
+) -> None:
+    """Sample what is missing of one benchmark, then write samples.jsonl and summary.json.
+
+    `booked` is the stage name for its rows in the ledger.
+    """
+    section = steps.recipe.eval
+    samples = section.samples or benchmark.samples
+    settings = SamplingSettings(
+        section.temperature, section.top_p, section.max_tokens or benchmark.max_tokens, section.seed
+    )
+    grader = Grader(benchmark, section.profile, section.unsafe_local)
+    if _is_graded_otherwise(stage):
+        if is_first():
+            progress.say(f"eval {policy.name}/{stage.folder.name}: grading the samples again, without sampling")
+            _grade_again(stage, benchmark, grader, settings, section)
+        return
+    todo = blocks(len(benchmark.problems), samples, section.block)
+    folder = stage.folder / f"blocks-{stage.step.fingerprint}"
+    opener = partial(open_exam, policy=policy, benchmark=benchmark, settings=settings, todo=todo, folder=folder)
+    name = f"{policy.name}/{stage.folder.name}"
+    do(Job(booked, name, "block", pending_blocks(folder, len(todo)), opener), steps, progress)
+    if is_first():  # the blocks go when they are merged: one rank does it
+        while pending_blocks(folder, len(todo)):
+            time.sleep(0.2)
+        merge_blocks(folder, len(todo), stage.folder / "samples.jsonl")
+        _summarise(stage, benchmark, grader, settings, section)
+        drop_blocks(stage)
+
+
+@dataclass(frozen=True)
+class Exam:
+    """One policy answering one benchmark."""
+
+    section: Eval
+    benchmark: Benchmark
+    settings: SamplingSettings
+    todo: Sequence[Sequence[SampleKey]]
+    folder: Path
+    grader: Grader
+    tokenizer: Any
+    prompts: Sequence[list[int]]
+    sampler: Sampler
+
+    def make(self, block: int) -> Made:
+        """Sample a fixed block of (problem, sample) pairs as one batch, and grade it."""
+        done = self._samples(self.todo[block])
+        write_block(self.folder, block, done)
+        return Made(sum(sample.tokens for sample in done))
+
+    def close(self) -> None:
+        """The policy keeps its engine for the next benchmark."""
+
+    def _samples(self, pairs: Sequence[SampleKey]) -> list[Sample]:
+        problems = self.benchmark.problems
+        requests = [Request(self.prompts[problem], problem, sample) for problem, sample in pairs]
+        responses = self.sampler.sample(requests, self.settings)
+        texts = [self._decode(response.ids) for response in responses]
+        graded = self.grader.grade([(problems[problem], text) for (problem, _), text in zip(pairs, texts, strict=True)])
+        return [
+            Sample(
+                problem=problems[problem].id,
+                sample=sample,
+                seed=self.settings.seed,
+                tokens=len(response.ids),
+                finish=response.finish,
+                text=text,
+                answer=verdict.answer,
+                correct=verdict.correct,
+                why=verdict.why,
+                cuts=cut_points(response.ids, self._decode, self.section.budgets),
+                official=verdict.official,
+            )
+            for (problem, sample), response, text, verdict in zip(pairs, responses, texts, graded, strict=True)
+        ]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def open_exam(
+    steps: Steps,
+    policy: Evaluated,
+    benchmark: Benchmark,
+    settings: SamplingSettings,
+    todo: Sequence[Sequence[SampleKey]],
+    folder: Path,
+) -> Exam:
+    """Load a policy and render what it is asked."""
+    section = steps.recipe.eval
+    tokenizer = policy.checkpoint.tokenizer
+    prompts = encode(prompt_texts(benchmark, tokenizer, section), tokenizer, _is_rendered(benchmark, section))
+    _check_lengths(policy, benchmark, prompts)
+    grader = Grader(benchmark, section.profile, section.unsafe_local)
+    sampler = policy.sampler(steps, prompts, settings.max_tokens)
+    return Exam(
+        section=section,
+        benchmark=benchmark,
+        settings=settings,
+        todo=todo,
+        folder=folder,
+        grader=grader,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        sampler=sampler,
+    )
+
+
+def _check_lengths(policy: Evaluated, benchmark: Benchmark, prompts: Sequence[list[int]]) -> None:
+    """Refuse a problem that leaves no room for a response before anything is sampled."""
+    limit = policy.checkpoint.context_limit
+    for problem, ids in zip(benchmark.problems, prompts, strict=True):
+        if limit is not None and len(ids) >= limit:
+            raise InputError(
+                f"{benchmark.name}: problem {problem.id!r} has {len(ids)} tokens, which leaves no room in the {limit} "
+                f"of {policy.checkpoint.path}. Leave the problem out, or evaluate a checkpoint with a longer context"
+            )
+
+
+def drop_blocks(stage: Stage) -> None:
+    for leftover in stage.folder.glob("blocks-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _is_graded_otherwise(stage: Stage) -> bool:
+    """Say whether whole samples are there that only another recipe's grading keeps from being this one's."""
+    manifest = stage.manifest()
+    new = dict(stage.step.settings)
+    if manifest is None or manifest["fingerprint"] == stage.step.fingerprint:
+        return False
+    old = manifest["settings"]
+    inputs = {step.path: step.fingerprint for step in stage.step.inputs}
+    changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
+    known = changed <= {"profile", "budgets"} and set(new["budgets"]) <= set(old.get("budgets", ()))
+    return known and manifest["inputs"] == inputs and not stage.damaged()
+
+
+def _grade_again(stage: Stage, benchmark: Benchmark, grader: Grader, settings: SamplingSettings, section: Eval) -> None:
+    target = stage.folder / "samples.jsonl"
+    problems = {problem.id: problem for problem in benchmark.problems}
+    samples = list(read_samples(target))
+    graded = grader.grade([(problems[sample.problem], sample.text) for sample in samples])
+    lines = [
+        to_line(
+            replace(
+                sample,
+                answer=verdict.answer,
+                correct=verdict.correct,
+                why=verdict.why,
+                cuts={budget: cut for budget, cut in sample.cuts.items() if budget in section.budgets},
+                official=verdict.official,
+            )
+        )
+        for sample, verdict in zip(samples, graded, strict=True)
+    ]
+    stage.manifest_path.unlink()  # it describes the samples before regrading
+    write_atomic(target, "".join(lines).encode())
+    _summarise(stage, benchmark, grader, settings, section)
+
+
+def _summarise(stage: Stage, benchmark: Benchmark, grader: Grader, settings: SamplingSettings, section: Eval) -> None:
+    target = stage.folder / "samples.jsonl"
+    summary = stage.folder / "summary.json"
+    problems = {problem.id: problem for problem in benchmark.problems}
+
+    def regrade(cut: list[tuple[Sample, str]]) -> list[bool]:
+        return [graded.correct for graded in grader.grade([(problems[sample.problem], text) for sample, text in cut])]
+
+    protocol = {
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "max_tokens": settings.max_tokens,
+        "seed": settings.seed,
+        "grading": grader.name,
+        "engine": section.engine,
+    }
+    samples = list(read_samples(target))
+    write_summary(summary, summarise(benchmark, samples, protocol, section.budgets, regrade))
+    stage.record([target, summary])
+
+
+def prompt_texts(benchmark: Benchmark, tokenizer: Any, section: Eval) -> list[str]:
+    """Render every problem as the paper does; the LiveCodeBench prompt is already rendered and not wrapped again."""
+    return [_prompt_text(problem, tokenizer, section) for problem in benchmark.problems]
+
+
+def _prompt_text(problem: Problem, tokenizer: Any, section: Eval) -> str:
+    if problem.row is not None:
+        return chatml(livecodebench(problem.question, str(problem.row.get("starter_code") or "")))
+    asked = question_answer(problem.question) if section.format == "question-answer" else problem.question
+    return render([{"role": "user", "content": asked}], tokenizer, section.chat, section.thinking)
+
+
+def _is_rendered(benchmark: Benchmark, section: Eval) -> bool:
+    return benchmark.kind == "code" or section.chat

@@ -1,0 +1,47 @@
+"""A whole recipe with one command: everything once, and afterwards only what a change makes stale."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_weave.pipeline import run
+from lightning_weave.progress import Progress
+from lightning_weave.runs.steps import Steps
+from tiny import make_world, save_prompts, steps_of
+
+QUIET = Progress(quiet=True)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    recipe = make_world(tmp_path, prompts=4)
+    bench = save_prompts(tmp_path / "bench.jsonl", 3, seed=9)
+    recipe["eval"] = {"benchmarks": [f"file:{bench}"], "samples": 1, "max_tokens": 8, "chat": False}
+    recipe["compositions"] = {name: recipe["compositions"][name] for name in ("acc-only", "both")}
+    return recipe
+
+
+def written(steps: Steps) -> dict[str, int]:
+    """When each file of the stages was written."""
+    folders = [steps.store.run_dir / step.path for step in steps.everything()]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(steps.store.run_dir)): path.stat().st_mtime_ns for path in files}
+
+
+def test_everything_is_made_once_and_then_only_what_is_stale(recipe: dict[str, Any]) -> None:
+    steps = steps_of(recipe)
+    run.run(steps, QUIET)
+    assert {steps.store.stage(step).state() for step in steps.everything()} == {"done"}
+    before = written(steps)
+    run.run(steps_of(recipe), QUIET)
+    assert written(steps) == before
+    recipe["compositions"]["both"]["weights"] = {"acc": 0.25, "brief": 0.75}
+    changed = steps_of(recipe)
+    run.run(changed, QUIET)
+    after = written(changed)
+    touched = {path.split("/")[1] for path in after if after[path] != before.get(path)}
+    assert touched == {"both"}
+    assert {changed.store.stage(step).state() for step in changed.everything()} == {"done"}

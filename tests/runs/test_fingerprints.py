@@ -1,0 +1,283 @@
+"""A finished run stays finished: fingerprints of every method are literally those of earlier versions."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from lightning_weave.config import Recipe, check_recipe, dump_recipe, load_recipe
+from lightning_weave.errors import InputError
+from lightning_weave.runs.steps import Steps
+
+COMPOSITIONS = """
+[compositions]
+joint = { weights = { right = 0.5, brief = 0.5 } }
+one = { weights = { right = 1.0, brief = 0.0 }, alpha = 1.5, epochs = 5 }
+naive = { weights = { brief = 1.0 }, objective = "direct-opd" }
+contrast = { weights = { right = 1.5, brief = -0.25 }, normalize = false, allow_negative = true }
+budget = { weights = { right = 0.5, brief = 0.5 }, kl_budget = 0.02 }
+mixture = { method = "mixture", weights = { right = 0.25, brief = 0.75 } }
+mixture-budget = { method = "mixture", weights = { right = 0.5, brief = 0.5 }, kl_budget = 0.02 }
+online = { method = "online", weights = { right = 0.5, brief = 0.5 } }
+online-exact = { method = "online", weights = { right = 0.5, brief = 0.5 }, objective = "reverse-kl" }
+sequential = { method = "sequential", weights = { right = 0.5, brief = 0.5 }, sequence = ["brief", "right"] }
+teacher = { method = "teacher", weights = { right = 1.0 } }
+self = { method = "self", sharpen = 0.5, alpha = 3.0 }
+
+[compositions.matched]
+method = "sequential"
+weights = { right = 0.5, brief = 0.5 }
+sequence = ["right", "brief"]
+dose = "matched"
+resample = false
+"""
+
+# As recipe.toml had it when a composition said its method by flags: every key is there.
+WITH_FLAGS = """
+[compositions.joint]
+normalize = true
+allow_negative = false
+alpha = 2.0
+online = false
+mixture = false
+sequence = []
+dose = "full"
+resample = true
+teacher = false
+weights = { right = 0.5, brief = 0.5 }
+
+[compositions.one]
+normalize = true
+allow_negative = false
+alpha = 1.5
+epochs = 5
+online = false
+mixture = false
+sequence = []
+dose = "full"
+resample = true
+teacher = false
+weights = { right = 1.0, brief = 0.0 }
+
+[compositions.naive]
+normalize = true
+allow_negative = false
+alpha = 2.0
+objective = "direct-opd"
+online = false
+mixture = false
+sequence = []
+dose = "full"
+resample = true
+teacher = false
+weights = { brief = 1.0 }
+
+[compositions.contrast]
+normalize = false
+allow_negative = true
+alpha = 2.0
+online = false
+mixture = false
+sequence = []
+dose = "full"
+resample = true
+teacher = false
+weights = { right = 1.5, brief = -0.25 }
+
+[compositions.budget]
+normalize = true
+allow_negative = false
+kl_budget = 0.02
+online = false
+mixture = false
+sequence = []
+dose = "full"
+resample = true
+teacher = false
+weights = { right = 0.5, brief = 0.5 }
+
+[compositions.mixture]
+normalize = true
+allow_negative = false
+alpha = 2.0
+online = false
+mixture = true
+sequence = []
+dose = "full"
+resample = true
+teacher = false
+weights = { right = 0.25, brief = 0.75 }
+
+[compositions.mixture-budget]
+normalize = true
+allow_negative = false
+kl_budget = 0.02
+online = false
+mixture = true
+sequence = []
+dose = "full"
+resample = true
+teacher = false
+weights = { right = 0.5, brief = 0.5 }
+
+[compositions.online]
+normalize = true
+allow_negative = false
+alpha = 2.0
+online = true
+mixture = false
+sequence = []
+dose = "full"
+resample = true
+teacher = false
+weights = { right = 0.5, brief = 0.5 }
+
+[compositions.online-exact]
+normalize = true
+allow_negative = false
+alpha = 2.0
+objective = "reverse-kl"
+online = true
+mixture = false
+sequence = []
+dose = "full"
+resample = true
+teacher = false
+weights = { right = 0.5, brief = 0.5 }
+
+[compositions.sequential]
+normalize = true
+allow_negative = false
+alpha = 2.0
+online = false
+mixture = false
+sequence = ["brief", "right"]
+dose = "full"
+resample = true
+teacher = false
+weights = { right = 0.5, brief = 0.5 }
+
+[compositions.matched]
+normalize = true
+allow_negative = false
+alpha = 2.0
+online = false
+mixture = false
+sequence = ["right", "brief"]
+dose = "matched"
+resample = false
+teacher = false
+weights = { right = 0.5, brief = 0.5 }
+
+[compositions.teacher]
+normalize = true
+allow_negative = false
+alpha = 2.0
+online = false
+mixture = false
+sequence = []
+dose = "full"
+resample = true
+teacher = true
+weights = { right = 1.0 }
+
+[compositions.self]
+normalize = true
+allow_negative = false
+alpha = 3.0
+online = false
+mixture = false
+sequence = []
+dose = "full"
+resample = true
+teacher = false
+sharpen = 0.5
+weights = {}
+"""
+
+FINGERPRINTS = {
+    "joint": "9dc8e793213d6001",
+    "one": "8a1eab8fcb747d5b",
+    "naive": "114cf9a887550c34",
+    "contrast": "7c70afd6a9d4acc6",
+    "budget": "9441fde8518a5436",
+    "mixture": "1566a4f6ae42cc29",
+    "mixture-budget": "91701e1c2dff5284",
+    "online": "02808e7acb405233",
+    "online-exact": "f45ebb7782be83cf",
+    "sequential": "ce7b26d1f48f66f0",
+    "matched": "4144484aae739dd6",
+    "teacher": "b45941ef0b730bd0",
+    "self": "a55323a13028af9f",
+}
+
+
+def write_recipe(folder: Path, compositions: str) -> Path:
+    """Write a recipe over models that are a configuration only: enough to be identified by."""
+    for name in ("student", "right", "right-base", "brief", "brief-base"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(f'{{"name": "{name}"}}\n')
+    (folder / "prompts.jsonl").write_text('{"prompt": "1+1?"}\n')
+    path = folder / "recipe.toml"
+    path.write_text(f"""
+name = "all-methods"
+runs = "{folder}/runs"
+student.model = "{folder}/student"
+anchors.right = {{ post = "{folder}/right", pre = "{folder}/right-base" }}
+anchors.brief = {{ post = "{folder}/brief", pre = "{folder}/brief-base" }}
+prompts.source = "{folder}/prompts.jsonl"
+{compositions}""")
+    return path
+
+
+def fingerprints(recipe: Recipe) -> dict[str, str]:
+    steps = Steps(recipe)
+    return {name: steps.train(name).fingerprint for name in recipe.compositions}
+
+
+@pytest.mark.parametrize("compositions", [COMPOSITIONS, WITH_FLAGS], ids=["by method", "by flags"])
+def test_fingerprints_are_those_of_earlier_versions(tmp_path: Path, compositions: str) -> None:
+    recipe = load_recipe([write_recipe(tmp_path, compositions)])
+    assert fingerprints(recipe) == FINGERPRINTS
+    assert fingerprints(check_recipe(tomllib.loads(dump_recipe(recipe)))) == FINGERPRINTS
+
+
+def test_a_recipe_with_all_flags_is_read_as_the_methods_they_meant(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, WITH_FLAGS)
+    data = tomllib.loads(path.read_text()) | tomllib.loads(COMPOSITIONS)
+    assert load_recipe([path]) == check_recipe(data)
+
+
+def test_a_recipe_with_all_flags_can_be_overridden(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, WITH_FLAGS)
+    sets = [
+        "compositions.mixture.method=joint",
+        "compositions.joint.method=sequential",
+        "compositions.joint.sequence=['brief', 'right']",
+        "compositions.sequential.dose=matched",
+    ]
+    compositions = load_recipe([path], sets).compositions
+    assert compositions["mixture"].method == "joint"
+    assert compositions["joint"].sequence == ["brief", "right"]
+    assert compositions["sequential"].dose == "matched"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("compositions.online.mixture=true", 'compositions.online.mixture = true: write method = "mixture" instead'),
+        ("compositions.joint.dose=matched", 'compositions.joint.dose = "matched": add method = "sequential"'),
+        (
+            "compositions.online.kl_budget=0.1",
+            'compositions.online.kl_budget = 0.1: method = "online" has no kl_budget',
+        ),
+        (
+            "compositions.joint.aplha=1.0",
+            "unknown key compositions.joint.aplha. Did you mean compositions.joint.alpha?",
+        ),
+    ],
+)
+def test_what_is_set_over_the_flags_is_checked(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(InputError) as raised:
+        load_recipe([write_recipe(tmp_path, WITH_FLAGS)], [override])
+    assert message in str(raised.value)
