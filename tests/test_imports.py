@@ -1,6 +1,7 @@
 """Who may import whom, between rooms and inside them; and light modules stay light."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import lightning_weave
 
 ROOT = Path(lightning_weave.__file__).parent
-BASE = {"errors", "types", "config", "ranks", "progress"}
+BASE = {"errors", "types", "config", "ranks", "devices", "progress"}
 LIBRARIES = BASE | {"maths", "store", "tokens", "heads"}
 MODELS = LIBRARIES | {"models", "prompts", "grading", "bench", "cache"}
 # Room -> the rooms it may import. A room that is not listed beside another may not know it.
@@ -18,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
     "ranks": {"errors"},
+    "devices": {"errors", "ranks"},
     "progress": {"ranks"},
     "config": {"errors"},
     "maths": set(),
@@ -176,6 +178,14 @@ def test_ranks_are_read_in_one_file() -> None:
     variables = ('"RANK"', '"WORLD_SIZE"', '"LOCAL_RANK"')
     files = [path for path in ROOT.rglob("*.py") if any(name in path.read_text(encoding="utf-8") for name in variables)]
     assert [path.relative_to(ROOT).as_posix() for path in files] == ["ranks.py"]
+
+
+def test_the_device_is_asked_about_in_one_file() -> None:
+    # config has the names that a recipe may give; train/parallel.py joins the ranks of a device that it is given.
+    allowed = {"devices.py", "config/sections.py", "train/parallel.py"}
+    asks = re.compile(r"""cuda|["']mps["']|torch\.mps|torch\.accelerator""", re.IGNORECASE)
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if asks.search(path.read_text("utf-8"))}
+    assert files <= allowed
 
 
 def test_whether_code_may_run_is_decided_in_the_room_of_models() -> None:

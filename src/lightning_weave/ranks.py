@@ -1,8 +1,14 @@
 """Which of the processes that torchrun started this one is. No other file reads these variables."""
 
 import os
+import re
+from collections.abc import Mapping
 
 from lightning_weave.errors import InputError
+
+_OF_TORCHRUN = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|PET)_\w+|(TORCH_)?NCCL_ASYNC_\w+"
+)
 
 
 def rank() -> int:
@@ -20,6 +26,16 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def local_world_size() -> int:
+    """How many ranks this machine has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """Leave out what torchrun sets: a program with ranks of its own would wait for ours."""
+    return {name: value for name, value in environment.items() if not _OF_TORCHRUN.fullmatch(name)}
+
+
 def is_first() -> bool:
     """Whether this rank does what only one may do."""
     return rank() == 0
@@ -32,6 +48,7 @@ def is_alone() -> bool:
 
 def check_ranks() -> None:
     """Refuse a rank that no shard belongs to."""
-    number, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    number = os.environ.get("RANK", "0")
+    world = os.environ.get("WORLD_SIZE", "1")
     if not (number.isdecimal() and world.isdecimal() and int(number) < int(world)):
         raise InputError(f"RANK={number} WORLD_SIZE={world}: ranks are numbers from 0 to WORLD_SIZE - 1")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_weave.config import Recipe, check_recipe, dump_recipe, load_recipe
+from lightning_weave.config import Recipe, check_recipe, dump_recipe, load_recipe, merge_overrides, merge_tables
 from lightning_weave.config.composition import METHODS
 
 BASE = """
@@ -118,3 +118,13 @@ def test_the_page_has_every_method_with_the_keys_of_its_own() -> None:
 
 def test_plain_data_is_checked_the_same() -> None:
     assert check_recipe({"name": "x", "student": {"model": "m"}}).train.epochs == 2
+
+
+def test_setting_one_weight_keeps_the_others_but_a_table_replaces_them() -> None:
+    base = {"compositions": {"even": {"weights": {"acc": 0.5, "brief": 0.5}}}}
+    one = merge_overrides(base, ["compositions.even.weights.acc=0.7"])
+    assert one["compositions"]["even"]["weights"] == {"acc": 0.7, "brief": 0.5}
+    for override in ("compositions.even.weights={acc=1.0}", "compositions.even={weights={acc=1.0}}"):
+        assert merge_overrides(base, [override])["compositions"]["even"]["weights"] == {"acc": 1.0}
+    later = {"compositions": {"even": {"weights": {"acc": 1.0}}}}
+    assert merge_tables(base, later) == later, "a later file replaces the whole table"

@@ -90,6 +90,7 @@ def make_recipe(root: Path, student: str, anchor: str, tokenizer: str, **changes
         "prompts": {
             "source": str(save_prompts(root / "prompts.jsonl")),
             "columns": {"prompt": "prompt", "answer": "answer", "id": "id"},
+            "format": "plain",
             "chat": False,
         },
         "rollout": {"responses": 2, "max_tokens": 12, "prompts_per_shard": 4, "batch_size": 3},

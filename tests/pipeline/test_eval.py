@@ -17,7 +17,7 @@ from grading import problems
 from lightning_weave.bench.definitions import Benchmark, Problem
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
-from lightning_weave.config import check_recipe, dump_recipe
+from lightning_weave.config import Grading, check_recipe, dump_recipe
 from lightning_weave.errors import InputError, StaleInput
 from lightning_weave.grading.math import extract_boxed
 from lightning_weave.pipeline import eval as stage
@@ -43,6 +43,7 @@ def recipe(tmp_path: Path) -> dict:
         "samples": 3,
         "max_tokens": 14,
         "chat": False,
+        "profile": "paper",
         "block": 4,
         "budgets": [5, 9],
     }
@@ -161,7 +162,7 @@ def test_killed_and_resumed_gives_the_same_files(recipe: dict, tmp_path: Path, f
 @pytest.mark.parametrize("reference", ["4", "\\boxed{4}", "so \\boxed{4}"])
 def test_a_reference_may_be_boxed_as_a_response_is(profile: str, reference: str) -> None:
     problem = Problem("p", "2 + 2?", reference)
-    grader = Grader(Benchmark("file:x", "x", "math", (problem,), 1, 8), profile)
+    grader = Grader(Benchmark("file:x", "x", "math", (problem,), 1, 8), Grading(kind=profile))
     graded = grader.grade([(problem, "it is \\boxed{4}"), (problem, "it is \\boxed{5}")])
     assert [one.correct for one in graded] == [True, False]
 

@@ -26,7 +26,7 @@ from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
 from lightning_weave.train import offline
-from lightning_weave.train.training import make_schedule
+from lightning_weave.train.schedule import make_schedule
 from lightning_weave.types import Candidates, Ragged, Request, Rollouts, SamplingSettings, Scores
 from rows import Row, read_row
 from tiny import make_tokenizer, save_model, steps_of

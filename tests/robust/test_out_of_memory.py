@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from lightning_weave.errors import WeaveError
 from lightning_weave.models.load import load_model
@@ -19,11 +20,18 @@ from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import reference, score
 from lightning_weave.pipeline.flow import make_rollouts, make_students
 from lightning_weave.progress import Progress
+from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
+from lightning_weave.train import loop
+from lightning_weave.train.parallel import Ranks, join
+from lightning_weave.train.training import make_fit, open_trainee
 from lightning_weave.types import Candidates, Rollouts, Scores
 from rounding import LOGPROB, UNIT
 from tiny import steps_of
+from train.cached import context
+from train.cached import make_run as train_run
 from train.computed import train_and_see
+from train.launch import Plan, run_out_of_memory, start
 
 QUIET = Progress(quiet=True)
 Recipe = dict[str, Any]
@@ -143,3 +151,44 @@ def test_weights_without_room_are_said(cached: Recipe, monkeypatch: pytest.Monke
     monkeypatch.setattr(nn.Module, "to", lambda *_, **__: torch.empty(2**55))
     with pytest.raises(WeaveError, match=r"student: its weights do not fit on cpu\. Use a smaller dtype"):
         load_model(Path(cached["student"]["model"]), dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_sharded_student_goes_on_with_smaller_micro_batches(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU always shards. The losses are those of a run that had the smaller micro-batches from its beginning."""
+    steps = train_run(tmp_path)
+    with join(torch.device("cpu"), sharded=True) as ranks:
+        monkeypatch.setattr(Qwen3MLP, "forward", Qwen3MLP.forward)  # put back when the test is over
+        run_out_of_memory(where, least=4)
+        disturbed = open_fit(steps, ranks, 1000)
+        found = [disturbed.update(step, range(12))["loss"] for step in (1, 2, 3)]
+        assert disturbed.token_budget < 100, "it was halved"
+        assert "out of memory: train.token_budget halved" in disturbed.notes[0]
+        monkeypatch.undo()
+        undisturbed = open_fit(steps, ranks, disturbed.token_budget)
+        expected = [undisturbed.update(step, range(12))["loss"] for step in (1, 2, 3)]
+    assert expected[2] < 0.9 * expected[0], "it learns"
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def open_fit(steps: Steps, ranks: Ranks, token_budget: int) -> loop.Fit:
+    trainee = open_trainee(steps, context(ranks, torch.bfloat16))
+    fit = make_fit(steps, "both", trainee, open_cache(steps, "both"), alpha=2.0, ranks=ranks)
+    fit.token_budget = token_budget
+    return fit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_when_one_of_two_ranks_runs_out_both_stop_and_it_is_said(where: str, tmp_path: Path) -> None:
+    """In the middle of a pass the other rank waits for this one, so it cannot be told to halve."""
+    steps = train_run(tmp_path, train={"dtype": "bfloat16", "allow_disagreement": True})
+    assert start(Plan([steps], too_much=where), ranks=2) == [1, 1]
+    said = [(steps.store.run_dir / f"rank-{rank}.txt").read_text() for rank in range(2)]
+    assert said[0] == "rank 0: another rank has stopped; its own message says why"
+    if where == "step":
+        assert "out of memory at update 1: no room for the optimizer's own numbers" in said[1]
+    else:
+        assert "out of memory on rank 1 at update 1 with train.token_budget = " in said[1]

@@ -41,7 +41,7 @@ def test_the_ledger_keeps_what_a_failing_stage_spent(tmp_path: Path) -> None:
 def test_the_second_process_is_told_who_holds_the_run(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from lightning_weave.store import lock_run\n"
-        "with lock_run(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+        "with lock_run(Path(sys.argv[1])): print('held', flush=True); time.sleep(3600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None

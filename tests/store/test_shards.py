@@ -146,7 +146,7 @@ def test_a_change_deep_in_the_settings_is_named_alone(tmp_path: Path) -> None:
     assert stage.finish(Rollouts, 1)
     new = {"train": {"rate": 0.2, "betas": [0.9, 0.95]}, "anchors": {"a": {"bos": False}, "b": {"bos": True}}}
     assert make_stage(tmp_path, **new).changed_settings() == [
-        "anchors.b None -> {'bos': True}",
+        "anchors.b is new",
         "train.rate 0.1 -> 0.2",
     ]
 

@@ -10,7 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
 from lightning_weave.config import dump_recipe
+from lightning_weave.errors import WeaveError
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
@@ -29,6 +33,7 @@ class Plan:
     lopsided: bool = False
     kill: str | None = None  # one of the places below ...
     after: int = 0  # ... when it has been passed so often
+    too_much: str | None = None  # where the last rank runs out of memory: forward, backward or step
 
 
 def train_all(plan: Plan) -> None:
@@ -36,6 +41,8 @@ def train_all(plan: Plan) -> None:
         loop.share_rows = lopsided
     if plan.kill:
         KILLS[plan.kill](plan.after)
+    if plan.too_much and os.environ.get("RANK", "1") == "1":
+        run_out_of_memory(plan.too_much)
     for steps in plan.runs:
         make_students(steps, Progress(quiet=True))
 
@@ -44,6 +51,25 @@ def lopsided(lengths: Sequence[int], rank: int, world: int) -> list[int]:
     """Deal the longest row to rank 0 and all the others to the last rank."""
     order = schedule.share_rows(lengths, 0, 1)
     return order[:1] if rank == 0 else order[1:] if rank == world - 1 else []
+
+
+def run_out_of_memory(where: str, least: int = 2) -> None:
+    """Fail to allocate, as torch itself does, at the first step or where a micro-batch has so many rows at least."""
+    if where == "step":
+        torch.optim.AdamW._init_group = lambda *_: torch.empty(2**55)  # type: ignore[method-assign]
+        return
+    forward = Qwen3MLP.forward
+
+    def failing(module: Qwen3MLP, states: torch.Tensor) -> torch.Tensor:
+        out = forward(module, states)
+        if len(states) < least or not torch.is_grad_enabled():
+            return out
+        if where == "forward":
+            torch.empty(2**55)
+        out.register_hook(lambda gradient: torch.empty(2**55))
+        return out
+
+    Qwen3MLP.forward = failing  # type: ignore[method-assign]
 
 
 def start(plan: Plan, ranks: int = 1) -> list[int]:
@@ -72,7 +98,11 @@ def _as_rank(plan: Plan, rank: int, ranks: int, port: int) -> None:
     if ranks > 1:
         names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_PORT": port}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
-    train_all(plan)
+    try:
+        train_all(plan)
+    except WeaveError as error:
+        (plan.runs[0].store.run_dir / f"rank-{rank}.txt").write_text(str(error))
+        raise
 
 
 def _kill_on(module: Any, name: str) -> Callable[[int], None]:

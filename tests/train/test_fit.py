@@ -20,7 +20,8 @@ from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
 from lightning_weave.train.loop import BAD_ROWS, Fit, check_agreement
 from lightning_weave.train.parallel import Ranks
-from lightning_weave.train.training import make_fit, make_schedule, open_trainee
+from lightning_weave.train.schedule import make_schedule
+from lightning_weave.train.training import make_fit, open_trainee
 from rows import Row, block_of, read_row
 from train.cached import VOCABULARY, context, make_run
 

@@ -20,7 +20,8 @@ from lightning_weave.runs.caches import open_cache
 from lightning_weave.train.data import compose
 from lightning_weave.train.online import LiveRows
 from lightning_weave.train.parallel import Ranks
-from lightning_weave.train.training import make_fit, make_schedule, open_trainee
+from lightning_weave.train.schedule import make_schedule
+from lightning_weave.train.training import make_fit, open_trainee
 from pipeline.scored import HALF, QUIET, make_scored, same, trained
 from rows import read_row
 from tiny import steps_of
@@ -45,7 +46,7 @@ def test_online_begins_with_the_offline_gradient(recipe: dict, objective: str) -
         trainee = open_trainee(steps, context(ranks))
         schedule = make_schedule(steps.recipe, 12)
         if name == "live":
-            rows = LiveRows(steps, name, trainee, read_prompts(steps.prompts_file), schedule)
+            rows = LiveRows(steps, name, trainee, read_prompts(steps.prompts_file), schedule, ranks=ranks)
             rows.refresh(0)
         else:
             rows = open_cache(steps, name)
@@ -96,7 +97,7 @@ def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:
     steps = steps_of({**recipe, "compositions": {"live": live}, "train": {**recipe["train"], "validation": 0.25}})
     ranks, schedule = Ranks(0, 1, torch.device("cpu")), make_schedule(steps.recipe, 12)
     trainee, cache = open_trainee(steps, context(ranks)), open_cache(steps, "live")
-    rows = LiveRows(steps, "live", trainee, read_prompts(steps.prompts_file), schedule)
+    rows = LiveRows(steps, "live", trainee, read_prompts(steps.prompts_file), schedule, ranks=ranks)
     for number in schedule.held_out():
         assert read_row(rows, number).response_ids.tolist() == read_row(cache, number).response_ids.tolist()
     with torch.no_grad():

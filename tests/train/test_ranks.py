@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
-from lightning_weave.train.training import make_schedule
+from lightning_weave.train.schedule import make_schedule
 from rounding import assert_same_weights
 from train.cached import make_run
 from train.launch import Plan, lopsided, start, torchrun

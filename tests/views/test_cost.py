@@ -1,5 +1,6 @@
 """The cost table adds up what the ledger says, and the summary is the paper's arithmetic."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,13 @@ def test_the_table_is_printed_from_the_runs_ledger(tmp_path: Path) -> None:
     out.file.close()
     assert "11 h 33 m" in text
     assert "3.00 GB" in text
+
+
+def test_json_gives_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = steps_of(make_world(tmp_path))
+    append_line(steps.store.run_dir / "ledger.jsonl", row("rollout", "", 1.0))
+    cost.run(steps, Console(quiet=True), json=True)
+    said = json.loads(capsys.readouterr().out)
+    sizes = {"tokens": 1000, "written": 2_000_000, "peak_memory": 3_000_000_000}
+    assert said["stages"] == [{"stage": "rollout", "name": "", "seconds": 3600.0, **sizes}]
+    assert (said["seconds"], said["summary"]) == (3600.0, [])

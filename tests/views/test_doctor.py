@@ -31,7 +31,9 @@ def look(recipe: dict[str, Any]) -> dict[tuple[str, str], Finding]:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> dict[str, Any]:
-    return make_recipe(tmp_path, "qwen3", "llama", "bytes")
+    (tmp_path / "sums.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n')
+    section = {"benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"], "chat": False}
+    return make_recipe(tmp_path, "qwen3", "llama", "bytes", eval=section)
 
 
 def words(recipe: dict[str, Any]) -> tuple[Words, Words]:
@@ -61,7 +63,7 @@ def test_before_anything_is_cached(recipe: dict[str, Any]) -> None:
     assert stop.verdict == "warning"
     assert 'add to [anchors.one]: aliases = { "<|end|>" = "</s>" }' in stop.text
     disk = found["run", "disk"]
-    assert disk.figures["positions"] == 3200 * 2 * 12
+    assert disk.figures["positions"] == 6 * 2 * 12
     assert not (Path(recipe["runs"]) / "small").exists()
 
 
@@ -178,12 +180,12 @@ def test_what_is_missing_is_said_and_the_rest_still_checked(recipe: dict[str, An
     (Path(recipe["student"]["model"]) / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(recipe["student"]["model"])
     found = look(recipe)
-    assert found["anchors.gone", "checkpoint"].verdict == "warning"
-    assert "no such directory" in found["anchors.gone", "checkpoint"].text
+    assert found["anchors.gone.post", "checkpoint"].verdict == "error"
+    assert "no such directory" in found["anchors.gone.post", "checkpoint"].text
     assert "same checkpoint" in found["anchors.twin", "checkpoints"].text
     assert found["anchors.one", "atomic"].verdict == "ok"
-    assert found["student", "chat template"].verdict == "warning"
-    assert found["prompts", "prompts"].verdict == "warning"  # none can be rendered
+    assert found["student", "chat template"].verdict == "error"
+    assert found["prompts", "prompts"].verdict == "error"  # none can be rendered
     assert "chat = false" in found["student", "chat template"].text
     assert ("compositions.all", "positions") not in found
 
@@ -191,7 +193,7 @@ def test_what_is_missing_is_said_and_the_rest_still_checked(recipe: dict[str, An
 def test_native_prompts_without_a_template_are_said(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, "qwen3", "llama", "pieces")
     recipe["anchors"]["one"]["prompt"] = "native"
-    assert look(recipe)["anchors.one", "chat template"].verdict == "warning"
+    assert look(recipe)["anchors.one", "chat template"].verdict == "error"
 
 
 def test_dtypes_are_read_from_the_checkpoint(recipe: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """What status says of a run as it grows, and of one whose recipe has changed."""
 
+import json
+import shutil
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,7 @@ def test_an_unfinished_stage_says_how_far_it_got(recipe: dict[str, Any]) -> None
     stage.shard_path(1).unlink()
     seen, why, text = states(recipe)
     assert seen["reference"] == "partial"
-    assert why["reference"] == "1 shards so far"
+    assert why["reference"] == "1 shard so far"
     assert "Next: lweave reference small.toml" in text
 
 
@@ -64,14 +66,14 @@ def test_training_and_evaluation_under_way_are_unfinished_not_missing(recipe: di
     updates = stage.require()["updates"]
     stage.manifest_path.unlink()
     seen, why, text = states(recipe)
-    assert (seen["train/only"], why["train/only"]) == ("partial", f"{updates} updates so far")
+    assert (seen["train/only"], why["train/only"]) == ("partial", f"{updates} of {updates} updates")
     assert "Next: lweave train small.toml --only only" in text
     recipe["train"] = {**recipe.get("train", {}), "seed": 99}
     assert states(recipe)[0]["train/only"] == "missing", "checkpoints of another recipe are none of this one's"
     exam = next(step for step in steps.everything() if step.path.startswith("eval/base/"))
     write_block(steps.store.stage(exam).folder / f"blocks-{exam.fingerprint}", 0, [])
     seen, why, _ = states(recipe)
-    assert (seen[exam.path], why[exam.path]) == ("partial", "1 blocks so far")
+    assert (seen[exam.path], why[exam.path]) == ("partial", "1 block so far")
 
 
 def test_a_changed_recipe_is_told_by_its_key(recipe: dict[str, Any]) -> None:
@@ -79,8 +81,8 @@ def test_a_changed_recipe_is_told_by_its_key(recipe: dict[str, Any]) -> None:
     recipe["rollout"]["max_tokens"] = 10
     seen, why, _ = states(recipe)
     assert [seen[path] for path in ("prompts", "rollout", "reference", "score/post")] == ["done", *["stale"] * 3]
-    assert why["rollout"] == "max_tokens 12 -> 10"
-    assert why["reference"] == "rollout has changed; waits for rollout"
+    assert why["rollout"] == "rollout.max_tokens: 12 -> 10"
+    assert why["reference"] == "made from an earlier rollout"
 
 
 def test_a_changed_model_is_noticed_under_the_same_name(recipe: dict[str, Any]) -> None:
@@ -89,4 +91,43 @@ def test_a_changed_model_is_noticed_under_the_same_name(recipe: dict[str, Any]) 
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
     seen, why, _ = states(recipe)
     assert (seen["score/post"], seen["score/pre"], seen["reference"]) == ("stale", "done", "done")
-    assert why["score/post"].startswith("model ")
+    assert why["score/post"] == "model has changed", "no hash"
+
+
+def test_training_interrupted_after_a_change_is_partial_and_a_deleted_student_is_named(recipe: dict[str, Any]) -> None:
+    recipe["train"] = {"prompts_per_round": 2, "updates_per_round": 2, "checkpoint_every": 4, "keep": 9}
+    steps = make_cache(recipe)
+    make_students(steps, QUIET)
+    folder = steps.store.stage(steps.train("only")).folder
+    shutil.rmtree(folder / "final")
+    seen, why, _ = states(recipe)
+    assert (seen["train/only"], why["train/only"]) == ("partial", "was finished, but final/ has been deleted")
+    recipe["train"]["learning_rate"] = 1e-3
+    seen, why, _ = states(recipe)
+    assert (seen["train/only"], why["train/only"]) == ("stale", "train.learning_rate: 1e-06 -> 0.001")
+    position = folder / "checkpoints" / "000004" / "position.json"
+    position.write_text(json.dumps({"update": 4, "fingerprint": steps_of(recipe).train("only").fingerprint}))
+    seen, why, _ = states(recipe)
+    assert (seen["train/only"], why["train/only"]) == ("partial", "4 of 12 updates")
+
+
+def test_changes_are_said_by_key_without_hashes_or_tables_of_python(recipe: dict[str, Any]) -> None:
+    make_students(make_cache(recipe), QUIET)
+    anchor = recipe["anchors"].pop("one")
+    recipe["anchors"]["other"] = {**anchor, "validity": "candidate"}
+    recipe["compositions"] = {"only": {"weights": {"other": 1.0}}}
+    _, why, _ = states(recipe)
+    assert why["train/only"] == (
+        "anchors.one is gone; anchors.other is new; "
+        "compositions.only.weights.one: 1.0 -> unset; compositions.only.weights.other: unset -> 1.0"
+    )
+    source = Path(recipe["prompts"]["source"])
+    source.write_text(source.read_text() * 2)
+    assert states(recipe)[1]["prompts"] == "prompts.source has changed"
+
+
+def test_json_says_the_same(recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    status.run(steps_of(recipe), Console(quiet=True), json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said["stages"][0] == {"stage": "prompts", "state": "missing", "why": ""}
+    assert said["next"] == "lweave rollout small.toml"

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from itertools import chain
 from pathlib import Path
@@ -32,6 +32,7 @@ class Problem:
     question: str
     answer: str | None = None
     row: dict[str, Any] | None = None
+    columns: dict[str, Any] = field(default_factory=dict)  # of an answered problem, for templates
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,8 @@ def _problem(row: Row, number: int) -> Problem:
     if reference is None:
         raise InputError(f"{row.where}: its answer is {answer!r}, expected a number or text.")
     identity = _first(values, ID_COLUMNS)
-    return Problem(plain_text(number if identity is None else identity), question, reference)
+    shown = {name: value for name, value in values.items() if name not in ANSWER_COLUMNS}  # never what is asked for
+    return Problem(plain_text(number if identity is None else identity), question, reference, columns=shown)
 
 
 def _first(values: Mapping[str, Any], columns: tuple[str, ...]) -> object | None:

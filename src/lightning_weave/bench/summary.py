@@ -41,6 +41,7 @@ class Summary:
     problem_accuracy: list[float]
     problem_tokens: list[float]
     official_differs: int = 0  # samples that the official LiveCodeBench runner is known to judge otherwise
+    error: str | None = None  # why the accuracy says nothing about the policy
 
     @property
     def means(self) -> ProblemMeans:
@@ -96,6 +97,24 @@ def summarise(
         problem_accuracy=(100 * table.correct.mean(axis=1)).tolist(),
         problem_tokens=table.tokens.mean(axis=1).tolist(),
         official_differs=sum(sample.official is not None for sample in samples),
+        error=_never_answered(benchmark, samples),
+    )
+
+
+def _never_answered(benchmark: Benchmark, samples: Sequence[Sample]) -> str | None:
+    """Say so where no response had an answer: an accuracy of 0 then speaks of the prompt or the grader."""
+    if any(sample.answer is not None for sample in samples):
+        return None
+    cut = sum(sample.finish == "length" for sample in samples)
+    if 2 * cut > len(samples):
+        return (
+            f"no answer was found in any of {len(samples)} responses, and {cut} of them were cut off. "
+            "Raise eval.max_tokens, or check that the prompt fits the model (eval.format, eval.chat)"
+        )
+    wanted = "a program in triple backticks" if benchmark.kind == "code" else "an answer that the grader can read"
+    return (
+        f"no answer was found in any of {len(samples)} responses. The prompt must ask for {wanted}: set eval.format or "
+        f"eval.template, or another grader in eval.graders.{benchmark.slug}"
     )
 
 

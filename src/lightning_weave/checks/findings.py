@@ -4,18 +4,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Level = Literal["ok", "note", "warning"]
+Level = Literal["ok", "note", "warning", "error"]  # an error: it cannot work, or it would be wasted
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of `lweave doctor`."""
+    """One line of `lweave doctor`, or what `lweave run` says on its way."""
 
     about: str  # the dotted key of the recipe that it concerns
     check: str
     verdict: Level
     text: str
     figures: dict[str, Any] = field(default_factory=dict)
+    judged: bool = False  # an error that `lweave run --force` overrides
+
+    @property
+    def line(self) -> str:
+        return f"{self.about}: {self.text}" if self.about not in self.text else self.text
 
 
 def visible(text: str) -> str:

@@ -20,7 +20,7 @@ def check_student(steps: Steps) -> list[Finding]:
     wants_chat = steps.recipe.prompts.chat and steps.recipe.rollout.from_ is None
     if wants_chat and not tokenizer.chat_template and steps.recipe.prompts.format != "livecodebench":
         text = "missing: prompts cannot be rendered. Set prompts.chat = false to give them as plain text"
-        findings.append(Finding("student", "chat template", "warning", text))
+        findings.append(Finding("student", "chat template", "error", text))
     elif wants_chat:
         findings.append(Finding("student", "chat template", "ok", "there"))
     limit = student.context_limit

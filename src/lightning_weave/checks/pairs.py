@@ -35,7 +35,7 @@ class PairSample:
     @classmethod
     def of(cls, steps: Steps, section: Anchor, sample: CheckedRows) -> "PairSample":
         """Align a sample with both models."""
-        post, pre = (_open_alignment(steps, section, role, sample.kind in ("candidates", "rollouts")) for role in ROLES)
+        post, pre = (open_alignment(steps, section, role, sample.kind in ("candidates", "rollouts")) for role in ROLES)
         read = [(_align(post, row), _align(pre, row)) for row in sample.rows]
         first = tuple(read[0][0].ids[:1].tolist()) if read else ()
         return cls((post, pre), [one.mapped_TC & other.mapped_TC for one, other in read], first)
@@ -55,9 +55,8 @@ def check_pair(steps: Steps, name: str, sample: CheckedRows) -> tuple[list[Findi
     tokens = pair.alignments[0].tokens
     findings = [_check_tokenizers(steps, about, post, pre)]
     if post.path.resolve() == pre.path.resolve():
-        findings.append(
-            Finding(about, "checkpoints", "warning", "post and pre are the same checkpoint: every shift is zero")
-        )
+        text = "post and pre are the same checkpoint: every shift is zero"
+        findings.append(Finding(about, "checkpoints", "error", text, judged=True))
     for role, checkpoint in zip(ROLES, (post, pre), strict=True):
         findings += check_checkpoint(steps, f"{about}.{role}", checkpoint, steps.recipe.score.dtype)
     share = atomic_share(tokens)
@@ -76,7 +75,7 @@ def check_pair(steps: Steps, name: str, sample: CheckedRows) -> tuple[list[Findi
     return findings, valid
 
 
-def _open_alignment(steps: Steps, section: Anchor, role: Role, cached: bool) -> Alignment:
+def open_alignment(steps: Steps, section: Anchor, role: Role, cached: bool) -> Alignment:
     scored = ScoredModel.of(section, role)
     if not cached:  # then no prompts.jsonl need be there to be rendered natively
         scored = replace(scored, prompt="student", template=None)
@@ -166,9 +165,7 @@ def _check_untrained(about: str, pair: PairSample, sample: CheckedRows, pre: Che
 def _check_template(about: str, tokenizer: Any) -> Finding:
     if tokenizer.chat_template:
         return Finding(about, "chat template", "ok", "the post-anchor's, for both models")
-    return Finding(
-        about, "chat template", "warning", 'missing, but prompt = "native" needs one. Use prompt = "student"'
-    )
+    return Finding(about, "chat template", "error", 'missing, but prompt = "native" needs one. Use prompt = "student"')
 
 
 def _check_end_of_turn(steps: Steps, name: str, sample: CheckedRows, pair: PairSample) -> Finding:

@@ -2,13 +2,16 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from lightning_weave import __version__
 from lightning_weave.cli import demo, explore, look, pipeline
 from lightning_weave.errors import WeaveError
 from lightning_weave.ranks import is_first
@@ -16,12 +19,24 @@ from lightning_weave.ranks import is_first
 app = typer.Typer(
     help="Compose what independently post-trained models have learned into one student.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 for part in (pipeline, demo, explore, look):  # the order of --help
     app.add_typer(part.app)
 app.add_typer(demo.world_app, name="world")
+
+
+class _PlainHelp(TyperCommand):
+    """Help that says RECIPE..., not {RECIPE}... <list[str]>."""
+
+    def get_help(self, ctx: Any) -> str:
+        return re.sub(r" <(list\[)?(str|int|float)\]?>", "", re.sub(r"\{(\w+)\}", r"\1", super().get_help(ctx)))
+
+
+for group in (pipeline.app, demo.app, explore.app, look.app, demo.world_app):
+    for command in group.registered_commands:
+        command.cls = _PlainHelp
 DEBUG = False
 INTERRUPTED = 130
 
@@ -31,6 +46,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _stop)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless the shell ignores Ctrl-C
         signal.signal(signal.SIGINT, _stop)  # typer would exit silently
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "4")  # seconds; huggingface_hub reads it when it is imported
     try:
         app()
     except WeaveError as error:
@@ -54,8 +70,20 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     raise _Stopped
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"lweave {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _options(debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False) -> None:
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="print the version", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
     global DEBUG
     DEBUG = debug
     level = logging.DEBUG if debug else logging.INFO if is_first() else logging.ERROR

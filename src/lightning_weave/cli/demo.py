@@ -19,11 +19,16 @@ world_app = typer.Typer(help="The tiny world of the demo.", no_args_is_help=True
 def demo(
     set_: Sets = None,
     full: Annotated[bool, typer.Option("--full", help="a third anchor, the sweep and every baseline")] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="training seeds per world")] = 1,
-    world: Annotated[list[int] | None, typer.Option(help="also build and use the world of this seed")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="use no shipped checkpoint: build a world first")] = False,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="training seeds per world")] = 1,
+    world: Annotated[
+        list[int] | None,
+        typer.Option(metavar="SEED", help="also build and use the world of this seed; may be repeated"),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="build a world first, without the shipped checkpoints")
+    ] = False,
 ) -> None:
-    """Weave two capabilities into a student on a tiny world, in minutes."""
+    """Run the whole method on a tiny world, in minutes."""
     from lightning_weave.pipeline import preview
     from lightning_weave.report import report
     from lightning_weave.world import demo as stage
@@ -46,9 +51,11 @@ def demo(
 
 @world_app.command("build")
 def world_build(
-    directory: Annotated[str, typer.Argument(metavar="DIR")],
-    seed: Annotated[int, typer.Option(help="another seed is another world")] = 0,
-    size: Annotated[Literal["full", "miniature"], typer.Option(help="miniature goes through the motions")] = "full",
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="directory to make")],
+    seed: Annotated[int, typer.Option(metavar="SEED", help="another seed is another world")] = 0,
+    size: Annotated[
+        Literal["full", "miniature"], typer.Option(metavar="SIZE", help="full, or miniature: untrained, for tests")
+    ] = "full",
 ) -> None:
     """Make every checkpoint, prompt and benchmark of a world from nothing."""
     from lightning_weave.world.build import build_world

@@ -16,9 +16,12 @@ def preview(
     recipe: Files,
     set_: Sets = None,
     only: Only = None,
-    problems: Annotated[int, typer.Option(min=1, help="of each benchmark")] = 20,
+    problems: Annotated[int, typer.Option(min=1, metavar="N", help="problems of each benchmark")] = 20,
 ) -> None:
-    """Sample from the tilted targets themselves, with live anchors: what a composition aims at, before training."""
+    """Sample from the targets, before anything is trained.
+
+    With live anchors: what each composition aims at.
+    """
     steps = load_steps(recipe, set_)
     from lightning_weave.pipeline import preview as stage
 
@@ -31,9 +34,12 @@ def interpolate(
     first: Annotated[str, typer.Argument(metavar="A", help="checkpoint at 0")],
     second: Annotated[str, typer.Argument(metavar="B", help="checkpoint at 1, of the same shape")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="directory to make")],
-    share: Annotated[float, typer.Option("--lambda", help="how far to go from A to B")] = 0.5,
+    share: Annotated[float, typer.Option("--lambda", metavar="SHARE", help="how far to go from A (0) to B (1)")] = 0.5,
 ) -> None:
-    """Mix the weights of two checkpoints; name OUT among a recipe's policies to evaluate it."""
+    """Mix the weights of two checkpoints.
+
+    Name OUT among a recipe's policies to evaluate it.
+    """
     from lightning_weave.models.interpolate import interpolate as mix
     from lightning_weave.models.load import resolve_model
 
@@ -48,11 +54,16 @@ def interpolate(
 def sweep(
     recipe: Files,
     shares: Annotated[str, typer.Option(metavar="S,S,...", help="shares of one anchor, from 0 to 1")],
-    anchor: Annotated[str | None, typer.Option(help="the anchor whose share varies (default: the last one)")] = None,
+    anchor: Annotated[
+        str | None, typer.Option(metavar="NAME", help="the anchor whose share varies; default: the last one")
+    ] = None,
     alphas: Annotated[str | None, typer.Option(metavar="A,A,...", help="every share at each of these alphas")] = None,
     set_: Sets = None,
 ) -> None:
-    """Train and evaluate a row of weights from one cache, and print their frontier as it grows."""
+    """Train and evaluate a range of weights from one cache.
+
+    The frontier is printed as it grows.
+    """
     wanted = _numbers("--shares", shares), _numbers("--alphas", alphas) if alphas else None
     steps = load_steps(recipe, set_)
     from lightning_weave.runs.sweeps import plan_sweep

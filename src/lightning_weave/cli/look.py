@@ -14,13 +14,15 @@ app = typer.Typer()
 
 @app.command()
 def report(
-    recipe: Annotated[
-        list[str], typer.Argument(metavar="RECIPE...", help="one run each; several of one student merge")
-    ],
+    recipe: Files,
     set_: Sets = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Option("--run", metavar="RECIPE", help="another run of the same student to show beside; may be repeated"),
+    ] = None,
 ) -> None:
     """Draw what happened and why: one page that opens from disk."""
-    runs = [load_steps([file], set_) for file in recipe]
+    runs = [load_steps(files, set_) for files in (recipe, *([file] for file in run or ()))]
     from lightning_weave.report import report as stage
 
     stage.run(runs, open_progress())
@@ -29,11 +31,14 @@ def report(
 @app.command()
 def card(
     recipe: Files,
-    composition: Annotated[str, typer.Option(help="which trained student")],
+    composition: Annotated[str, typer.Option(metavar="NAME", help="which trained student")],
     out: Annotated[str | None, typer.Option(metavar="DIR", help="default: publish/ in the run directory")] = None,
     set_: Sets = None,
 ) -> None:
-    """Make a directory that is ready for the hub: the student, its card with evaluation, its recipe."""
+    """Make a directory that is ready for the hub.
+
+    It holds the student, its card with evaluation, and its recipe.
+    """
     steps = load_steps(recipe, set_)
     from lightning_weave.views import card as stage
 
@@ -41,12 +46,12 @@ def card(
 
 
 @app.command()
-def status(recipe: Files, set_: Sets = None) -> None:
+def status(recipe: Files, set_: Sets = None, json: Json = False) -> None:
     """Say what is done, stale or missing, and what to type next."""
     steps = load_steps(recipe, set_)
     from lightning_weave.views import status as stage
 
-    stage.run(steps, open_console())
+    stage.run(steps, open_console(), json)
 
 
 @app.command()
@@ -55,22 +60,33 @@ def doctor(recipe: Files, set_: Sets = None, json: Json = False) -> None:
     steps = load_steps(recipe, set_)
     from lightning_weave.views import doctor as stage
 
-    stage.run(steps, open_console(), json)
+    if any(finding.verdict == "error" for finding in stage.run(steps, open_console(), json)):
+        raise typer.Exit(1)
 
 
 @app.command()
 def plan(
-    recipe: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="TOML files")] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Argument(metavar="RECIPE", help="recipe files (TOML); a later one overrides")
+    ] = None,
     set_: Sets = None,
-    gpus: Annotated[int, typer.Option(min=1, help="how many")] = 8,
-    gpu: Annotated[str, typer.Option(help="which: H100, A100, RTX4090, ...")] = "H100",
-    prompt_tokens: Annotated[float | None, typer.Option(min=1, help="mean length of a prompt")] = None,
-    utilisation: Annotated[float | None, typer.Option(min=0.01, max=1, help="of the peak, in forward passes")] = None,
-    rate: Annotated[float | None, typer.Option(min=1, help="tokens per second that one GPU samples")] = None,
-    calibration: Annotated[bool, typer.Option("--calibration", help="predictions beside the paper's table")] = False,
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="how many GPUs")] = 8,
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="which GPU: H100, A100, RTX4090, ...")] = "H100",
+    prompt_tokens: Annotated[
+        float | None, typer.Option(min=1, metavar="TOKENS", help="mean length of a prompt")
+    ] = None,
+    utilisation: Annotated[
+        float | None, typer.Option(min=0.01, max=1, metavar="SHARE", help="of a GPU's peak speed, in forward passes")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=1, metavar="N", help="tokens per second that one GPU samples")
+    ] = None,
+    calibration: Annotated[
+        bool, typer.Option("--calibration", help="print predictions beside the paper's table instead")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Predict work, memory, disk and GPU hours from the architectures alone."""
+    """Predict GPU hours, memory and disk from configurations."""
     if calibration:
         from lightning_weave.plan.calibration_page import calibration_page
 
@@ -91,12 +107,12 @@ def plan(
 @app.command()
 def inspect(
     run: Annotated[str, typer.Argument(metavar="RUN", help="a run directory or a recipe")],
-    row: Annotated[int, typer.Option(help="which trajectory, from 0")],
-    position: Annotated[int, typer.Option(help="which of its response tokens, from 0")],
+    row: Annotated[int, typer.Option(metavar="N", help="which trajectory, from 0")],
+    position: Annotated[int, typer.Option(metavar="N", help="which of its response tokens, from 0")],
     set_: Sets = None,
     json: Json = False,
 ) -> None:
-    """Show one decision: candidates, behaviour, every model, every pair's shift, the targets."""
+    """Show one decision: candidates, shifts and targets."""
     file, here = _recipe_of_run(run)
     steps = load_steps([file], [*here, *(set_ or ())])
     from lightning_weave.views import inspect as stage
@@ -125,9 +141,9 @@ def verify(recipe: Files, set_: Sets = None) -> None:
 
 
 @app.command()
-def cost(recipe: Files, set_: Sets = None) -> None:
+def cost(recipe: Files, set_: Sets = None, json: Json = False) -> None:
     """Print what every stage cost, from what was measured."""
     steps = load_steps(recipe, set_)
     from lightning_weave.views import cost as stage
 
-    stage.run(steps, open_console())
+    stage.run(steps, open_console(), json)

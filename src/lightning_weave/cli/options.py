@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from lightning_weave.runs.steps import Steps
     from lightning_weave.runs.work import Do
 
-Files = Annotated[list[str], typer.Argument(metavar="RECIPE...", help="TOML files, merged left to right")]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the recipe")]
-Only = Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="only these, by name")]
-Cluster = Annotated[Literal["ray"] | None, typer.Option(help="hand the shards to a cluster")]
+Files = Annotated[list[str], typer.Argument(metavar="RECIPE", help="recipe files (TOML); a later one overrides")]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the recipe; may be repeated")
+]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", metavar="NAME", help="only this one, by name; may be repeated")
+]
+Cluster = Annotated[Literal["ray"] | None, typer.Option(metavar="ray", help="make the shards on a Ray cluster")]
 Address = Annotated[
-    str | None, typer.Option(help="address of the cluster (default: $RAY_ADDRESS, or a new one on this machine)")
+    str | None,
+    typer.Option(metavar="ADDRESS", help="of the cluster; default: $RAY_ADDRESS, or a new one on this machine"),
 ]
 UNTOUCHED = {".lock", "recipe.toml", "machine.json"}  # all that is in a run directory before its first stage
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]

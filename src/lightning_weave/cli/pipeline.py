@@ -70,11 +70,18 @@ def train(recipe: Files, set_: Sets = None, only: Only = None) -> None:
 
 @app.command("eval")
 def evaluate(
-    recipe: Annotated[list[str] | None, typer.Argument(metavar="RECIPE...", help="TOML files")] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Argument(metavar="RECIPE", help="recipe files (TOML); a later one overrides")
+    ] = None,
     set_: Sets = None,
     only: Only = None,
-    model: Annotated[str | None, typer.Option(help="any checkpoint, without a recipe")] = None,
-    bench: Annotated[list[str] | None, typer.Option(help="with --model: aime-2024, ..., file:PATH")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="instead of a recipe: a checkpoint directory or hub name")
+    ] = None,
+    bench: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="with --model: aime-2024, ... or file:PATH; may be repeated"),
+    ] = None,
     lm_eval: Annotated[str | None, typer.Option(metavar="DIR", help="also write lm-evaluation-harness files")] = None,
     cluster: Cluster = None,
     address: Address = None,
@@ -117,8 +124,9 @@ def _run_name(model: str) -> str:
     """Name an evaluation by its checkpoint; every student that was trained here is called `final`."""
     from lightning_weave.config import slug
 
-    *_, run, train, composition, final = ("", "", "", "", *Path(model).parts)
-    return slug(f"{run}-{composition}") if (train, final) == ("train", "final") else slug(model)
+    parts = Path(model).parts
+    is_trained_here = len(parts) >= 4 and (parts[-3], parts[-1]) == ("train", "final")
+    return slug(f"{parts[-4]}-{parts[-2]}") if is_trained_here else slug(model)
 
 
 def _check_same_model(run_dir: Path, model: str) -> None:
@@ -135,12 +143,22 @@ def _check_same_model(run_dir: Path, model: str) -> None:
 
 
 @app.command()
-def run(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
-    """Bring every stale stage up to date: the whole recipe, or what is left of it."""
+def run(
+    recipe: Files,
+    set_: Sets = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be made, and what is wrong")] = False,
+    force: Annotated[bool, typer.Option("--force", help="continue where a check would stop the run")] = False,
+    cluster: Cluster = None,
+    address: Address = None,
+) -> None:
+    """Make all that is missing or stale, in order."""
     steps = load_steps(recipe, set_)
     from lightning_weave.pipeline import run as stage
     from lightning_weave.report.results import show_results
 
+    if dry_run:
+        stage.dry_run(steps, open_console())
+        return
     with writing(steps):
-        stage.run(steps, open_progress(), choose_workers(cluster, address))
+        stage.run(steps, open_progress(), choose_workers(cluster, address), force)
     show_results(steps, open_console())

@@ -8,7 +8,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Engine = Literal["hf", "vllm"]
 Objective = Literal["tilted", "reverse-kl", "reverse-kl-full", "direct-opd"]
-PromptFormat = Literal["plain", "dapo", "question-answer", "livecodebench"]
+PromptFormat = Literal["plain", "dapo", "question-answer", "boxed", "template", "livecodebench"]
+EvalFormat = Literal["plain", "question-answer", "boxed", "template"]
+GraderKind = Literal["paper", "math-verify", "exact", "numeric", "choice", "regex", "code", "python"]
 
 
 def _is_name(name: str) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_weave.config.sections import Recipe
 from lightning_weave.errors import InputError
 
 # A later file replaces these tables whole: half of one set of weights and half of another is never meant.
-WHOLE_TABLES = {"weights", "aliases"}
+WHOLE_TABLES = frozenset({"weights", "aliases"})
 
 
 def load_recipe(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Recipe:
@@ -26,11 +26,22 @@ def load_recipe(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> R
 
 
 def merge_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Apply `key=value` overrides from left to right."""
+    """Apply `key=value` overrides from left to right. One weight (`compositions.x.weights.a=0.7`) keeps the others."""
     merged = dict(data)
     for override in overrides:
-        merged = merge_tables(merged, _parse_override(override))
+        parsed = _parse_override(override)
+        merged = merge_tables(merged, parsed, WHOLE_TABLES - _tables_entered(override))
     return merged
+
+
+def _tables_entered(override: str) -> set[str]:
+    """The tables that the dotted key of an override leads into: all its parts but the last."""
+    inner: Any = tomllib.loads(f"{override.partition('=')[0].strip()} = 0")
+    keys = []
+    while isinstance(inner, dict):
+        ((key, inner),) = inner.items()
+        keys.append(key)
+    return set(keys[:-1])
 
 
 def check_recipe(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
@@ -50,7 +61,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise InputError(f"{path}: no such recipe. Give the path of a TOML file such as recipes/demo.toml") from None
+        raise InputError(f"{path}: no such recipe. Give the path of a TOML file (from here, or absolute)") from None
     except IsADirectoryError:
         raise InputError(f"{path} is a directory; give the path of a recipe file (TOML)") from None
     except UnicodeDecodeError as error:
@@ -76,10 +87,10 @@ def _parse_override(override: str) -> dict[str, Any]:
     raise InputError(f"--set {override}: {key.strip()!r} is not a dotted key such as train.learning_rate")
 
 
-def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any], whole: Set[str] = WHOLE_TABLES) -> dict[str, Any]:
     """Lay one recipe over another; tables are merged, but for those that only make sense whole."""
     merged = dict(base)
     for key, value in over.items():
         both_tables = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = merge_tables(merged[key], value) if both_tables and key not in WHOLE_TABLES else value
+        merged[key] = merge_tables(merged[key], value, whole) if both_tables and key not in whole else value
     return merged

@@ -1,6 +1,9 @@
 """The sections of a recipe. Everything unsaid has the paper's value; unknown keys are errors."""
 
-from typing import Literal, Self
+import re
+from collections.abc import Mapping
+from string import Formatter
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -9,6 +12,8 @@ from lightning_weave.config.fields import (
     Count,
     Dtype,
     Engine,
+    EvalFormat,
+    GraderKind,
     Name,
     Objective,
     PromptFormat,
@@ -55,7 +60,38 @@ class Columns(Strict):
     id: str | None = None
 
 
-class Prompts(Strict):
+class _Asked(Strict):
+    """How a problem is put to a model, in [prompts] and [eval] alike."""
+
+    template: str | None = Field(
+        None, description="your own words instead of a format: {problem} is the problem, {name} a column of its row"
+    )
+    system: str | None = Field(None, min_length=1, description="a system prompt; needs chat = true")
+    chat: bool = Field(True, description="render with the model's chat template")
+    thinking: bool = Field(True, description="switch thinking on where the template knows it")
+
+    @field_validator("template")
+    @classmethod
+    def _has_columns(cls, template: str | None) -> str | None:
+        try:
+            names = [name for _, name, _, _ in Formatter().parse(template or "{problem}") if name is not None]
+        except ValueError as error:
+            raise ValueError(f"{error}; write a brace that is meant as one twice, such as \\boxed{{{{}}}}") from None
+        if not names or not all(re.fullmatch(r"\w+", name) for name in names):
+            raise ValueError("needs {problem} or another column; write a brace that is meant as one twice")
+        return template
+
+    @model_validator(mode="after")
+    def _is_said_once(self) -> Self:
+        format = getattr(self, "format", None)
+        if (self.template is None) == (format == "template"):
+            raise ValueError('format and template: set one of them (a template has format = "template" or none)')
+        if self.system is not None and (not self.chat or format == "livecodebench"):
+            raise ValueError("system needs chat = true and a format other than livecodebench")
+        return self
+
+
+class Prompts(_Asked):
     """Where prompts come from and which are taken."""
 
     source: str | None = Field(None, description="JSONL or Parquet file, dataset directory, or hub name")
@@ -63,9 +99,7 @@ class Prompts(Strict):
     split: str = "train"
     revision: str | None = None
     columns: Columns = Columns()
-    format: PromptFormat = "plain"
-    chat: bool = Field(True, description="render with the student's chat template")
-    thinking: bool = Field(True, description="switch thinking on where the template knows it")
+    format: PromptFormat = Field("plain", description="unsaid: boxed where columns.answer is named, else plain")
     max_tokens: Count = Field(1024, description="longest prompt, in student tokens")
     dedup: Literal["none", "exact", "normalised"] = "exact"
     take: Count | None = Field(3200, description="how many, drawn by seed")
@@ -154,7 +188,44 @@ class Train(Strict):
         return betas
 
 
-class Eval(Strict):
+class Grading(Strict):
+    """How the answers to one benchmark are graded; a name alone stands for its kind."""
+
+    kind: GraderKind
+    tolerance: float = Field(1e-6, ge=0, allow_inf_nan=False, description="numeric: largest relative or absolute error")
+    pattern: str | None = Field(None, description="regex: its last match is the answer, or the first group of it")
+    function: str | None = Field(None, description="python: my.py:grade, called with the response and the answer")
+    trust: bool = Field(False, description="python: let that file run here, with all your rights")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _may_be_a_name(cls, data: Any) -> Any:
+        return {"kind": data} if isinstance(data, str) else data
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> Self:
+        keys = {"numeric": {"tolerance"}, "regex": {"pattern"}, "python": {"function", "trust"}}.get(self.kind, set())
+        said = self.model_fields_set & {"tolerance", "pattern", "function", "trust"}
+        if foreign := sorted(key for key in said - keys if getattr(self, key) != type(self).model_fields[key].default):
+            raise ValueError(f'kind = "{self.kind}" has no {foreign[0]}; leave it out')
+        if self.kind == "regex":
+            self._check_pattern()
+        if self.kind == "python" and not re.fullmatch(r".+\.py:\w+", self.function or ""):
+            raise ValueError('kind = "python" needs function = "my.py:grade", a file and the name of a function in it')
+        if self.kind == "python" and not self.trust:
+            raise ValueError(f"{self.function} would run here with all your rights; if you wrote it, add trust = true")
+        return self
+
+    def _check_pattern(self) -> None:
+        try:
+            re.compile(self.pattern or "")
+        except re.error as error:
+            raise ValueError(f"pattern is not a regular expression ({error})") from None
+        if not self.pattern:
+            raise ValueError('kind = "regex" needs a pattern, such as "Answer: (.*)"')
+
+
+class Eval(_Asked):
     """How policies are sampled and graded (appendix: Evaluation Prompts and Answer Extraction)."""
 
     benchmarks: list[str] = Field(["aime-2024", "aime-2025", "hmmt-feb-2025"], min_length=1)
@@ -164,10 +235,11 @@ class Eval(Strict):
     top_p: float = Field(0.95, gt=0, le=1)
     max_tokens: Count | None = Field(None, description="unsaid: 32,768 for mathematics, 40,960 for code")
     seed: Seed = 42
-    format: Literal["question-answer", "plain"] = "question-answer"
-    chat: bool = True
-    thinking: bool = True
-    profile: Literal["paper", "math-verify"] = "paper"
+    format: EvalFormat = Field("boxed", description="unsaid: as [prompts] asks; boxed if it asks for no graded answer")
+    profile: Literal["paper", "math-verify"] | None = Field(
+        None, description="grader of mathematics; unsaid: the paper's for its benchmarks, math-verify for your files"
+    )
+    graders: dict[str, Grading] = Field({}, description="benchmark -> its grader, instead of the profile")
     unsafe_local: bool = Field(False, description="run generated code without a sandbox")
     budgets: list[Count] = Field([], description="also accuracy within so many tokens, from the same samples cut there")
     engine: Engine = "hf"
@@ -197,6 +269,17 @@ class Eval(Strict):
                 known = ", ".join(benchmarks)
                 raise ValueError(f"{name!r} is not in eval.benchmarks ({known}); add it there or remove its source")
         return sources
+
+    @field_validator("graders")
+    @classmethod
+    def _grade_a_benchmark(cls, graders: dict[str, Grading], info: ValidationInfo) -> dict[str, Grading]:
+        folders = [benchmark_folder(name) for name in info.data.get("benchmarks", list(graders))]
+        for name in graders:
+            if benchmark_folder(name) not in folders:
+                raise ValueError(
+                    f"{name!r} is not in eval.benchmarks ({', '.join(folders)}); add it there or remove it"
+                )
+        return graders
 
 
 class Policy(Strict):
@@ -244,7 +327,7 @@ class Report(Strict):
 class Machine(Strict):
     """Where it runs. Recorded, never part of a fingerprint."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: CUDA where it is, else the CPU")
     threads: Count | None = Field(None, description="CPU threads; unsaid: measured once per run and kept")
     workers: Count | None = Field(None, description="on a Ray cluster: how many; unsaid: as many as its GPUs or CPUs")
     gpus_per_worker: float = Field(1.0, ge=0, description="on a Ray cluster with GPUs")
@@ -267,6 +350,27 @@ class Recipe(Strict):
     eval: Eval = Eval()
     report: Report = Report()
     machine: Machine = Machine()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_alike(cls, data: Any) -> Any:
+        """Write out what is unsaid: [eval] asks as [prompts] does, and for a box where answers are to be graded."""
+        sections = [data.get(name, {}) for name in ("prompts", "eval")] if isinstance(data, Mapping) else [data]
+        if not all(isinstance(section, Mapping) for section in sections):
+            return data
+        prompts = dict(sections[0])
+        evaluation = dict(sections[1])
+        columns = prompts.get("columns")
+        answers = isinstance(columns, Mapping) and columns.get("answer") is not None
+        asked = "template" if "template" in prompts else prompts.get("format", "boxed")
+        if not evaluation.keys() & {"format", "template"}:
+            evaluation["format"] = asked if asked in get_args(EvalFormat) else "boxed"
+            evaluation |= {"template": prompts["template"]} if asked == "template" and "template" in prompts else {}
+        evaluation.setdefault("format", "template")
+        prompts.setdefault("format", asked if answers or asked == "template" else "plain")
+        inherited = {"chat", "thinking"} | ({"system"} if evaluation.get("chat", True) else set())
+        evaluation = {key: prompts[key] for key in inherited & prompts.keys()} | evaluation
+        return {**data, "prompts": prompts, "eval": evaluation}
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:

@@ -6,11 +6,9 @@ wrappers are removed a fixed number of times.
 
 import re
 import threading
-from typing import Literal, assert_never
+from typing import Any
 
 from lightning_weave.errors import InputError
-
-Profile = Literal["paper", "math-verify"]
 
 # `\boxed` with its brace, or a brace with all the backslashes before it (an odd number escapes it).
 _BOX_OR_BRACE = re.compile(r"(?P<box>\\boxed(?![A-Za-z])\s*\{)|(?<!\\)(?P<slashes>\\*+)(?P<brace>[{}])")
@@ -51,29 +49,30 @@ def grade(response: str, reference: object) -> bool:
     return bool(tokens) and tokens == canonical(str(reference))
 
 
-def grade_with(profile: Profile, response: str, reference: object) -> bool:
-    """Grade with a named profile: the paper's rule, or the computer algebra of the authors' release."""
-    match profile:
-        case "paper":
-            return grade(response, reference)
-        case "math-verify":
-            return _math_verify(response, str(reference))
-        case _:
-            assert_never(profile)
+def parse_answer(text: str) -> list[Any]:
+    """Read the answer of a text by computer algebra (math-verify, as the authors' release): boxed or not."""
+    return list(_math_verify().parse(text, parsing_timeout=_seconds()))
 
 
-def _math_verify(response: str, reference: str) -> bool:
+def verify_answer(parsed: list[Any], reference: str) -> bool:
+    """Check whether a parsed answer equals the reference."""
+    return bool(_math_verify().verify(parse_answer(f"${reference}$"), parsed, timeout_seconds=_seconds()))
+
+
+def _math_verify() -> Any:
     try:
-        from math_verify import parse, verify
+        import math_verify
     except ImportError as error:
         raise InputError(
-            "grading profile 'math-verify' needs the package math-verify, which is not installed. "
-            "Install it with: pip install 'lightning-weave[math-verify]'"
+            "the grader 'math-verify' needs the package math-verify, which is not installed. "
+            "Install it with: pip install math-verify, or set eval.profile = 'paper'"
         ) from error
-    # Its timeout is an alarm signal, which only the main thread can handle.
-    seconds = 5 if threading.current_thread() is threading.main_thread() else None
-    gold, answer = (parse(text, parsing_timeout=seconds) for text in (f"${reference}$", response))
-    return bool(verify(gold, answer, timeout_seconds=seconds))
+    return math_verify
+
+
+def _seconds() -> int | None:
+    """Its timeout is an alarm signal, which only the main thread can handle."""
+    return 5 if threading.current_thread() is threading.main_thread() else None
 
 
 _PLAIN = str.maketrans({"−": "-", "–": "-", "°": " ", "$": " ", "~": " "})

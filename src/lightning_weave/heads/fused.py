@@ -163,8 +163,12 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        unit = bool(scale == 1)  # the usual case; the gradients are then passed on without a copy
-        gradients = [grad if grad is None or unit else grad * scale.to(grad.dtype) for grad in ctx.saved_tensors]
+        # The scale is nearly always 1: the gradients are then passed on without a copy. Asking a device for it would
+        # wait: there they are scaled in place, and autograd refuses a second backward pass.
+        unit = scale.device.type == "cpu" and bool(scale.detach().numpy() == 1)
+        in_place = scale.device.type != "cpu" and not torch.is_grad_enabled()
+        scaled = torch.Tensor.mul_ if in_place else torch.mul
+        gradients = [grad if grad is None or unit else scaled(grad, scale.to(grad.dtype)) for grad in ctx.saved_tensors]
         if torch.is_grad_enabled():  # create_graph=True
             leaf = torch.zeros((), requires_grad=True)  # so that autograd calls _Once.backward
             gradients = [None if grad is None else _Once.apply(grad, leaf) for grad in gradients]

@@ -58,9 +58,11 @@ def product_dtype(hidden_ND: Tensor) -> torch.dtype:
 
 
 def checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
-    """Refuse ids without a row in the head; return them as int64."""
-    if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
-        raise ValueError(f"token ids from {int(ids.min())} to {int(ids.max())} in a vocabulary of {vocabulary}")
+    """Refuse ids without a row in the head, where looking at them waits for no device; return them as int64."""
+    if ids.device.type == "cpu" and ids.numel():
+        values = ids.numpy()
+        if not (values.min() >= 0 and values.max() < vocabulary):
+            raise ValueError(f"token ids from {values.min()} to {values.max()} in a vocabulary of {vocabulary}")
     return ids.long()
 
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from lightning_weave.config import Dtype, Policy, Student
-from lightning_weave.models import load
 from lightning_weave.store import model_identity
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Checkpoint:
     @cached_property
     def path(self) -> Path:
         """The local directory; a hub name is downloaded."""
-        return load.resolve_model(self.name, self.revision)
+        local = Path(self.name).expanduser()
+        return local if local.is_dir() else _loading().resolve_model(self.name, self.revision)
 
     @property
     def identity(self) -> str:
@@ -51,43 +52,52 @@ class Checkpoint:
     @property
     def vocabulary(self) -> int:
         """How many ids the tokenizer has; output rows beyond them belong to no token."""
-        return load.vocabulary_size(self.tokenizer)
+        return _loading().vocabulary_size(self.tokenizer)
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """Every id that ends a response."""
-        return load.stop_ids(self.path, self.tokenizer)
+        return _loading().stop_ids(self.path, self.tokenizer)
 
     @cached_property
     def config(self) -> Any:
         """Its configuration, class defaults included."""
-        return load.read_config(self.path, self.trust_remote_code)
+        return _loading().read_config(self.path, self.trust_remote_code)
 
     @property
     def context_limit(self) -> int | None:
         """The longest context it was made for; None where it sets no limit."""
-        return load.context_limit(self.config)
+        return _loading().context_limit(self.config)
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
         """The dtype it was saved in."""
-        return load.checkpoint_dtype(self.path)
+        return _loading().checkpoint_dtype(self.path)
 
-    def compute_dtype(self, setting: Dtype, device: torch.device) -> torch.dtype:
+    def compute_dtype(self, setting: Dtype, device: "torch.device") -> "torch.dtype":
         """Resolve "auto": float32 on a CPU, the checkpoint's own dtype elsewhere."""
+        import torch
+
         if setting != "auto":
             return getattr(torch, setting)
         return torch.float32 if device.type == "cpu" else self.dtype
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> Any:
+    def load(self, dtype: "torch.dtype", device: "torch.device") -> Any:
         """Load the weights for inference."""
-        return load.load_model(self.path, dtype=dtype, device=device, trust_remote_code=self.trust_remote_code)
+        return _loading().load_model(self.path, dtype=dtype, device=device, trust_remote_code=self.trust_remote_code)
 
     def skeleton(self) -> Any:
         """The model without its weights: every module and shape, no memory."""
-        return load.skeleton(self.config, self.trust_remote_code)
+        return _loading().skeleton(self.config, self.trust_remote_code)
 
 
 @lru_cache(maxsize=8)
 def _tokenizer(path: Path, trust_remote_code: bool, stamps: tuple[tuple[str, int], ...]) -> Any:
-    return load.load_tokenizer(path, trust_remote_code)
+    return _loading().load_tokenizer(path, trust_remote_code)
+
+
+def _loading() -> Any:
+    """What needs torch and transformers, which take seconds to import: looking at a run needs neither."""
+    from lightning_weave.models import load
+
+    return load

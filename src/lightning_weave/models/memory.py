@@ -1,6 +1,10 @@
-"""Recognise that memory ran out, whatever the device calls it."""
+"""Recognise that memory ran out, whatever the device calls it, and give back what is not used."""
+
+import gc
 
 import torch
+
+from lightning_weave.devices import empty_pool
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -9,6 +13,6 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def free_memory() -> None:
-    """Give unused blocks back, so that a smaller attempt does not fail on their fragments."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    """Collect what only cycles keep alive, and give unused blocks back to the device."""
+    gc.collect()
+    empty_pool()

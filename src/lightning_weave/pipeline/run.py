@@ -1,5 +1,12 @@
-"""`lweave run`: bring every missing or stale stage up to date, in order."""
+"""`lweave run`: check what can be known, then bring every missing or stale stage up to date, in order."""
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_weave.checks.findings import Finding
+from lightning_weave.checks.preflight import Todo, preflight
+from lightning_weave.errors import InputError
 from lightning_weave.pipeline.flow import make_everything
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
@@ -7,15 +14,54 @@ from lightning_weave.runs.work import Do, do_here
 from lightning_weave.train.export import check_lora
 
 
-def run(steps: Steps, progress: Progress, do: Do = do_here) -> None:
-    """Make what is missing."""
-    _check_lora(steps)
+def run(steps: Steps, progress: Progress, do: Do = do_here, force: bool = False) -> None:
+    """Make what is missing, unless something is known to be wrong with it. `force` overrides judgements."""
+    findings = look_ahead(steps)
+    for finding in findings:
+        if finding.verdict == "warning" or (finding.verdict == "error" and finding.judged and force):
+            progress.say(f"warning: {finding.line}")
+    refuse(findings, force)
     make_everything(steps, progress, do)
 
 
-def _check_lora(steps: Steps) -> None:
-    """Refuse LoRA settings that do not fit the student before anything is sampled."""
-    recipe = steps.recipe
-    is_trained = all(steps.store.stage(steps.train(name)).state() == "done" for name in recipe.compositions)
-    if recipe.train.lora is not None and not is_trained:
-        check_lora(steps.student, recipe.train.lora)
+def dry_run(steps: Steps, out: Console) -> None:
+    """Print what would be made, and what is wrong with it; nothing is written."""
+    findings = look_ahead(steps)
+    try:
+        stages = [steps.store.stage(step) for step in steps.everything()]
+    except InputError:  # some step has no fingerprint without its models and data, which the findings name
+        stages = []
+    table = Table("stage", "state", "", title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
+    for stage in stages:
+        state = stage.state()
+        table.add_row(stage.step.path, state, Text("; ".join(stage.changed_settings()) if state == "stale" else ""))
+    if stages:
+        out.print(table)
+        todo = sum(stage.state() != "done" for stage in stages)
+        out.print(f"{todo} of {len(stages)} would be made.")
+    for finding in findings:
+        if finding.verdict == "warning":
+            out.print(f"warning: {finding.line}", markup=False, highlight=False, soft_wrap=True)
+    refuse(findings, force=False)
+
+
+def look_ahead(steps: Steps) -> list[Finding]:
+    """Check everything that what is left of the run will need."""
+    todo = Todo.of(steps)
+    findings = preflight(steps, todo)
+    broken = any(finding.about in ("student", "train.lora") for finding in findings if finding.verdict == "error")
+    if steps.recipe.train.lora is not None and todo.compositions and not broken:
+        try:
+            check_lora(steps.student, steps.recipe.train.lora)
+        except InputError as error:
+            findings.append(Finding("train.lora", "targets", "error", str(error)))
+    return findings
+
+
+def refuse(findings: list[Finding], force: bool) -> None:
+    """Raise where something cannot work, or is judged to be a waste and not forced."""
+    errors = [finding for finding in findings if finding.verdict == "error" and not (finding.judged and force)]
+    if errors:
+        text = "\n".join(dict.fromkeys(finding.line for finding in errors))
+        forced = all(finding.judged for finding in errors)
+        raise InputError(f"{text}\nNothing was made." + (" Go on anyway: --force" if forced else ""))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lightning_weave.config import Recipe
+from lightning_weave.devices import has_bfloat16
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.runs.machine import set_up
@@ -54,8 +55,7 @@ def _compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """bfloat16 only where the hardware has it; masters are float32 in any case."""
     match recipe.train.dtype:
         case "auto":
-            has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-            return torch.bfloat16 if has_it else torch.float32
+            return torch.bfloat16 if has_bfloat16(device) else torch.float32
         case "float16":
             raise InputError('train.dtype = "float16": small gradients would vanish in it. Use "bfloat16" or "float32"')
         case named:

@@ -39,11 +39,12 @@ def _shipped(model: str) -> dict[str, Any] | None:
 def _fetch(model: str, revision: str | None) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise InputError(f"model {model!r}: no such directory. Give the path of a checkpoint directory or a hub name")
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(model, "config.json", revision=revision))
+        # hf_hub_download would try an unreachable hub again and again, for 25 seconds.
+        return Path(snapshot_download(model, revision=revision, allow_patterns="config.json")) / "config.json"
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(

@@ -12,7 +12,7 @@ from lightning_weave.config.fields import PromptFormat
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.prompts.decontaminate import Screen
 from lightning_weave.prompts.filters import Dedup, PromptReport, drop_duplicates, duplicate_key, take_by_seed
-from lightning_weave.prompts.formats import apply_format, chatml
+from lightning_weave.prompts.formats import ask, chatml, template_columns
 from lightning_weave.prompts.questions import ColumnNames, Message, Question, question_of
 from lightning_weave.prompts.render import encode, knows_thinking, render
 from lightning_weave.prompts.sources import read_rows
@@ -34,6 +34,8 @@ def build_prompts(
     revision: str | None = None,
     columns: Mapping[str, str | None] | None = None,
     format: PromptFormat = "plain",
+    template: str | None = None,
+    system: str | None = None,
     chat: bool = True,
     thinking: bool = True,
     max_tokens: int | None = None,
@@ -50,22 +52,39 @@ def build_prompts(
         raise InputError("prompts.source is missing. Set it to a .jsonl or .parquet file, a directory or a hub name.")
     report = PromptReport()
     screen = Screen(_problems(screen_against))
-    template = chat and format != "livecodebench"  # LiveCodeBench prompts are always rendered as ChatML
-    if template and not knows_thinking(tokenizer) and not thinking:  # fails here if there is no template
+    by_template = chat and format != "livecodebench"  # LiveCodeBench prompts are always rendered as ChatML
+    if by_template and not knows_thinking(tokenizer) and not thinking:  # fails here if there is no template
         report.notes.append("prompts.thinking = false has no effect: the chat template has no thinking switch")
     named = {key: column for key, column in (columns or {}).items() if column is not None}
-    column_names = ColumnNames(**named, starter="starter_code" if format == "livecodebench" else None)
+    others = frozenset(template_columns(template))
+    answer = str(named.get("answer", "")).split(".")[0]
+    if answer in others:
+        raise InputError(f"prompts.template names {{{answer}}}, which holds the answer. Leave it out of the template.")
+    column_names = ColumnNames(**named, starter="starter_code" if format == "livecodebench" else None, others=others)
     rows = read_rows(source, split=split, name=name, revision=revision, columns=column_names.roots())
     distinct = _deduplicated(_questions(rows, column_names, str(source), report), dedup, report)
     screened = _screened(_with_unique_ids(distinct, report), screen, report)
-    rendered = _rendered(screened, format, lambda messages: render(messages, tokenizer, template, thinking), report)
-    prompts = _encoded(list(rendered), tokenizer, template, max_tokens, report)
+
+    def asked(question: Question) -> tuple[list[Message], str]:
+        """Make the messages of a question and their text."""
+        messages = ask(
+            format,
+            question.messages,
+            template=template,
+            system=system,
+            columns=question.columns,
+            starter=question.starter,
+        )
+        is_code = format == "livecodebench"
+        return messages, chatml(messages) if is_code else render(messages, tokenizer, by_template, thinking)
+
+    prompts = _encoded(list(_rendered(screened, asked, report)), tokenizer, by_template, max_tokens, report)
     taken = _taken(prompts, take, seed, report)
     if not taken:
         raise InputError(
             f"{source}: no prompts are left of {report.read:,} rows: {len(report.bad):,} bad, {report.too_long:,} "
             f"longer than prompts.max_tokens = {max_tokens}, {len(report.overlaps):,} overlapping with "
-            "prompts.screen_against."
+            "prompts.screen_against." + "".join(f" The first bad one: {row.where}: {row.why}" for row in report.bad[:1])
         )
     return taken, report
 
@@ -157,13 +176,12 @@ def _screened(questions: Iterable[Question], screen: Screen, report: PromptRepor
 
 
 def _rendered(
-    questions: Iterable[Question], format: PromptFormat, rendering: Callable[[list[Message]], str], report: PromptReport
+    questions: Iterable[Question], asked: Callable[[Question], tuple[list[Message], str]], report: PromptReport
 ) -> Iterator[tuple[str, Prompt]]:
     """Make prompts without token ids, each with its location in the source."""
     for question in questions:
         try:
-            messages = apply_format(format, question.messages, question.starter)
-            text = chatml(messages) if format == "livecodebench" else rendering(messages)
+            messages, text = asked(question)
         except InputError as error:
             report.bad.append(BadRow(question.where, str(error)))
         else:

@@ -58,9 +58,11 @@ def drop_duplicates(items: Iterable[T], key: Callable[[T], str]) -> tuple[list[T
 
 
 def duplicate_key(question: Question, dedup: Literal["exact", "normalised"]) -> str:
-    """Make the key by which questions are duplicates: every turn and the starter code."""
+    """Make the key by which questions are duplicates: every turn, the starter code and a template's columns."""
     form = normalise if dedup == "normalised" else str
-    return json.dumps([[(turn["role"], form(turn["content"])) for turn in question.messages], question.starter])
+    turns = [(turn["role"], form(turn["content"])) for turn in question.messages]
+    columns = [question.columns] if question.columns else []
+    return json.dumps([turns, question.starter, *columns], default=str)
 
 
 def take_by_seed(items: Sequence[T], key: Callable[[T], str], take: int | None, seed: int) -> list[T]:

@@ -1,6 +1,8 @@
 """Prompt formats. Models react to every character of these strings: do not reword them."""
 
-from typing import assert_never
+from collections.abc import Mapping
+from string import Formatter
+from typing import Any, assert_never
 
 from lightning_weave.config.fields import PromptFormat
 from lightning_weave.errors import InputError
@@ -10,6 +12,8 @@ _DAPO_BEFORE = (
     "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
 _DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+_BOXED_AFTER = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 _LCB_SYSTEM = "You are a helpful assistant."
 _LCB_TASK = (
@@ -37,6 +41,10 @@ def apply_format(format: PromptFormat, messages: list[dict[str, str]], starter: 
             content = dapo(problem)
         case "question-answer":
             content = question_answer(problem)
+        case "boxed":
+            content = boxed(problem)
+        case "template":
+            raise ValueError("a template is filled by fill_template")
         case "livecodebench":
             if len(messages) > 1:
                 raise InputError("the livecodebench format takes a single question, not a conversation")
@@ -51,6 +59,50 @@ def dapo(problem: str) -> str:
     if problem.startswith(_DAPO_BEFORE) and problem.endswith(_DAPO_AFTER):
         return problem
     return f"{_DAPO_BEFORE}{problem}{_DAPO_AFTER}"
+
+
+def ask(
+    format: PromptFormat,
+    messages: list[dict[str, str]],
+    *,
+    template: str | None = None,
+    system: str | None = None,
+    columns: Mapping[str, Any] | None = None,
+    starter: str = "",
+) -> list[dict[str, str]]:
+    """Put a problem to a model: in a named format or in a template's words, after a system prompt if there is one."""
+    if template is None:
+        asked = apply_format(format, messages, starter)
+    else:
+        content = fill_template(template, messages[-1]["content"], columns or {})
+        asked = [*messages[:-1], {"role": "user", "content": content}]
+    if system is None:
+        return asked
+    if asked[0]["role"] == "system":
+        raise InputError("has a system turn of its own beside the recipe's `system`; remove one of them")
+    return [{"role": "system", "content": system}, *asked]
+
+
+def template_columns(template: str | None) -> set[str]:
+    """List the columns that a template names, beside the problem itself."""
+    return {name for _, name, _, _ in Formatter().parse(template or "") if name} - {"problem"}
+
+
+def fill_template(template: str, problem: str, columns: Mapping[str, Any]) -> str:
+    r"""Fill a template of the user's: `{problem}` is the problem whatever its column is called.
+
+    >>> fill_template("{problem} ({unit})\n\\boxed{{}}", "How far?", {"unit": "km"})
+    'How far? (km)\n\\boxed{}'
+    """
+    for name in sorted(template_columns(template)):
+        if columns.get(name) is None:
+            raise InputError(f"no column {name!r} for the template (it has {', '.join(map(repr, columns)) or 'none'})")
+    return template.format(**{**columns, "problem": problem})
+
+
+def boxed(problem: str) -> str:
+    r"""Ask for the answer in a `\boxed{}`, in the words that Qwen and DeepSeek recommend."""
+    return f"{problem}{_BOXED_AFTER}"
 
 
 def question_answer(problem: str) -> str:

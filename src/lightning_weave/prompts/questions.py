@@ -1,7 +1,7 @@
 """From a row of any shape to one question, or the reason why the row cannot be used."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_weave.store.tables import BadRow, Row, reference_answer
@@ -17,11 +17,12 @@ class ColumnNames:
     answer: str | None = None
     id: str | None = None
     starter: str | None = None  # starter code; may be missing or empty in a row
+    others: frozenset[str] = frozenset()  # named by a template
 
     def roots(self) -> set[str]:
         """List the top-level columns to read."""
         named = [name for name in (self.prompt, self.answer, self.id, self.starter) if name]
-        return {*named, *(name.split(".")[0] for name in named)}
+        return {*named, *(name.split(".")[0] for name in named), *self.others}
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Question:
     answer: str | None = None
     id: str = ""  # from the source; empty if it has none
     starter: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)  # those that a template names
 
 
 class _UnusableError(Exception):
@@ -49,7 +51,8 @@ def question_of(row: Row, columns: ColumnNames) -> Question | BadRow:
         identity = _identity(_look_up(row.values, columns.id)) if columns.id else ""
         messages = _messages(_look_up(row.values, columns.prompt), columns.prompt)
         starter = _starter(row.values.get(columns.starter), columns.starter) if columns.starter else ""
-        return Question(row.where, messages, answer, identity, starter)
+        columns_used = {name: row.values[name] for name in sorted(columns.others) if name in row.values}
+        return Question(row.where, messages, answer, identity, starter, columns_used)
     except _UnusableError as unusable:
         return BadRow(row.where, str(unusable))
 

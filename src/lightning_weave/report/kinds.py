@@ -27,7 +27,7 @@ class Vocabulary:
         return max(self.spelling.strings, default=-1) + 1
 
     def text(self, id: int) -> str:
-        """The text of a token, with invalid UTF-8 escaped."""
+        """The token's own text, invalid UTF-8 escaped."""
         return self.spelling.text(id)
 
     def kind(self, id: int) -> TokenKind:

@@ -235,7 +235,9 @@ def _missing(runs: Sequence[Steps], evaluated: Sequence[PolicySummaries], merged
 
 
 def _footer(runs: Sequence[Steps]) -> list[str]:
-    lines = [f"Made by Lightning Weave {__version__}: lweave report {' '.join(steps.arguments for steps in runs)}"]
+    lines = [
+        f"Made by Lightning Weave {__version__}: lweave report {' --run '.join(steps.arguments for steps in runs)}"
+    ]
     for steps in runs:
         if steps.recipe.anchors:
             lines.append(f"{steps.recipe.name}: cache {steps.reference.fingerprint}")

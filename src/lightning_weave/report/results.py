@@ -84,10 +84,16 @@ def _number(value: float | None) -> float | None:
 
 def show_results(steps: Steps, out: Console) -> None:
     """Print the table of all policies evaluated so far."""
-    rows = policy_rows(summaries(steps))
+    found = summaries(steps)
+    rows = policy_rows(found)
     if rows:
         if out.is_terminal:
             out.print(console(rows, width=out.width))
         else:
             out.print(plain(rows), soft_wrap=True, markup=False, highlight=False)
+        for policy, results in found.items():
+            for result in results:
+                if result.error:
+                    text = f"error: {policy} on {result.label}: {result.error}"
+                    out.print(text, style="red", soft_wrap=True, markup=False, highlight=False)
         out.print(f"Samples and summaries: {steps.store.run_dir / 'eval'}", soft_wrap=True, markup=False)

@@ -27,7 +27,7 @@ from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.progress import Progress
-from lightning_weave.prompts import chatml, encode, livecodebench, question_answer, render
+from lightning_weave.prompts import ask, chatml, encode, livecodebench, render
 from lightning_weave.ranks import is_first
 from lightning_weave.runs.engines import close_sampler, longest_context, open_sampler
 from lightning_weave.runs.grade import Grader
@@ -75,14 +75,17 @@ def evaluate(
     """
     section = steps.recipe.eval
     samples = section.samples or benchmark.samples
-    settings = SamplingSettings(
-        section.temperature, section.top_p, section.max_tokens or benchmark.max_tokens, section.seed
-    )
-    grader = Grader(benchmark, section.profile, section.unsafe_local)
+    settings = _sampling(section, benchmark)
+    grader = Grader.of(benchmark, section)
+    if grader.is_strict_for_want_of_math_verify(section) and is_first():
+        progress.say(
+            f"eval {benchmark.slug}: math-verify is not installed, so only an answer in \\boxed{{}} that is written "
+            "like the reference counts. For a forgiving grader: pip install math-verify"
+        )
     if _is_graded_otherwise(stage):
         if is_first():
             progress.say(f"eval {policy.name}/{stage.folder.name}: grading the samples again, without sampling")
-            _grade_again(stage, benchmark, grader, settings, section)
+            _grade_again(steps, stage, benchmark, grader, progress)
         return
     todo = blocks(len(benchmark.problems), samples, section.block)
     folder = stage.folder / f"blocks-{stage.step.fingerprint}"
@@ -93,8 +96,13 @@ def evaluate(
         while pending_blocks(folder, len(todo)):
             time.sleep(0.2)
         merge_blocks(folder, len(todo), stage.folder / "samples.jsonl")
-        _summarise(stage, benchmark, grader, settings, section)
+        _summarise(steps, stage, benchmark, grader, progress)
         drop_blocks(stage)
+
+
+def _sampling(section: Eval, benchmark: Benchmark) -> SamplingSettings:
+    longest = section.max_tokens or benchmark.max_tokens
+    return SamplingSettings(section.temperature, section.top_p, longest, section.seed)
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,7 @@ def open_exam(
     tokenizer = policy.checkpoint.tokenizer
     prompts = encode(prompt_texts(benchmark, tokenizer, section), tokenizer, _is_rendered(benchmark, section))
     _check_lengths(policy, benchmark, prompts)
-    grader = Grader(benchmark, section.profile, section.unsafe_local)
+    grader = Grader.of(benchmark, section)
     sampler = policy.sampler(steps, prompts, settings.max_tokens)
     return Exam(
         section=section,
@@ -204,7 +212,8 @@ def _is_graded_otherwise(stage: Stage) -> bool:
     return known and manifest["inputs"] == inputs and not stage.damaged()
 
 
-def _grade_again(stage: Stage, benchmark: Benchmark, grader: Grader, settings: SamplingSettings, section: Eval) -> None:
+def _grade_again(steps: Steps, stage: Stage, benchmark: Benchmark, grader: Grader, progress: Progress) -> None:
+    budgets = steps.recipe.eval.budgets
     target = stage.folder / "samples.jsonl"
     problems = {problem.id: problem for problem in benchmark.problems}
     samples = list(read_samples(target))
@@ -216,7 +225,7 @@ def _grade_again(stage: Stage, benchmark: Benchmark, grader: Grader, settings: S
                 answer=verdict.answer,
                 correct=verdict.correct,
                 why=verdict.why,
-                cuts={budget: cut for budget, cut in sample.cuts.items() if budget in section.budgets},
+                cuts={budget: cut for budget, cut in sample.cuts.items() if budget in budgets},
                 official=verdict.official,
             )
         )
@@ -224,10 +233,12 @@ def _grade_again(stage: Stage, benchmark: Benchmark, grader: Grader, settings: S
     ]
     stage.manifest_path.unlink()  # it describes the samples before regrading
     write_atomic(target, "".join(lines).encode())
-    _summarise(stage, benchmark, grader, settings, section)
+    _summarise(steps, stage, benchmark, grader, progress)
 
 
-def _summarise(stage: Stage, benchmark: Benchmark, grader: Grader, settings: SamplingSettings, section: Eval) -> None:
+def _summarise(steps: Steps, stage: Stage, benchmark: Benchmark, grader: Grader, progress: Progress) -> None:
+    section = steps.recipe.eval
+    settings = _sampling(section, benchmark)
     target = stage.folder / "samples.jsonl"
     summary = stage.folder / "summary.json"
     problems = {problem.id: problem for problem in benchmark.problems}
@@ -244,8 +255,11 @@ def _summarise(stage: Stage, benchmark: Benchmark, grader: Grader, settings: Sam
         "engine": section.engine,
     }
     samples = list(read_samples(target))
-    write_summary(summary, summarise(benchmark, samples, protocol, section.budgets, regrade))
+    result = summarise(benchmark, samples, protocol, section.budgets, regrade)
+    write_summary(summary, result)
     stage.record([target, summary])
+    if result.error:
+        progress.say(f"error: {stage.step.path}: {result.error}")
 
 
 def prompt_texts(benchmark: Benchmark, tokenizer: Any, section: Eval) -> list[str]:
@@ -256,8 +270,17 @@ def prompt_texts(benchmark: Benchmark, tokenizer: Any, section: Eval) -> list[st
 def _prompt_text(problem: Problem, tokenizer: Any, section: Eval) -> str:
     if problem.row is not None:
         return chatml(livecodebench(problem.question, str(problem.row.get("starter_code") or "")))
-    asked = question_answer(problem.question) if section.format == "question-answer" else problem.question
-    return render([{"role": "user", "content": asked}], tokenizer, section.chat, section.thinking)
+    try:
+        asked = ask(
+            section.format,
+            [{"role": "user", "content": problem.question}],
+            template=section.template,
+            system=section.system,
+            columns=problem.columns,
+        )
+    except InputError as error:
+        raise InputError(f"eval.template: problem {problem.id}: {error}") from error
+    return render(asked, tokenizer, section.chat, section.thinking)
 
 
 def _is_rendered(benchmark: Benchmark, section: Eval) -> bool:

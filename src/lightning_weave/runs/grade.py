@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
 
 from lightning_weave.bench.definitions import Benchmark, Problem
+from lightning_weave.config import Eval, Grading
+from lightning_weave.errors import InputError
 from lightning_weave.grading.code import extract_code, grade_many
-from lightning_weave.grading.math import extract_boxed, grade_with
+from lightning_weave.grading.graders import OwnGrader, grade_answer, grading_of, has_math_verify, load_own
+from lightning_weave.grading.math import extract_boxed
 from lightning_weave.grading.sandbox import open_sandbox
 
 
@@ -22,16 +25,39 @@ class Graded:
 
 @dataclass(frozen=True)
 class Grader:
-    """The paper's way to grade one benchmark."""
+    """The way to grade one benchmark."""
 
     benchmark: Benchmark
-    profile: Literal["paper", "math-verify"] = "paper"
+    rule: Grading
     unsafe_local: bool = False
+
+    @classmethod
+    def of(cls, benchmark: Benchmark, section: Eval) -> "Grader":
+        """Choose the grader of a benchmark, and try it before anything is sampled."""
+        grader = cls(benchmark, grading_of(section, benchmark.name), section.unsafe_local)
+        if benchmark.kind == "math":
+            has_strict_answers = grader.rule.kind in ("numeric", "choice")
+            tried = benchmark.problems if has_strict_answers else benchmark.problems[:1]
+            grader.grade([(problem, "") for problem in tried])
+        elif grader.rule.kind not in ("code", "paper", "math-verify"):  # a profile is for mathematics
+            key = f"eval.graders.{benchmark.slug}"
+            raise InputError(f"{key} = {grader.rule.kind!r}: the benchmark has programs to run; leave its grader out")
+        return grader
 
     @property
     def name(self) -> str:
         """Names the protocol: only policies graded alike may be compared."""
-        return self.profile if self.benchmark.kind == "math" else "livecodebench"
+        said = [self.rule.kind, self.rule.pattern, self.rule.function]
+        return " ".join(filter(None, said)) if self.benchmark.kind == "math" else "livecodebench"
+
+    def is_strict_for_want_of_math_verify(self, section: Eval) -> bool:
+        """Say whether a file of the user's own is graded by the paper's rule only because a package is missing."""
+        own_file = self.benchmark.name.startswith("file:") and self.benchmark.kind == "math"
+        return own_file and section.profile is None and self.rule.kind == "paper" and not has_math_verify()
+
+    @cached_property
+    def _own(self) -> OwnGrader | None:
+        return load_own(self.rule.function) if self.rule.function else None
 
     def grade(self, responses: Sequence[tuple[Problem, str]]) -> list[Graded]:
         """Grade responses; code runs in a sandbox, on all cores."""
@@ -49,7 +75,14 @@ class Grader:
     def _grade_maths(self, problem: Problem, text: str) -> Graded:
         assert problem.answer is not None, "a mathematics problem has an answer"
         reference = extract_boxed(problem.answer) or problem.answer  # some data box it, as a response does
-        answer = extract_boxed(text)
-        correct = grade_with(self.profile, text, reference)
+        try:
+            answer, correct = grade_answer(self.rule, text, reference, self._own)
+        except InputError as error:
+            raise InputError(f"{self.benchmark.name}, problem {problem.id}: {error}") from error
+        except Exception as error:
+            if self._own is None:
+                raise
+            what = f"{type(error).__name__}: {error}"
+            raise InputError(f"{self.rule.function} failed on problem {problem.id} ({what}). Correct it") from error
         why = "equal" if correct else "no answer" if answer is None else "different"
         return Graded(answer, correct, why)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from lightning_weave import devices
 from lightning_weave.config import Recipe
-from lightning_weave.errors import InputError
-from lightning_weave.ranks import local_rank, rank, world_size
+from lightning_weave.ranks import rank, world_size
 from lightning_weave.store import Store, read_json, write_json
 
 
@@ -20,11 +20,7 @@ def set_up(recipe: Recipe, store: Store) -> torch.device:
 
 def choose_device(recipe: Recipe) -> torch.device:
     """Take the device that the recipe names, or the best there is."""
-    if recipe.machine.device == "cuda" and not torch.cuda.is_available():
-        raise InputError('machine.device = "cuda": no CUDA device is visible here. Use "auto" or "cpu"')
-    if recipe.machine.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+    return devices.choose_device(recipe.machine.device)
 
 
 def my_share(shards: Iterable[int]) -> list[int]:

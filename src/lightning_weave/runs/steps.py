@@ -15,6 +15,7 @@ from lightning_weave.config import (
     Anchor,
     Composition,
     Distilled,
+    Grading,
     Joint,
     Mixture,
     Objective,
@@ -27,6 +28,7 @@ from lightning_weave.config import (
     slug,
 )
 from lightning_weave.errors import InputError
+from lightning_weave.grading.graders import grading_of
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.store import Step, Store, file_identities, file_identity, read_json, write_json
 
@@ -156,7 +158,7 @@ class Steps:
                 raise InputError(
                     "prompts.source is missing: a JSONL or Parquet file, a dataset directory or a hub name"
                 )
-            settings = self.recipe.prompts.model_dump(mode="json")
+            settings = _without_unsaid(self.recipe.prompts.model_dump(mode="json"))
             settings["source"] = self._data_identity(self.recipe.prompts.source, "prompts.source")
             settings["screen_against"] = [
                 self._data_identity(name, "prompts.screen_against") for name in self.recipe.prompts.screen_against
@@ -287,9 +289,9 @@ class Steps:
 
     def eval(self, policy: str, benchmark: str) -> Step:
         section = self.recipe.eval
-        settings = section.model_dump(
-            mode="json", exclude={"benchmarks", "sources", "python", "options", "parity", "batch_size", "unsafe_local"}
-        )
+        execution = {"python", "options", "parity", "batch_size", "unsafe_local"}
+        settings = section.model_dump(mode="json", exclude={"benchmarks", "sources", "graders", *execution})
+        settings = _without_unsaid(settings) | {"profile": self._grading(benchmark)}
         source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
         key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
         settings["benchmark"] = self._data_identity(source, key)
@@ -303,6 +305,16 @@ class Steps:
         return Step(
             f"eval/{policy}/{benchmark_folder(benchmark)}", settings, inputs, f"{self._command('eval')} --only {policy}"
         )
+
+    def _grading(self, benchmark: str) -> str | dict[str, Any]:
+        """Say how a benchmark is graded; a user's own function by its content."""
+        rule = grading_of(self.recipe.eval, benchmark)
+        if rule.function is None:
+            return rule.kind if rule == Grading(kind=rule.kind) else rule.model_dump(mode="json", exclude_none=True)
+        file = Path(rule.function.rpartition(":")[0]).expanduser()
+        if not file.is_file():
+            raise InputError(f"eval.graders.{benchmark_folder(benchmark)}.function = {rule.function!r}: no such file")
+        return {"kind": rule.kind, "function": rule.function.rpartition(":")[2], "content": file_identity(file)}
 
     def everything(self) -> list[Step]:
         """All steps in the order in which they can be made."""
@@ -326,6 +338,11 @@ class Steps:
 
     def _command(self, verb: str) -> str:
         return f"lweave {verb} {self.arguments}"
+
+
+def _without_unsaid(settings: dict[str, Any]) -> dict[str, Any]:
+    """Leave out how to ask where the recipe does not say it: steps of earlier versions stay the same."""
+    return {key: value for key, value in settings.items() if key not in ("template", "system") or value is not None}
 
 
 def template_identity(model: Path) -> str:

@@ -14,24 +14,3 @@ from lightning_weave.store.lock import lock_run
 from lightning_weave.store.rows import RowIndex
 from lightning_weave.store.run import Stage, State, Step, Store
 from lightning_weave.store.shards import Shard
-
-__all__ = [
-    "RowIndex",
-    "Shard",
-    "Stage",
-    "State",
-    "Step",
-    "Store",
-    "append_line",
-    "file_identities",
-    "file_identity",
-    "fingerprint",
-    "lock_run",
-    "make_directory",
-    "model_identity",
-    "read_json",
-    "read_lines",
-    "whole_directory",
-    "write_atomic",
-    "write_json",
-]

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lightning_weave.devices import device_name, peak_bytes
 from lightning_weave.ranks import rank
 from lightning_weave.store.files import append_line, read_lines
 
@@ -79,18 +80,15 @@ def read_ledger(run_dir: Path) -> list[dict[str, Any]]:
 
 def peak_memory() -> int:
     """Peak bytes on the accelerator if one is in use, else of this process."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes()
+    return peak if peak is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def hardware() -> dict[str, Any]:
     """Name the device and the versions that a figure was measured on."""
     torch = sys.modules.get("torch")
-    cuda = torch is not None and torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if torch is not None and cuda else _cpu_name(),
+        "device": device_name() or _cpu_name(),
         "threads": torch.get_num_threads() if torch is not None else 1,
         "versions": {name: _version(name) for name in ("lightning-weave", "torch", "transformers")},
     }

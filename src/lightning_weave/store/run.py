@@ -5,7 +5,8 @@ fingerprint too, so shards of an earlier recipe are simply pending again, and a 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
@@ -73,14 +74,17 @@ class Stage:
 
     def changed_settings(self) -> list[str]:
         """Say how the settings on disk differ from the recipe's, for people."""
-        manifest = self.manifest() or {}
-        old = manifest.get("settings", {})
-        new = dict(self.step.settings)
-        changed = _differences(old, new)
-        inputs = manifest.get("inputs", {})
-        return changed + [
-            f"{step.path} has changed" for step in self.step.inputs if inputs.get(step.path) != step.fingerprint
-        ]
+        changed = [f"{key} {what}" for key, what in self.changes().items()]
+        return changed + [f"{path} has changed" for path in self.changed_inputs()]
+
+    def changes(self) -> dict[str, str]:
+        """The settings that differ from those on disk, by key, and how: `12 -> 10`, `is new`, `is gone`."""
+        return dict(_differences((self.manifest() or {}).get("settings", {}), dict(self.step.settings)))
+
+    def changed_inputs(self) -> list[str]:
+        """The inputs that are not those that the manifest was made from."""
+        inputs = (self.manifest() or {}).get("inputs", {})
+        return [step.path for step in self.step.inputs if inputs.get(step.path) != step.fingerprint]
 
     def pending(self, shards: int) -> list[int]:
         """List the shards that still have to be made."""
@@ -203,14 +207,22 @@ def _entry(path: Path, folder: Path) -> dict[str, Any]:
     return {"file": str(path.relative_to(folder)), "sha256": sha256_file(path), "bytes": path.stat().st_size}
 
 
-def _differences(old: Any, new: Any, key: str = "") -> list[str]:
-    """Name what differs between two settings, however deep it lies."""
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Name what differs between two settings, however deep it lies. A hash says only that something changed."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        keys = sorted({*old, *new})
-        return [
-            text for name in keys for text in _differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
-        ]
-    return [] if old == new else [f"{key} {old} -> {new}"]
+        for name in sorted({*old, *new}):
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+    elif old != new:
+        if isinstance(old, Mapping) or isinstance(new, Mapping):
+            yield key, "is gone" if new is None else "is new"
+        elif any(isinstance(value, str) and re.fullmatch("[0-9a-f]{16,}", value) for value in (old, new)):
+            yield key, "has changed"
+        else:
+            yield key, f"{_shown(old)} -> {_shown(new)}"
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _read_fingerprint(path: Path) -> str | None:

@@ -4,13 +4,15 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from lightning_weave.errors import CorruptData, WeaveError
 from lightning_weave.store import read_json, whole_directory, write_json
-from lightning_weave.train.parallel import Ranks, load_state, save_state
+
+if TYPE_CHECKING:
+    from torch import nn, optim
+
+    from lightning_weave.train.parallel import Ranks
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,10 @@ class TrainingCheckpoints:
     fingerprint: str
     keep: int
 
-    def save(self, update: int, module: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    def save(self, update: int, module: "nn.Module", optimizer: "optim.Optimizer", ranks: "Ranks") -> None:
         """Write under a temporary name, sync, rename; then drop the oldest."""
+        from lightning_weave.train.parallel import save_state
+
         final = self.folder / f"{update:06d}"
         unfinished = self.folder / f".tmp-{update:06d}"
         try:
@@ -54,8 +58,10 @@ class TrainingCheckpoints:
         """The update of the newest checkpoint that this recipe wrote."""
         return max((int(path.name) for path in self._complete()), default=None)
 
-    def restore(self, update: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def restore(self, update: int, module: "nn.Module", optimizer: "optim.Optimizer") -> None:
         """Load one checkpoint, by whatever number of ranks it was written."""
+        from lightning_weave.train.parallel import load_state
+
         folder = self.folder / f"{update:06d}"
         try:
             load_state(folder, module, optimizer)

@@ -2,11 +2,11 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -14,15 +14,17 @@ from torch import Tensor
 
 from lightning_weave.cache.block import Block
 from lightning_weave.errors import WeaveError
+from lightning_weave.heads.tiles import checked_ids
 from lightning_weave.maths import log_residual_loss
 from lightning_weave.models.memory import free_memory, is_out_of_memory
 from lightning_weave.store import write_json
 from lightning_weave.store.ledger import peak_memory
 from lightning_weave.train.data import Batch, compose, kept_decisions, tokens_needed
-from lightning_weave.train.objectives import Loss, Trainee, distances
-from lightning_weave.train.parallel import Ranks, clip_gradients
+from lightning_weave.train.objectives import DISTANCES, Loss, Trainee, distances
+from lightning_weave.train.parallel import Ranks, can_recover, clip_gradients, recover
 from lightning_weave.train.schedule import micro_batches, share_rows
 
+T = TypeVar("T")
 BAD_ROWS = "bad_rows.json"
 ROUNDING = 100.0  # how much more a trainer in low precision may disagree with its cache
 
@@ -102,46 +104,56 @@ class Fit:
     def _accumulate(self, step: int, block: Block, kept: float) -> dict[str, float]:
         """Run all micro-batches forward and backward; too little memory halves them and starts the update again."""
         while True:
-            try:
-                return self._run_micro_batches(step, block, kept)
-            except (MemoryError, RuntimeError) as error:
-                self._halve(error, block, f"at update {step}")
-            self.optimizer.zero_grad(set_to_none=True)
+            sums = self._in_memory(lambda: self._run_micro_batches(step, block, kept), block, f"at update {step}")
+            if sums is not None:
+                return sums
 
-    def _halve(self, error: Exception, block: Block, when: str) -> None:
-        """Halve the micro-batches that were too large for memory, or say so where they cannot be any smaller."""
-        if not is_out_of_memory(error):
-            raise error
-        lengths = tokens_needed(block, self.cache.weights)
-        if self.ranks.world > 1 or self.token_budget <= max(lengths):
-            raise WeaveError(
-                f"out of memory {when} with train.token_budget = {self.token_budget}. Make it "
-                "smaller, or set train.gradient_checkpointing = true, or use more ranks"
-            ) from error
+    def _in_memory(self, run: Callable[[], T], block: Block, when: str) -> T | None:
+        """Run something; where memory runs out, halve the micro-batches and return None, or say that it cannot be."""
+        try:
+            return run()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            lengths = tokens_needed(block, self.cache.weights)
+            if self.ranks.world > 1 or self.token_budget <= max(lengths) or not can_recover(self.trainee):
+                # Other ranks wait in the middle of a pass for this one: they can only be stopped, not told to halve.
+                rank = f" on rank {self.ranks.rank}" if self.ranks.world > 1 else ""
+                raise WeaveError(
+                    f"out of memory{rank} {when} with train.token_budget = {self.token_budget}. Make it "
+                    "smaller, or set train.gradient_checkpointing = true, or use more ranks"
+                ) from error
+        # Here the error is gone, and with it the tensors that its frames held.
         free_memory()
+        recover(self.trainee)
         self.token_budget = min(self.token_budget, len(block) * max(lengths)) // 2
         self.notes.append(f"out of memory: train.token_budget halved to {self.token_budget}; the loss is the same")
+        return None
 
     def _run_micro_batches(self, step: int, block: Block, kept: float) -> dict[str, float]:
+        """Run forward and backward; what is watched stays on the device until all are done."""
         # Dropout of a student that has any follows from the update, so nothing random needs to be kept for a resume.
         torch.manual_seed(int(np.random.SeedSequence([self.seed, step, self.ranks.rank]).generate_state(1)[0]))
         normalizer = max(kept, 1) / self.ranks.world  # sharded gradients are averaged over ranks
-        sums = dict.fromkeys(("loss", "reverse_kl", "forward_kl", "total_variation", "covered_mass", "loading"), 0.0)
-        bad: list[dict[str, Any]] = []
+        watched: list[Tensor] = []
+        finite: list[tuple[Tensor, Tensor, Tensor]] = []
+        loading = 0.0
         lengths = tokens_needed(block, self.cache.weights)
         for members in self._in_step(micro_batches(lengths, self.token_budget)):
             started = time.perf_counter()
-            batch = self._compose(block.pick(members) if members else None)
-            sums["loading"] += time.perf_counter() - started
+            composed = self._compose(block.pick(members) if members else None)
+            batch = composed.to(self.ranks.device)
+            loading += time.perf_counter() - started
             loss, log_pi_NO = self.trainee(batch, self.loss, normalizer)
             loss.backward()
-            sums["loss"] += loss.item() / self.ranks.world
-            if not math.isfinite(loss.item()):
-                bad += _culprits(batch, log_pi_NO)
-            for name, distance in distances(log_pi_NO, batch).items():
-                sums[name] += distance
+            watched.append(torch.cat([loss.detach()[None], distances(log_pi_NO, batch)]))
+            finite.append((composed.rows_N, composed.places_N, _finite(batch, log_pi_NO)))
+        values = np.array(torch.stack(watched).tolist())  # the only wait for the device
+        values[:, 0] /= self.ranks.world
+        sums = dict(zip(("loss", *DISTANCES), values.sum(axis=0).tolist(), strict=True))
+        bad = [row for at in np.flatnonzero(~np.isfinite(values[:, 0])) for row in _culprits(*finite[at])]
         self._stop_unless_finite("loss", self.ranks.total({"loss": sums["loss"]})["loss"], bad)
-        return sums
+        return {**sums, "loading": loading}
 
     def _step(self, step: int, kept: float) -> float:
         """Clip and step, unless there was nothing to learn from; returns the gradient's norm."""
@@ -172,7 +184,8 @@ class Fit:
     def _compose(self, block: Block | None) -> Batch:
         """The batch of a block; without one, a batch that has nothing to learn from."""
         batch = compose(block or self.cache.block([0]), self.cache.weights, self.loss.alpha)
-        return (batch if block else batch.first(0)).to(self.ranks.device)
+        checked_ids(batch.candidate_ids_NC, self.trainee.head_description.vocabulary)  # here, where no device waits
+        return batch if block else batch.first(0)
 
     def _stop_unless_finite(self, what: str, value: float, rows: list[dict[str, Any]]) -> None:
         """Stop on all ranks with the rows that caused it, before they can spoil the weights."""
@@ -191,23 +204,30 @@ class Fit:
     @torch.no_grad()
     def disagreement(self, numbers: Sequence[int]) -> float:
         """The loss at zero shift before training: how far trainer and cache disagree about the student itself."""
-        total = {"loss": 0.0, "kept": 0.0}
-        for batch, log_pi_NO in self._look(numbers):
-            total["loss"] += log_residual_loss(log_pi_NO, batch.log_b_NO, batch.log_b_NO, self.loss.alpha).sum().item()
-            total["kept"] += len(batch)
-        total = self.ranks.total(total)
-        return total["loss"] / max(total["kept"], 1)
+
+        def loss(batch: Batch, log_pi_NO: Tensor) -> Tensor:
+            return log_residual_loss(log_pi_NO, batch.log_b_NO, batch.log_b_NO, self.loss.alpha).sum()[None]
+
+        return self._mean(numbers, ("loss",), loss)["loss"]
 
     @torch.no_grad()
     def distance(self, numbers: Sequence[int]) -> dict[str, float]:
         """How far the student is from its target on some rows, on average over kept decisions."""
-        total = dict.fromkeys(("reverse_kl", "forward_kl", "total_variation", "kept"), 0.0)
+        found = self._mean(numbers, DISTANCES, lambda batch, log_pi_NO: distances(log_pi_NO, batch))
+        return {name: found[name] for name in ("reverse_kl", "forward_kl", "total_variation")}
+
+    def _mean(
+        self, numbers: Sequence[int], names: Sequence[str], measure: Callable[[Batch, Tensor], Tensor]
+    ) -> dict[str, float]:
+        """Sum what is measured of every micro-batch, and divide by the kept decisions of all ranks."""
+        kept = 0
+        measured: list[Tensor] = []
         for batch, log_pi_NO in self._look(numbers):
-            found = {**distances(log_pi_NO, batch), "kept": len(batch)}
-            total = {name: value + found[name] for name, value in total.items()}
-        total = self.ranks.total(total)
-        kept = max(total.pop("kept"), 1)
-        return {name: value / kept for name, value in total.items()}
+            kept += len(batch)
+            measured.append(measure(batch, log_pi_NO))
+        sums = np.array(torch.stack(measured).tolist()).sum(axis=0).tolist()
+        total = self.ranks.total({**dict(zip(names, sums, strict=True)), "kept": kept})
+        return {name: total[name] / max(total["kept"], 1) for name in names}
 
     def _look(self, numbers: Sequence[int]) -> Iterator[tuple[Batch, Tensor]]:
         """Run rows forward only, a micro-batch at a time: their batches and the student's outcomes."""
@@ -222,12 +242,10 @@ class Fit:
         rows = len(block) if block else 0
         tokens = rows * max(tokens_needed(block, self.cache.weights)) if block else 0
         if rows <= 1 or tokens <= self.token_budget:  # it may have been planned with a larger budget
-            batch = self._compose(block)
-            try:
-                log_pi_NO = self.trainee(batch, self.loss, 1.0)[1]
-            except (MemoryError, RuntimeError) as error:
-                self._halve(error, block or self.cache.block([0]), "before an update")
-            else:
+            batch = self._compose(block).to(self.ranks.device)
+            some = block or self.cache.block([0])
+            log_pi_NO = self._in_memory(lambda: self.trainee(batch, self.loss, 1.0)[1], some, "before an update")
+            if log_pi_NO is not None:
                 yield batch, log_pi_NO
                 return
         assert block is not None, "a batch without rows fits in memory"
@@ -262,13 +280,18 @@ def adam(trainee: Trainee, learning_rate: float, betas: Sequence[float], weight_
     return torch.optim.AdamW(kept, learning_rate, (betas[0], betas[1]), fused=True)
 
 
-def _culprits(batch: Batch, log_pi_NO: Tensor) -> list[dict[str, Any]]:
-    """Find the decisions at which something is not finite; where nothing is, all rows of the batch are suspect."""
+def _finite(batch: Batch, log_pi_NO: Tensor) -> Tensor:
+    """Tell at which decisions everything is finite."""
     checked = (log_pi_NO, batch.log_b_NO, batch.log_q_NO, batch.r_NC, batch.sampled_log_b_N[:, None])
-    finite_N = torch.stack([values.isfinite().all(dim=1) for values in checked]).all(dim=0)
+    return torch.stack([values.isfinite().all(dim=1) for values in checked]).all(dim=0)
+
+
+def _culprits(rows_N: Tensor, places_N: Tensor, finite_N: Tensor) -> list[dict[str, Any]]:
+    """Find the decisions at which something is not finite; where nothing is, all rows of the batch are suspect."""
+    finite_N = finite_N.cpu()
     chosen_N = ~finite_N if not finite_N.all() else finite_N
     places: dict[int, list[int]] = {}
-    for row, place in zip(batch.rows_N[chosen_N].tolist(), batch.places_N[chosen_N].tolist(), strict=True):
+    for row, place in zip(rows_N[chosen_N].tolist(), places_N[chosen_N].tolist(), strict=True):
         places.setdefault(row, []).append(place)
     return [{"row": row, "positions": positions} for row, positions in places.items()]
 

@@ -30,6 +30,8 @@ from lightning_weave.maths import (
 )
 from lightning_weave.train.data import Batch
 
+DISTANCES = ("reverse_kl", "forward_kl", "total_variation", "covered_mass")
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -130,11 +132,12 @@ class Trainee(nn.Module):
         return loss(self.kept_states(batch), self.head(), batch, normalizer)
 
 
-def distances(log_pi_NO: Tensor, batch: Batch) -> dict[str, float]:
+def distances(log_pi_NO: Tensor, batch: Batch) -> Tensor:
     """Sum over the batch how far the student is from its target, and how much of the behaviour is covered."""
-    return {
-        "reverse_kl": reverse_kl(log_pi_NO, batch.log_q_NO, 1.0).sum().item(),
-        "forward_kl": forward_kl(batch.log_q_NO, log_pi_NO).sum().item(),
-        "total_variation": total_variation(batch.log_q_NO, log_pi_NO).sum().item(),
-        "covered_mass": batch.log_b_NO[:, :-1].exp().sum().item(),
-    }
+    summed = (
+        reverse_kl(log_pi_NO, batch.log_q_NO, 1.0).sum(),
+        forward_kl(batch.log_q_NO, log_pi_NO).sum(),
+        total_variation(batch.log_q_NO, log_pi_NO).sum(),
+        batch.log_b_NO[:, :-1].exp().sum(),
+    )
+    return torch.stack(summed)

@@ -7,7 +7,8 @@ from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store.ledger import measure
 from lightning_weave.train.dose import find_dose
-from lightning_weave.train.training import TrainContext, Training, make_fit, make_schedule, open_trainee
+from lightning_weave.train.schedule import make_schedule
+from lightning_weave.train.training import TrainContext, Training, make_fit, open_trainee
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 
 from lightning_weave.cache.block import Block
 from lightning_weave.config import Online
-from lightning_weave.errors import InputError
 from lightning_weave.models.hf import HFSampler, Scorer
 from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.anchors import LiveAnchors
@@ -19,21 +18,20 @@ from lightning_weave.runs.trajectories import find_candidates, pack_rollouts, re
 from lightning_weave.store.ledger import measure
 from lightning_weave.train.dose import anchor_doses, in_words
 from lightning_weave.train.objectives import Trainee
-from lightning_weave.train.schedule import Schedule
-from lightning_weave.train.training import TrainContext, Training, make_fit, make_schedule, open_trainee
+from lightning_weave.train.parallel import Ranks, whole
+from lightning_weave.train.schedule import Schedule, make_schedule
+from lightning_weave.train.training import TrainContext, Training, make_fit, open_trainee
 from lightning_weave.types import Prompt, Request, SamplingSettings
 
 
 def train_online(steps: Steps, name: str, context: TrainContext) -> None:
     """Fit one composition with live anchors. Resumable between rounds."""
-    if context.ranks.world > 1:
-        raise InputError(f"compositions.{name}: online training runs on one rank; start it without torchrun")
     composition = steps.recipe.compositions[name]
     assert isinstance(composition, Online), composition.method
     prompts = read_prompts(steps.prompts_file)
     schedule = make_schedule(steps.recipe, len(prompts), epochs=composition.epochs)
     trainee = open_trainee(steps, context)
-    rows = LiveRows(steps, name, trainee, prompts, schedule)
+    rows = LiveRows(steps, name, trainee, prompts, schedule, ranks=context.ranks)
     fit = make_fit(steps, name, trainee, rows, alpha=composition.alpha, ranks=context.ranks)
     training = Training(steps, name, schedule, fit, context.progress, before_round=rows.refresh)
     with measure(steps.store.run_dir, "train", name, method="online") as meter:
@@ -48,14 +46,22 @@ class LiveRows:
     """The trajectories of the current round, as the current student drew them."""
 
     def __init__(
-        self, steps: Steps, name: str, trainee: Trainee, prompts: Sequence[Prompt], schedule: Schedule
+        self,
+        steps: Steps,
+        name: str,
+        trainee: Trainee,
+        prompts: Sequence[Prompt],
+        schedule: Schedule,
+        *,
+        ranks: Ranks,
     ) -> None:
         self.steps = steps
         self.trainee = trainee
         self.prompts = prompts
         self.schedule = schedule
+        self.ranks = ranks
         self.vocabulary = steps.student.vocabulary
-        initial = steps.student.load(torch.float32, next(trainee.parameters()).device)
+        initial = steps.student.load(torch.float32, ranks.device)
         self.initial = Scorer(initial, self.vocabulary, steps.recipe.reference.token_budget)
         weights = dict(sorted(steps.recipe.compositions[name].used.items()))
         self.anchors = LiveAnchors(steps, weights, keep=steps.recipe.train.keep_anchors)
@@ -81,10 +87,13 @@ class LiveRows:
     def _draw(self, numbers: Sequence[int], epoch: int) -> dict[int, Block]:
         if not numbers:
             return {}
+        own = numbers[self.ranks.rank :: self.ranks.world]
         self.trainee.model.eval()
-        block = self._sample(numbers, epoch)
+        with whole(self.trainee):
+            block = self._sample(own, epoch) if own else None
         self.trainee.model.train()
-        return {number: block.pick([row]) for row, number in enumerate(numbers)}
+        drawn = [(number, block.pick([row])) for row, number in enumerate(own)] if block else []
+        return dict(self.ranks.gathered(drawn))
 
     def _sample(self, numbers: Sequence[int], epoch: int) -> Block:
         section = self.steps.recipe.rollout

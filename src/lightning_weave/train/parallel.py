@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from lightning_weave.errors import WeaveError
 from lightning_weave.ranks import rank, world_size
 
 # All that the index of a checkpoint consists of. It is a pickle: anything else in it could run code.
@@ -53,7 +55,8 @@ INDEX_CLASSES = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }
-PATIENCE = timedelta(hours=2)  # for rank 0 to write and hash a large export while the others wait
+PATIENCE = timedelta(hours=2)  # of one pass with another
+WAITING = timedelta(days=7)  # for rank 0 to write and hash a large export, while no device counts the time
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,16 @@ class Ranks:
         """Add numbers over all ranks."""
         if self.world == 1:
             return dict(values)
-        summed = torch.tensor(list(values.values()), dtype=torch.float64, device=self._collective_device)
-        dist.all_reduce(summed)
+        summed = torch.tensor(list(values.values()), dtype=torch.float64)
+        dist.all_reduce(summed, group=_hosts())
         return dict(zip(values, summed.tolist(), strict=True))
 
     def most(self, value: int) -> int:
         """The largest of one number per rank."""
         if self.world == 1:
             return value
-        largest = torch.tensor(value, device=self._collective_device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=_hosts())
         return int(largest)
 
     def gathered(self, values: list[Any]) -> list[Any]:
@@ -89,17 +92,19 @@ class Ranks:
         if self.world == 1:
             return values
         lists: list[Any] = [None] * self.world
-        dist.all_gather_object(lists, values)
+        dist.all_gather_object(lists, values, group=_hosts())
         return [value for one in lists for value in one]
 
     def wait(self) -> None:
         """Let every rank come to this point."""
         if self.world > 1:
-            dist.barrier()
+            dist.barrier(group=_hosts())
 
-    @property
-    def _collective_device(self) -> torch.device:
-        return self.device if self.device.type == "cuda" else torch.device("cpu")
+
+@cache
+def _hosts() -> Any:
+    """The ranks once more, as a group that talks without their devices: nothing waits for a GPU or by its clock."""
+    return dist.new_group(backend="gloo", timeout=WAITING)
 
 
 @contextmanager
@@ -114,7 +119,13 @@ def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
         if not _grouped():
             dist.init_process_group(backend, timeout=PATIENCE)
             atexit.register(dist.destroy_process_group)
-        yield Ranks(rank(), world, device)
+            _hosts()
+        try:
+            yield Ranks(rank(), world, device)
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                raise WeaveError(f"rank {rank()}: another rank has stopped; its own message says why") from error
+            raise
         return
     if sharded:
         dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
@@ -132,6 +143,48 @@ def shard(module: nn.Module, blocks: list[nn.Module], ranks: Ranks, dtype: torch
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def can_recover(module: nn.Module) -> bool:
+    """Whether a module can be used again after a pass that an exception cut short; before 2.13 torch could not."""
+    return not isinstance(module, FSDPModule) or hasattr(module, "reset_iter_state")
+
+
+def recover(module: nn.Module) -> None:
+    """Make a module usable again after a pass that an exception cut short, without any of its gradients."""
+    module.zero_grad(set_to_none=True)
+    if isinstance(module, FSDPModule):
+        module.reset_iter_state()
+        for part in _parts(module):  # torch leaves gradients on whole weights, and would add them to the next pass
+            part.unshard()
+            part.zero_grad(set_to_none=True)
+            part.reshard()
+
+
+def _parts(module: nn.Module) -> list[Any]:
+    """The sharded modules of a sharded module, itself among them."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+@contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
+    """Hold all weights of a sharded module whole on every rank, so that its parts can be run on their own."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module._get_fsdp_state()._lazy_init()  # or the first part to run would take itself for the root
+    parts = _parts(module)
+    try:
+        for part in parts:
+            part.unshard()
+            if part is not module:
+                part.set_reshard_after_forward(False, recurse=False)
+        yield
+    finally:
+        for part in parts:
+            if part is not module:
+                part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()
 
 
 def clip_gradients(module: nn.Module, largest: float) -> float:

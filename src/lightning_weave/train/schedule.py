@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_weave.config import Recipe
 from lightning_weave.errors import InputError
 
 
@@ -75,6 +76,24 @@ class Schedule:
 
     def _rows_of(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         return ((self.first + groups[:, None]) * self.responses + np.arange(self.responses)).ravel()
+
+
+def make_schedule(
+    recipe: Recipe, groups: int, part: tuple[float, float] = (0.0, 1.0), epochs: int | None = None
+) -> Schedule:
+    """The updates of a run: the same rows in the same order for every composition."""
+    train = recipe.train
+    first = round(part[0] * groups)
+    return Schedule(
+        groups=round(part[1] * groups) - first,
+        responses=recipe.rollout.responses,
+        epochs=epochs or train.epochs,
+        prompts_per_round=train.prompts_per_round,
+        updates_per_round=train.updates_per_round,
+        seed=train.seed,
+        validation=train.validation,
+        first=first,
+    )
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:

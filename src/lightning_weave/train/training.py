@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_weave.config import Recipe
 from lightning_weave.errors import Mismatch
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
@@ -75,24 +74,6 @@ def _blocks(model: Any) -> list[nn.Module]:
     """The decoder layers: the longest list of modules in the model."""
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=[])
-
-
-def make_schedule(
-    recipe: Recipe, groups: int, part: tuple[float, float] = (0.0, 1.0), epochs: int | None = None
-) -> Schedule:
-    """The updates of a run: the same rows in the same order for every composition."""
-    train = recipe.train
-    first = round(part[0] * groups)
-    return Schedule(
-        groups=round(part[1] * groups) - first,
-        responses=recipe.rollout.responses,
-        epochs=epochs or train.epochs,
-        prompts_per_round=train.prompts_per_round,
-        updates_per_round=train.updates_per_round,
-        seed=train.seed,
-        validation=train.validation,
-        first=first,
-    )
 
 
 def make_fit(steps: Steps, name: str, trainee: Trainee, rows: Rows, *, alpha: float, ranks: Ranks) -> Fit:

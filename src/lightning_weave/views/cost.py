@@ -1,5 +1,7 @@
 """`lweave cost`: the paper's cost table (tab. training-cost) from what was measured."""
 
+import json as json_format
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -12,11 +14,20 @@ from lightning_weave.runs.steps import Steps
 from lightning_weave.store.ledger import read_ledger
 
 
-def run(steps: Steps, console: Console) -> None:
+def run(steps: Steps, console: Console, json: bool = False) -> None:
     """Print what every stage cost, what a composition costs, and what sharing the cache saves."""
     rows = read_ledger(steps.store.run_dir)
     if not rows:
         raise InputError(f"{steps.store.run_dir}: nothing measured yet. Start with: lweave run {steps.arguments}")
+    if json:
+        stages = [
+            {"stage": stage, "name": name, **asdict(cost)}
+            for (stage, name), cost in costs(rows, "stage", "name").items()
+        ]
+        seconds = sum(row["device_seconds"] for row in rows)
+        said = {"run": str(steps.store.run_dir), "stages": stages, "seconds": seconds, "summary": summary(steps, rows)}
+        print(json_format.dumps(said, indent=2))
+        return
     console.print(_stages_table(rows))
     for line in summary(steps, rows):
         console.print(line, soft_wrap=True)

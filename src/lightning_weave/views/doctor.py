@@ -1,23 +1,23 @@
 """`lweave doctor`: say before any GPU time whether the anchors of a recipe are usable."""
 
 import json
-import shutil
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from lightning_weave.checks.findings import Finding, Level, percent, size
+from lightning_weave.checks.disk import check_disk
+from lightning_weave.checks.findings import Finding, Level, percent
 from lightning_weave.checks.models import check_student
 from lightning_weave.checks.pairs import FEW_SURVIVE, check_pair
+from lightning_weave.checks.preflight import Todo, preflight
 from lightning_weave.checks.sample import STOP, CheckedRows, rollout_rows, take_sample
 from lightning_weave.errors import InputError
 from lightning_weave.runs.steps import Steps
 
-STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow"}
+STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 MANY_CUT = 0.5  # share of rollouts
 ROWS = 2048
 
@@ -33,30 +33,33 @@ def run(steps: Steps, console: Console, as_json: bool = False) -> list[Finding]:
 
 
 def examine(steps: Steps) -> list[Finding]:
-    """Collect all findings. A model that cannot be opened is a finding too, so that the others are still checked."""
+    """Collect all findings. What stops `lweave run` is an error; the rest is still checked where that is possible."""
+    before = preflight(steps, Todo.of(steps))
+    broken = {finding.about for finding in before if finding.check == "checkpoint"}
+    if "student" in broken:
+        return before
     try:
-        findings = check_student(steps)
+        found = check_student(steps)
     except InputError as error:
-        return [Finding("student", "checkpoint", "warning", str(error))]
+        return [*before, Finding("student", "checkpoint", "warning", str(error))]
     try:
         sample = take_sample(steps)
     except InputError as error:
         sample = CheckedRows("nothing", [], str(error))
-    if sample.kind == "nothing":
-        findings.append(Finding("prompts", "prompts", "warning", sample.description))
+    if sample.kind == "nothing" and not any(finding.check == "prompts" for finding in before):
+        found.append(Finding("prompts", "prompts", "warning", sample.description))
     valid: dict[str, NDArray[np.bool_]] = {}
     for name in steps.recipe.anchors:
+        if any(about.startswith(f"anchors.{name}.") for about in broken):
+            continue
         try:
             of_pair, valid[name] = check_pair(steps, name, sample)
         except InputError as error:
-            of_pair = [Finding(f"anchors.{name}", "checkpoint", "warning", str(error))]
-        findings += of_pair
-    return [
-        *findings,
-        *_check_compositions(steps, sample, valid),
-        *_check_rollouts(steps, sample),
-        _check_disk(steps, sample),
-    ]
+            of_pair = [Finding(f"anchors.{name}", "aliases", "warning", str(error))]
+        found += of_pair
+    found += [*_check_compositions(steps, sample, valid), *_check_rollouts(steps, sample)]
+    seen = {(finding.about, finding.check) for finding in found if finding.check != "aliases"}
+    return [*(finding for finding in before if (finding.about, finding.check) not in seen), *found]
 
 
 def show(findings: list[Finding], console: Console) -> None:
@@ -98,54 +101,9 @@ def _check_rollouts(steps: Steps, sample: CheckedRows) -> list[Finding]:
     )
     if share > MANY_CUT:
         text += ". What comes after the cut, stopping above all, is not learned"
+    verdict: Level = "note" if share > MANY_CUT else "ok"
+    count = steps.store.stage(steps.rollout).require()["rows"] // steps.recipe.rollout.responses
     return [
-        Finding("rollout", "truncated", "note" if share > MANY_CUT else "ok", text, {"share": share, "tokens": length})
+        Finding("rollout", "truncated", verdict, text, {"share": share, "tokens": length}),
+        check_disk(steps, count, length),
     ]
-
-
-def _check_disk(steps: Steps, sample: CheckedRows) -> Finding:
-    """Compare what the cache needs (bytes per position x positions) with what is free."""
-    recipe = steps.recipe
-    candidates = recipe.reference.candidates
-    models = len(steps.score_names)
-    each = bytes_per_position(candidates, models)
-    (positions, most) = _positions(steps, sample)
-    needed = positions * each
-    free = shutil.disk_usage(_existing(steps.store.run_dir)).free
-    cached = (file for stage in ("rollout", "reference", "score") for file in (steps.store.run_dir / stage).rglob("*"))
-    written = sum(file.stat().st_size for file in cached if file.suffix == ".safetensors")
-    text = (
-        f"{most} {size(needed)}: {positions:,} positions of {each} bytes ({candidates} candidates, {models} models); "
-    )
-    text += f"{size(written)} are written, {size(free)} are free"
-    figures = {"bytes": needed, "free": free, "positions": positions, "bytes_per_position": each, "written": written}
-    return Finding("run", "disk", "warning" if needed - written > free else "ok", text, figures)
-
-
-def _positions(steps: Steps, sample: CheckedRows) -> tuple[int, str]:
-    """Count the decisions of the run, as well as they are known."""
-    match sample.kind:
-        case "candidates":
-            return int(steps.store.stage(steps.reference).require()["positions"]), "exactly"
-        case "rollouts":
-            rows = int(steps.store.stage(steps.rollout).require()["rows"])
-            return round(sample.positions / max(len(sample.rows), 1) * rows), "about"
-        case _:
-            prompts = steps.recipe.prompts.take or len(sample.rows)
-            return prompts * steps.recipe.rollout.responses * steps.recipe.rollout.max_tokens, "at most"
-
-
-def bytes_per_position(candidates: int, models: int) -> int:
-    """Count what one decision costs: its token, the reference's numbers, and each model's.
-
-    >>> bytes_per_position(16, 4)
-    476
-    """
-    token = 4
-    reference = 8 * candidates + 8
-    score = 5 * candidates + 4
-    return token + reference + models * score
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())

@@ -1,14 +1,18 @@
 """`lweave status`: what is done, what is stale and why, what is missing, and what to type next."""
 
+import json as json_format
+import re
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_weave.errors import WeaveError
 from lightning_weave.runs.steps import Steps
-from lightning_weave.store import Stage, State, Step, Store
+from lightning_weave.store import Stage, State, Step
 from lightning_weave.train.checkpoint import TrainingCheckpoints
+from lightning_weave.train.schedule import make_schedule
 
 
 @dataclass(frozen=True)
@@ -20,14 +24,19 @@ class Status:
     why: str
 
 
-def run(steps: Steps, console: Console) -> list[Status]:
+def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
     """Print where every step stands."""
-    found = [_look(step, steps.store) for step in steps.everything()]
+    found = [_look(step, steps) for step in steps.everything()]
+    waiting = [status for status in found if status.state != "done"]
+    if json:
+        stages = [{"stage": one.step.path, "state": one.state, "why": one.why} for one in found]
+        following = waiting[0].step.command if waiting else None
+        print(json_format.dumps({"run": str(steps.store.run_dir), "stages": stages, "next": following}, indent=2))
+        return found
     table = Table("stage", "state", "", title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
     for status in found:
         table.add_row(status.step.path, status.state, Text(status.why))
     console.print(table)
-    waiting = [status for status in found if status.state != "done"]
     if waiting:
         console.print(
             f"{len(waiting)} of {len(found)} to do. Next: {waiting[0].step.command}", soft_wrap=True, markup=False
@@ -38,40 +47,97 @@ def run(steps: Steps, console: Console) -> list[Status]:
     return found
 
 
-def _look(step: Step, store: Store) -> Status:
-    stage = store.stage(step)
+def _look(step: Step, steps: Steps) -> Status:
+    stage = steps.store.stage(step)
     state = stage.state()
-    so_far = _so_far(stage)
-    if state == "missing" and so_far:
+    so_far = _so_far(stage, steps, state)
+    if so_far and state in ("missing", "stale"):  # under way, for the recipe as it is now
         state = "partial"
-    stale_inputs = [inner.path for inner in step.inputs if store.stage(inner).state() != "done"]
+    unfinished = [inner.path for inner in step.inputs if steps.store.stage(inner).state() != "done"]
     match state:
-        case "stale":
-            why = "; ".join(stage.changed_settings())
-        case "partial":
-            why = so_far or "0 shards so far"
         case "done":
-            why = _size(stage.manifest() or {})
+            return Status(step, state, _size(stage.manifest() or {}))
+        case "stale":
+            changed = [_say_change(step.path, key, what) for key, what in stage.changes().items()]
+            reasons = [*changed, *(f"made from an earlier {path}" for path in stage.changed_inputs())]
+            return Status(step, state, "; ".join(dict.fromkeys(reasons)) or "an earlier recipe made it")
         case _:
-            why = ""
-    if state != "done" and stale_inputs:
-        why = f"{why}; " * bool(why) + f"waits for {', '.join(stale_inputs)}"
-    return Status(step, state, why)
+            waits = f"waits for {', '.join(unfinished)}" if unfinished else ""
+            return Status(step, state, "; ".join(filter(None, [so_far, waits])))
 
 
-def _so_far(stage: Stage) -> str:
+def _so_far(stage: Stage, steps: Steps, state: State) -> str:
     """Say what an unfinished stage has by now: shards, updates of training, legs of a sequence, evaluated blocks."""
-    if shards := len(list(stage.folder.glob("*.safetensors"))):
-        return f"{shards} shards so far"
+    if state == "partial" and stage.manifest() is not None:
+        return _deleted(stage)
     if updates := TrainingCheckpoints(stage.folder / "checkpoints", stage.step.fingerprint, keep=0).latest():
-        return f"{updates} updates so far"
-    if legs := len(list(stage.folder.glob("leg-*"))):
-        return f"in leg {legs}"
-    blocks = len(list((stage.folder / f"blocks-{stage.step.fingerprint}").glob("*.jsonl")))
-    return f"{blocks} blocks so far" if blocks else ""
+        return f"{updates} of {_all_updates(stage.step, steps)} updates"
+    if blocks := len(list((stage.folder / f"blocks-{stage.step.fingerprint}").glob("*.jsonl"))):
+        return f"{_count(blocks, 'block')} so far"
+    if state == "stale":  # what else is there is of an earlier recipe
+        return ""
+    if shards := len(list(stage.folder.glob("*.safetensors"))):
+        return f"{_count(shards, 'shard')} so far"
+    legs = len(list(stage.folder.glob("leg-*")))
+    return f"in leg {legs}" if legs else ""
+
+
+def _deleted(stage: Stage) -> str:
+    """Say what a finished stage has lost since."""
+    entries = (stage.manifest() or {})["shards"]
+    lost = [entry["file"] for entry in entries if not (stage.folder / entry["file"]).exists()]
+    folders = {name.split("/")[0] for name in lost if "/" in name}
+    gone = [f"{folder}/" for folder in sorted(folders) if not (stage.folder / folder).exists()]
+    if gone:
+        return f"was finished, but {', '.join(gone)} has been deleted"
+    if lost:
+        return (
+            f"was finished, but {len(lost)} of {_count(len(entries), 'file')} have been deleted, {lost[0]} among them"
+        )
+    return "was finished, but a file has been cut off since"
+
+
+def _all_updates(step: Step, steps: Steps) -> str:
+    name = step.path.removeprefix("train/")
+    try:
+        groups = steps.store.stage(steps.prompts).require()["rows"]
+        return str(len(make_schedule(steps.recipe, groups, epochs=steps.recipe.compositions[name].epochs)))
+    except WeaveError:  # the prompts are not there any more
+        return "?"
+
+
+def _say_change(path: str, setting: str, what: str) -> str:
+    """Name the recipe's key of a setting that changed, and how.
+
+    >>> _say_change("rollout", "max_tokens", "12 -> 10")
+    'rollout.max_tokens: 12 -> 10'
+    >>> _say_change("train/even", "weights.acc", "0.5 -> 0.7")
+    'compositions.even.weights.acc: 0.5 -> 0.7'
+    >>> _say_change("train/even", "anchors.acc.post.model", "has changed")
+    'anchors.acc.post has changed'
+    """
+    stage, _, name = path.partition("/")
+    first = setting.split(".")[0]
+    if first == "student" or (stage == "eval" and name.startswith("base/") and first == "model"):
+        key = "student.model"
+    elif stage == "train" and first == "anchors":
+        key = re.sub(r"\.(post|pre)\.(aliases|untrained|bos|prompt)\b", r".\2", setting).removesuffix(".model")
+    elif stage == "train" and first not in ("train", "rollout"):
+        key = f"compositions.{name}.{setting}"
+    elif stage == "train" or (stage == "score" and first != "dtype"):
+        key = setting
+    elif stage == "eval" and first in ("model", "benchmark"):
+        key = f"policies.{name.split('/')[0]}.model" if first == "model" else "the benchmark's file"
+    else:
+        key = f"{stage}.{setting}"
+    return f"{key}: {what}" if "->" in what else f"{key} {what}"
 
 
 def _size(manifest: dict) -> str:
     parts = [f"{manifest[name]:,} {name}" for name in ("rows", "positions") if name in manifest]
     size = sum(entry["bytes"] for entry in manifest.get("shards", []))
     return ", ".join([*parts, f"{size / 1e6:,.1f} MB"])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

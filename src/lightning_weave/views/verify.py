@@ -8,7 +8,6 @@ from lightning_weave.errors import CorruptData
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage
-from lightning_weave.train.sequential import legs
 
 
 def run(steps: Steps, progress: Progress, console: Console) -> None:
@@ -36,5 +35,7 @@ def _leg_stages(steps: Steps) -> Iterator[tuple[Stage, Stage]]:
     """The stages of the legs of sequences, each with the composition that it is of."""
     for name, composition in steps.recipe.compositions.items():
         if composition.method == "sequential" and steps.store.stage(steps.prompts).state() == "done":
+            from lightning_weave.train.sequential import legs  # imports torch
+
             of = steps.store.stage(steps.train(name))
             yield from ((leg.steps.store.stage(step), of) for leg in legs(steps, name) for step in leg.made())

@@ -1,0 +1,265 @@
+"""What can be known before anything expensive: `lweave run` refuses on it, `lweave doctor` prints it.
+
+Everything that the stages still to be made will need is looked at: models, prompts, benchmarks, packages, disk. No
+weights are loaded. What is finished needs nothing, so its models and data may be gone.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+
+from lightning_weave.bench.definitions import Benchmark, load_benchmark
+from lightning_weave.checks.checkpoints import check_usable
+from lightning_weave.checks.disk import check_disk
+from lightning_weave.checks.end_of_turn import judge_stops
+from lightning_weave.checks.findings import Finding, listed
+from lightning_weave.checks.pairs import open_alignment
+from lightning_weave.errors import InputError
+from lightning_weave.grading.sandbox import open_sandbox
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.untrained import untrained_specials
+from lightning_weave.prompts import Screen, build_prompts, encode, read_prompts
+from lightning_weave.runs.evaluation import prompt_texts
+from lightning_weave.runs.prompts import own_trajectories
+from lightning_weave.runs.steps import ROLES, ScoredModel, Steps
+from lightning_weave.store import Step
+from lightning_weave.types import Prompt
+
+
+@dataclass(frozen=True)
+class Todo:
+    """What a run has still to make, by the names of the recipe."""
+
+    prompts: bool
+    rollout: bool
+    anchors: list[str]  # still to be scored, or live while a composition trains
+    compositions: list[str]
+    benchmarks: dict[str, list[str]]  # policy -> benchmarks
+
+    @classmethod
+    def of(cls, steps: Steps) -> "Todo":
+        recipe = steps.recipe
+        compositions = [name for name in recipe.compositions if is_pending(steps, partial(steps.train, name))]
+        online = [name for name in compositions if recipe.compositions[name].method == "online"]
+        cached = steps.needs_cache
+        anchors = [
+            anchor
+            for anchor in recipe.anchors
+            if any(anchor in recipe.compositions[name].used for name in online)
+            or (cached and any(is_pending(steps, partial(_score, steps, anchor, number)) for number in (0, 1)))
+        ]
+        benchmarks = {
+            policy: [name for name in recipe.eval.benchmarks if is_pending(steps, partial(steps.eval, policy, name))]
+            for policy in steps.policies
+        }
+        rollout = cached and is_pending(steps, lambda: steps.rollout)
+        prompts = (rollout or bool(online)) and is_pending(steps, lambda: steps.prompts)
+        return cls(prompts, rollout, anchors, compositions, {name: todo for name, todo in benchmarks.items() if todo})
+
+    @property
+    def nothing(self) -> bool:
+        return not (self.prompts or self.rollout or self.anchors or self.compositions or self.benchmarks)
+
+
+def is_pending(steps: Steps, step: Callable[[], Step]) -> bool:
+    """Say whether a step has to be made. One whose models or data cannot be read has: what is wrong is found later."""
+    try:
+        return steps.store.stage(step()).state() != "done"
+    except InputError:
+        return True
+
+
+def _score(steps: Steps, anchor: str, number: int) -> Step:
+    return steps.scores_of(anchor)[number]
+
+
+def preflight(steps: Steps, todo: Todo) -> list[Finding]:
+    """Collect what is wrong, or may be, with making what is left of a run."""
+    if todo.nothing:
+        return []
+    findings = [*_check_models(steps, todo), *_check_packages(steps, todo)]
+    broken = {finding.about for finding in findings if finding.check == "checkpoint"}
+    benchmarks = list(_open_benchmarks(steps, todo, findings))
+    findings += _check_exams(steps, todo, benchmarks, broken)
+    if "student" in broken:
+        return findings
+    for anchor in todo.anchors:
+        if not any(about.startswith(f"anchors.{anchor}.") for about in broken):
+            findings += check_anchor(steps, anchor)
+    if todo.prompts or todo.rollout:
+        findings += _check_prompts(steps, benchmarks)
+    return findings
+
+
+def _check_models(steps: Steps, todo: Todo) -> Iterator[Finding]:
+    wanted = {"student": steps.student}
+    wanted |= {f"anchors.{name}.{role}": steps.anchor(name, role) for name in todo.anchors for role in ROLES}
+    others = [name for name in todo.benchmarks if name in steps.recipe.policies]
+    wanted |= {f"policies.{name}": steps.policy(name) for name in others}
+    checked: dict[Checkpoint, Finding | None] = {}
+    for about, checkpoint in wanted.items():
+        if checkpoint not in checked:
+            checked[checkpoint] = check_usable(about, checkpoint)
+        if found := checked[checkpoint]:
+            yield Finding(about, found.check, found.verdict, found.text)
+
+
+def _check_packages(steps: Steps, todo: Todo) -> Iterator[Finding]:
+    """Look for the packages that only some recipes need."""
+    recipe = steps.recipe
+    wanted = {"train.lora": ("peft", "lightning-weave[peft]")} if recipe.train.lora and todo.compositions else {}
+    if todo.compositions:
+        wanted |= {f"train.trackers: {name}": (name, name) for name in recipe.train.trackers}
+    if todo.benchmarks and recipe.eval.profile == "math-verify":
+        wanted["eval.profile"] = ("math_verify", "lightning-weave[math-verify]")
+    for about, (package, install) in wanted.items():
+        if find_spec(package) is None:
+            text = f"{about} needs the package {package}, which is not installed: pip install '{install}'"
+            yield Finding(about.partition(":")[0], "package", "error", text)
+    samples = {"rollout": todo.rollout and recipe.rollout.from_ is None, "eval": bool(todo.benchmarks)}
+    for key, section in (("rollout", recipe.rollout), ("eval", recipe.eval)):
+        if samples[key] and section.engine != "hf" and (wrong := _check_engine(key, section.engine, section.python)):
+            yield Finding(f"{key}.engine", "package", "error", wrong)
+
+
+def _check_engine(key: str, engine: str, python: str | None) -> str | None:
+    """Ask the engine's own Python whether it has the engine, without importing it."""
+    if python is None or shutil.which(python) == sys.executable:
+        found = find_spec(engine) is not None
+    elif shutil.which(python) is None:
+        return f"{key}.python = {python!r}: no such executable. Give the Python of the environment that has {engine}"
+    else:
+        ask = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({engine!r}) is None)"
+        found = subprocess.run([python, "-c", ask], capture_output=True, check=False).returncode == 0
+    if found:
+        return None
+    return (
+        f"{key}.engine = {engine!r}: {python or 'this environment'} has no package {engine}. Install it, give the "
+        f'Python of an environment that has it as {key}.python, or set {key}.engine = "hf"'
+    )
+
+
+def _open_benchmarks(steps: Steps, todo: Todo, findings: list[Finding]) -> Iterator[Benchmark]:
+    """Read every problem of every benchmark that is still to be evaluated."""
+    section = steps.recipe.eval
+    for name in dict.fromkeys(name for names in todo.benchmarks.values() for name in names):
+        try:
+            benchmark = load_benchmark(name, section.sources.get(name))
+            if benchmark.kind == "code":
+                with open_sandbox(section.unsafe_local):
+                    pass
+            yield benchmark
+        except InputError as error:
+            findings.append(Finding("eval.benchmarks", "benchmark", "error", str(error)))
+
+
+def _check_exams(steps: Steps, todo: Todo, benchmarks: list[Benchmark], broken: set[str]) -> Iterator[Finding]:
+    """Render every problem for every tokenizer that will read it, and see whether a response still fits."""
+    section = steps.recipe.eval
+    for policy in todo.benchmarks:
+        other = policy in steps.recipe.policies
+        about = f"policies.{policy}" if other else "student"
+        if about in broken or (policy != "base" and not other):  # a composition reads as the student does
+            continue
+        checkpoint = steps.policy(policy)
+        for benchmark in benchmarks:
+            try:
+                texts = prompt_texts(benchmark, checkpoint.tokenizer, section)
+            except InputError as error:
+                text = f"{benchmark.name}: problems cannot be rendered: {error}"
+                yield Finding("eval", f"chat template of {about}", "error", text)
+                break
+            lengths = map(len, encode(texts, checkpoint.tokenizer, benchmark.kind == "code" or section.chat))
+            limit = checkpoint.context_limit
+            longest, problem = max(zip(lengths, (one.id for one in benchmark.problems), strict=True))
+            if limit is not None and longest >= limit:
+                text = (
+                    f"{benchmark.name}: problem {problem!r} has {longest} tokens, which leaves no room in the {limit} "
+                    f"of {checkpoint.path}. Leave the problem out, or evaluate a checkpoint with a longer context"
+                )
+                yield Finding("eval", "context", "error", text)
+
+
+def check_anchor(steps: Steps, name: str) -> list[Finding]:
+    """Find what makes a pair unusable before it is scored: its aliases, its template, the same model on both sides."""
+    about = f"anchors.{name}"
+    section = steps.recipe.anchors[name]
+    try:
+        for role in ROLES:
+            open_alignment(steps, section, role, cached=False)
+        findings = [judge_stops(steps, name)]
+        _refuse_untrained(ScoredModel.of(section, "pre"))
+    except InputError as error:
+        return [Finding(about, "aliases", "error", f"{about}: {error}")]
+    post, pre = (steps.anchor(name, role) for role in ROLES)
+    if section.prompt == "native" and not post.tokenizer.chat_template:
+        text = 'its post-anchor has no chat template, but prompt = "native" needs one. Use prompt = "student"'
+        findings.append(Finding(about, "chat template", "error", text))
+    if steps.identity_of(post) == steps.identity_of(pre):
+        text = "post and pre are the same model, so its shift is zero everywhere"
+        findings.append(Finding(about, "checkpoints", "error", text, judged=True))
+    return [finding for finding in findings if finding.verdict in ("warning", "error")]
+
+
+def _refuse_untrained(pre: ScoredModel) -> None:
+    """Refuse an alias onto an output row that looks untrained, as scoring would."""
+    if pre.checks_aliases and pre.untrained is None:
+        tokenizer = pre.checkpoint.tokenizer
+        untrained = untrained_specials(pre.checkpoint)
+        wrong = [repr(text) for _, text in pre.aliases if tokenizer.convert_tokens_to_ids(text) in untrained]
+        if wrong:
+            raise InputError(
+                f"an alias leads to {listed(wrong)}, whose output row looks untrained in {pre.checkpoint.name}: its "
+                'shift is arbitrary.\nSet untrained = "mask" (no supervision there) or untrained = "keep"'
+            )
+
+
+def _check_prompts(steps: Steps, benchmarks: list[Benchmark]) -> Iterator[Finding]:
+    """Build the prompts as the run will, and see whether they fit, overlap with benchmarks, and fill the disk."""
+    recipe = steps.recipe
+    tokenizer = steps.student.tokenizer
+    try:
+        if not is_pending(steps, lambda: steps.prompts):
+            prompts = read_prompts(steps.prompts_file)
+        elif recipe.rollout.from_ is not None:
+            prompts = [group.as_prompt(tokenizer) for group in own_trajectories(steps)]
+        else:
+            assert steps.prompts is not None  # its files are there
+            prompts, report = build_prompts(tokenizer, **recipe.prompts.model_dump())
+            if report.bad:
+                first = report.bad[0]
+                text = (
+                    f"{len(report.bad):,} of {report.read:,} rows cannot be used; the first: {first.where}: {first.why}"
+                )
+                yield Finding("prompts", "rows", "warning", text, {"bad": len(report.bad), "read": report.read})
+    except InputError as error:
+        key = "rollout.from" if recipe.rollout.from_ is not None else "prompts"
+        yield Finding(key, "prompts", "error", str(error))
+        return
+    limit = steps.student.context_limit
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    if limit is not None and len(longest.token_ids) >= limit and recipe.rollout.from_ is None:
+        text = (
+            f"prompt {longest.id!r} has {len(longest.token_ids)} tokens, which leaves no room in the {limit} of "
+            f"{steps.student.path}. Set prompts.max_tokens to {limit - 1} at most; it is {recipe.prompts.max_tokens}"
+        )
+        yield Finding("prompts", "context", "error", text)
+    yield from _check_overlap(prompts, benchmarks)
+    yield check_disk(steps, len(prompts))
+
+
+def _check_overlap(prompts: list[Prompt], benchmarks: list[Benchmark]) -> Iterator[Finding]:
+    screen = Screen((f"{one.name}: {problem.id}", problem.question) for one in benchmarks for problem in one.problems)
+    found = []
+    for prompt in prompts:
+        turns = [turn["content"] for turn in prompt.messages if turn["role"] == "user"] or [prompt.text]
+        found += [overlap for turn in turns if (overlap := screen.find(prompt.id, turn))]
+    if found:
+        text = f"{len(found):,} of {len(prompts):,} prompts overlap with benchmark problems, so results would flatter: "
+        text += listed((f"{overlap.where} with {overlap.problem}" for overlap in found), most=3)
+        text += ". prompts.screen_against leaves out prompts that overlap with a file of problems"
+        yield Finding("prompts", "overlap", "warning", text, {"overlaps": len(found), "prompts": len(prompts)})

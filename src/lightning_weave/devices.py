@@ -1,0 +1,100 @@
+"""The device that this process computes on: chosen, set and asked about here, and in no other file.
+
+Torch is imported only where a device is chosen, so that reading a run stays quick.
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+from lightning_weave.errors import InputError
+from lightning_weave.ranks import local_rank, local_world_size
+
+if TYPE_CHECKING:
+    import torch
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_chosen: "torch.device | None" = None
+
+
+def choose_device(setting: str) -> "torch.device":
+    """Take the device that the setting names ("auto": CUDA where it is, else the CPU), and make it the current one."""
+    global _chosen
+    import torch
+
+    if setting == "cuda" and not torch.cuda.is_available():
+        raise InputError('machine.device = "cuda": no CUDA device is visible here. Use "auto" or "cpu"')
+    if setting == "mps" and not torch.backends.mps.is_available():
+        raise InputError('machine.device = "mps": Apple\'s GPU is not available here. Use "auto" or "cpu"')
+    if setting == "mps":
+        _chosen = torch.device("mps")
+    elif setting == "cpu" or not torch.cuda.is_available():
+        _chosen = torch.device("cpu")
+    else:
+        _chosen = torch.device("cuda", local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(_chosen)
+    return _chosen
+
+
+def own_gpus(device: "torch.device", count: int) -> dict[str, str]:
+    """Give the environment in which a program of this rank sees `count` GPUs, and no other rank's program the same."""
+    if device.type != "cuda":
+        return {}
+    visible = _visible_gpus()
+    blocks = len(visible) // count
+    # Slurm and Ray show each process its own GPUs only; torchrun shows all of them to every rank.
+    shared = len(visible) > count or VISIBLE not in os.environ
+    if blocks == 0 or (shared and local_world_size() > blocks):
+        ranks = local_world_size()
+        advice = f"Start {blocks} processes" if blocks else "Lower tensor_parallel_size"
+        raise InputError(
+            f"an engine of each of {ranks} processes on this machine, with {count} GPUs each (tensor_parallel_size in "
+            f"rollout.options or eval.options), needs {ranks * count} GPUs, and {len(visible)} are visible. {advice}"
+        )
+    first = local_rank() % blocks * count
+    return {VISIBLE: ",".join(visible[first : first + count])}
+
+
+def _visible_gpus() -> list[str]:
+    if VISIBLE in os.environ:
+        return [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip()]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def empty_pool() -> None:
+    """Give back what the device's allocator keeps for later."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def device_name() -> str | None:
+    """Name the accelerator in use; None on a CPU."""
+    if _chosen is None or _chosen.type == "cpu":
+        return None
+    import torch
+
+    return torch.cuda.get_device_name(_chosen) if _chosen.type == "cuda" else "Apple GPU"
+
+
+def peak_bytes() -> int | None:
+    """Most memory that tensors took on the accelerator in use; None where nobody counts it."""
+    if _chosen is None or _chosen.type != "cuda":
+        return None
+    import torch
+
+    return int(torch.cuda.max_memory_allocated(_chosen))
+
+
+def has_bfloat16(device: "torch.device") -> bool:
+    """Whether the hardware itself computes in bfloat16."""
+    import torch
+
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def has_float64(device: "torch.device") -> bool:
+    """Whether tensors there can be float64."""
+    return device.type != "mps"

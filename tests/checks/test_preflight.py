@@ -1,0 +1,207 @@
+"""What `lweave run` refuses before anything is sampled, and that doctor says the same."""
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lightning_weave.checks.findings import Finding
+from lightning_weave.cli import app
+from lightning_weave.config import check_recipe, dump_recipe
+from lightning_weave.errors import InputError
+from lightning_weave.pipeline import run
+from lightning_weave.views import doctor
+from tiny import make_world, save_prompts, steps_of
+
+Change = Callable[[dict[str, Any], Path], None]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("world")
+    recipe = make_world(root, prompts=4)
+    bench = save_prompts(root / "bench.jsonl", 3, seed=9)
+    recipe["eval"] = {"benchmarks": [f"file:{bench}"], "samples": 1, "max_tokens": 8, "chat": False}
+    recipe["compositions"] = {"acc-only": recipe["compositions"]["acc-only"]}
+    return recipe
+
+
+@pytest.fixture
+def recipe(world: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    return json.loads(json.dumps(world | {"runs": str(tmp_path / "runs")}))
+
+
+def errors(recipe: dict[str, Any]) -> list[Finding]:
+    return [finding for finding in run.look_ahead(steps_of(recipe)) if finding.verdict == "error"]
+
+
+def lweave(recipe: dict[str, Any], folder: Path, *words: str) -> tuple[int, str]:
+    path = folder / "r.toml"
+    path.write_text(dump_recipe(check_recipe(recipe)))
+    ended = CliRunner().invoke(app, [words[0], str(path), *words[1:]])
+    return (2 if isinstance(ended.exception, InputError) else ended.exit_code), f"{ended.output}{ended.exception or ''}"
+
+
+def _adapter(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    (folder / "adapter_model.safetensors").touch()
+
+
+def _trainer(folder: Path) -> None:
+    for step in (90, 100):
+        (folder / f"checkpoint-{step}").mkdir()
+
+
+DIRECTORIES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "adapter": (_adapter, "a LoRA adapter of org/base, not a whole model. Merge it"),
+    "gguf": (lambda folder: (folder / "model.Q4_K_M.gguf").touch(), "holds GGUF weights"),
+    "trainer": (_trainer, "the output directory of a Trainer. Give one of its 2 checkpoints: "),
+    "empty": (lambda folder: None, "an empty directory"),
+    "nested": (lambda folder: shutil.copytree(folder.parent / "whole", folder / "inner"), "did you mean "),
+}
+
+
+@pytest.mark.parametrize("kind", list(DIRECTORIES))
+@pytest.mark.parametrize("place", ["student", "anchor", "policy"])
+def test_a_directory_that_is_no_checkpoint_is_named_for_what_it_is(
+    recipe: dict[str, Any], tmp_path: Path, kind: str, place: str
+) -> None:
+    shutil.copytree(recipe["student"]["model"], tmp_path / "whole")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    fill, text = DIRECTORIES[kind]
+    fill(folder)
+    about = {"student": "student", "anchor": "anchors.brief.post", "policy": "policies.y"}[place]
+    match place:
+        case "student":
+            recipe["student"]["model"] = str(folder)
+        case "anchor":
+            recipe["anchors"]["brief"]["post"] = str(folder)
+        case "policy":
+            recipe["policies"] = {"y": {"model": str(folder)}}
+    [found] = errors(recipe)
+    assert found.about == about
+    assert text in found.text
+    if kind == "trainer":
+        assert "checkpoint-100 is the last" in found.text
+    assert found in doctor.examine(steps_of(recipe))
+
+
+def test_run_refuses_and_doctor_exits_one_with_the_same_words(recipe: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "m.gguf").touch()
+    recipe["anchors"]["acc"]["post"] = str(tmp_path / "gguf")
+    code, said = lweave(recipe, tmp_path, "run")
+    assert code == 2
+    assert "anchors.acc.post: " in said
+    assert "holds GGUF weights, for llama.cpp. Give the directory" in said
+    assert not (tmp_path / "runs" / "tiny").exists()
+    code, said = lweave(recipe, tmp_path, "doctor")
+    assert code == 1
+    assert "error    checkpoint: " in said
+    assert "holds GGUF weights, for llama.cpp. Give the directory" in said
+
+
+def test_weights_without_a_tokenizer_and_missing_parts(recipe: dict[str, Any], tmp_path: Path) -> None:
+    saved = Path(shutil.copytree(recipe["student"]["model"], tmp_path / "checkpoint-100"))
+    for file in saved.glob("tokenizer*"):
+        file.unlink()
+    recipe["student"]["model"] = str(saved)
+    assert "weights without a tokenizer" in errors(recipe)[0].text
+    part = Path(shutil.copytree(recipe["anchors"]["acc"]["post"], tmp_path / "part"))
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (part / "model.safetensors.index.json").write_text(json.dumps(index))
+    recipe["anchors"]["acc"]["post"] = str(part)
+    assert any("1 of 2 weight files are missing, model-2.safetensors" in found.text for found in errors(recipe))
+
+
+def _set(*keys: str, value: Any) -> Change:
+    def change(recipe: dict[str, Any], folder: Path) -> None:
+        table = recipe
+        for key in keys[:-1]:
+            table = table.setdefault(key, {})
+        table[keys[-1]] = value
+
+    return change
+
+
+def _bench(line: str) -> Change:
+    def change(recipe: dict[str, Any], folder: Path) -> None:
+        (folder / "own.jsonl").write_text(line + "\n")
+        recipe["eval"]["benchmarks"].append(f"file:{folder / 'own.jsonl'}")
+
+    return change
+
+
+def _same_sides(recipe: dict[str, Any], folder: Path) -> None:
+    recipe["anchors"]["acc"]["post"] = recipe["anchors"]["acc"]["pre"]
+
+
+WRONG: dict[str, tuple[Change, str, str]] = {
+    "benchmark typo": (_set("eval", "benchmarks", value=["file:typo.jsonl"]), "eval.benchmarks", "no such file"),
+    "benchmark column": (_bench('{"frage": "1+1?"}'), "eval.benchmarks", "has frage; expected id, problem and answer"),
+    "long problem": (_bench('{"problem": "%s", "answer": "1"}' % ("1+" * 200)), "eval", "leaves no room in the 256"),
+    "eval template": (_set("eval", "chat", value=True), "eval", "no chat template"),
+    "prompt template": (_set("prompts", "chat", value=True), "prompts", "no chat template"),
+    "prompt column": (_set("prompts", "columns", "prompt", value="frage"), "prompts", "prompts.columns"),
+    "prompt file": (_set("prompts", "source", value="nope.jsonl"), "prompts", "prompts.source = 'nope.jsonl'"),
+    "alias": (_set("anchors", "acc", "aliases", value={"<|end|>": "nope"}), "anchors.acc", "'nope' is not a token"),
+    "same model": (_same_sides, "anchors.acc", "the same model"),
+    "tracker": (_set("train", "trackers", value=["wandb"]), "train.trackers", "needs the package wandb"),
+    "engine": (_set("eval", "engine", value="vllm"), "eval.engine", "has no package vllm"),
+    "python": (
+        lambda recipe, _: recipe["rollout"].update(engine="vllm", python="/no/python"),
+        "rollout.engine",
+        "rollout.python = '/no/python': no such executable",
+    ),
+    "policy": (_set("policies", value={"y": {"model": "./nowhere"}}), "policies.y", "no such directory"),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_what_is_wrong_is_found_before_anything_is_sampled(recipe: dict[str, Any], tmp_path: Path, name: str) -> None:
+    change, about, text = WRONG[name]
+    if name in ("tracker", "engine") and find_spec({"tracker": "wandb", "engine": "vllm"}[name]):
+        pytest.skip("it is installed here")
+    change(recipe, tmp_path)
+    found = errors(recipe)
+    assert {finding.about for finding in found} == {about}
+    assert text in found[0].text
+    with pytest.raises(InputError):
+        run.refuse(found, force=name != "same model")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_force_overrides_a_judgement_only(recipe: dict[str, Any], tmp_path: Path) -> None:
+    _same_sides(recipe, tmp_path)
+    found = errors(recipe)
+    with pytest.raises(InputError, match="Go on anyway: --force"):
+        run.refuse(found, force=False)
+    run.refuse(found, force=True)
+
+
+def test_prompts_that_are_benchmark_problems_are_a_warning(recipe: dict[str, Any]) -> None:
+    recipe["prompts"]["format"] = "plain"
+    recipe["eval"]["benchmarks"] = [f"file:{recipe['prompts']['source']}"]
+    found = [finding for finding in run.look_ahead(steps_of(recipe)) if finding.check == "overlap"]
+    assert [finding.verdict for finding in found] == ["warning"]
+    assert found[0].text.startswith("4 of 4 prompts overlap with benchmark problems")
+
+
+def test_a_dry_run_says_what_would_be_made_and_writes_nothing(recipe: dict[str, Any], tmp_path: Path) -> None:
+    code, said = lweave(recipe, tmp_path, "run", "--dry-run")
+    assert code == 0, said
+    lines = [line.split()[:2] for line in said.splitlines()]
+    for path in ("prompts", "rollout", "score/acc-post", "train/acc-only", "eval/base/bench"):
+        assert [path, "missing"] in lines
+    assert "10 of 10 would be made." in said
+    assert not (tmp_path / "runs").exists()
+    recipe["eval"]["benchmarks"] = ["file:typo.jsonl"]
+    code, said = lweave(recipe, tmp_path, "run", "--dry-run")
+    assert code == 2
+    assert "eval.benchmarks: benchmark file:typo.jsonl: no such file" in said

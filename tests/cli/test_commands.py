@@ -1,0 +1,108 @@
+"""The program as people meet it: its help, its version, and what it does not import."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from lightning_weave import __version__
+from tiny import make_world
+
+LIGHT = """
+import sys
+from lightning_weave.cli import main
+sys.argv = ["lweave", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as end:
+    assert end.code in (0, None), end.code
+assert not {"torch", "transformers", "datasets", "matplotlib"} & sys.modules.keys()
+"""
+
+
+def lweave(*words: str, cwd: Path | None = None, code: int = 0) -> str:
+    """Run the program; returns what it said."""
+    command = [sys.executable, "-m", "lightning_weave.cli", *words]
+    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr
+    return ended.stdout + ended.stderr
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("commands")
+    data = make_world(root)
+    ledger = root / "runs" / "tiny" / "ledger.jsonl"
+    ledger.parent.mkdir(parents=True)
+    ledger.write_text(
+        '{"stage": "rollout", "name": "", "device_seconds": 1, "tokens": 1, "bytes": 1, "peak_memory": 1}\n'
+    )
+    file = root / "tiny.toml"
+    file.write_text(tomli_w.dumps(data))
+    return file
+
+
+@pytest.mark.parametrize("verb", ["status", "cost", "verify"])
+def test_looking_at_a_run_imports_neither_torch_nor_transformers(recipe: Path, verb: str) -> None:
+    subprocess.run([sys.executable, "-c", LIGHT, verb, str(recipe)], check=True)
+
+
+def test_the_version_is_said() -> None:
+    assert lweave("--version") == f"lweave {__version__}\n"
+
+
+def _every_command() -> list[str]:
+    from lightning_weave import cli
+
+    groups = [cli.app, *(group.typer_instance for group in cli.app.registered_groups)]
+    return [command.name or command.callback.__name__ for group in groups for command in group.registered_commands]
+
+
+def test_help_speaks_no_python(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_weave import cli
+
+    for verb in (None, *(name for name in _every_command() if name != "build")):
+        with pytest.raises(SystemExit):
+            cli.app([verb, "--help"] if verb else ["--help"])
+        said = capsys.readouterr().out
+        assert not re.search(r"<(bool|int|str|float|list)|[{}]|None", said), said
+        options = re.findall(r"^  --[\w-]+.*(?:\n {10,}.*)*", said, re.MULTILINE)
+        assert all(re.search(r"  \w", option[4:]) for option in options), f"{verb}: an option that explains nothing"
+        assert "Usage: " in said
+
+
+def test_shell_completion_can_be_had() -> None:
+    assert "--install-completion" in lweave("--help")
+
+
+def test_an_unreachable_hub_is_asked_once_and_the_answer_names_the_model(tmp_path: Path) -> None:
+    """huggingface_hub tells of every try; with one try there is nothing to tell."""
+    (tmp_path / "r.toml").write_text('name = "r"\n[student]\nmodel = "nobody/nothing"\n')
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"  # bound, but nobody listens
+        words = [sys.executable, "-m", "lightning_weave.cli", "--debug", "plan", "r.toml"]
+        environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "model 'nobody/nothing'" in ended.stderr
+    assert "Retrying" not in ended.stderr
+
+
+def test_report_merges_files_and_takes_other_runs_by_name(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_weave import cli
+    from lightning_weave.report import report
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(report, "run", lambda runs, progress: seen.append([steps.recipe.name for steps in runs]))
+    over = tmp_path / "over.toml"
+    over.write_text('name = "over"\n')
+    cli.app(["report", str(recipe), str(over)], standalone_mode=False)
+    cli.app(["report", str(recipe), "--run", str(recipe), "--run", str(recipe)], standalone_mode=False)
+    assert seen == [["over"], ["tiny", "tiny", "tiny"]]

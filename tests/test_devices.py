@@ -1,0 +1,87 @@
+"""Which device a process takes, and which GPUs the programs that it starts may see."""
+
+import pytest
+import torch
+
+from lightning_weave import devices
+from lightning_weave.errors import InputError
+from lightning_weave.ranks import without_ranks
+
+GPU = torch.device("cuda", 0)
+
+
+def seen_by(monkeypatch: pytest.MonkeyPatch, visible: str | None, rank: int, ranks: int, count: int) -> str:
+    """What the engine of one rank sees, on a machine with eight GPUs where nothing else is said."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    return devices.own_gpus(GPU, count)["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "count", "seen"),
+    [
+        (None, 8, 1, ["0", "1", "2", "3", "4", "5", "6", "7"]),  # torchrun
+        (None, 4, 2, ["0,1", "2,3", "4,5", "6,7"]),  # with tensor parallel engines
+        (None, 1, 4, ["0,1,2,3"]),
+        ("6,3, 5,1", 2, 2, ["6,3", "5,1"]),  # part of a machine
+        ("GPU-a1,GPU-b2", 2, 1, ["GPU-a1", "GPU-b2"]),
+        ("3", 2, 1, ["3", "3"]),  # a launcher that shows each rank its own GPU
+    ],
+)
+def test_every_engine_has_its_own_block_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, ranks: int, count: int, seen: list[str]
+) -> None:
+    assert [seen_by(monkeypatch, visible, rank, ranks, count) for rank in range(ranks)] == seen
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "count", "message"),
+    [
+        (None, 8, 2, "8 processes .* 2 GPUs each .* needs 16 GPUs, and 8 are visible. Start 4 processes"),
+        ("0,1", 1, 4, "needs 4 GPUs, and 2 are visible. Lower tensor_parallel_size"),
+        ("0,1,2", 4, 1, "needs 4 GPUs, and 3 are visible. Start 3 processes"),
+    ],
+)
+def test_engines_that_would_share_a_gpu_are_refused(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, ranks: int, count: int, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        seen_by(monkeypatch, visible, 0, ranks, count)
+
+
+def test_an_engine_on_a_cpu_is_told_nothing() -> None:
+    assert devices.own_gpus(torch.device("cpu"), 2) == {}
+
+
+def test_a_program_with_ranks_of_its_own_does_not_see_ours() -> None:
+    kinds = ("", "LOCAL_", "GROUP_", "ROLE_")
+    names = [f"{kind}{what}" for kind in kinds for what in ("RANK", "WORLD_SIZE")]
+    names += ["ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID"]
+    ours = dict.fromkeys(names, "1")
+    assert without_ranks({**ours, "PATH": "/bin", "OMP_NUM_THREADS": "1"}) == {"PATH": "/bin", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("name", ["cuda", "mps"])
+def test_a_device_that_is_not_there_is_refused(name: str) -> None:
+    if name == "mps" and torch.backends.mps.is_available():
+        pytest.skip("there is an Apple GPU here")
+    with pytest.raises(InputError, match=f'machine.device = "{name}"'):
+        devices.choose_device(name)
+
+
+def test_the_gpu_of_a_rank_is_chosen_and_made_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(devices, "_chosen", None)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert devices.choose_device("auto") == torch.device("cuda", 2)
+    assert current == [torch.device("cuda", 2)]
+    assert devices.choose_device("cpu") == torch.device("cpu")
+    assert devices.device_name() is None  # a CPU run on a machine that has a GPU
