@@ -129,7 +129,7 @@ def _workload(recipe: Recipe, prompt_tokens: float | None) -> Workload:
     )
 
 
-def _own_load(load: Workload, composition: Composition) -> Workload:
+def _composition_load(load: Workload, composition: Composition) -> Workload:
     """The workload of a composition that may have its own number of epochs."""
     epochs = composition.epochs or load.epochs
     return replace(load, epochs=epochs, rounds=load.rounds * epochs // load.epochs)
@@ -151,17 +151,17 @@ def _training_hours(
         pairs = [recipe.anchors[name] for name in anchors]
         return tuple(costs[model] for model in {pair.post for pair in pairs} | {pair.pre for pair in pairs})
 
-    own_load = _own_load(load, composition)
-    training = hours.train * own_load.epochs / load.epochs
+    composition_load = _composition_load(load, composition)
+    training = hours.train * composition_load.epochs / load.epochs
     match composition:
         case Online():
             live = Hours(hours.rollout, hours.reference, scoring(composition.used), training)
-            return online_hours(live, own_load, constants, machine)
+            return online_hours(live, composition_load, constants, machine)
         case Sequential(resample=True):
             # Every later leg samples, and scores under its own anchor, its share of the trajectories.
             legs = len(composition.sequence)
-            anew = [hours.rollout + hours.reference + sum(scoring([name])) for name in composition.sequence[1:]]
-            return training + sum(anew) / legs
+            resampling = [hours.rollout + hours.reference + sum(scoring([name])) for name in composition.sequence[1:]]
+            return training + sum(resampling) / legs
         case _:
             return training
 
@@ -199,7 +199,7 @@ def _stage_plans(
     # Forward and backward are three forward passes of work, checkpointing a fourth.
     passes = 4 if recipe.train.gradient_checkpointing else 3
     for name, cost in trainings.items():
-        epochs = _own_load(load, recipe.compositions[name]).epochs
+        epochs = _composition_load(load, recipe.compositions[name]).epochs
         rows.append(StagePlan("train", name, epochs * passes * forward, cost, stored))
     return rows
 

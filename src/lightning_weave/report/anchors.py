@@ -35,7 +35,7 @@ def student_vocabulary(steps: Steps) -> Vocabulary:
 
 def survey_cache(steps: Steps, cache: Cache, vocabulary: Vocabulary, progress: Progress) -> Survey:
     """Read the whole cache once, a shard at a time."""
-    survey = Survey(cache.names, _woven(steps, cache), vocabulary)
+    survey = Survey(cache.names, _joint_weights(steps, cache), vocabulary)
     with progress.bar("report: anchors", cache.rows.shards, "shard") as bar:
         for shard in range(cache.rows.shards):
             survey.add(cache.block(cache.shard_rows(shard)))
@@ -138,15 +138,6 @@ def loom_data(
     return {**pack(threads, cache.names, settings, vocabulary), "start": start if start in names else names[-1]}
 
 
-def _woven(steps: Steps, cache: Cache) -> dict[str, dict[str, float]]:
-    """The weights of the compositions that weave cached shifts, where all their anchors are there."""
-    return {
-        name: composition.weights
-        for name, composition in steps.recipe.compositions.items()
-        if composition.method == "joint" and composition.used.keys() <= set(cache.names)
-    }
-
-
 def _row_name(rollouts: Rollouts, prompts: Sequence[str]) -> str:
     prompt = int(rollouts.prompt_R[0])
     name = prompts[prompt] if prompt < len(prompts) else f"prompt {prompt}"
@@ -161,11 +152,20 @@ def _cut(steps: Steps, blocks: Sequence[Block], anchors: int, students: int) -> 
     return [block.first(longest) for block in blocks]
 
 
+def _joint_weights(steps: Steps, cache: Cache) -> dict[str, dict[str, float]]:
+    """The weights of the joint compositions whose anchors are all in the cache."""
+    return {
+        name: composition.weights
+        for name, composition in steps.recipe.compositions.items()
+        if composition.method == "joint" and composition.used.keys() <= set(cache.names)
+    }
+
+
 def _settings(steps: Steps, cache: Cache) -> list[Setting]:
-    """Those of them whose alpha is known: training solves it where the recipe gives a KL budget."""
+    """The joint compositions whose alpha is known: for a KL budget, training has to solve it first."""
     return [
         Setting(name, weights, alpha)
-        for name, weights in _woven(steps, cache).items()
+        for name, weights in _joint_weights(steps, cache).items()
         if (alpha := steps.alpha(name)) is not None
     ]
 
@@ -179,9 +179,12 @@ def check_students(steps: Steps) -> None:
 
 def _shown_students(steps: Steps) -> list[str]:
     wanted = steps.recipe.report.students
-    woven = [name for name, composition in steps.recipe.compositions.items() if composition.method == "joint"]
-    names = woven if wanted is None else [name for name in woven if name in wanted]
-    return [name for name in names if steps.store.stage(steps.train(name)).state() == "done"]
+    return [
+        name
+        for name, composition in steps.recipe.compositions.items()
+        if composition.method == "joint" and (wanted is None or name in wanted)
+        if steps.store.stage(steps.train(name)).state() == "done"
+    ]
 
 
 def _score_student(

@@ -114,8 +114,8 @@ def start_composition(recipe: Recipe, rows: Sequence[PolicyRow]) -> str | None:
     def worth(name: str) -> tuple[int, float]:
         return len(recipe.compositions[name].used), scores.get(name, -math.inf)
 
-    woven = [name for name, composition in recipe.compositions.items() if composition.method == "joint"]
-    return max(woven, key=worth, default=None)
+    joint = [name for name, composition in recipe.compositions.items() if composition.method == "joint"]
+    return max(joint, key=worth, default=None)
 
 
 def _is_known(value: float | None) -> bool:
