@@ -62,7 +62,7 @@ def test_a_loaded_model_is_the_saved_one_without_gradients(checkpoint: Path) -> 
     torch.testing.assert_close(model(ids).logits, small_model("llama")(ids).logits, rtol=0, atol=0)
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert context_limit(model) == 64
+    assert context_limit(model.config) == 64
 
 
 def test_the_dtype_is_the_one_asked_for(checkpoint: Path) -> None:

@@ -104,5 +104,10 @@ def test_the_first_decisions_are_the_first() -> None:
     few = batch.first(3)
     assert len(few) == 3
     assert torch.equal(few.log_q_NO, batch.log_q_NO[:3])
-    assert torch.equal(few.input_ids_RT, batch.input_ids_RT)
+    for n in range(3):  # every kept decision still has its own tokens before it, and nothing else is run
+        row, place = divmod(int(few.states_N[n]), few.input_ids_RT.shape[1])
+        whole_row, whole_place = divmod(int(batch.states_N[n]), batch.input_ids_RT.shape[1])
+        assert (row, place) == (whole_row, whole_place)
+        assert torch.equal(few.input_ids_RT[row, : place + 1], batch.input_ids_RT[row, : place + 1])
+    assert few.input_ids_RT.shape[1] == 1 + max(int(n) % few.input_ids_RT.shape[1] for n in few.states_N)
     assert len(batch.first(0)) == 0

@@ -104,7 +104,7 @@ def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:
         for parameter in trainee.parameters():
             parameter.mul_(1.5)
     rows.refresh(0)
-    model = load_model(steps.student.path, dtype=torch.float32, device="cpu")
+    model = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu"))
     changed = 0
     for number in schedule.rows(0):
         row = read_row(rows, number)

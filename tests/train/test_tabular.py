@@ -30,6 +30,7 @@ class Table(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.logits_VD = nn.Parameter(torch.randn(VOCABULARY, rows * LONGEST, generator=generator))
+        self.head_description = Head(self.logits_VD.detach(), VOCABULARY)
 
     def forward(self, batch: Batch, loss: Loss, normalizer: float) -> tuple[Tensor, Tensor]:
         hidden_ND = nn.functional.one_hot(batch.rows_N * LONGEST + batch.places_N, self.logits_VD.shape[1]).float()

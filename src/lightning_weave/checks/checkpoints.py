@@ -12,9 +12,12 @@ from lightning_weave.store.identity import TOKENIZER_FILES
 def check_usable(about: str, checkpoint: Checkpoint) -> Finding | None:
     """Find out whether a checkpoint can be loaded as a causal language model; None if it can."""
     try:
-        if wrong := _not_a_directory(Path(checkpoint.name).expanduser()) or not_a_checkpoint(checkpoint.path):
+        if wrong := _not_a_directory(Path(checkpoint.name).expanduser()):
             return Finding(about, "checkpoint", "error", wrong)
-        check_weights(checkpoint.path)
+        if checkpoint.is_here:  # else its weights are still on the hub
+            if wrong := not_a_checkpoint(checkpoint.path):
+                return Finding(about, "checkpoint", "error", wrong)
+            check_weights(checkpoint.path)
         assert checkpoint.config is not None
         assert checkpoint.tokenizer is not None
         checkpoint.skeleton()
@@ -22,7 +25,7 @@ def check_usable(about: str, checkpoint: Checkpoint) -> Finding | None:
         return Finding(about, "checkpoint", "error", str(error))
     except (ValueError, KeyError, OSError, ImportError) as error:  # no causal language model of this architecture
         reason = str(error).strip().splitlines()[0]
-        text = f"{checkpoint.path}: not a causal language model that transformers can build ({reason})"
+        text = f"{checkpoint.light_path}: not a causal language model that transformers can build ({reason})"
         return Finding(about, "checkpoint", "error", text)
     return None
 

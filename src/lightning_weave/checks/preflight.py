@@ -179,7 +179,7 @@ def _check_exams(steps: Steps, todo: Todo, benchmarks: list[Benchmark], broken: 
             if limit is not None and longest >= limit:
                 text = (
                     f"{benchmark.name}: problem {problem!r} has {longest} tokens, which leaves no room in the {limit} "
-                    f"of {checkpoint.path}. Leave the problem out, or evaluate a checkpoint with a longer context"
+                    f"of {checkpoint.light_path}. Leave the problem out, or evaluate a checkpoint with a longer context"
                 )
                 yield Finding("eval", "context", "error", text)
 
@@ -245,7 +245,7 @@ def _check_prompts(steps: Steps, benchmarks: list[Benchmark]) -> Iterator[Findin
     if limit is not None and len(longest.token_ids) >= limit and recipe.rollout.from_ is None:
         text = (
             f"prompt {longest.id!r} has {len(longest.token_ids)} tokens, which leaves no room in the {limit} of "
-            f"{steps.student.path}. Set prompts.max_tokens to {limit - 1} at most; it is {recipe.prompts.max_tokens}"
+            f"{steps.student.light_path}. Set prompts.max_tokens to {limit - 1} at most; it is {recipe.prompts.max_tokens}"
         )
         yield Finding("prompts", "context", "error", text)
     yield from _check_overlap(prompts, benchmarks)

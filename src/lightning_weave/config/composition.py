@@ -139,7 +139,7 @@ class SelfDistilled(_Shared):
 
 
 def _say_method(table: Any) -> Any:
-    """Say the method where it is unsaid: joint, or what the flags of an earlier version's recipe.toml mean."""
+    """Fill in a missing method: joint, or what the flags of an earlier version's recipe.toml mean."""
     if not isinstance(table, Mapping):
         return table
     return read_flags(table) if has_flags(table) else {"method": "joint", **table}

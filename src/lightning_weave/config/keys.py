@@ -15,6 +15,7 @@ from lightning_weave.config.sections import Recipe
 WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 # Of keys whose name and default say nearly all, for all sections that have them.
 MEANINGS = {
+    "kind": "paper, math-verify, exact, numeric, choice, regex, code or python",
     "revision": "commit or branch on the hub",
     "post_revision": "commit or branch of `post` on the hub",
     "pre_revision": "commit or branch of `pre` on the hub",
@@ -67,6 +68,12 @@ MEANINGS = {
 }
 EXAMPLES: dict[str, Any] = {
     "name": "mine",
+    "template": "{problem}\n\nPut the final answer in \\boxed{{}}.",
+    "system": "Answer briefly.",
+    "profile": "math-verify",
+    "kind": "regex",
+    "pattern": "#### (.*)",
+    "function": "my_grader.py:grade",
     "student.model": "Qwen/Qwen3-4B",
     "anchors.NAME.post": "Kwai-Klear/Klear-Reasoner-8B",
     "anchors.NAME.pre": "Qwen/Qwen3-8B-Base",

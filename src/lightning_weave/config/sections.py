@@ -1,4 +1,4 @@
-"""The sections of a recipe. Everything unsaid has the paper's value; unknown keys are errors."""
+"""The sections of a recipe. Omitted keys have the paper's values; unknown keys are errors."""
 
 import re
 from collections.abc import Mapping
@@ -100,7 +100,7 @@ class Prompts(_Asked):
     split: str = "train"
     revision: str | None = None
     columns: Columns = Columns()
-    format: PromptFormat = Field("plain", description="unsaid: boxed where columns.answer is named, else plain")
+    format: PromptFormat = Field("plain", description="default: boxed where columns.answer is named, else plain")
     max_tokens: Count = Field(1024, description="longest prompt, in student tokens")
     dedup: Literal["none", "exact", "normalised"] = "exact"
     take: Count | None = Field(3200, description="how many, drawn by seed")
@@ -231,14 +231,14 @@ class Eval(_Asked):
 
     benchmarks: list[str] = Field(["aime-2024", "aime-2025", "hmmt-feb-2025"], min_length=1)
     sources: dict[str, str] = Field({}, description="benchmark -> file, directory or hub name, instead of the default")
-    samples: Count | None = Field(None, description="per problem; unsaid: 64 for mathematics, 4 for code")
+    samples: Count | None = Field(None, description="per problem; default: 64 for mathematics, 4 for code")
     temperature: float = Field(0.6, ge=0, allow_inf_nan=False)
     top_p: float = Field(0.95, gt=0, le=1)
-    max_tokens: Count | None = Field(None, description="unsaid: 32,768 for mathematics, 40,960 for code")
+    max_tokens: Count | None = Field(None, description="default: 32,768 for mathematics, 40,960 for code")
     seed: Seed = 42
-    format: EvalFormat = Field("boxed", description="unsaid: as [prompts] asks; boxed if it asks for no graded answer")
+    format: EvalFormat = Field("boxed", description="default: as [prompts] asks; boxed if it asks for no graded answer")
     profile: Literal["paper", "math-verify"] | None = Field(
-        None, description="grader of mathematics; unsaid: the paper's for its benchmarks, math-verify for your files"
+        None, description="grader of mathematics; default: the paper's for its benchmarks, math-verify for your files"
     )
     graders: dict[str, Grading] = Field({}, description="benchmark -> its grader, instead of the profile")
     unsafe_local: bool = Field(False, description="run generated code without a sandbox")
@@ -321,7 +321,7 @@ class Report(Strict):
     trajectories: int = Field(40, ge=0, description="how many are embedded in the loom, drawn by seed")
     seed: Seed = 7
     megabytes: float = Field(2.0, gt=0, allow_inf_nan=False, description="of cached scores that the loom may embed")
-    students: list[str] | None = Field(None, description="trained compositions shown in the loom; unsaid: all")
+    students: list[str] | None = Field(None, description="trained compositions shown in the loom; default: all")
     cases: dict[Name, Case] = Field({})
 
 
@@ -329,30 +329,30 @@ class Checks(Strict):
     """When a stage warns of what it has made, and when `lweave run` stops; false switches one off."""
 
     truncated_warn: Threshold = Field(0.5, description="share of responses cut off at max_tokens")
-    truncated_stop: Threshold = 0.95
+    truncated_stop: Threshold = Field(0.95, description="the same, where `lweave run` stops")
     unanswered_warn: Threshold = Field(0.5, description="share of responses without an answer that can be extracted")
-    unanswered_stop: Threshold = False
+    unanswered_stop: Threshold = Field(False, description="the same, where `lweave run` stops")
     right_warn: Threshold = Field(0.02, description="share of right rollouts, where answers are known; below is bad")
-    right_stop: Threshold = False
+    right_stop: Threshold = Field(False, description="the same, where `lweave run` stops")
     repeated_warn: Threshold = Field(0.2, description="share of rollouts that repeat themselves")
-    repeated_stop: Threshold = False
+    repeated_stop: Threshold = Field(False, description="the same, where `lweave run` stops")
     surviving_warn: Threshold = Field(0.5, description="share of positions where a pair has a shift; below is bad")
-    surviving_stop: Threshold = 0.001
+    surviving_stop: Threshold = Field(0.001, description="the same, where `lweave run` stops")
     separation_stop: Threshold = Field(
         0.35, description="AUC among responses of equal length, below which a pair prefers wrong ones: is it swapped?"
     )
     kl_rise_warn: Threshold = Field(1.05, description="KL to the target at the end of training over that at its start")
-    kl_rise_stop: Threshold = 1.25
+    kl_rise_stop: Threshold = Field(1.25, description="the same, where `lweave run` stops")
     empty_warn: Threshold = Field(0.05, description="share of empty responses in an evaluation")
-    empty_stop: Threshold = 0.95
+    empty_stop: Threshold = Field(0.95, description="the same, where `lweave run` stops")
 
 
 class Machine(Strict):
     """Where it runs. Recorded, never part of a fingerprint."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: CUDA where it is, else the CPU")
-    threads: Count | None = Field(None, description="CPU threads; unsaid: measured once per run and kept")
-    workers: Count | None = Field(None, description="on a Ray cluster: how many; unsaid: as many as its GPUs or CPUs")
+    threads: Count | None = Field(None, description="CPU threads; default: measured once per run and kept")
+    workers: Count | None = Field(None, description="on a Ray cluster: how many; default: as many as its GPUs or CPUs")
     gpus_per_worker: float = Field(1.0, ge=0, description="on a Ray cluster with GPUs")
 
 
@@ -378,7 +378,7 @@ class Recipe(Strict):
     @model_validator(mode="before")
     @classmethod
     def _asks_alike(cls, data: Any) -> Any:
-        """Write out what is unsaid: [eval] asks as [prompts] does, and for a box where answers are to be graded."""
+        """Write out what is default: [eval] asks as [prompts] does, and for a box where answers are to be graded."""
         sections = [data.get(name, {}) for name in ("prompts", "eval")] if isinstance(data, Mapping) else [data]
         if not all(isinstance(section, Mapping) for section in sections):
             return data

@@ -157,7 +157,7 @@ class Steps:
                 raise InputError(
                     "prompts.source is missing: a JSONL or Parquet file, a dataset directory or a hub name"
                 )
-            settings = _without_unsaid(self.recipe.prompts.model_dump(mode="json"))
+            settings = _without_unset(self.recipe.prompts.model_dump(mode="json"))
             settings["source"] = self._data_identity(self.recipe.prompts.source, "prompts.source")
             settings["screen_against"] = [
                 self._data_identity(name, "prompts.screen_against") for name in self.recipe.prompts.screen_against
@@ -290,7 +290,7 @@ class Steps:
         section = self.recipe.eval
         execution = {"python", "options", "parity", "batch_size", "unsafe_local"}
         settings = section.model_dump(mode="json", exclude={"benchmarks", "sources", "graders", *execution})
-        settings = _without_unsaid(settings) | {"profile": self._grading(benchmark)}
+        settings = _without_unset(settings) | {"profile": self._grading(benchmark)}
         source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
         key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
         settings["benchmark"] = self._data_identity(source, key)
@@ -340,7 +340,7 @@ class Steps:
         return f"lweave {verb} {self.arguments}"
 
 
-def _without_unsaid(settings: dict[str, Any]) -> dict[str, Any]:
+def _without_unset(settings: dict[str, Any]) -> dict[str, Any]:
     """Leave out how to ask where the recipe does not say it: steps of earlier versions stay the same."""
     return {key: value for key, value in settings.items() if key not in ("template", "system") or value is not None}
 
