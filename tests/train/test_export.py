@@ -86,6 +86,6 @@ def test_rounding_costs_what_is_said(tmp_path: Path) -> None:
     cache = open_cache(steps, "both")
     trainee = open_trainee(steps, context(ALONE))
     batch = compose(cache.block(range(2)), cache.weights, 2.0)
-    assert round_weights(trainee, torch.float32, batch) == 0
-    assert 0 < round_weights(trainee, torch.bfloat16, batch) < 1e-2
+    assert round_weights(trainee, torch.float32, [batch]) == 0
+    assert 0 < round_weights(trainee, torch.bfloat16, [batch]) < 1e-2
     assert all(torch.equal(weight, weight.bfloat16().float()) for weight in trainee.parameters())

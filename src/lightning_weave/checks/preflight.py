@@ -245,7 +245,8 @@ def _check_prompts(steps: Steps, benchmarks: list[Benchmark]) -> Iterator[Findin
     if limit is not None and len(longest.token_ids) >= limit and recipe.rollout.from_ is None:
         text = (
             f"prompt {longest.id!r} has {len(longest.token_ids)} tokens, which leaves no room in the {limit} of "
-            f"{steps.student.light_path}. Set prompts.max_tokens to {limit - 1} at most; it is {recipe.prompts.max_tokens}"
+            f"{steps.student.light_path}. Set prompts.max_tokens to {limit - 1} at most; it is "
+            f"{recipe.prompts.max_tokens}"
         )
         yield Finding("prompts", "context", "error", text)
     yield from _check_overlap(prompts, benchmarks)

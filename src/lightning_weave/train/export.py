@@ -1,7 +1,7 @@
 """final/: a complete Hugging Face directory in the student's own dtype, with a card that says how it was made."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +50,21 @@ def with_lora(model: Any, lora: Lora, seed: int) -> Any:
 
 
 @torch.no_grad()
-def round_weights(trainee: Trainee, dtype: torch.dtype, batch: Batch) -> float:
+def round_weights(trainee: Trainee, dtype: torch.dtype, batches: Sequence[Batch]) -> float:
     """Round the weights to the dtype of the export, in place, and say what that cost; all ranks do so together.
 
-    Returns KL(exported || trained) as the trainer computes both: whole vocabulary, mean over the batch.
+    Returns KL(exported || trained) as the trainer computes both: whole vocabulary, mean over the batches' decisions.
     """
+
+    def log_probs() -> Tensor:
+        return torch.cat([trainee(batch, whole_vocabulary, 1.0)[1] for batch in batches])  # a row at a time
+
     trainee.eval()
-    trained_NV = trainee(batch, whole_vocabulary, 1.0)[1]
+    trained_NV = log_probs()
     for value in trainee.state_dict().values():
         if value.is_floating_point():
             value.copy_(value.to(dtype))
-    exported_NV = trainee(batch, whole_vocabulary, 1.0)[1]
-    return reverse_kl(exported_NV, trained_NV, 1.0).mean().item() if len(batch) else 0.0
+    return reverse_kl(log_probs(), trained_NV, 1.0).mean().item() if len(trained_NV) else 0.0
 
 
 def merged(student: Checkpoint, weights: Mapping[str, Tensor], lora: Lora) -> Any:

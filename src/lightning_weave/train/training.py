@@ -26,7 +26,7 @@ from lightning_weave.train.schedule import Schedule
 from lightning_weave.train.watch import Metrics, line
 
 EXPORT_ROWS = 4
-EXPORT_DECISIONS = 256  # where the exported weights are compared with the trained ones
+EXPORT_DECISIONS = 64  # of each row, where the exported weights are compared with the trained ones
 RECORDED = (
     "alpha",
     "target_kl",
@@ -203,9 +203,9 @@ class Training:
         lora = self.steps.recipe.train.lora
         trainee = self.fit.trainee
         ranks = self.fit.ranks
-        batch = self._looked_at()
+        batches = self._looked_at()
         if lora is None:
-            lost = round_weights(trainee, student.dtype, batch.to(ranks.device))
+            lost = round_weights(trainee, student.dtype, [batch.to(ranks.device) for batch in batches])
             weights = _of_model(whole_weights(trainee, student.dtype, ranks))
             if ranks.first:
                 self.export(weights, figures, lost)
@@ -213,16 +213,17 @@ class Training:
             weights = _of_model(whole_weights(trainee, torch.float32, ranks))
             if ranks.first:
                 alone = Trainee(merged(student, weights, lora), student.vocabulary)
-                lost = round_weights(alone, student.dtype, batch)
+                lost = round_weights(alone, student.dtype, batches)
                 weights = whole_weights(alone, student.dtype, ranks)
                 self.export(_of_model(weights), figures, lost)
         ranks.wait()
 
-    def _looked_at(self) -> Batch:
-        """A few decisions of the last update, on which exported weights are compared with trained ones."""
+    def _looked_at(self) -> list[Batch]:
+        """A few decisions of the last update, row by row, on which exported weights are compared with trained ones."""
         rows = self.fit.cache
         last = self.schedule.rows(len(self.schedule) - 1)
-        return compose(rows.block(last[:EXPORT_ROWS]), rows.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS)
+        blocks = [rows.block([number]) for number in last[:EXPORT_ROWS]]
+        return [compose(block, rows.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS) for block in blocks]
 
     def export(self, weights: dict[str, Tensor], figures: dict[str, Any], lost: float) -> None:
         """Write final/ in the student's dtype, and say what the rounding cost."""
