@@ -96,7 +96,7 @@ def test_a_swapped_pair_is_found_and_a_brevity_pair_is_none(right: float, length
 
 @pytest.mark.parametrize(("last", "verdict"), [(0.5, "ok"), (1.1, "warning"), (1.6, "error")])
 def test_a_distance_that_rises_is_said_with_the_update(recipe: dict[str, Any], last: float, verdict: str) -> None:
-    steps = steps_of(recipe)
+    steps = steps_of(recipe | {"checks": {"kl_rise_stop": 1.25}})
     folder = steps.store.stage(steps.train("acc-only")).folder
     folder.mkdir(parents=True)
     curve = [*np.linspace(1, 0.5, 20), *np.linspace(0.5, last, 20)]
@@ -107,3 +107,5 @@ def test_a_distance_that_rises_is_said_with_the_update(recipe: dict[str, Any], l
     if verdict != "ok":
         assert abs(found.figures["step"] - 22) <= 1
         assert f"about update {found.figures['step']}" in found.text
+        [unlimited] = check_training(steps_of(recipe), "acc-only")
+        assert unlimited.verdict == "warning", "by default it only warns"

@@ -18,6 +18,7 @@ from lightning_weave.errors import WeaveError
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
+from lightning_weave.store import files
 from lightning_weave.train import checkpoint, export, loop, parallel, schedule
 
 # One server imports everything once; its children are forked from it before they have any threads.
@@ -141,6 +142,6 @@ KILLS: dict[str, Callable[[int], None]] = {
     "update": _kill_on(loop, "clip_gradients"),  # gradients are there, no weight has moved
     "state": _kill_in_state,
     "position": _kill_on(checkpoint, "write_json"),
-    "sync": _kill_on(checkpoint, "sync_directory"),  # once before a checkpoint gets its name, once after
-    "export": _kill_on(export, "sync_folder"),
+    "sync": _kill_on(files.os, "rename"),  # before a checkpoint gets its name
+    "export": _kill_on(export.shutil, "copyfile"),  # in the middle of final/
 }

@@ -163,6 +163,6 @@ def test_a_sequence_killed_in_any_leg_ends_the_same(
     status = forked.lweave("status", file)
     assert status.code == 0, status.said
     begun = 1 if "leg-1" in where else 2
-    assert re.search(rf"train/steps +partial +leg {begun} has begun", status.said)
+    assert re.search(rf"train/steps +partial +in leg {begun}", status.said)
     assert forked.lweave("train", file).code == 0
     assert same(load_file(killed / "tiny" / "train" / "steps" / "final" / "model.safetensors"), expected)

@@ -342,7 +342,7 @@ class Checks(Strict):
         0.35, description="AUC among responses of equal length, below which a pair prefers wrong ones: is it swapped?"
     )
     kl_rise_warn: Threshold = Field(1.05, description="KL to the target at the end of training over that at its start")
-    kl_rise_stop: Threshold = Field(1.25, description="the same, where `lweave run` stops")
+    kl_rise_stop: Threshold = Field(False, description="the same, where `lweave run` stops")
     empty_warn: Threshold = Field(0.05, description="share of empty responses in an evaluation")
     empty_stop: Threshold = Field(0.95, description="the same, where `lweave run` stops")
 
