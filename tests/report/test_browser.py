@@ -156,10 +156,10 @@ def test_a_slider_recolours_the_text(browser: Any, page_path: Path) -> None:
 
 def test_conflicts_are_marked_where_the_anchors_pull_apart(browser: Any, page_path: Path) -> None:
     one = VIEWS[0]
-    b_NO = torch.softmax(with_other(torch.tensor(one.logp_PC), torch.tensor(one.other_logp_P)).double(), dim=-1).numpy()
+    b_NO = torch.softmax(with_other(torch.tensor(one.candidates.logp.flat), torch.tensor(one.candidates.other_logp.flat)).double(), dim=-1).numpy()
     marks = []
     for p in range(POSITIONS):
-        ids = one.ids_PC[p].tolist()
+        ids = one.candidates.ids.flat[p].tolist()
         place = ids.index(one.sampled_P[p]) if one.sampled_P[p] in ids else CANDIDATES
         shifts = [[*one.r_KPC[k, p].tolist(), 0.0] for k in range(2)]
         sizes = [shift[place] - float(np.dot(b_NO[p], shift)) for shift in shifts]
