@@ -156,7 +156,8 @@ def test_a_slider_recolours_the_text(browser: Any, page_path: Path) -> None:
 
 def test_conflicts_are_marked_where_the_anchors_pull_apart(browser: Any, page_path: Path) -> None:
     one = VIEWS[0]
-    b_NO = torch.softmax(with_other(torch.tensor(one.candidates.logp.flat), torch.tensor(one.candidates.other_logp.flat)).double(), dim=-1).numpy()
+    log_b_NO = with_other(torch.tensor(one.candidates.logp.flat), torch.tensor(one.candidates.other_logp.flat))
+    b_NO = torch.softmax(log_b_NO.double(), dim=-1).numpy()
     marks = []
     for p in range(POSITIONS):
         ids = one.candidates.ids.flat[p].tolist()
