@@ -34,3 +34,9 @@ def logits_not_finite(where: str, model: str) -> WeaveError:
     place = f"{where}: the model's logits are not finite" if where else f"{model}: the model's logits are never finite"
     named = f" ({model})" if where and model else ""
     return WeaveError(f"{place}{named}. Try float32, or check the checkpoint")
+
+
+def first_line(error: Exception) -> str:
+    """Give what another library's error says first, for use inside a message of ours."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hub import Hub, serve_hub
 from lightning_weave.errors import InputError
-from lightning_weave.models import load
+from lightning_weave.models import hub as hub_files
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.store import identity, model_identity
 from lightning_weave.views import doctor, status
@@ -31,8 +31,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def forget() -> None:
     """Do as a new process does."""
-    load._download.cache_clear()
-    load._listing.cache_clear()
+    hub_files._downhub_files.cache_clear()
+    hub_files._listing.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +98,11 @@ def test_a_pinned_revision_stays_and_a_moved_branch_is_another_model(hub: Hub, m
 
 def test_gated_and_missing_repositories_say_what_to_do(hub: Hub, model: Path) -> None:
     with pytest.raises(InputError, match=r"people/none.*none of that name, or a private one.*hf download people/none"):
-        load.resolve_model("people/none")
+        hub_files.resolve_model("people/none")
     hub.push("people/gated", model)
     hub.gated.add("people/gated")
     with pytest.raises(InputError, match=r"people/gated.*Accept its terms.*hf auth login"):
-        load.resolve_model("people/gated")
+        hub_files.resolve_model("people/gated")
 
 
 def test_a_connection_that_breaks_in_the_middle_is_resumed(
@@ -112,7 +112,7 @@ def test_a_connection_that_breaks_in_the_middle_is_resumed(
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 500)
     hub.cut = {"model.safetensors": 1000}
     hub.cuts = 1
-    assert model_identity(load.resolve_model(NAME)) == model_identity(model)
+    assert model_identity(hub_files.resolve_model(NAME)) == model_identity(model)
     assert [line.partition(" bytes=")[2] for line in hub.sent(".safetensors")] == ["", "1000-"]
 
 
@@ -124,10 +124,10 @@ def test_a_server_that_dies_in_the_middle_is_said_and_the_next_try_fetches_only_
     hub.cuts = 1000
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # the client's between its tries
     with pytest.raises(InputError, match=r"people/small.*the hub did not give it"):
-        load.resolve_model(NAME)
+        hub_files.resolve_model(NAME)
     hub.cuts = 0
     hub.asked.clear()
-    assert model_identity(load.resolve_model(NAME)) == model_identity(model)
+    assert model_identity(hub_files.resolve_model(NAME)) == model_identity(model)
     assert hub.sent(".json") == []
     assert len(hub.sent(".safetensors")) == 1
 
@@ -138,10 +138,10 @@ def test_the_first_rank_of_a_machine_downloads_and_the_others_wait(
     commit = hub.push(NAME, model)
     hub.hold.clear()
     found: list[Path] = []
-    first = threading.Thread(target=lambda: load.snapshot_download(NAME))  # as another process does
+    first = threading.Thread(target=lambda: hub_files.snapshot_download(NAME))  # as another process does
     first.start()
     monkeypatch.setenv("LOCAL_RANK", "1")
-    second = threading.Thread(target=lambda: found.append(load.resolve_model(NAME)))
+    second = threading.Thread(target=lambda: found.append(hub_files.resolve_model(NAME)))
     second.start()
     second.join(1)
     assert found == []
@@ -157,13 +157,13 @@ def test_a_rank_whose_first_rank_is_dead_downloads_by_itself(
 ) -> None:
     hub.push(NAME, model)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(load, "_PATIENCE", 0.1)
-    assert model_identity(load.resolve_model(NAME)) == model_identity(model)
+    monkeypatch.setattr(hub_files, "_PATIENCE", 0.1)
+    assert model_identity(hub_files.resolve_model(NAME)) == model_identity(model)
 
 
 def test_without_the_hub_what_is_here_serves(hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.push(NAME, model)
-    load.resolve_model(NAME)
+    hub_files.resolve_model(NAME)
     forget()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert Checkpoint(NAME).identity == model_identity(model)

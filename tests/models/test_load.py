@@ -14,12 +14,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from lightning_weave.errors import InputError
+from lightning_weave.models.hub import resolve_model
 from lightning_weave.models.load import (
     checkpoint_dtype,
     context_limit,
     load_model,
     load_tokenizer,
-    resolve_model,
     stop_ids,
     vocabulary_size,
 )

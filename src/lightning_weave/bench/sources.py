@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_weave.errors import InputError
+from lightning_weave.errors import InputError, first_line
 from lightning_weave.store.tables import SUFFIXES
 
 
@@ -61,7 +61,7 @@ def download_files(repo: str, names: tuple[str, ...]) -> Iterator[Path]:
 
 def _how_to_get(source: str, error: Exception, files: tuple[str, ...] = ()) -> str:
     repo, _, revision = source.partition("@")
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0].rstrip(".")
+    reason = first_line(error).split(". ")[0].rstrip(".")
     command = " ".join(["hf download --repo-type dataset", repo, *files]) + f" --revision {revision}" * bool(revision)
     return (
         f"{source} cannot be read from the hub ({reason}). Where there is a network, run: "

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from lightning_weave.checks.findings import Finding
-from lightning_weave.errors import InputError
+from lightning_weave.errors import InputError, first_line
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.load import check_weights, checkpoint_json
+from lightning_weave.models.files import check_weights, checkpoint_json, indexed_files
 from lightning_weave.store.identity import TOKENIZER_FILES
 
 
@@ -24,7 +24,7 @@ def check_usable(about: str, checkpoint: Checkpoint) -> Finding | None:
     except InputError as error:
         return Finding(about, "checkpoint", "error", str(error))
     except (ValueError, KeyError, OSError, ImportError) as error:  # no causal language model of this architecture
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         text = f"{checkpoint.light_path}: not a causal language model that transformers can build ({reason})"
         return Finding(about, "checkpoint", "error", text)
     return None
@@ -54,9 +54,8 @@ def not_a_checkpoint(path: Path) -> str | None:
         return f"{path}: holds GGUF weights, for llama.cpp. {_SOURCE}"
     if not has_config:
         return _without_config(path)
-    parts = checkpoint_json(path / "model.safetensors.index.json").get("weight_map")
-    wanted = {str(part) for part in parts.values()} if isinstance(parts, dict) else set()
-    if absent := sorted(part for part in wanted if not (path / part).is_file()):
+    wanted = indexed_files(path)
+    if absent := [part for part in wanted if not (path / part).is_file()]:
         count = f"{len(absent)} of {len(wanted)} weight files"
         return f"{path}: {count} are missing, {absent[0]} among them. Download it again"
     if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):

@@ -40,8 +40,8 @@ def interpolate(
 
     Name OUT among a recipe's policies to evaluate it.
     """
+    from lightning_weave.models.hub import resolve_model
     from lightning_weave.models.interpolate import interpolate as mix
-    from lightning_weave.models.load import resolve_model
 
     differing = mix(resolve_model(first), resolve_model(second), share, Path(out))
     progress = open_progress()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_weave.config import Dtype, Policy, Student
+from lightning_weave.models.hub import absent_weights, resolve_model
 from lightning_weave.store import model_identity
 
 if TYPE_CHECKING:
@@ -36,23 +37,23 @@ class Checkpoint:
     def path(self) -> Path:
         """The local directory; a hub name is downloaded, weights and all."""
         local = Path(self.name).expanduser()
-        return local if local.is_dir() else _loading().resolve_model(self.name, self.revision)
+        return local if local.is_dir() else resolve_model(self.name, self.revision)
 
     @cached_property
     def light_path(self) -> Path:
         """The same directory, for whoever reads configuration and tokenizer: no weights are downloaded for it."""
         local = Path(self.name).expanduser()
-        return local if local.is_dir() else _loading().resolve_model(self.name, self.revision, weights=False)
+        return local if local.is_dir() else resolve_model(self.name, self.revision, weights=False)
 
     @property
     def is_here(self) -> bool:
         """Whether the weights are on this disk, or a part of the work still has to fetch them from the hub."""
-        return not _loading().absent_weights(self.name, self.light_path)
+        return not absent_weights(self.name, self.light_path)
 
     @property
     def identity(self) -> str:
         """What the checkpoint is, by content; of weights that are still on the hub, by the sha256 that it gives."""
-        return model_identity(self.light_path, _loading().absent_weights(self.name, self.light_path))
+        return model_identity(self.light_path, absent_weights(self.name, self.light_path))
 
     @property
     def tokenizer(self) -> Any:

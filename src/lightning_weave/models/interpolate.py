@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_weave.errors import InputError
-from lightning_weave.models.load import check_weights, checkpoint_json
+from lightning_weave.models.files import check_weights, checkpoint_json, weight_files
 from lightning_weave.store import make_directory, whole_directory
 
 ALIGNMENT = 8
@@ -30,7 +30,7 @@ class Weights:
     def of(cls, folder: Path) -> "Weights":
         check_weights(folder)
         files: dict[str, str] = {}
-        for path in _weight_files(folder):
+        for path in weight_files(folder):
             try:
                 with safe_open(path, framework="pt") as tensors:
                     files |= dict.fromkeys(tensors.keys(), path.name)
@@ -72,15 +72,6 @@ def interpolate(first: Path, second: Path, share: float, out: Path) -> list[str]
             names = [name for name, holder in one.files.items() if holder == file]
             _write(unfinished / file, {name: one.shape(name) for name in names}, _mixed(one, two, names, share))
     return differing
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that a loader reads: those of the index, or the one of the usual name, or all."""
-    index = folder / "model.safetensors.index.json"
-    whole = folder / "model.safetensors"
-    if index.is_file():
-        return [folder / name for name in sorted(set(checkpoint_json(index).get("weight_map", {}).values()))]
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def _differing_keys(first: Path, second: Path) -> list[str]:

@@ -1,156 +1,27 @@
-"""Find, check and load a checkpoint: its directory, tokenizer, weights and the ids that end a response."""
+"""Load a checkpoint: its tokenizer, configuration and weights, and the ids that end a response."""
 
-import json
 import logging
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-from huggingface_hub.utils import filter_repo_objects
 from jinja2 import TemplateError
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.errors import InputError, WeaveError, first_line
 from lightning_weave.models.attention import repeat_heads_in_float32
+from lightning_weave.models.files import check_weights, checkpoint_json
 from lightning_weave.models.memory import is_out_of_memory
-from lightning_weave.ranks import local_rank
 
-# `*.py` is only ever run with trust_remote_code; pickled weights are never downloaded.
-_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
-_WEIGHTS = ["*.safetensors"]
-_UNWANTED = ["original/*", "consolidated*", "onnx/*"]
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# The bases of the hub's own errors: those of the client that it uses, for connections that break, and of the disk.
-_HUB_ERRORS = cast(tuple[type[Exception], ...], (*HfHubHTTPError.__bases__, HFValidationError))
-_PATIENCE = 3600.0  # seconds without a new file after which a rank downloads by itself
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>")
 log = logging.getLogger(__name__)
 # The stages show one bar each; a bar per tensor file is noise.
 transformers_logging.disable_progress_bar()
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def resolve_model(name: str, revision: str | None = None, weights: bool = True) -> Path:
-    """Turn a local directory or a hub name into a local directory; download config, tokenizer and safetensors only.
-
-    Without `weights` the directory has config and tokenizer at least.
-    """
-    local = Path(name).expanduser()
-    if local.is_dir():
-        return local
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # never a name of the hub
-        raise InputError(f"model {name!r}: no such directory. Give the path of a checkpoint directory or a hub name")
-    try:
-        return _download(name, revision, weights)
-    except _HUB_ERRORS as error:
-        raise _not_given(name, revision, error) from error
-
-
-def absent_weights(name: str, folder: Path) -> dict[str, str]:
-    """Give the hub's sha256 of the weights that it has for a resolved model and that are not in the folder yet."""
-    if Path(name).expanduser().is_dir():
-        return {}
-    try:
-        listing = _listing(name, folder.name)
-    except _HUB_ERRORS as error:
-        if _has_weights(folder):
-            return {}
-        raise _not_given(name, folder.name, error) from error
-    names = set(filter_repo_objects(_names(listing), allow_patterns=_WEIGHTS, ignore_patterns=_UNWANTED))
-    absent = {
-        file.rfilename: file.lfs.sha256 if file.lfs else ""
-        for file in listing.siblings or ()
-        if file.rfilename in names and "/" not in file.rfilename and not (folder / file.rfilename).exists()
-    }
-    if all(absent.values()):
-        return absent
-    resolve_model(name, folder.name)  # files so small that the hub keeps them in git, without a sha256
-    return {}
-
-
-def _not_given(name: str, revision: str | None, error: Exception) -> InputError:
-    at = f" at revision {revision!r}" if revision else ""
-    match error:
-        case GatedRepoError():
-            return InputError(
-                f"model {name!r}{at}: the hub asks who you are. Accept its terms on its page, then: hf auth login"
-            )
-        case RepositoryNotFoundError():
-            reason = "it has none of that name, or a private one"
-        case RevisionNotFoundError():
-            reason = "it has no such revision of it"
-        case _:
-            reason = _first_line(error)
-    return InputError(
-        f"model {name!r}{at}: no such directory, and the hub did not give it ({reason}). Give the path of "
-        f"a checkpoint directory, or download it on a machine with network access: hf download {name}"
-    )
-
-
-def _has_weights(folder: Path) -> bool:
-    parts = checkpoint_json(folder / "model.safetensors.index.json").get("weight_map")
-    if isinstance(parts, dict):
-        return all((folder / part).exists() for part in parts.values())
-    return any(folder.glob("*.safetensors"))
-
-
-@cache
-def _download(name: str, revision: str | None, weights: bool) -> Path:
-    """Ask the hub once per process. The first rank of a machine downloads, the others wait for its files."""
-    wanted = [*_SMALL, *_WEIGHTS] if weights else _SMALL
-    complete = False
-    if local_rank() > 0:
-        try:
-            listing = _listing(name, revision)
-        except _HUB_ERRORS:  # the hub is out of reach: what is here serves, or is said to be missing
-            pass
-        else:
-            revision = listing.sha
-            complete = _wait_for_files(name, listing, wanted)
-    folder = snapshot_download(
-        name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED, local_files_only=complete
-    )
-    return Path(folder)
-
-
-def _wait_for_files(name: str, listing: ModelInfo, wanted: list[str]) -> bool:
-    """Wait for another rank's download; says whether it came to its end."""
-    missing = list(filter_repo_objects(_names(listing), allow_patterns=wanted, ignore_patterns=_UNWANTED))
-    since = time.monotonic()
-    while time.monotonic() - since < _PATIENCE:
-        still = [
-            file for file in missing if not isinstance(try_to_load_from_cache(name, file, revision=listing.sha), str)
-        ]
-        if not still:
-            return True
-        if still != missing:
-            since = time.monotonic()
-        missing = still
-        time.sleep(0.2)
-    return False
-
-
-@cache
-def _listing(name: str, revision: str | None) -> ModelInfo:
-    """What the hub has of a model: its commit, its files, and the sha256 of the large ones."""
-    return HfApi().model_info(name, revision=revision, files_metadata=True)
-
-
-def _names(listing: ModelInfo) -> list[str]:
-    return [file.rfilename for file in listing.siblings or ()]
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
@@ -162,7 +33,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, KeyError) as error:
         _refuse_code(path, trust_remote_code, error)
         raise InputError(
-            f"{path}: no usable tokenizer ({_first_line(error)}). Put its tokenizer.json beside the weights"
+            f"{path}: no usable tokenizer ({first_line(error)}). Put its tokenizer.json beside the weights"
         ) from error
 
 
@@ -190,7 +61,7 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
     except (OSError, ValueError, KeyError) as error:
         _refuse_code(path, trust_remote_code, error)
         raise InputError(
-            f"{path}: cannot be loaded as a causal language model ({_first_line(error)}). Check its config.json and "
+            f"{path}: cannot be loaded as a causal language model ({first_line(error)}). Check its config.json and "
             "files"
         ) from error
     # Transformers fills absent weights with random numbers and only warns: that would be scored silently.
@@ -261,38 +132,8 @@ def read_config(path: Path, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, KeyError) as error:
         _refuse_code(path, trust_remote_code, error)
         raise InputError(
-            f"{path}: its config.json cannot be used ({_first_line(error)}). Download the checkpoint again"
+            f"{path}: its config.json cannot be used ({first_line(error)}). Download the checkpoint again"
         ) from error
-
-
-def check_weights(path: Path) -> None:
-    """Refuse a directory that holds no checkpoint, or only one that could run code when it is loaded."""
-    if not (path / "config.json").is_file():
-        hint = "a LoRA adapter; merge it into its base model" if (path / "adapter_config.json").is_file() else None
-        raise InputError(f"{path}: no config.json here, so no checkpoint ({hint or 'give the directory that has it'})")
-    if (path / "adapter_config.json").is_file():  # transformers would put it over the weights where peft is installed
-        raise InputError(f"{path}: holds a LoRA adapter beside the weights. Merge it into them, or remove its files")
-    if any(path.glob("*.safetensors")):
-        _check_index(path)
-        return
-    pickled = sorted(file.name for pattern in _PICKLED for file in path.glob(pattern))
-    if pickled:
-        raise InputError(
-            f"{path}: {pickled[0]} is pickled, and loading it would run code from the file. Use a revision with "
-            "safetensors (on the hub often refs/pr/1), or convert it once, where you trust it, with save_pretrained"
-        )
-    raise InputError(f"{path}: no weights here (*.safetensors). Download the checkpoint again")
-
-
-def _check_index(path: Path) -> None:
-    """Refuse an index that leads out of the directory, or to weights that are pickled."""
-    parts = checkpoint_json(path / "model.safetensors.index.json").get("weight_map")
-    for part in sorted(set(parts.values())) if isinstance(parts, dict) else ():
-        if not part.endswith(".safetensors") or Path(part).name != part:
-            raise InputError(
-                f"{path}: model.safetensors.index.json leads to {part!r}; weights are only read from *.safetensors in "
-                "the same directory. Download the checkpoint again, or convert it with save_pretrained"
-            )
 
 
 def _refuse_code(path: Path, trusted: bool, error: Exception) -> None:
@@ -324,18 +165,3 @@ def _end_of_turn_ids(tokenizer: Any) -> Iterator[int]:
         return
     after = text.rpartition(said)[2].lstrip()
     yield from (index for content, index in special.items() if content and after.startswith(content))
-
-
-def checkpoint_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object that came with a checkpoint; empty where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error}). Download the checkpoint again") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

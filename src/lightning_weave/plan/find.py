@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lightning_weave.errors import InputError
+from lightning_weave.errors import InputError, first_line
 from lightning_weave.plan.architecture import Shape, read_shape
 
 
@@ -46,7 +46,7 @@ def _fetch(model: str, revision: str | None) -> Path:
         # hf_hub_download would try an unreachable hub again and again, for 25 seconds.
         return Path(snapshot_download(model, revision=revision, allow_patterns="config.json")) / "config.json"
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise InputError(
             f"model {model!r}: no directory of that name, and the hub did not give its config.json ({reason}). "
             "Give a directory that holds one"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_weave.config import Machine, Recipe
-from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.errors import InputError, WeaveError, first_line
 from lightning_weave.progress import Progress
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
@@ -173,6 +173,6 @@ def _hand_out(actors: Sequence[Any], job: Job, count: Callable[[Made], None]) ->
 def _check_tries(job: Job, shard: int, tries: int, error: Exception) -> None:
     if tries >= MOST_TRIES:
         raise WeaveError(
-            f"{job.label}: {tries} workers died making {job.unit} {shard} ({str(error).splitlines()[0]}). "
+            f"{job.label}: {tries} workers died making {job.unit} {shard} ({first_line(error)}). "
             "Out of memory? Lower token_budget or batch_size"
         ) from None

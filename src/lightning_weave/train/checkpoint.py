@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_weave.errors import CorruptData, WeaveError
+from lightning_weave.errors import CorruptData, WeaveError, first_line
 from lightning_weave.store import read_json, whole_directory, write_json
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class TrainingCheckpoints:
             load_state(folder, module, optimizer)
         except Exception as error:  # unpickling what is damaged can raise anything
             raise CorruptData(
-                f"{folder}: this checkpoint cannot be read ({str(error).strip().splitlines()[0]}). Remove it "
+                f"{folder}: this checkpoint cannot be read ({first_line(error)}). Remove it "
                 f"(rm -r {folder}) and train again: it resumes from the one before"
             ) from error
 
