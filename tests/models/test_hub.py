@@ -31,7 +31,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def forget() -> None:
     """Do as a new process does."""
-    hub_files._downhub_files.cache_clear()
+    hub_files._download.cache_clear()
     hub_files._listing.cache_clear()
 
 
