@@ -1,16 +1,16 @@
-"""Lightning Weave in one file: train one student on what two specialists learned, with neither of them in memory.
+"""Lightning Weave in one file: train one student on what two specialists learned, without either in memory.
 
 An anchor pair is a specialist and the checkpoint it was post-trained from. The log-ratio of the two says what the
-specialist learned, apart from what it knew before. Here one pair learned to be right, the other to be brief.
+specialist learned, apart from what it knew before. Here one pair learned accuracy, the other brevity.
 
   1. sample      the student answers every prompt a few times
-  2. candidates  at each token it wrote: its likeliest tokens there, and the exact mass of all others
+  2. candidates  at each token it wrote: its top 16 tokens there, and the exact mass of all others
   3. score       both models of a pair score these candidates, once: shift r = log post - log pre
-  4. compose     add the shifts with weights and tilt the student's own distribution: q ~ b * exp(r / alpha)
+  4. compose     add the shifts with weights and tilt the student's own distribution: q ∝ b * exp(r / alpha)
   5. train       a copy of the student learns q
   6. evaluate    on problems that were held out
 
-The models are tiny and come with the package: `python examples/weave.py` needs one CPU core and no download.
+The models are tiny and come with the package. `.venv/bin/python examples/weave.py` (after `make demo`): two minutes.
 
 A *decision* is the choice of one response token. Shape letters: B rows of a batch, T tokens of a row, N decisions of
 all rows, C candidates, O = C + 1 outcomes, of which the last is `other` (every token that is not a candidate), D width,
@@ -42,7 +42,7 @@ MAX_TOKENS = 160
 CANDIDATES = 16
 ALPHA = 2.0  # larger stays closer to the student
 LEARNING_RATE = 5e-4
-BATCH = 64  # trajectories per update
+BATCH = 64  # rows per update and per forward pass
 
 
 class Model(NamedTuple):
@@ -66,7 +66,7 @@ def load(name: str) -> Model:
     """Load a shipped checkpoint in float32."""
     lm = AutoModelForCausalLM.from_pretrained(shipped_world() / name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(shipped_world() / name)
-    return Model(lm, tokenizer, find_head(lm, vocabulary=len(tokenizer)))  # the matrix has more rows than that
+    return Model(lm, tokenizer, find_head(lm, vocabulary=len(tokenizer)))  # the output matrix is padded beyond it
 
 
 def load_problems(name: str, count: int) -> list[dict[str, str]]:
@@ -75,7 +75,7 @@ def load_problems(name: str, count: int) -> list[dict[str, str]]:
     return [json.loads(line) for line in lines[:count]]
 
 
-def read(model: Model, contexts: Sequence[Context]) -> Tensor:
+def forward_hidden(model: Model, contexts: Sequence[Context]) -> Tensor:
     """Run a model over all contexts and return its hidden states (N, D) at the decisions."""
     parts = []
     for start in range(0, len(contexts), BATCH):
@@ -102,7 +102,7 @@ def sample(model: Model, problems: list[dict], responses: int, temperature: floa
             top_p=top_p,
             top_k=0,  # all tokens: the default is 50
             max_new_tokens=MAX_TOKENS,
-            suppress_tokens=list(range(len(tokenizer), model.lm.config.vocab_size)),  # rows without a token
+            suppress_tokens=list(range(len(tokenizer), model.lm.config.vocab_size)),  # padded vocabulary rows
         )
         for row, ids in enumerate(drawn[:, inputs.input_ids.shape[1] :].tolist()):
             end = ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else len(ids)
@@ -112,15 +112,15 @@ def sample(model: Model, problems: list[dict], responses: int, temperature: floa
 
 # ---- 2. Candidates ---------------------------------------------------------------------------------------------------
 def own_context(trajectory: Trajectory) -> Context:
-    """Give the student its own tokens to read."""
+    """Return the student's token ids, and the index before each response token."""
     ids = trajectory.prompt_ids + trajectory.response_ids
     return ids, list(range(len(trajectory.prompt_ids) - 1, len(ids) - 1))
 
 
 @torch.no_grad()
 def find_candidates(student: Model, trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor]:
-    """Find the student's likeliest tokens at every decision, and its log-probs of them and of `other`."""
-    hidden_ND = read(student, [own_context(each) for each in trajectories])
+    """Find the student's top tokens at every decision, and its log-probs of them and of `other`."""
+    hidden_ND = forward_hidden(student, [own_context(each) for each in trajectories])
     sampled_N = torch.tensor([token for each in trajectories for token in each.response_ids])
     candidate_ids_NC, logp_NC, other_logp_N, _ = top_candidates(hidden_ND, student.head, sampled_N, CANDIDATES)
     return candidate_ids_NC, with_other(logp_NC, other_logp_N)
@@ -128,9 +128,9 @@ def find_candidates(student: Model, trajectories: Sequence[Trajectory]) -> tuple
 
 # ---- 3. Score --------------------------------------------------------------------------------------------------------
 def project(tokens: TokenMap, trajectory: Trajectory) -> tuple[Context, list[bool]]:
-    """Spell a trajectory in an anchor's tokens, one student token at a time: each decision follows the same text.
+    """Re-tokenise a trajectory for an anchor, one student token at a time, so that decision boundaries match.
 
-    Also say at which decisions that text could be spelled without loss.
+    Also return which decisions have a lossless prefix.
     """
     first, ids = len(trajectory.prompt_ids), trajectory.prompt_ids + trajectory.response_ids
     anchor_ids, boundaries = tokens.project(ids)
@@ -142,17 +142,17 @@ def project(tokens: TokenMap, trajectory: Trajectory) -> tuple[Context, list[boo
 def find_shift(anchor: str, student: Model, trajectories: Sequence[Trajectory], candidate_ids_NC: Tensor) -> Shift:
     """Score one anchor pair at the student's candidates: its shift, and the decisions at which it has one.
 
-    A candidate that is not a single token of the anchor has shift 0. Both models are freed when this returns.
+    A candidate that is not a single token of the anchor has shift 0 (the paper masks its whole decision).
     """
     post, pre = load(f"{anchor}-post"), load(f"{anchor}-pre")  # they share a tokenizer
-    # The end-of-sequence tokens mean the same but are spelled differently, so they have to be paired by name.
+    # The end-of-sequence tokens are different strings with the same role: map them explicitly.
     ends = {student.tokenizer.eos_token: post.tokenizer.eos_token}
     tokens = TokenMap.between(student.tokenizer, post.tokenizer, aliases=ends)
     contexts, lossless = zip(*(project(tokens, each) for each in trajectories), strict=True)
     anchor_ids_NC, mapped_NC = tokens.candidate_map(candidate_ids_NC)
     mapped_NC = mapped_NC & torch.tensor([each for row in lossless for each in row])[:, None]
-    post_NC, _ = candidate_logprobs(read(post, contexts), post.head, anchor_ids_NC)
-    pre_NC, _ = candidate_logprobs(read(pre, contexts), pre.head, anchor_ids_NC)
+    post_NC, _ = candidate_logprobs(forward_hidden(post, contexts), post.head, anchor_ids_NC)
+    pre_NC, _ = candidate_logprobs(forward_hidden(pre, contexts), pre.head, anchor_ids_NC)
     return policy_shift(post_NC, pre_NC).masked_fill(~mapped_NC, 0.0), mapped_NC.any(dim=1)
 
 
@@ -161,7 +161,7 @@ class Target(NamedTuple):
     """What the student is trained on, decision by decision."""
 
     candidate_ids_NC: Tensor
-    log_b_NO: Tensor  # the behaviour: the student as it was
+    log_b_NO: Tensor  # the behaviour policy: the student before training
     log_q_NO: Tensor  # where it should go
     valid_N: Tensor
 
@@ -175,8 +175,8 @@ def compose(candidate_ids_NC: Tensor, log_b_NO: Tensor, shifts: list[Shift], wei
 
 # ---- 5. Train --------------------------------------------------------------------------------------------------------
 def weave_loss(student: Model, trajectories: Sequence[Trajectory], target: Target) -> Tensor:
-    """Average the squared log-residuals between student and target over the valid decisions."""
-    hidden_ND = read(student, [own_context(each) for each in trajectories])[target.valid_N]
+    """Average alpha / (2 m_b) * sum_o b_o (log pi_o - log q_o)^2 over the valid decisions (m_b: candidates' mass)."""
+    hidden_ND = forward_hidden(student, [own_context(each) for each in trajectories])[target.valid_N]
     outcomes = (each[target.valid_N] for each in (target.candidate_ids_NC, target.log_b_NO, target.log_q_NO))
     weight_VD, vocabulary = student.head.weight_VD, student.head.vocabulary
     return fused_log_residual_loss(hidden_ND, weight_VD, *outcomes, ALPHA, len(hidden_ND), vocabulary=vocabulary)
@@ -239,6 +239,7 @@ def main() -> None:
         results[name] = evaluate(train(trajectories, target, sizes.updates), sizes.problems)
         say(f"trained {name} on {target.valid_N.float().mean():.1%} of the decisions")
 
+    # AES: the share of tokens saved, plus 3 x the relative gain in accuracy (or minus 5 x the loss)
     print(f"\n{'':<16}{'accuracy %':>12}{'tokens':>10}{'AES':>8}")
     for name, points in results.items():
         accuracy, tokens = (sum(column) / len(points) for column in zip(*points, strict=True))

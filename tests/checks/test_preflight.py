@@ -186,7 +186,7 @@ def test_what_is_wrong_is_found_before_anything_is_sampled(recipe: dict[str, Any
 def test_force_overrides_a_judgement_only(recipe: dict[str, Any], tmp_path: Path) -> None:
     _same_sides(recipe, tmp_path)
     found = errors(recipe)
-    with pytest.raises(InputError, match="Go on anyway: --force"):
+    with pytest.raises(InputError, match="To continue anyway: --force"):
         run.refuse(found, force=False)
     run.refuse(found, force=True)
 

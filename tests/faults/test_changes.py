@@ -107,7 +107,7 @@ def test_a_recipe_changed_midway_is_refused_with_what_changed(lab: Lab, tally: T
     ended = lab.lweave(name, "score")
     assert ended.code == 2
     assert "seed 42 -> 43" in ended.said
-    assert "Make it again with: lweave rollout r.toml" in ended.said
+    assert "Rerun: lweave rollout r.toml" in ended.said
     lab.write(name)
     assert lab.lweave(name, "score").code == 0
     assert lab.contents(name) == lab.contents("after-score")

@@ -182,5 +182,5 @@ def test_wrong_rows_are_refused_by_number() -> None:
         scorer.candidates([([1], [93])], COUNT)
     with pytest.raises(InputError, match="row 0: token id 200 is not in"):
         scorer.candidates([([200], [3])], COUNT)
-    with pytest.raises(InputError, match="row 0: no token stands before"):
+    with pytest.raises(InputError, match="row 0: the prompt is empty"):
         scorer.candidates([([], [3, 4])], COUNT)

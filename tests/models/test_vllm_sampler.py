@@ -120,7 +120,7 @@ def test_an_engine_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> 
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nexec {sys.executable} -c \"import sys; sys.exit('the GPU is on fire')\"\n")
     python.chmod(0o755)
-    with pytest.raises(WeaveError, match="ended with code 1; its last words: the GPU is on fire"):
+    with pytest.raises(WeaveError, match="ended with code 1; its last output: the GPU is on fire"):
         VLLMSampler(tmp_path, STOP, VOCABULARY, python=str(python))
 
 

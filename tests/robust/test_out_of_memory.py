@@ -189,6 +189,6 @@ def test_when_one_of_two_ranks_runs_out_both_stop_and_it_is_said(where: str, tmp
     said = [(steps.store.run_dir / f"rank-{rank}.txt").read_text() for rank in range(2)]
     assert said[0] == "rank 0: another rank has stopped; its own message says why"
     if where == "step":
-        assert "out of memory at update 1: no room for the optimizer's own numbers" in said[1]
+        assert "out of memory at update 1: no room for the optimizer's state" in said[1]
     else:
         assert "out of memory on rank 1 at update 1 with train.token_budget = " in said[1]

@@ -113,9 +113,7 @@ class Cache:
     def _check_same(self, expected_R: NDArray, found_R: NDArray, stage: Stage, run: list[int]) -> None:
         if not np.array_equal(expected_R, found_R):
             number = run[int(np.flatnonzero(expected_R != found_R)[0])]
-            raise Mismatch(
-                f"{stage.folder}: row {number} belongs to another trajectory. Make it again with: {stage.step.command}"
-            )
+            raise Mismatch(f"{stage.folder}: row {number} belongs to another trajectory. Rerun: {stage.step.command}")
 
     def _check_finite(self, values: NDArray, offsets: NDArray[np.int64], stage: Stage, run: list[int]) -> None:
         """Stop at a number that is not finite: finite logits never give a score of -inf."""

@@ -260,7 +260,7 @@ def _check_overlap(prompts: list[Prompt], benchmarks: list[Benchmark]) -> Iterat
         turns = [turn["content"] for turn in prompt.messages if turn["role"] == "user"] or [prompt.text]
         found += [overlap for turn in turns if (overlap := screen.find(prompt.id, turn))]
     if found:
-        text = f"{len(found):,} of {len(prompts):,} prompts overlap with benchmark problems, so results would flatter: "
+        text = f"{len(found):,} of {len(prompts):,} prompts overlap with benchmark problems, which inflates results: "
         text += listed((f"{overlap.where} with {overlap.problem}" for overlap in found), most=3)
         text += ". prompts.screen_against leaves out prompts that overlap with a file of problems"
         yield Finding("prompts", "overlap", "warning", text, {"overlaps": len(found), "prompts": len(prompts)})

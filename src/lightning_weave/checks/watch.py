@@ -46,7 +46,7 @@ def say(findings: Sequence[Finding], progress: Progress) -> None:
 
 
 def warn(check: Check, made: bool, progress: Progress) -> None:
-    """Say what is wrong with what was made just now, and go on."""
+    """Log the findings of what was just made, and continue."""
     if made:
         say(check(), progress)
 
@@ -58,7 +58,7 @@ def stop(check: Check, made: bool, progress: Progress) -> None:
     if wrong := [finding.line for finding in findings if finding.verdict == "error"]:
         lines = "\n".join(wrong)
         raise WeaveError(
-            f"{lines}\nStopped: what comes next would be wasted. What is made is kept. --force goes on; [checks] in "
+            f"{lines}\nStopped: what comes next would be wasted. Finished work is kept. --force continues; [checks] in "
             "the recipe sets when to stop"
         )
 
@@ -131,7 +131,7 @@ def _check_answers(steps: Steps) -> list[Finding]:
 
 
 def is_repetitive(ids: Sequence[int]) -> bool:
-    """Say whether a response goes round in circles: few of its runs of four tokens are distinct.
+    """Say whether a response is repetitive: few of its runs of four tokens are distinct.
 
     >>> is_repetitive(list(range(100))), is_repetitive([1, 2, 3] * 33), is_repetitive([1, 2, 3])
     (False, True, False)

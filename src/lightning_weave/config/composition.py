@@ -66,11 +66,11 @@ class _Budgeted(_Weighted):
 
     @field_validator("alpha")
     @classmethod
-    def _is_said_or_solved(cls, alpha: float | None, info: ValidationInfo) -> float | None:
+    def _given_or_solved(cls, alpha: float | None, info: ValidationInfo) -> float | None:
         if info.data.get("kl_budget") is None:
             return ALPHA if alpha is None else alpha
         if alpha is not None:
-            raise ValueError("kl_budget stands instead of alpha: leave one of them out")
+            raise ValueError("set either kl_budget or alpha, not both")
         return None
 
 
@@ -88,7 +88,7 @@ class Mixture(_Budgeted):
 
 
 class Online(_Weighted):
-    """Sample and score anew every round, with live anchors."""
+    """Resample and rescore every round, with live anchors."""
 
     subtracts = True
     method: Literal["online"] = "online"
@@ -102,7 +102,7 @@ class Sequential(_Weighted):
     alpha: Alpha = ALPHA
     sequence: list[str] = Field(description="the anchors in their order, each with an equal part of the prompts")
     dose: Literal["full", "matched"] = Field("full", description="weight 1 in every leg, or the composition's weights")
-    resample: bool = Field(True, description="later legs sample anew, or reuse the first cache")
+    resample: bool = Field(True, description="later legs resample, or reuse the first cache")
 
     @field_validator("sequence")
     @classmethod
@@ -138,7 +138,7 @@ class SelfDistilled(_Shared):
     sharpen: float = Field(gt=0, allow_inf_nan=False, description="the temperature, such as sharpen = 0.6")
 
 
-def _say_method(table: Any) -> Any:
+def _default_method(table: Any) -> Any:
     """Fill in a missing method: joint, or what the flags of an earlier version's recipe.toml mean."""
     if not isinstance(table, Mapping):
         return table
@@ -146,7 +146,7 @@ def _say_method(table: Any) -> Any:
 
 
 _AnyMethod = Joint | Mixture | Online | Sequential | Distilled | SelfDistilled
-Composition = Annotated[_AnyMethod, Field(discriminator="method"), BeforeValidator(_say_method)]
+Composition = Annotated[_AnyMethod, Field(discriminator="method"), BeforeValidator(_default_method)]
 METHODS: dict[str, type[_Shared]] = {
     section.model_fields["method"].default: section for section in get_args(_AnyMethod)
 }

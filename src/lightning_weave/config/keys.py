@@ -29,7 +29,7 @@ MEANINGS = {
     "batch_size": "responses sampled at a time; changes speed and memory, not results",
     "token_budget": "tokens in memory at a time; changes speed and memory, not results",
     "chat": "render with the model's chat template",
-    "thinking": "switch thinking on where the template knows it",
+    "thinking": "switch thinking on if the chat template supports it",
     "model": "a directory or a hub name",
     "name": "of the run; its directory is RUNS/NAME",
     "method": "how the composition is trained: " + ", ".join(METHODS),

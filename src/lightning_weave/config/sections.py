@@ -69,7 +69,7 @@ class _Asked(Strict):
     )
     system: str | None = Field(None, min_length=1, description="a system prompt; needs chat = true")
     chat: bool = Field(True, description="render with the model's chat template")
-    thinking: bool = Field(True, description="switch thinking on where the template knows it")
+    thinking: bool = Field(True, description="switch thinking on if the chat template supports it")
 
     @field_validator("template")
     @classmethod
@@ -77,9 +77,9 @@ class _Asked(Strict):
         try:
             names = [name for _, name, _, _ in Formatter().parse(template or "{problem}") if name is not None]
         except ValueError as error:
-            raise ValueError(f"{error}; write a brace that is meant as one twice, such as \\boxed{{{{}}}}") from None
+            raise ValueError(f"{error}; double literal braces, such as \\boxed{{{{}}}}") from None
         if not names or not all(re.fullmatch(r"\w+", name) for name in names):
-            raise ValueError("needs {problem} or another column; write a brace that is meant as one twice")
+            raise ValueError("needs {problem} or another column; double literal braces")
         return template
 
     @model_validator(mode="after")
@@ -196,7 +196,7 @@ class Grading(Strict):
     tolerance: float = Field(1e-6, ge=0, allow_inf_nan=False, description="numeric: largest relative or absolute error")
     pattern: str | None = Field(None, description="regex: its last match is the answer, or the first group of it")
     function: str | None = Field(None, description="python: my.py:grade, called with the response and the answer")
-    trust: bool = Field(False, description="python: let that file run here, with all your rights")
+    trust: bool = Field(False, description="python: let that file run here, with your full permissions")
 
     @model_validator(mode="before")
     @classmethod
@@ -214,7 +214,9 @@ class Grading(Strict):
         if self.kind == "python" and not re.fullmatch(r".+\.py:\w+", self.function or ""):
             raise ValueError('kind = "python" needs function = "my.py:grade", a file and the name of a function in it')
         if self.kind == "python" and not self.trust:
-            raise ValueError(f"{self.function} would run here with all your rights; if you wrote it, add trust = true")
+            raise ValueError(
+                f"{self.function} would run here with your full permissions; if you wrote it, add trust = true"
+            )
         return self
 
     def _check_pattern(self) -> None:
@@ -292,7 +294,7 @@ class Policy(Strict):
 
 
 class Case(Strict):
-    """Which responses to print side by side, said before anyone has read one."""
+    """Which responses to print side by side, fixed before any response is read."""
 
     wrong: list[str] = Field([], description="policies whose answer must be wrong")
     right: list[str] = Field([], description="policies whose answer must be right")

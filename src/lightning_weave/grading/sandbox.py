@@ -131,7 +131,7 @@ def open_sandbox(unsafe_local: bool = False, slots: int | None = None, limits: L
         raise InputError(
             "grading code needs bubblewrap (bwrap), which is not installed. Install it with: "
             "apt-get install bubblewrap (or dnf, pacman); "
-            "or accept the risk with --unsafe-local, which limits programs but does not contain them."
+            "or accept the risk with --set eval.unsafe_local=true, which limits programs but does not contain them."
         )
     sandbox = Sandbox(limits, slots or _default_slots(limits), bubblewrap)
     try:
@@ -140,7 +140,8 @@ def open_sandbox(unsafe_local: bool = False, slots: int | None = None, limits: L
     except SandboxError as error:
         raise InputError(
             f"programs cannot be run here: {error}. Containers need --cap-add SYS_ADMIN --security-opt "
-            "seccomp=unconfined, users other than root need user namespaces; or accept the risk with --unsafe-local."
+            "seccomp=unconfined, users other than root need user namespaces; or accept the risk with --set "
+            "eval.unsafe_local=true."
         ) from error
     return sandbox
 

@@ -133,7 +133,7 @@ class HFSampler:
     def _look(
         self, going_N: Tensor, broken_N: Tensor, drawn: Tensor, batch: list[Request], rows_N: Tensor
     ) -> list[int]:
-        """Say which rows of the batch go on. The one place of a step where the host waits for the device."""
+        """Give the unfinished rows of the batch. The one place of a step where the host waits for the device."""
         *flags, count = torch.cat([going_N.long(), broken_N.long(), drawn[None]]).tolist()
         if self.on_tokens is not None:
             self.on_tokens(count)

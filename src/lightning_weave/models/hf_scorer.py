@@ -143,7 +143,7 @@ class Scorer:
         if len(positions_T) == 0:
             return []
         if positions_T.min() < 0 or positions_T.max() >= len(ids):
-            raise InputError(f"{name}: no token stands before its first decision. Give every prompt a token at least")
+            raise InputError(f"{name}: the prompt is empty. Every prompt needs at least one token")
         fed = np.asarray(ids)[: positions_T.max() + 1]
         self._check_ids(name, fed, self.embedded)
         if self.limit is not None and len(fed) > self.limit:

@@ -71,7 +71,7 @@ def _not_given(name: str, revision: str | None, error: Exception) -> InputError:
     match error:
         case GatedRepoError():
             return InputError(
-                f"model {name!r}{at}: the hub asks who you are. Accept its terms on its page, then: hf auth login"
+                f"model {name!r}{at}: the repository is gated. Accept its terms on its page, then: hf auth login"
             )
         case RepositoryNotFoundError():
             reason = "it has none of that name, or a private one"

@@ -12,4 +12,4 @@ class Sampler(Protocol):
     def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]: ...
 
     def close(self) -> None:
-        """Give its memory back. It samples no more."""
+        """Release the model; the sampler cannot be used afterwards."""

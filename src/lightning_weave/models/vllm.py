@@ -178,7 +178,7 @@ class VLLMSampler:
     def _last_words(self) -> str:
         code = self._process.wait()
         lines = self._said()
-        return f"it ended with code {code}; its last words: {lines[-1] if lines else 'none'}"
+        return f"it ended with code {code}; its last output: {lines[-1] if lines else 'none'}"
 
     def _check_prompts(self, requests: Sequence[Request]) -> None:
         for request in requests:

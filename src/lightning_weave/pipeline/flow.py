@@ -22,7 +22,7 @@ def make_rollouts(steps: Steps, progress: Progress, do: Do = do_here, watch: Wat
 
 
 def make_cache(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn) -> None:
-    """Make everything that offline training reads. `watch` hears what is wrong with it."""
+    """Make everything that offline training reads. `watch` receives the findings."""
     shards = make_rollouts(steps, progress, do, watch)
     wait_for_ranks(steps.store.stage(steps.rollout), Rollouts, shards)
     reference.run(steps, progress, do)

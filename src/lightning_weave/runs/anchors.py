@@ -39,7 +39,7 @@ class AnchorScorer:
         """Score candidates at the boundaries where the student decided (cross-tokenizer-shift)."""
         trajectory_R = rows.trajectories()
         if not np.array_equal(trajectory_R, candidates.trajectory_R):
-            raise Mismatch("reference/ and rollout/ hold different trajectories. Make the reference again")
+            raise Mismatch("reference/ and rollout/ hold different trajectories. Rerun the reference")
         prompts = zip(rows.prompt_R.tolist(), rows.prompt_ids, rows.response_ids, candidates.ids, strict=True)
         aligned = [self.alignment.align(*row) for row in prompts]
         scored = self.scorer.score(aligned, row_names(rows))

@@ -134,10 +134,10 @@ class Stage:
         """Map one shard of this step for reading; a shard of an earlier recipe is refused."""
         path = self.shard_path(index)
         if not path.exists():
-            raise CorruptData(f"{path} is missing. Make it again with: {self.step.command}")
+            raise CorruptData(f"{path} is missing. Rerun: {self.step.command}")
         shard = Shard(kind, path)
         if shard.fingerprint != self.step.fingerprint:
-            raise StaleInput(f"{path} was made with other settings. Make it again with: {self.step.command}")
+            raise StaleInput(f"{path} was made with other settings. Rerun: {self.step.command}")
         return shard
 
     def finish(self, kind: type[Any], shards: int, extra: Mapping[str, Any] | None = None) -> bool:
@@ -180,7 +180,7 @@ class Stage:
             case "stale":
                 self._require_fresh_inputs()
                 changed = "; ".join(self.changed_settings()) or "an earlier recipe made it"
-                raise StaleInput(f"{self.folder} is stale ({changed}).\nMake it again with: {self.step.command}")
+                raise StaleInput(f"{self.folder} is stale ({changed}).\nRerun: {self.step.command}")
             case state:
                 word = "is not finished" if state == "partial" else "is not there yet"
                 raise StaleInput(f"{self.folder} {word}. Make it with: {self.step.command}")

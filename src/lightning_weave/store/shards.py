@@ -94,7 +94,7 @@ class Shard(Generic[T]):
 
 
 def _remedy(path: Path) -> str:
-    return f"Remove it (rm {path}) and run the stage again: only this shard is made again"
+    return f"Remove it (rm {path}) and run the stage again: only this shard is remade"
 
 
 def _parse(data: mmap.mmap) -> tuple[dict[str, NDArray], str | None]:

@@ -165,7 +165,7 @@ class Fit:
                 if not is_out_of_memory(error):
                     raise
                 raise WeaveError(
-                    f"out of memory at update {step}: no room for the optimizer's own numbers, two for each weight. "
+                    f"out of memory at update {step}: no room for the optimizer's state (two values per parameter). "
                     "Use more ranks, or train.lora"
                 ) from error
         self.optimizer.zero_grad(set_to_none=True)

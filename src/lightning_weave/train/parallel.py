@@ -114,7 +114,7 @@ def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world > 1:
-        # Once per process: a second group would meet the keys of the first in torchrun's store, and wait for ever.
+        # Once per process: a second group would meet the keys of the first in torchrun's store, and hang.
         if not _grouped():
             dist.init_process_group(backend, timeout=PATIENCE)
             atexit.register(dist.destroy_process_group)

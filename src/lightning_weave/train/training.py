@@ -139,7 +139,7 @@ class Training:
             self.say(remark)
         agreement, complaint = check_agreement(self.fit, self.schedule.rows(0), train.agreement, dtype)
         if complaint and not train.allow_disagreement:
-            raise Mismatch(f"{complaint}.\nMake the reference again, or set train.allow_disagreement = true")
+            raise Mismatch(f"{complaint}.\nRerun the reference, or set train.allow_disagreement = true")
         self.say(complaint or f"trainer and cache agree to {agreement:.1e} at zero shift")
         return {"zero_shift_loss": agreement}
 

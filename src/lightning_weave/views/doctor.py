@@ -90,7 +90,7 @@ def _check_compositions(steps: Steps, sample: CheckedRows, valid: dict[str, NDAr
 
 
 def _check_rollouts(steps: Steps, sample: CheckedRows) -> list[Finding]:
-    """Say of what is made what its stages said."""
+    """Repeat the checks of finished stages."""
     if sample.kind not in ("candidates", "rollouts"):
         return []
     findings = check_rollouts(steps)
