@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_weave.heads import hidden_states
-from lightning_weave.models.hf import Scorer, ScoreRow
+from lightning_weave.models.hf import ScoreRow, hf_scorer
 from parts.measure import Clock, Way, choose_clock, forget_peak, kernel_says
 
 VOCABULARY = 151_936
@@ -55,7 +55,7 @@ def random_rows(length: int, count: int) -> list[ScoreRow]:
 
 def ways_to_score(model: Any, rows: list[ScoreRow]) -> dict[str, dict[str, Way]]:
     """Give, for scoring and for the reference, the three ways as functions of no argument."""
-    scorer = Scorer(model, VOCABULARY)
+    scorer = hf_scorer(model, VOCABULARY)
     ids_BT = torch.from_numpy(np.stack([row.ids for row in rows])).long().to(model.device)
     start = int(rows[0].positions_T[0])
     candidates_BTC = torch.from_numpy(np.stack([row.candidate_ids_TC for row in rows])).long().to(model.device)

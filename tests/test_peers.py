@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_weave.models.hf import Scorer, ScoreRow
+from lightning_weave.models.hf import ScoreRow, hf_scorer
 from lightning_weave.models.load import load_model, load_tokenizer
 from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import ScoredModel, Steps
@@ -83,7 +83,7 @@ def make_scored_run(root: Path) -> Steps:
 
 def score_all(steps: Steps, scored: ScoredModel) -> None:
     stage = steps.store.stage(steps.score(scored))
-    scorer = Scorer(load_model(scored.checkpoint.path, dtype=torch.float32, device=CPU), VOCABULARY)
+    scorer = hf_scorer(load_model(scored.checkpoint.path, dtype=torch.float32, device=CPU), VOCABULARY)
     shards = len(steps.store.stage(steps.rollout).require()["shards"])
     for shard in range(shards):
         rollouts = steps.store.stage(steps.rollout).open(Rollouts, shard).read()

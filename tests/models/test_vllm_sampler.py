@@ -12,7 +12,7 @@ import torch
 from small_models import VOCABULARY, small_model
 
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.models.hf import Scorer
+from lightning_weave.models.hf import hf_scorer
 from lightning_weave.models.load import load_model
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.types import Request, SamplingSettings
@@ -58,7 +58,7 @@ def test_the_engine_and_the_scorer_agree_on_every_sampled_token(checkpoint: Path
     model = load_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
     rows = [(request.prompt_ids, row.response.ids) for request, row in zip(requests, drawn, strict=True)]
     # The engine counts the padding in its normalisation; so must the scorer, to be comparable.
-    scored = Scorer(model, model.config.vocab_size).candidates(rows, 8)
+    scored = hf_scorer(model, model.config.vocab_size).candidates(rows, 8)
     theirs = np.concatenate([row.logprobs for row in drawn])
     ours = np.concatenate([sampled_T for *_, sampled_T in scored])
     assert len(ours) == len(theirs) > 200

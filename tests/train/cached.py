@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from lightning_weave.config import check_recipe
-from lightning_weave.models.hf import Scorer
+from lightning_weave.models.hf import hf_scorer
 from lightning_weave.models.load import load_model
 from lightning_weave.pipeline.flow import make_cache
 from lightning_weave.progress import Progress
@@ -125,7 +125,7 @@ def write_cache(steps: Steps, groups: int, longest: int, valid: Validity, seed: 
     recipe, store = steps.recipe, steps.store
     per_shard, responses = recipe.rollout.prompts_per_shard, recipe.rollout.responses
     model = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu"))
-    scorer = Scorer(model, VOCABULARY)
+    scorer = hf_scorer(model, VOCABULARY)
     rollout, reference = store.stage(steps.rollout), store.stage(steps.reference)
     shards = -(-groups // per_shard)
     for shard in range(shards):

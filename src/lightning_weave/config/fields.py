@@ -27,7 +27,7 @@ Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal[False] 
 
 
 class Strict(BaseModel):
-    """A frozen section that refuses what it does not know and rejects unknown keys and converts no types."""
+    """A frozen section that rejects unknown keys and converts no types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 

@@ -1,14 +1,13 @@
-"""Score trajectories with a Hugging Face model: one forward per row, and only the wanted positions through the head.
+"""Score trajectories: one forward per row through a model's body, and only the wanted positions through its head.
 
-Rows of similar length share a batch. They are filled up on the right with tokens that nothing before them can see, in
-recurrent layers as in attention, so no mask is needed. Letters as in `lightning_weave.types`; N wanted positions of a
-batch, D width.
+The body is a transformers model here (`HFBody`) or an engine elsewhere (`vllm_body.py`); the head is always ours.
+Letters as in `lightning_weave.types`; N wanted positions of a batch, D width.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_weave.errors import InputError, WeaveError, logits_not_finite
-from lightning_weave.heads import apart_from_sampled, candidate_logprobs, find_head, hidden_states, top_candidates
+from lightning_weave.heads import (
+    Head,
+    apart_from_sampled,
+    candidate_logprobs,
+    find_head,
+    hidden_states,
+    top_candidates,
+)
 from lightning_weave.models.load import context_limit
 from lightning_weave.models.memory import free_memory, is_out_of_memory
 
@@ -38,7 +44,7 @@ class ScoreRow:
 
 
 @dataclass(frozen=True)
-class _Context:
+class Context:
     """What one row feeds to the model, and which of its hidden states are wanted."""
 
     row: int
@@ -47,16 +53,70 @@ class _Context:
     positions_T: Tensor
 
 
-class Scorer:
-    """Score with a causal language model on its own device, in its own dtype; the head's maths is float32."""
+class Body(Protocol):
+    """A causal language model up to its final norm, wherever it runs, and what its head computes from there."""
 
-    def __init__(self, model: Any, vocabulary: int, token_budget: int = 16384) -> None:
+    name: str  # of the checkpoint, for messages
+    head: Head
+    limit: int | None  # longest context
+    embedded: int  # ids that it takes
+
+    def hidden(self, batch: list[Context]) -> Tensor:
+        """Compute the wanted hidden states (N, D), row after row."""
+
+    def close(self) -> None:
+        """Release the model; the body cannot be used afterwards."""
+
+
+class HFBody:
+    """A transformers model on its own device, in its own dtype.
+
+    Rows are filled up on the right with tokens that nothing before them can see, in recurrent layers as in attention,
+    so no mask is needed.
+    """
+
+    def __init__(self, model: Any, vocabulary: int) -> None:
         self.model = model
-        self.vocabulary = vocabulary
-        self.token_budget = token_budget
+        self.name = model.name_or_path
         self.limit = context_limit(model.config)
         self.embedded = model.get_input_embeddings().num_embeddings
         self.head = find_head(model, vocabulary)
+
+    def hidden(self, batch: list[Context]) -> Tensor:
+        ids_BT = torch.nn.utils.rnn.pad_sequence([context.ids for context in batch], batch_first=True)
+        row_N = torch.cat([torch.full_like(context.positions_T, b) for b, context in enumerate(batch)])
+        position_N = torch.cat([context.positions_T for context in batch])
+        device = self.model.device
+        hidden_BTD = hidden_states(self.model, ids_BT.to(device))
+        return hidden_BTD[row_N.to(device), position_N.to(device)]
+
+    def close(self) -> None:
+        """Nothing to end: the model goes with its last user."""
+
+
+def hf_scorer(model: Any, vocabulary: int, token_budget: int = 16384) -> "Scorer":
+    """Score with a transformers model."""
+    return Scorer(HFBody(model, vocabulary), token_budget)
+
+
+class Scorer:
+    """Score with a causal language model. Rows of similar length share a batch; the head's maths is float32."""
+
+    def __init__(self, body: Body, token_budget: int = 16384) -> None:
+        self.body = body
+        self.token_budget = token_budget
+
+    @property
+    def head(self) -> Head:
+        return self.body.head
+
+    @property
+    def limit(self) -> int | None:
+        return self.body.limit
+
+    def close(self) -> None:
+        """Release the model."""
+        self.body.close()
 
     def candidates(
         self, rows: Sequence[tuple[Tokens, Tokens]], count: int, names: Sequence[str] | None = None
@@ -66,7 +126,7 @@ class Scorer:
         A row is (prompt ids, response ids); `names` are what messages call the rows.
         """
 
-        def look(hidden_ND: Tensor, sampled_N: Tensor, _: list[_Context]) -> tuple[Tensor, ...]:
+        def look(hidden_ND: Tensor, sampled_N: Tensor, _: list[Context]) -> tuple[Tensor, ...]:
             return top_candidates(hidden_ND, self.head, sampled_N, count)
 
         return self._outcomes(rows, count, names, look)
@@ -79,7 +139,7 @@ class Scorer:
     ) -> list[RowCandidates]:
         """Give what `candidates` gives, of the candidates that each row brings (ids_TC)."""
 
-        def look(hidden_ND: Tensor, sampled_N: Tensor, batch: list[_Context]) -> tuple[Tensor, ...]:
+        def look(hidden_ND: Tensor, sampled_N: Tensor, batch: list[Context]) -> tuple[Tensor, ...]:
             ids_NC = torch.from_numpy(np.concatenate([ids[context.row] for context in batch])).long()
             asked_NA = torch.cat([ids_NC.to(sampled_N.device), sampled_N[:, None]], dim=1)
             logp_NA, rest_N = candidate_logprobs(hidden_ND, self.head, asked_NA)
@@ -92,16 +152,16 @@ class Scorer:
         rows: Sequence[tuple[Tokens, Tokens]],
         count: int,
         names: Sequence[str] | None,
-        look: Callable[[Tensor, Tensor, list[_Context]], tuple[Tensor, ...]],
+        look: Callable[[Tensor, Tensor, list[Context]], tuple[Tensor, ...]],
     ) -> list[RowCandidates]:
         contexts = []
         names = _names(rows, names)
         for row, (prompt, response) in enumerate(rows):
-            self._check_ids(names[row], response, self.vocabulary)
+            self._check_ids(names[row], response, self.head.vocabulary)
             positions_T = np.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
             contexts += self._context(row, names[row], np.concatenate([prompt, response]), positions_T)
 
-        def through_head(hidden_ND: Tensor, batch: list[_Context]) -> tuple[Tensor, ...]:
+        def through_head(hidden_ND: Tensor, batch: list[Context]) -> tuple[Tensor, ...]:
             sampled_N = torch.cat([torch.from_numpy(np.array(rows[context.row][1])) for context in batch])
             ids_NC, *logps = look(hidden_ND, sampled_N.long().to(hidden_ND.device), batch)
             return ids_NC.int(), *(logp.float() for logp in logps)
@@ -118,10 +178,10 @@ class Scorer:
         wanted = [row.mapped_TC.any(axis=1) for row in rows]
         names = _names(rows, names)
         for index, row in enumerate(rows):
-            self._check_ids(names[index], row.candidate_ids_TC[row.mapped_TC], self.vocabulary)
+            self._check_ids(names[index], row.candidate_ids_TC[row.mapped_TC], self.head.vocabulary)
             contexts += self._context(index, names[index], row.ids, row.positions_T[wanted[index]])
 
-        def through_head(hidden_ND: Tensor, batch: list[_Context]) -> tuple[Tensor, ...]:
+        def through_head(hidden_ND: Tensor, batch: list[Context]) -> tuple[Tensor, ...]:
             mapped = np.concatenate([rows[context.row].mapped_TC[wanted[context.row]] for context in batch])
             ids = np.concatenate([rows[context.row].candidate_ids_TC[wanted[context.row]] for context in batch])
             ids_NC = torch.from_numpy(np.where(mapped, ids, 0)).long().to(hidden_ND.device)
@@ -138,27 +198,23 @@ class Scorer:
             results[index][1][wanted[index]] = mass_T
         return results
 
-    def _context(self, row: int, name: str, ids: Tokens, positions_T: NDArray[np.int64]) -> list[_Context]:
+    def _context(self, row: int, name: str, ids: Tokens, positions_T: NDArray[np.int64]) -> list[Context]:
         """Cut a row after its last wanted position; a row that wants nothing is not run at all."""
         if len(positions_T) == 0:
             return []
         if positions_T.min() < 0 or positions_T.max() >= len(ids):
             raise InputError(f"{name}: the prompt is empty. Every prompt needs at least one token")
         fed = np.asarray(ids)[: positions_T.max() + 1]
-        self._check_ids(name, fed, self.embedded)
+        self._check_ids(name, fed, self.body.embedded)
         if self.limit is not None and len(fed) > self.limit:
+            of = f" ({self.body.name})" if self.body.name else ""
             raise InputError(
-                f"{name}: {len(fed)} tokens are more than the {self.limit} of the model that scores them{self._model}. "
+                f"{name}: {len(fed)} tokens are more than the {self.limit} of the model that scores them{of}. "
                 "Leave out or shorten such rows"
             )
         fed = fed.astype(np.int64)
         positions_T = positions_T.astype(np.int64)
-        return [_Context(row, name, torch.from_numpy(fed), torch.from_numpy(positions_T))]
-
-    @property
-    def _model(self) -> str:
-        """Name the checkpoint in a message, where the model has one."""
-        return f" ({self.model.name_or_path})" if self.model.name_or_path else ""
+        return [Context(row, name, torch.from_numpy(fed), torch.from_numpy(positions_T))]
 
     def _check_ids(self, name: str, ids: Tokens, size: int) -> None:
         outside = [token for token in (np.min(ids, initial=0), np.max(ids, initial=0)) if not 0 <= token < size]
@@ -169,7 +225,7 @@ class Scorer:
             )
 
     def _run(
-        self, contexts: list[_Context], through_head: Callable[[Tensor, list[_Context]], tuple[Tensor, ...]]
+        self, contexts: list[Context], through_head: Callable[[Tensor, list[Context]], tuple[Tensor, ...]]
     ) -> dict[int, tuple[NDArray, ...]]:
         """Run every context, longest first, so that a budget that is too large shows at once."""
         results: dict[int, tuple[NDArray, ...]] = {}
@@ -188,27 +244,21 @@ class Scorer:
 
     @torch.inference_mode()
     def _try_batch(
-        self, batch: list[_Context], through_head: Callable[[Tensor, list[_Context]], tuple[Tensor, ...]]
+        self, batch: list[Context], through_head: Callable[[Tensor, list[Context]], tuple[Tensor, ...]]
     ) -> list[NDArray] | None:
         """Run one batch; None when it does not fit in memory."""
         try:
-            ids_BT = torch.nn.utils.rnn.pad_sequence([context.ids for context in batch], batch_first=True)
-            row_N = torch.cat([torch.full_like(context.positions_T, b) for b, context in enumerate(batch)])
-            position_N = torch.cat([context.positions_T for context in batch])
-            device = self.model.device
-            hidden_BTD = hidden_states(self.model, ids_BT.to(device))
-            hidden_ND = hidden_BTD[row_N.to(device), position_N.to(device)]
-            return [array.cpu().numpy() for array in through_head(hidden_ND, batch)]
+            return [array.cpu().numpy() for array in through_head(self.body.hidden(batch), batch)]
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
         return None
 
-    def _check_finite(self, context: _Context, arrays: tuple[NDArray, ...]) -> None:
+    def _check_finite(self, context: Context, arrays: tuple[NDArray, ...]) -> None:
         if not all(np.isfinite(array).all() for array in arrays):
-            raise logits_not_finite(context.name, self.model.name_or_path)
+            raise logits_not_finite(context.name, self.body.name)
 
-    def _shrink(self, batch: list[_Context]) -> None:
+    def _shrink(self, batch: list[Context]) -> None:
         free_memory()
         length = len(batch[0].ids)
         if len(batch) == 1:
@@ -220,7 +270,7 @@ class Scorer:
         log.warning("out of memory with %d tokens: the token budget is now %d", len(batch) * length, self.token_budget)
 
 
-def _split(arrays: list[NDArray], batch: list[_Context]) -> list[tuple[NDArray, ...]]:
+def _split(arrays: list[NDArray], batch: list[Context]) -> list[tuple[NDArray, ...]]:
     ends = np.cumsum([len(context.positions_T) for context in batch])[:-1]
     return list(zip(*(np.split(array, ends) for array in arrays), strict=True))
 

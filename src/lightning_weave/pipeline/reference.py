@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lightning_weave.errors import InputError
-from lightning_weave.models.hf import Scorer
+from lightning_weave.models.hf import Scorer, hf_scorer
 from lightning_weave.progress import Progress
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
@@ -47,4 +47,4 @@ def open_worker(steps: Steps) -> ReferenceWorker:
         raise InputError(f"reference.candidates = {section.candidates}: the student has only {vocabulary} tokens")
     device = set_up(steps.recipe, steps.store)
     model = steps.student.load(steps.student.compute_dtype(section.dtype, device), device)
-    return ReferenceWorker(steps, Scorer(model, vocabulary, section.token_budget))
+    return ReferenceWorker(steps, hf_scorer(model, vocabulary, section.token_budget))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.reader import Cache
 from lightning_weave.errors import InputError
-from lightning_weave.models.hf import Scorer, ScoreRow
+from lightning_weave.models.hf import ScoreRow, hf_scorer
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
 from lightning_weave.report.figures import BLUE, GREEN, GREY, ORANGE, PALETTE, VERMILION
@@ -195,7 +195,7 @@ def _score_student(
     student = steps.policy(name)
     device = set_up(steps.recipe, steps.store)
     model = student.load(student.compute_dtype(steps.recipe.reference.dtype, device), device)
-    scorer = Scorer(model, student.vocabulary, steps.recipe.reference.token_budget)
+    scorer = hf_scorer(model, student.vocabulary, steps.recipe.reference.token_budget)
     return scorer.score([_as_score_row(block) for block in blocks])
 
 

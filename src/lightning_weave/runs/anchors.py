@@ -9,7 +9,7 @@ import numpy as np
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.sources import pair_shift
 from lightning_weave.errors import InputError, Mismatch
-from lightning_weave.models.hf import Scorer
+from lightning_weave.models.hf import Scorer, hf_scorer
 from lightning_weave.models.untrained import untrained_rows
 from lightning_weave.runs.alignment import Alignment
 from lightning_weave.runs.machine import set_up
@@ -31,7 +31,7 @@ class AnchorScorer:
         device = set_up(steps.recipe, steps.store)
         checkpoint = scored.checkpoint
         model = checkpoint.load(checkpoint.compute_dtype(steps.recipe.score.dtype, device), device)
-        scorer = Scorer(model, checkpoint.vocabulary, steps.recipe.score.token_budget)
+        scorer = hf_scorer(model, checkpoint.vocabulary, steps.recipe.score.token_budget)
         masked = _untrained_aliases(scored, checkpoint.tokenizer, scorer) if scored.checks_aliases else frozenset()
         return cls(scorer, Alignment.open(steps, scored, scorer.limit, masked))
 

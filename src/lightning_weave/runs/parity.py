@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightning_weave.config import Eval, Rollout
 from lightning_weave.errors import Mismatch
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.hf import HFSampler, Scorer
+from lightning_weave.models.hf import HFSampler, hf_scorer
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.store import append_line, read_lines
 from lightning_weave.types import Request, SamplingSettings
@@ -82,7 +82,7 @@ def score_a_few(
     """Draw and score responses to the shortest prompts with transformers; no row has `length` tokens or more."""
     model = checkpoint.load(dtype, device)
     # The engine normalises over all rows of the output matrix, those of no token included.
-    scorer = Scorer(model, model.get_output_embeddings().weight.shape[0])
+    scorer = hf_scorer(model, model.get_output_embeddings().weight.shape[0])
     requests = [Request(ids, number, 0) for number, ids in enumerate(sorted(prompts, key=len)[:ROWS])]
     drawn = HFSampler(model, checkpoint.stop_ids, checkpoint.vocabulary).sample(requests, SETTINGS)
     rows = [

@@ -10,7 +10,7 @@ import torch
 
 from lightning_weave.cache.block import Block
 from lightning_weave.config import Online
-from lightning_weave.models.hf import HFSampler, Scorer
+from lightning_weave.models.hf import HFSampler, hf_scorer
 from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.anchors import LiveAnchors
 from lightning_weave.runs.steps import Steps
@@ -62,7 +62,7 @@ class LiveRows:
         self.ranks = ranks
         self.vocabulary = steps.student.vocabulary
         initial = steps.student.load(torch.float32, ranks.device)
-        self.initial = Scorer(initial, self.vocabulary, steps.recipe.reference.token_budget)
+        self.initial = hf_scorer(initial, self.vocabulary, steps.recipe.reference.token_budget)
         weights = dict(sorted(steps.recipe.compositions[name].used.items()))
         self.anchors = LiveAnchors(steps, weights, keep=steps.recipe.train.keep_anchors)
         self.drawn: dict[int, Block] = {}  # row number -> a block of that row
@@ -105,7 +105,7 @@ class LiveRows:
         settings = SamplingSettings(section.temperature, section.top_p, section.max_tokens, section.seed + epoch)
         sampler = HFSampler(model, self.steps.student.stop_ids, self.vocabulary, section.batch_size)
         rollouts = pack_rollouts(requests, sampler.sample(requests, settings))
-        student = Scorer(model, self.vocabulary, reference.token_budget)
+        student = hf_scorer(model, self.vocabulary, reference.token_budget)
         candidates = find_candidates(student, rollouts, reference.candidates)
         behaviour = rescore_candidates(self.initial, rollouts, candidates)
         return replace(self.anchors.block(numbers, rollouts, candidates), candidates=behaviour)
