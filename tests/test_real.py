@@ -96,10 +96,10 @@ def run(recipe: dict[str, Any], brief: Path) -> Steps:
     return Steps(check_recipe(recipe), str(file))
 
 
-def lweave(*arguments: str) -> str:
+def lweave(*arguments: str, code: int = 0) -> str:
     program = Path(sys.executable).with_name("lweave")
     result = subprocess.run([program, *arguments], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == code, result.stderr
     print(result.stderr)
     return result.stdout
 
@@ -137,7 +137,8 @@ def test_the_shift_is_towards_what_was_learned(run: Steps, recipe: dict[str, Any
 
 
 def test_doctor_knows_the_pair(run: Steps) -> None:
-    findings = json.loads(lweave("doctor", run.arguments, "--json"))["findings"]
+    # Twelve answers that no box holds are an error of the rollouts, and the benchmarks may be out of reach: code 1.
+    findings = json.loads(lweave("doctor", run.arguments, "--json", code=1))["findings"]
     found = {(finding["about"], finding["check"]): finding for finding in findings}
     print(*(f"{finding['about']:<20}{finding['verdict']:<9}{finding['text']}" for finding in findings), sep="\n")
     assert found["anchors.one", "tokenizer"]["figures"] == {"same": False}
@@ -147,6 +148,8 @@ def test_doctor_knows_the_pair(run: Steps) -> None:
     assert found["anchors.one", "positions"]["figures"]["measured_on"] == "candidates"
     assert found["anchors.one", "separation"]["figures"]["wrong"] == 12
     assert found["run", "disk"]["verdict"] == "ok"
+    errors = {finding["about"] for finding in findings if finding["verdict"] == "error"}
+    assert errors <= {"rollout", "eval.benchmarks"}, errors
 
 
 def test_inspect_shows_a_decision(run: Steps) -> None:
