@@ -105,13 +105,13 @@ def test_the_context_limit_ends_a_response_or_refuses_a_prompt(sampler: VLLMSamp
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_an_environment_without_the_engine_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cannot be imported by .*python.*rollout\.python"):
+    with pytest.raises(InputError, match=r"cannot be imported by .*python.*the key python"):
         VLLMSampler(tmp_path, STOP, VOCABULARY)
 
 
 def test_a_python_that_cannot_be_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"the engine's Python '/no/such/python' \(rollout\.python, eval\.python\) cannot be run"
+        InputError, match=r"the engine's Python '/no/such/python' \(key python of an engine's section\) cannot be run"
     ):
         VLLMSampler(tmp_path, STOP, VOCABULARY, python="/no/such/python")
 

@@ -305,3 +305,17 @@ def test_prompts_and_evaluations_of_recipes_that_say_how_they_ask_stay_done() ->
         steps = Steps(recipe, "recipe.toml", Known())
         evaluated = [steps.eval("base", benchmark) for benchmark in recipe.eval.benchmarks]
         assert [step.fingerprint for step in (steps.prompts, *evaluated)] == fingerprints
+
+
+def test_an_engine_that_scores_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    recipe = load_recipe([write_recipe(tmp_path, COMPOSITIONS)])
+
+    def scored_by(**engine: object) -> list[str]:
+        sections = {name: getattr(recipe, name).model_copy(update=engine) for name in ("reference", "score")}
+        steps = Steps(recipe.model_copy(update=sections), "r.toml")
+        return [steps.reference.fingerprint, steps.scores_of("right")[0].fingerprint]
+
+    engine = scored_by(engine="vllm", options={"tensor_parallel_size": 2})
+    assert not set(engine) & set(scored_by())
+    assert engine == scored_by(engine="vllm", options={"tensor_parallel_size": 8}, parity=0.01, python="python")
+    assert not set(engine) & set(scored_by(engine="vllm", options={"quantization": "fp8"}))

@@ -18,6 +18,7 @@ from lightning_weave.checks.disk import check_disk
 from lightning_weave.checks.end_of_turn import judge_stops
 from lightning_weave.checks.findings import Finding, listed
 from lightning_weave.checks.pairs import open_alignment
+from lightning_weave.config import Eval, Reference, Rollout, Score
 from lightning_weave.errors import InputError
 from lightning_weave.grading.sandbox import open_sandbox
 from lightning_weave.models.checkpoint import Checkpoint
@@ -120,9 +121,14 @@ def _check_packages(steps: Steps, todo: Todo) -> Iterator[Finding]:
         if find_spec(package) is None:
             text = f"{about} needs the package {package}, which is not installed: pip install '{install}'"
             yield Finding(about.partition(":")[0], "package", "error", text)
-    samples = {"rollout": todo.rollout and recipe.rollout.from_ is None, "eval": bool(todo.benchmarks)}
-    for key, section in (("rollout", recipe.rollout), ("eval", recipe.eval)):
-        if samples[key] and section.engine != "hf" and (wrong := _check_engine(key, section.engine, section.python)):
+    works: dict[str, tuple[bool, Rollout | Reference | Score | Eval]] = {
+        "rollout": (todo.rollout and recipe.rollout.from_ is None, recipe.rollout),
+        "reference": (todo.rollout, recipe.reference),
+        "score": (bool(todo.anchors), recipe.score),
+        "eval": (bool(todo.benchmarks), recipe.eval),
+    }
+    for key, (does, section) in works.items():
+        if does and section.engine != "hf" and (wrong := _check_engine(key, section.engine, section.python)):
             yield Finding(f"{key}.engine", "package", "error", wrong)
 
 

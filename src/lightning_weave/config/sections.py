@@ -108,15 +108,9 @@ class Prompts(_Asked):
     screen_against: list[str] = Field([], description="problem files that no prompt may overlap with")
 
 
-class Rollout(Strict):
-    """The student's own trajectories (appendix: Behavior trajectories)."""
+class _Engine(Strict):
+    """What computes: transformers here, or vLLM in a process of its own."""
 
-    responses: Count = 4
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    top_p: float = Field(1.0, gt=0, le=1)
-    max_tokens: Count = 2048
-    seed: Seed = 42
-    from_: str | None = Field(None, alias="from", description="your own trajectories as token ids (JSONL)")
     engine: Engine = "hf"
     python: str | None = Field(None, description="Python executable of the engine's own environment")
     options: dict[str, bool | int | float | str] = Field(
@@ -126,22 +120,31 @@ class Rollout(Strict):
         0.05, gt=0, description="largest mean difference of an engine's log-probs from the scorer's, in nats"
     )
     dtype: Dtype = "auto"
+
+
+class Rollout(_Engine):
+    """The student's own trajectories (appendix: Behavior trajectories)."""
+
+    responses: Count = 4
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    max_tokens: Count = 2048
+    seed: Seed = 42
+    from_: str | None = Field(None, alias="from", description="your own trajectories as token ids (JSONL)")
     prompts_per_shard: Count = 16
     batch_size: Count = 64
 
 
-class Reference(Strict):
+class Reference(_Engine):
     """The student's candidates on its own trajectories."""
 
     candidates: int = Field(16, ge=1, le=1024)
-    dtype: Dtype = "auto"
     token_budget: Count = 16384
 
 
-class Score(Strict):
+class Score(_Engine):
     """Every anchor model's log-probabilities of those candidates."""
 
-    dtype: Dtype = "auto"
     token_budget: Count = 16384
 
 
@@ -228,7 +231,7 @@ class Grading(Strict):
             raise ValueError('kind = "regex" needs a pattern, such as "Answer: (.*)"')
 
 
-class Eval(_Asked):
+class Eval(_Asked, _Engine):
     """How policies are sampled and graded (appendix: Evaluation Prompts and Answer Extraction)."""
 
     benchmarks: list[str] = Field(["aime-2024", "aime-2025", "hmmt-feb-2025"], min_length=1)
@@ -245,11 +248,6 @@ class Eval(_Asked):
     graders: dict[str, Grading] = Field({}, description="benchmark -> its grader, instead of the profile")
     unsafe_local: bool = Field(False, description="run generated code without a sandbox")
     budgets: list[Count] = Field([], description="also accuracy within so many tokens, from the same samples cut there")
-    engine: Engine = "hf"
-    python: str | None = None
-    options: dict[str, bool | int | float | str] = Field({}, description="as rollout.options")
-    parity: float = Field(0.05, gt=0, description="as rollout.parity")
-    dtype: Dtype = "auto"
     block: Count = Field(64, description="(problem, sample) pairs sampled as one batch: the unit of resume")
     batch_size: Count = 64
 

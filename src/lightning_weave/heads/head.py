@@ -62,7 +62,7 @@ def hidden_states(model: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
 def find_head(model: Any, vocabulary: int) -> Head:
     """Describe the head of a transformers causal LM, and check it against the model's own logits."""
     model = _unwrapped(model)
-    head = _described(model, vocabulary)
+    head = describe_head(model, vocabulary)
     was_training = model.training
     model.eval()
     try:
@@ -86,7 +86,8 @@ def find_head(model: Any, vocabulary: int) -> Head:
     return head
 
 
-def _described(model: Any, vocabulary: int) -> Head:
+def describe_head(model: Any, vocabulary: int) -> Head:
+    """Describe the head of a transformers causal LM by its configuration, unchecked."""
     module = model.get_output_embeddings()
     if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():
         raise InputError(

@@ -77,6 +77,11 @@ class Checkpoint:
         return _loading().read_config(self.light_path, self.trust_remote_code)
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether its weights are stored in fewer bits than they are computed with."""
+        return getattr(self.config, "quantization_config", None) is not None
+
+    @property
     def context_limit(self) -> int | None:
         """The longest context it was made for; None where it sets no limit."""
         return _loading().context_limit(self.config)

@@ -3,49 +3,19 @@
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_weave.errors import InputError
-from lightning_weave.models.files import check_weights, checkpoint_json, weight_files
+from lightning_weave.models.files import checkpoint_json
+from lightning_weave.models.weights import Weights
 from lightning_weave.store import make_directory, whole_directory
 
 ALIGNMENT = 8
 NOT_SHAPING = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Where the tensors of a checkpoint directory are."""
-
-    folder: Path
-    files: dict[str, str]  # tensor -> file
-
-    @classmethod
-    def of(cls, folder: Path) -> "Weights":
-        check_weights(folder)
-        files: dict[str, str] = {}
-        for path in weight_files(folder):
-            try:
-                with safe_open(path, framework="pt") as tensors:
-                    files |= dict.fromkeys(tensors.keys(), path.name)
-            except (OSError, SafetensorError) as error:
-                raise InputError(f"{path}: cannot be read ({error}). Download the checkpoint again") from None
-        return cls(folder, files)
-
-    def shape(self, name: str) -> tuple[list[int], str]:
-        with safe_open(self.folder / self.files[name], framework="pt") as tensors:
-            part = tensors.get_slice(name)
-            return part.get_shape(), part.get_dtype()
-
-    def read(self, name: str) -> Tensor:
-        with safe_open(self.folder / self.files[name], framework="pt") as tensors:
-            return tensors.get_tensor(name)
 
 
 def interpolate(first: Path, second: Path, share: float, out: Path) -> list[str]:

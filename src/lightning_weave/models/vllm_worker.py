@@ -1,4 +1,4 @@
-"""Sample with vLLM in a process of its own, so that the engine may live in another environment than this package.
+"""Run vLLM in a process of its own, so that the engine may live in another environment than this package.
 
 A program, not a module: it needs Python and vLLM and nothing else. JSON lines come in on stdin, one answer goes out per
 line: first the engine's settings, then one job after another. An error is an answer too. End of input ends it.
@@ -34,11 +34,13 @@ def main() -> None:
         answer(answers, {"error": f"{type(error).__name__}: {error}"})
         raise
     answer(answers, {"limit": engine.llm_engine.model_config.max_model_len})
-    padding = range(settings["vocabulary"], size)
+    padding = range(settings.get("vocabulary", size), size)
     for line in sys.stdin:
         try:
             job = json.loads(line)
-            if "rows" in job:
+            if "positions" in job:
+                answer(answers, {"count": hidden(engine, job)})
+            elif "rows" in job:
                 answer(answers, {"logprobs": score(engine, job["rows"])})
             else:
                 answer(answers, {"responses": sample(engine, job, padding)})
@@ -64,14 +66,19 @@ def start(settings: dict[str, Any]) -> tuple[Any, int]:
     if not {"enable_chunked_prefill", "max_num_batched_tokens"} & set(options):
         # On a CPU the engine dies of a prompt with a seed of its own that it reads in two parts.
         options = dict(options, enable_chunked_prefill=False)
+    if settings.get("hidden"):  # no logits: every position's last hidden state, after the final norm
+        vllm_config = importlib.import_module("vllm.config")
+        kind = {"runner": "pooling", "pooler_config": vllm_config.PoolerConfig(task="token_embed")}
+        options = {"enable_prefix_caching": False, **options}  # what a cache serves has no hidden state
+    else:
+        kind = {"skip_tokenizer_init": True, "generation_config": "vllm"}
     engine = vllm.LLM(
         model=settings["model"],
         dtype=settings["dtype"],
         max_model_len=settings["max_length"],
         trust_remote_code=settings["trust_remote_code"],
-        skip_tokenizer_init=True,
-        generation_config="vllm",
         seed=0,
+        **kind,
         **options,
     )
     return engine, engine.llm_engine.model_config.get_vocab_size()
@@ -108,6 +115,21 @@ def score(engine: Any, rows: list[list[int]]) -> list[list[float]]:
         [entry[token].logprob for token, entry in zip(ids[1:], list(output.prompt_logprobs)[1:])]  # noqa: B905 (Python 3.9)
         for ids, output in zip(rows, outputs)  # noqa: B905
     ]
+
+
+def hidden(engine: Any, job: dict[str, Any]) -> int:
+    """Write the hidden states of the wanted positions of every row to a file, in float32; returns their number."""
+    vllm = importlib.import_module("vllm")
+    numpy = importlib.import_module("numpy")
+    params = vllm.PoolingParams(use_activation=False)  # neither normalised nor squashed
+    prompts = [{"prompt_token_ids": ids} for ids in job["rows"]]
+    outputs = engine.encode(prompts, params, pooling_task="token_embed", use_tqdm=False)
+    states = [
+        output.outputs.data[positions].float().cpu().numpy()
+        for output, positions in zip(outputs, job["positions"])  # noqa: B905 (Python 3.9)
+    ]
+    numpy.save(job["file"], numpy.concatenate(states))
+    return sum(map(len, states))
 
 
 def response(output: Any) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from lightning_weave.errors import InputError
-from lightning_weave.models.hf import Scorer, hf_scorer
+from lightning_weave.models.hf import Scorer
 from lightning_weave.progress import Progress
-from lightning_weave.runs.machine import set_up
+from lightning_weave.runs.engines import open_scorer
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.trajectories import find_candidates
 from lightning_weave.runs.work import Do, Job, Made, do_here
@@ -36,7 +36,8 @@ class ReferenceWorker:
         return Made(tokens, store.stage(self.steps.reference).write(shard, candidates))
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Release the model."""
+        self.scorer.close()
 
 
 def open_worker(steps: Steps) -> ReferenceWorker:
@@ -45,6 +46,4 @@ def open_worker(steps: Steps) -> ReferenceWorker:
     vocabulary = steps.student.vocabulary
     if section.candidates > vocabulary:
         raise InputError(f"reference.candidates = {section.candidates}: the student has only {vocabulary} tokens")
-    device = set_up(steps.recipe, steps.store)
-    model = steps.student.load(steps.student.compute_dtype(section.dtype, device), device)
-    return ReferenceWorker(steps, hf_scorer(model, vocabulary, section.token_budget))
+    return ReferenceWorker(steps, open_scorer(steps, steps.student, section))

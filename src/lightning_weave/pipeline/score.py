@@ -54,7 +54,8 @@ class ScoreWorker:
         return Made(tokens, store.stage(self.steps.score(self.scored)).write(shard, scores))
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Release the model."""
+        self.scorer.close()
 
 
 def open_worker(steps: Steps, scored: ScoredModel) -> ScoreWorker:

@@ -8,11 +8,12 @@ import numpy as np
 
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.sources import pair_shift
+from lightning_weave.config import Score
 from lightning_weave.errors import InputError, Mismatch
-from lightning_weave.models.hf import Scorer, hf_scorer
+from lightning_weave.models.hf import Scorer
 from lightning_weave.models.untrained import untrained_rows
 from lightning_weave.runs.alignment import Alignment
-from lightning_weave.runs.machine import set_up
+from lightning_weave.runs.engines import open_scorer
 from lightning_weave.runs.steps import Role, ScoredModel, Steps
 from lightning_weave.runs.trajectories import row_names
 from lightning_weave.types import Candidates, Ragged, Rollouts, Scores
@@ -26,14 +27,16 @@ class AnchorScorer:
     alignment: Alignment
 
     @classmethod
-    def open(cls, steps: Steps, scored: ScoredModel) -> "AnchorScorer":
-        """Load the model and align its tokenizer with the student's."""
-        device = set_up(steps.recipe, steps.store)
-        checkpoint = scored.checkpoint
-        model = checkpoint.load(checkpoint.compute_dtype(steps.recipe.score.dtype, device), device)
-        scorer = hf_scorer(model, checkpoint.vocabulary, steps.recipe.score.token_budget)
-        masked = _untrained_aliases(scored, checkpoint.tokenizer, scorer) if scored.checks_aliases else frozenset()
+    def open(cls, steps: Steps, scored: ScoredModel, section: Score | None = None) -> "AnchorScorer":
+        """Load the model as the recipe's [score] says, or as another, and align its tokenizer with the student's."""
+        scorer = open_scorer(steps, scored.checkpoint, section or steps.recipe.score)
+        tokenizer = scored.checkpoint.tokenizer
+        masked = _untrained_aliases(scored, tokenizer, scorer) if scored.checks_aliases else frozenset()
         return cls(scorer, Alignment.open(steps, scored, scorer.limit, masked))
+
+    def close(self) -> None:
+        """Release the model."""
+        self.scorer.close()
 
     def score(self, rows: Rollouts, candidates: Candidates) -> Scores:
         """Score candidates at the boundaries where the student decided (cross-tokenizer-shift)."""
@@ -86,7 +89,8 @@ class LiveAnchors:
         scored = ScoredModel.of(self.steps.recipe.anchors[anchor], role)
         if scored in self.loaded:
             return self.loaded[scored]
-        scorer = AnchorScorer.open(self.steps, scored)
+        # Beside a trainee, and beside each other: an engine would want a GPU of its own.
+        scorer = AnchorScorer.open(self.steps, scored, self.steps.recipe.score.model_copy(update={"engine": "hf"}))
         if self.keep:
             self.loaded[scored] = scorer
         return scorer

@@ -1,22 +1,44 @@
 """Open the engine that a recipe names, on GPUs of its own, once it is known to agree with the scorer."""
 
 import logging
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
-from lightning_weave.config import Eval, Rollout
+import torch
+
+from lightning_weave.config import Eval, Reference, Rollout, Score
 from lightning_weave.devices import own_gpus
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.hf import HFSampler
+from lightning_weave.models.hf import HFSampler, Scorer, hf_scorer
 from lightning_weave.models.memory import free_memory
 from lightning_weave.models.protocols import Sampler
-from lightning_weave.models.vllm import VLLMSampler, engine_version
+from lightning_weave.models.vllm import VLLMSampler
+from lightning_weave.models.vllm_body import VLLMBody
+from lightning_weave.models.vllm_process import engine_version
+from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.machine import set_up
-from lightning_weave.runs.parity import FILE, Agreement, Parity, ScoredRow, compare, judge, score_a_few
+from lightning_weave.runs.parity import (
+    FILE,
+    ROWS,
+    Agreement,
+    Parity,
+    ScoredRow,
+    compare,
+    compare_scorers,
+    judge,
+    score_a_few,
+)
 from lightning_weave.runs.steps import Steps
 
+OLDEST_SCORER = (0, 32)
+MOST_TOKENS_PER_TOKEN = 4  # of another tokenizer: a longer row is refused by its number
+FEW_TOKENS = 4096
 log = logging.getLogger(__name__)
+Engine = TypeVar("Engine", VLLMSampler, Scorer)
 
 
 def open_sampler(
@@ -33,54 +55,147 @@ def open_sampler(
     start = partial(
         VLLMSampler.open,
         checkpoint,
-        str(dtype).removeprefix("torch."),
+        _name(dtype),
         max_length=length,
         python=section.python,
         options=dict(section.options),
         environment=own_gpus(device, gpus_of(section)),
     )
-    key = {
-        "model": steps.identity_of(checkpoint),
-        "engine": f"vllm {engine_version(section.python)}",
-        "dtype": str(dtype),
-        "options": dict(section.options),  # quantization and the like change what an engine computes
-    }
-    parity = Parity(steps.store.run_dir / FILE, key)
-    if (known := parity.remembered()) is None:
-        with parity.alone():
-            if (known := parity.remembered()) is None:
-                few = partial(score_a_few, checkpoint, prompts, length, dtype=dtype, device=device)
-                may_skip = gpus_of(section) > 1  # the scorer has one
-                return _start_checked(start, few, partial(parity.accept, section, checkpoint), may_skip)
-    judge(known, section, checkpoint)
-    return start()
+    check = Check(steps, checkpoint, section, f"vllm {engine_version(section.python)}", dtype)
+    # The engine normalises over all rows of the output matrix, those of no token included.
+    few = partial(score_a_few, checkpoint, prompts, length, dtype=dtype, device=device, padded=True)
+    return check.start(start, few, compare)
 
 
-def _start_checked(
-    start: Callable[[], VLLMSampler],
-    few: Callable[[], list[ScoredRow]],
-    accept: Callable[[Agreement], None],
-    may_skip: bool,
-) -> VLLMSampler:
-    """Score a few rows while the device is free, then start the engine and compare."""
-    try:
-        expected = few()
-    except WeaveError as error:
-        if isinstance(error, InputError) or not may_skip:
-            raise
-        log.warning("warning: vLLM is not compared with the scorer, which has one GPU only: %s", error)
-        return start()
+def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score) -> Scorer:
+    """Load a model that scores rows in its own tokens."""
+    device = set_up(steps.recipe, steps.store)
+    dtype = checkpoint.compute_dtype(section.dtype, device)
+    if section.engine == "hf":
+        return hf_scorer(checkpoint.load(dtype, device), checkpoint.vocabulary, section.token_budget)
     free_memory()
-    sampler = start()
-    try:
-        accept(compare(sampler, expected))
-    except BaseException:
-        sampler.close()
-        raise
-    return sampler
+    version = engine_version(section.python)
+    check_scoring_version(version)
+    length = _longest_row(steps, checkpoint)
+    room = {"gpu_memory_utilization": 0.8} if device.type != "cpu" else {}  # the head lives beside the engine
+
+    def start() -> Scorer:
+        body = VLLMBody(
+            checkpoint,
+            _name(dtype),
+            device,
+            max_length=length,
+            python=section.python,
+            options={**room, **section.options},
+            environment=own_gpus(device, gpus_of(section)),
+        )
+        return Scorer(body, section.token_budget)
+
+    check = Check(steps, checkpoint, section, f"vllm {version}, hidden states", dtype)
+    prompts = _few_prompts(steps, checkpoint)
+    few = partial(score_a_few, checkpoint, prompts, length or FEW_TOKENS, dtype=dtype, device=device, padded=False)
+    return check.start(start, few, compare_scorers)
 
 
-def gpus_of(section: Rollout | Eval) -> int:
+@dataclass(frozen=True)
+class Check:
+    """One engine that is compared with transformers before it is used, unless the run remembers that it was."""
+
+    steps: Steps
+    checkpoint: Checkpoint
+    section: Rollout | Eval | Reference | Score
+    engine: str
+    dtype: torch.dtype
+
+    def start(
+        self,
+        start: Callable[[], Engine],
+        few: Callable[[], list[ScoredRow]],
+        compare: Callable[[Engine, Sequence[ScoredRow]], Agreement],
+    ) -> Engine:
+        """Start the engine; what transformers says is computed before, while the device is free."""
+        key = {
+            "model": self.steps.identity_of(self.checkpoint),
+            "engine": self.engine,
+            "dtype": str(self.dtype),
+            "options": dict(self.section.options),  # quantization and the like change what an engine computes
+        }
+        parity = Parity(self.steps.store.run_dir / FILE, key)
+        if (known := parity.remembered()) is None:
+            with parity.alone():
+                if (known := parity.remembered()) is None:
+                    return self._start_compared(start, few, compare, parity)
+        judge(known, self.section, self.checkpoint)
+        return start()
+
+    def _start_compared(
+        self,
+        start: Callable[[], Engine],
+        few: Callable[[], list[ScoredRow]],
+        compare: Callable[[Engine, Sequence[ScoredRow]], Agreement],
+        parity: Parity,
+    ) -> Engine:
+        try:
+            expected = few()
+        except WeaveError as error:
+            if not self._may_be_too_much_for_transformers(error):
+                raise
+            log.warning("warning: vLLM is not compared with transformers, which cannot load this model here: %s", error)
+            return start()
+        free_memory()
+        engine = start()
+        try:
+            parity.accept(self.section, self.checkpoint, compare(engine, expected))
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def _may_be_too_much_for_transformers(self, error: WeaveError) -> bool:
+        """Say whether the engine may do what the scorer cannot: more GPUs than one, or quantised weights."""
+        if self.checkpoint.is_quantised:
+            return True
+        return gpus_of(self.section) > 1 and not isinstance(error, InputError)
+
+
+def check_scoring_version(version: str) -> None:
+    """Refuse a vLLM whose hidden states were never compared with ours."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and tuple(map(int, numbers.groups())) < OLDEST_SCORER:
+        raise InputError(
+            f'vLLM {version} cannot score: engine = "vllm" in [reference] and [score] needs '
+            f'{OLDEST_SCORER[0]}.{OLDEST_SCORER[1]} or later. Install it there, or set engine = "hf"'
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _longest_row(steps: Steps, checkpoint: Checkpoint) -> int | None:
+    """Bound the length of a trajectory in a model's own tokens, with one to spare: memory is set aside for that."""
+    recipe = steps.recipe
+    longest = steps.student.context_limit
+    if recipe.rollout.from_ is None:
+        asked = recipe.prompts.max_tokens + recipe.rollout.max_tokens
+        longest = asked if longest is None else min(asked, longest)
+    limit = checkpoint.context_limit
+    if longest is None:
+        return limit
+    spelled = longest + 1 if checkpoint == steps.student else MOST_TOKENS_PER_TOKEN * longest + 1
+    return spelled if limit is None else min(spelled, limit)
+
+
+def _few_prompts(steps: Steps, checkpoint: Checkpoint) -> list[list[int]]:
+    """Take a few prompts, in the tokens of the model that is checked."""
+    few = sorted((prompt.token_ids for prompt in read_prompts(steps.prompts_file)), key=len)[:ROWS]
+    if checkpoint == steps.student:
+        return few
+    texts = [steps.student.tokenizer.decode(ids) for ids in few]
+    return [checkpoint.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def gpus_of(section: Rollout | Eval | Reference | Score) -> int:
     """Count the GPUs that one engine takes."""
     return int(section.options.get("tensor_parallel_size", 1)) * int(section.options.get("pipeline_parallel_size", 1))
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_weave.config import Eval, Rollout
+from lightning_weave.config import Eval, Reference, Rollout, Score
 from lightning_weave.errors import Mismatch
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.hf import HFSampler, hf_scorer
+from lightning_weave.models.hf import HFSampler, Scorer, hf_scorer
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.store import append_line, read_lines
 from lightning_weave.types import Request, SamplingSettings
@@ -61,7 +61,7 @@ class Parity:
                 return Agreement(row["gap"], row["tokens"])
         return None
 
-    def accept(self, section: Rollout | Eval, checkpoint: Checkpoint, agreement: Agreement) -> None:
+    def accept(self, section: Rollout | Eval | Reference | Score, checkpoint: Checkpoint, agreement: Agreement) -> None:
         """Refuse what is too far apart; keep the rest for other ranks, benchmarks and resumes."""
         judge(agreement, section, checkpoint)
         append_line(self.file, {**self.key, "gap": agreement.gap, "tokens": agreement.tokens})
@@ -77,12 +77,20 @@ class Parity:
 
 
 def score_a_few(
-    checkpoint: Checkpoint, prompts: Sequence[list[int]], length: int, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    prompts: Sequence[list[int]],
+    length: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    padded: bool,
 ) -> list[ScoredRow]:
-    """Draw and score responses to the shortest prompts with transformers; no row has `length` tokens or more."""
+    """Draw and score responses to the shortest prompts with transformers; no row has `length` tokens or more.
+
+    With `padded` all rows of the output matrix count, those of no token included.
+    """
     model = checkpoint.load(dtype, device)
-    # The engine normalises over all rows of the output matrix, those of no token included.
-    scorer = hf_scorer(model, model.get_output_embeddings().weight.shape[0])
+    scorer = hf_scorer(model, model.get_output_embeddings().weight.shape[0] if padded else checkpoint.vocabulary)
     requests = [Request(ids, number, 0) for number, ids in enumerate(sorted(prompts, key=len)[:ROWS])]
     drawn = HFSampler(model, checkpoint.stop_ids, checkpoint.vocabulary).sample(requests, SETTINGS)
     rows = [
@@ -111,6 +119,13 @@ def compare(sampler: VLLMSampler, expected: Sequence[ScoredRow]) -> Agreement:
     return Agreement(float(np.max(gaps)), sum(len(row.response) for row in expected))
 
 
+def compare_scorers(scorer: Scorer, expected: Sequence[ScoredRow]) -> Agreement:
+    """Compare the rows of a transformers model with what another body gives for them."""
+    scored = scorer.candidates([(row.prompt, row.response) for row in expected], 1)
+    gap = _mean_gap([row.logprobs_T for row in expected], [logprobs_T for *_, logprobs_T in scored])
+    return Agreement(gap, sum(len(row.response) for row in expected))
+
+
 def _read(sampler: VLLMSampler, rows: Sequence[tuple[list[int], list[int]]]) -> list[NDArray[np.float64]]:
     scored = sampler.score([[*prompt, *response] for prompt, response in rows])
     return [np.array(logprobs[len(prompt) - 1 :]) for (prompt, _), logprobs in zip(rows, scored, strict=True)]
@@ -120,9 +135,9 @@ def _mean_gap(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[Any]]) -> f
     return float(np.abs(np.concatenate(ours) - np.concatenate(theirs)).mean())
 
 
-def judge(agreement: Agreement, section: Rollout | Eval, checkpoint: Checkpoint) -> None:
+def judge(agreement: Agreement, section: Rollout | Eval | Reference | Score, checkpoint: Checkpoint) -> None:
     """Refuse an engine that is further from the scorer than the recipe allows."""
-    key = "rollout" if isinstance(section, Rollout) else "eval"
+    key = type(section).__name__.lower()
     if not agreement.gap <= section.parity:  # a NaN is no agreement either
         raise Mismatch(
             f"{key}.engine = {section.engine!r} and the scorer disagree by {agreement.gap:.4f} nats per token, more "

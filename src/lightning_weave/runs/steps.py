@@ -20,6 +20,8 @@ from lightning_weave.config import (
     Objective,
     Online,
     Recipe,
+    Reference,
+    Score,
     SelfDistilled,
     Sequential,
     Train,
@@ -177,13 +179,15 @@ class Steps:
 
     @cached_property
     def reference(self) -> Step:
-        settings = self.recipe.reference.model_dump(mode="json", exclude={"token_budget"})
+        section = self.recipe.reference
+        settings = {"candidates": section.candidates, "dtype": section.dtype, **_engine_settings(section)}
         settings["student"] = self.identity_of(self.student)
         return Step("reference", settings, (self.rollout,), self._command("reference"))
 
     def score(self, scored: ScoredModel) -> Step:
         settings = {
             "dtype": self.recipe.score.dtype,
+            **_engine_settings(self.recipe.score),
             "model": self.identity_of(scored.checkpoint),
             "aliases": dict(scored.aliases),
             "untrained": scored.untrained,
@@ -338,6 +342,13 @@ class Steps:
 
     def _command(self, verb: str) -> str:
         return f"lweave {verb} {self.arguments}"
+
+
+def _engine_settings(section: Reference | Score) -> dict[str, Any]:
+    """What an engine other than transformers changes in the numbers; steps of earlier versions stay the same."""
+    if section.engine == "hf":
+        return {}
+    return {"engine": section.engine, "quantization": section.options.get("quantization")}
 
 
 def _without_unset(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,94 @@
+"""Hidden states from vLLM, for the scorer's own head: anchors of any size, over several GPUs, quantised or not.
+
+The engine runs as a pooling model, so it drops the output matrix and ships one vector per wanted position. Candidates,
+tail mass and soft caps are then computed by the same code as for a transformers model.
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_weave.errors import InputError
+from lightning_weave.heads import Head, describe_head
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.hf_scorer import Context
+from lightning_weave.models.vllm_process import EngineProcess
+from lightning_weave.models.weights import Weights
+
+
+class VLLMBody:
+    """One engine that computes hidden states."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: str,
+        device: torch.device,
+        *,
+        max_length: int | None = None,
+        python: str | None = None,
+        options: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.name = str(checkpoint)
+        self.device = device  # of the head
+        self.head, self.embedded = load_head(checkpoint, device)
+        settings = {
+            "hidden": True,
+            "model": str(checkpoint.path),
+            "dtype": dtype,
+            "max_length": max_length,
+            "trust_remote_code": checkpoint.trust_remote_code,
+            "options": options or {},
+        }
+        self._engine = EngineProcess(settings, python, environment)
+        self.limit: int | None = self._engine.limit
+        self._folder = tempfile.TemporaryDirectory(prefix="lweave-hidden-")
+
+    def hidden(self, batch: list[Context]) -> Tensor:
+        """Compute the wanted hidden states (N, D), row after row."""
+        file = Path(self._folder.name) / "hidden.npy"
+        rows = [context.ids.tolist() for context in batch]
+        positions = [context.positions_T.tolist() for context in batch]
+        self._engine.ask({"rows": rows, "positions": positions, "file": str(file)})
+        return torch.from_numpy(np.load(file)).to(self.device)
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.close()
+        self._folder.cleanup()
+
+
+def load_head(checkpoint: Checkpoint, device: torch.device) -> tuple[Head, int]:
+    """Read the output matrix alone; returns the head and the number of ids that the model takes."""
+    model = checkpoint.skeleton()
+    embedded = model.get_input_embeddings().num_embeddings
+    module = model.get_output_embeddings()
+    name = next(name for name, each in model.named_modules() if each is module)
+    inner = next(name for name, each in model.named_modules() if each is model.get_input_embeddings())
+    weights = Weights.of(checkpoint.path)
+    key = _find(weights, f"{name}.weight")
+    if key is None and model.config.get_text_config().tie_word_embeddings:
+        key = _find(weights, f"{inner}.weight")
+    weight = None if key is None else weights.read(key)
+    if weight is None or not weight.is_floating_point():
+        raise InputError(
+            f"{checkpoint}: no unquantised output matrix ({name}.weight) in its weights, which vLLM needs to score. "
+            'Use a version whose lm_head is not quantised, or engine = "hf"'
+        )
+    module.weight = nn.Parameter(weight.to(device), requires_grad=False)
+    if getattr(module, "bias", None) is not None and (key := _find(weights, f"{name}.bias")):
+        module.bias = nn.Parameter(weights.read(key).to(device), requires_grad=False)
+    return describe_head(model, checkpoint.vocabulary), embedded
+
+
+def _find(weights: Weights, name: str) -> str | None:
+    """Find a tensor by its name; a multimodal checkpoint has its text model's names behind a prefix."""
+    if name in weights.files:
+        return name
+    ending = ".".join(name.split(".")[-2:])
+    return min((key for key in weights.files if f".{key}".endswith(f".{ending}")), key=len, default=None)

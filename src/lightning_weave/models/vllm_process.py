@@ -1,0 +1,131 @@
+"""An engine's process: vLLM, in its own process and, where `python` says so, in its own environment."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.ranks import without_ranks
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+_SECONDS_TO_END = 30
+
+
+class EngineProcess:
+    """One vLLM engine, which lives until `close` or the end of this process. It answers one question at a time."""
+
+    def __init__(self, settings: dict[str, Any], python: str | None, environment: dict[str, str] | None) -> None:
+        self.python = python or sys.executable
+        self.environment = environment or {}  # beside that of this process, such as the GPUs that are the engine's
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process that writes to it)
+        self._process = self._launch()
+        self.limit = int(self.ask(settings)["limit"])
+
+    def close(self) -> None:
+        """Stop the engine by closing its input."""
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # what a dead engine did not read
+                self._process.stdin.close()
+        try:
+            self._process.wait(timeout=_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._words.close()
+
+    def _launch(self) -> "subprocess.Popen[str]":
+        try:
+            return subprocess.Popen(
+                [self.python, str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._words,
+                env=_environment(self.python) | self.environment,
+                text=True,
+            )
+        except OSError as error:
+            self._words.close()
+            raise _cannot_run(self.python, error) from error
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Put a question and wait for the answer."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
+        if "missing" in answer:
+            self.close()
+            raise _not_installed(self.python, answer["error"])
+        if "error" in answer:
+            cause = self._cause(answer["error"])
+            self.close()
+            raise WeaveError(f"the vLLM engine failed: {answer['error']}{cause}")
+        return answer
+
+    def _cause(self, error: str) -> str:
+        """Find what lies behind "see root cause above": the first error that the engine has logged, not a warning."""
+        lines = [line for line in self._said() if not re.search(r"\b(?:DEBUG|INFO|WARNING)\b", line)]
+        lines.sort(key=lambda line: not re.search(r"\bERROR\b", line))
+        named = (re.search(r"\b\w*(?:Error|Exception): .+", line) for line in lines)
+        found = next((match.group() for match in named if match and match.group() not in error), None)
+        return f"\nIts first error was {found}" if found else ""
+
+    def _said(self) -> list[str]:
+        self._words.seek(0)
+        return [line.strip() for line in self._words.read().decode(errors="replace").splitlines() if line.strip()]
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        lines = self._said()
+        return f"it ended with code {code}; its last output: {lines[-1] if lines else 'none'}"
+
+
+def engine_version(python: str | None) -> str:
+    """Ask which vLLM an environment has, before anything is loaded for it."""
+    python = python or sys.executable
+    command = [python, str(WORKER), "--version"]
+    try:
+        said = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, env=_environment(python), text=True, check=False
+        ).stdout
+    except OSError as error:
+        raise _cannot_run(python, error) from error
+    try:
+        answer = json.loads(said)
+    except ValueError:
+        return "unknown"
+    if "missing" in answer:
+        raise _not_installed(python, answer["error"])
+    return str(answer.get("version", "unknown"))
+
+
+def _environment(python: str) -> dict[str, str]:
+    """Leave out what is not the engine's: our ranks, a port that others have too, packages of another Python."""
+    ours = {"VLLM_PORT"} if python == sys.executable else {"VLLM_PORT", "PYTHONPATH", "PYTHONHOME"}
+    return {name: value for name, value in without_ranks(os.environ).items() if name not in ours}
+
+
+def _cannot_run(python: str, error: OSError) -> InputError:
+    return InputError(
+        f"the engine's Python {python!r} (key python of an engine's section) cannot be run ({error.strerror})"
+    )
+
+
+def _not_installed(python: str, error: str) -> InputError:
+    return InputError(
+        f"vLLM cannot be imported by {python} ({error}). Install it there (pip install vllm), "
+        "or name the Python of an environment that has it: the key python of its section"
+    )

@@ -1,0 +1,133 @@
+"""Scoring through vLLM: its hidden states and our head give what transformers gives."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config, Qwen3MoeConfig
+
+import tiny
+from lightning_weave.errors import InputError
+from lightning_weave.heads import find_head
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.hf import Scorer, ScoreRow, hf_scorer
+from lightning_weave.models.vllm_body import VLLMBody, load_head
+from lightning_weave.runs.engines import check_scoring_version
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+KINDS = {
+    "tied": lambda shape: Qwen3Config(**shape, tie_word_embeddings=True),
+    "soft cap": lambda shape: Gemma2Config(**shape, sliding_window=8, query_pre_attn_scalar=32),
+    "experts": lambda shape: Qwen3MoeConfig(**shape, **EXPERTS, tie_word_embeddings=False),
+}
+
+
+def save(folder: Path, kind: str) -> Checkpoint:
+    """Save a small checkpoint whose output matrix has rows that belong to no token, and win."""
+    tokenizer = tiny.make_tokenizer("student")
+    padded = -(-len(tokenizer) // 16) * 16 + 16
+    torch.manual_seed(5)
+    config = KINDS[kind](SHAPE | {"vocab_size": padded, "eos_token_id": tokenizer.eos_token_id})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)
+        model.get_output_embeddings().weight[len(tokenizer) :] *= 4
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Checkpoint(str(folder))
+
+
+def some_rows(vocabulary: int) -> list[tuple[list[int], list[int]]]:
+    rng = np.random.default_rng(3)
+    return [
+        (rng.integers(0, vocabulary, size=prompt).tolist(), rng.integers(0, vocabulary, size=response).tolist())
+        for prompt, response in ((1, 5), (7, 1), (12, 30), (40, 60), (3, 90))
+    ]
+
+
+def hf_of(checkpoint: Checkpoint) -> Scorer:
+    return hf_scorer(checkpoint.load(torch.float32, CPU), checkpoint.vocabulary)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_scores_as_transformers_does(kind: str, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "model", kind)
+    rows = some_rows(checkpoint.vocabulary)
+    python = os.environ["LWEAVE_VLLM_PYTHON"]
+    body = VLLMBody(checkpoint, "float32", CPU, max_length=128, python=python, options={"enforce_eager": True})
+    engine = Scorer(body)
+    try:
+        assert engine.limit == 128
+        found = engine.candidates(rows, 8)
+        asked = [
+            ScoreRow(
+                np.array([*prompt, *response], np.int32),
+                np.arange(len(prompt) - 1, len(prompt) + len(response) - 1),
+                ids_TC,
+                np.arange(ids_TC.size).reshape(ids_TC.shape) % 5 > 0,
+            )
+            for (prompt, response), (ids_TC, *_) in zip(rows, found, strict=True)
+        ]
+        scores = engine.score(asked)
+    finally:
+        engine.close()
+    ours = hf_of(checkpoint)
+    for theirs, expected in zip(found, ours.rescore(rows, [ids_TC for ids_TC, *_ in found]), strict=True):
+        for array, right in zip(theirs[1:], expected[1:], strict=True):
+            np.testing.assert_allclose(array, right, atol=2e-4)
+    for theirs, expected in zip(scores, ours.score(asked), strict=True):
+        for array, right in zip(theirs, expected, strict=True):
+            np.testing.assert_allclose(array, right, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_head_is_read_without_the_model(kind: str, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "model", kind)
+    model = checkpoint.load(torch.float32, CPU)
+    head, embedded = load_head(checkpoint, CPU)
+    expected = find_head(model, checkpoint.vocabulary)
+    assert torch.equal(head.weight_VD, expected.weight_VD)
+    assert (head.vocabulary, head.scale, head.softcap) == (expected.vocabulary, expected.scale, expected.softcap)
+    assert embedded == model.config.vocab_size
+
+
+def test_a_multimodal_checkpoint_has_its_head_behind_a_prefix(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "model", "tied")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({f"language_model.{name}": tensor for name, tensor in tensors.items()}, file)
+    assert torch.equal(load_head(checkpoint, CPU)[0].weight_VD, tensors["model.embed_tokens.weight"])
+
+
+def test_a_quantised_head_is_refused(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "model", "experts")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors: dict[str, Any] = load_file(file)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+    save_file(tensors, file)
+    with pytest.raises(InputError, match=r'no unquantised output matrix \(lm_head\.weight\).*engine = "hf"'):
+        load_head(checkpoint, CPU)
+
+
+def test_an_engine_that_is_too_old_to_score_is_refused() -> None:
+    check_scoring_version("0.32.0")
+    check_scoring_version("1.2.3+cpu")
+    check_scoring_version("unknown")
+    with pytest.raises(InputError, match=r'vLLM 0\.31\.2 cannot score.*0\.32 or later.*engine = "hf"'):
+        check_scoring_version("0.31.2")
