@@ -19,7 +19,7 @@ from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
 from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.vllm import VLLMSampler
+from lightning_weave.models.vllm_process import EngineProcess
 from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import prompts, reference
 from lightning_weave.pipeline.flow import make_rollouts
@@ -181,13 +181,13 @@ def test_the_scorer_is_gone_when_the_engine_starts(
     recipe, known = false_engine
     write_known(recipe, known, error=0.0)
     loaded.clear()
-    launch = VLLMSampler._launch
+    launch = EngineProcess._launch
 
-    def watched(self: VLLMSampler) -> Any:
+    def watched(self: EngineProcess) -> Any:
         assert [model() for model in loaded] == [None]
         return launch(self)
 
-    monkeypatch.setattr(VLLMSampler, "_launch", watched)
+    monkeypatch.setattr(EngineProcess, "_launch", watched)
     open_engine(tiny.steps_of(recipe))
 
 
