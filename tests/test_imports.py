@@ -71,6 +71,7 @@ VERBS = {
     "verify": "views.verify",
     "cost": "views.cost",
     "card": "views.card",
+    "clean": "views.clean",
     "report": "report.report",
     "plan": "plan.plan",
     "interpolate": "models.interpolate",

@@ -31,6 +31,7 @@ Address = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="of the cluster; default: $RAY_ADDRESS, or a new one on this machine"),
 ]
+Yes = Annotated[bool, typer.Option("--yes", help="discard what a changed recipe makes stale, without asking")]
 UNTOUCHED = {".lock", "recipe.toml", "machine.json", "log.txt"}  # all that is in a run directory before its first stage
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 

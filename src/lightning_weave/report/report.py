@@ -15,11 +15,11 @@ from lightning_weave.report.figures import frontier, inline, save
 from lightning_weave.report.page import Fact, Figure, Page, RunView, render
 from lightning_weave.report.results import PolicySummaries, merge, overalls, points, policy_rows, summaries
 from lightning_weave.runs.caches import open_scored
+from lightning_weave.runs.costs import read_spent
 from lightning_weave.runs.costs import summary as cost_summary
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.sweeps import with_sweep
 from lightning_weave.store import write_atomic, write_json
-from lightning_weave.store.ledger import read_ledger
 
 FIGURES = {  # name -> title, caption, description
     "frontier": (
@@ -167,7 +167,7 @@ def _run_view(
 ) -> RunView:
     """Make the parts of the page about one run."""
     suffix = f"-{steps.recipe.name}" if several else ""
-    ledger = read_ledger(steps.store.run_dir)
+    ledger = read_spent(steps.store.run_dir).kept
     drawings = {**costs.cost_figures(steps, ledger), **costs.training_figures(steps)}
     cache = open_scored(steps)
     complete = not steps.recipe.anchors or (cache is not None and len(cache.sources) == len(steps.recipe.anchors))
@@ -215,7 +215,7 @@ def _facts(runs: Sequence[Steps]) -> list[Fact]:
         if cache is not None:
             positions = cache.reference.require().get("positions", 0)
             facts.append(Fact(f"{prefix}Cache", f"{len(cache.rows):,}", f"trajectories, {positions:,} decisions"))
-        seconds = sum(row["device_seconds"] for row in read_ledger(steps.store.run_dir))
+        seconds = sum(row["device_seconds"] for row in read_spent(steps.store.run_dir).kept)
         if seconds:
             facts.append(Fact(f"{prefix}Device time", duration(seconds), "including evaluation"))
     return facts

@@ -1,7 +1,6 @@
 """`lweave status`: what is done, what is stale and why, what is missing, and what to type next."""
 
 import json as json_format
-import re
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -9,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_weave.errors import WeaveError
+from lightning_weave.runs.changes import why_stale
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage, State, Step
 from lightning_weave.train.checkpoint import TrainingCheckpoints
@@ -58,9 +58,7 @@ def _look(step: Step, steps: Steps) -> Status:
         case "done":
             return Status(step, state, _size(stage.manifest() or {}))
         case "stale":
-            changed = [_say_change(step.path, key, what) for key, what in stage.changes().items()]
-            reasons = [*changed, *(f"made from an earlier {path}" for path in stage.changed_inputs())]
-            return Status(step, state, "; ".join(dict.fromkeys(reasons)) or "an earlier recipe made it")
+            return Status(step, state, why_stale(stage))
         case _:
             waits = f"waits for {', '.join(unfinished)}" if unfinished else ""
             return Status(step, state, "; ".join(filter(None, [so_far, waits])))
@@ -104,33 +102,6 @@ def _all_updates(step: Step, steps: Steps) -> str:
         return str(len(make_schedule(steps.recipe, groups, epochs=steps.recipe.compositions[name].epochs)))
     except WeaveError:  # the prompts are not there any more
         return "?"
-
-
-def _say_change(path: str, setting: str, what: str) -> str:
-    """Name the recipe's key of a setting that changed, and how.
-
-    >>> _say_change("rollout", "max_tokens", "12 -> 10")
-    'rollout.max_tokens: 12 -> 10'
-    >>> _say_change("train/even", "weights.acc", "0.5 -> 0.7")
-    'compositions.even.weights.acc: 0.5 -> 0.7'
-    >>> _say_change("train/even", "anchors.acc.post.model", "has changed")
-    'anchors.acc.post has changed'
-    """
-    stage, _, name = path.partition("/")
-    first = setting.split(".")[0]
-    if first == "student" or (stage == "eval" and name.startswith("base/") and first == "model"):
-        key = "student.model"
-    elif stage == "train" and first == "anchors":
-        key = re.sub(r"\.(post|pre)\.(aliases|untrained|bos|prompt)\b", r".\2", setting).removesuffix(".model")
-    elif stage == "train" and first not in ("train", "rollout"):
-        key = f"compositions.{name}.{setting}"
-    elif stage == "train" or (stage == "score" and first != "dtype"):
-        key = setting
-    elif stage == "eval" and first in ("model", "benchmark"):
-        key = f"policies.{name.split('/')[0]}.model" if first == "model" else "the benchmark's file"
-    else:
-        key = f"{stage}.{setting}"
-    return f"{key}: {what}" if "->" in what else f"{key} {what}"
 
 
 def _size(manifest: dict) -> str:
