@@ -72,6 +72,7 @@ VERBS = {
     "cost": "views.cost",
     "card": "views.card",
     "clean": "views.clean",
+    "forget": "views.forget",
     "report": "report.report",
     "plan": "plan.plan",
     "interpolate": "models.interpolate",

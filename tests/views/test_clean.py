@@ -39,9 +39,10 @@ def test_what_no_recipe_needs_is_listed_and_removed_only_when_agreed(recipe: dic
     with pytest.raises(InputError) as refused:
         clean.run([steps_of(other)], Console(quiet=True), yes=False)
     said = str(refused.value)
-    for name in ("train/second ", "train/only/checkpoints", ".aside-rollout@0123  5.0 kB", ".tmp-left", "eval/gone"):
+    for name in ("train/second ", "train/only/checkpoints", ".aside-rollout@0123", ".tmp-left", "eval/gone"):
         assert name in said, name
     assert "train/second/" not in said, "the whole of it goes"
+    assert "5.0 kB  (set aside" in said
     assert "of device time" in said
     assert "To remove them: --yes" in said
     assert files_of(run_dir) == before

@@ -175,6 +175,20 @@ def clean(
 
 
 @app.command()
+def forget(
+    recipe: Files,
+    policy: Annotated[str, typer.Option(metavar="NAME", help="a composition, another policy, or base")],
+    set_: Sets = None,
+    yes: Annotated[bool, typer.Option("--yes", help="remove without asking")] = False,
+) -> None:
+    """Remove one policy: its training and its evaluations."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.views import forget as stage
+
+    stage.run(steps, policy, open_console(), yes)
+
+
+@app.command()
 def cost(recipe: Files, set_: Sets = None, json: Json = False) -> None:
     """Print what every stage cost, from what was measured."""
     steps = load_steps(recipe, set_)

@@ -10,8 +10,18 @@ from lightning_weave.store import Stage
 def why_stale(stage: Stage) -> str:
     """Say which keys of the recipe made a stage stale."""
     changed = [say_change(stage.step.path, key, what) for key, what in stage.changes().items()]
-    reasons = [*changed, *(f"made from an earlier {path}" for path in stage.changed_inputs())]
+    inputs = ", ".join(stage.changed_inputs())
+    reasons = [*changed, *([f"made from an earlier {inputs}"] if inputs else [])]
     return "; ".join(dict.fromkeys(reasons)) or "an earlier recipe made it"
+
+
+def cause(stage: Stage) -> str:
+    """Say what made a stage stale, at its root: its own settings, or those of what it was made from."""
+    if not stage.changes():
+        for inner in stage.inputs():
+            if inner.state() == "stale":
+                return cause(inner)
+    return why_stale(stage)
 
 
 def say_change(path: str, setting: str, what: str) -> str:

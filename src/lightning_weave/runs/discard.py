@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_weave.errors import InputError
 from lightning_weave.progress import duration
 from lightning_weave.ranks import is_alone
-from lightning_weave.runs.changes import why_stale
+from lightning_weave.runs.changes import cause
 from lightning_weave.runs.costs import Cost, cost_of
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Step
@@ -36,7 +36,7 @@ def discards(steps: Steps, wanted: Iterable[Step]) -> list[Doomed]:
     stages = [steps.store.stage(step) for step in wanted]
     ledger = read_ledger(steps.store.run_dir)
     return [
-        Doomed(stage.folder, why_stale(stage), cost_of(stage.folder, steps.store.run_dir, ledger))
+        Doomed(stage.folder, cause(stage), cost_of(stage.folder, steps.store.run_dir, ledger))
         for stage in stages
         if stage.state() == "stale"
     ]

@@ -94,6 +94,7 @@ class Steps:
 
     recipe: Recipe
     arguments: str = "RECIPE"
+    standing: bool = False  # take what is finished as it is on disk, whatever the recipe says now
     _identities: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -165,7 +166,15 @@ class Steps:
             ]
         command = self._command("rollout" if self.needs_cache else "train")
         settings["student"] = self.identity_of(self.student)
-        return Step("prompts", self._as_made("prompts", settings), (), command)
+        return self._step(Step("prompts", self._as_made("prompts", settings), (), command))
+
+    def _step(self, step: Step) -> Step:
+        """A step as the recipe says it, or as it stands: a cache only where it was made from what stands, too."""
+        if not self.standing:
+            return step
+        stage = self.store.stage(step)
+        is_result = step.path.startswith(("train/", "eval/"))
+        return stage.standing() if is_result or not stage.changed_inputs() else step
 
     def _as_made(self, path: str, settings: dict[str, Any]) -> dict[str, Any]:
         """The settings as the finished stage has them, where the difference does not matter."""
@@ -178,15 +187,14 @@ class Steps:
         if self.recipe.rollout.from_ is not None:
             names = {"prompts_per_shard"}
         settings = self.recipe.rollout.model_dump(mode="json", include=names)
-        return Step(
-            "rollout", settings | {"student": self.identity_of(self.student)}, (self.prompts,), self._command("rollout")
-        )
+        settings["student"] = self.identity_of(self.student)
+        return self._step(Step("rollout", settings, (self.prompts,), self._command("rollout")))
 
     @cached_property
     def reference(self) -> Step:
         settings = self.recipe.reference.model_dump(mode="json", exclude={"token_budget"})
         settings["student"] = self.identity_of(self.student)
-        return Step("reference", settings, (self.rollout,), self._command("reference"))
+        return self._step(Step("reference", settings, (self.rollout,), self._command("reference")))
 
     def score(self, scored: ScoredModel) -> Step:
         settings = {
@@ -201,7 +209,7 @@ class Steps:
             settings["template"] = template_identity(scored.template.light_path)
         name = self.score_names[scored]
         command = f"{self._command('score')} --only {name}"
-        return Step(f"score/{name}", settings, (self.reference,), command)
+        return self._step(Step(f"score/{name}", settings, (self.reference,), command))
 
     @cached_property
     def score_names(self) -> dict[ScoredModel, str]:
@@ -240,7 +248,8 @@ class Steps:
         cached = (self.reference, *scores.values())
         inputs = (self.prompts,) if composition.method == "online" else cached
         path = f"train/{name}"
-        return Step(path, self._as_made(path, settings), inputs, f"{self._command('train')} --only {name}")
+        command = f"{self._command('train')} --only {name}"
+        return self._step(Step(path, self._as_made(path, settings), inputs, command))
 
     def train_section(self, name: str) -> Train:
         """[train], with what a composition has of its own."""
@@ -310,9 +319,8 @@ class Steps:
         else:
             settings["model"] = self.identity_of(self.student)
         path = f"eval/{policy}/{benchmark_folder(benchmark)}"
-        return Step(
-            path, settings, inputs, f"{self._command('eval')} --only {policy}", frozenset({"model", "benchmark"})
-        )
+        command = f"{self._command('eval')} --only {policy}"
+        return self._step(Step(path, settings, inputs, command, subject=frozenset({"model", "benchmark"})))
 
     def _grading(self, benchmark: str) -> str | dict[str, Any]:
         """Say how a benchmark is graded; a user's own function by its content."""

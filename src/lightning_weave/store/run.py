@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
@@ -46,9 +46,12 @@ class Step:
     inputs: tuple["Step", ...] = ()
     command: str = ""  # what a user types to make it
     subject: frozenset[str] = frozenset()  # of a measurement: the settings that say what is measured, not how
+    made: str = ""  # the fingerprint on disk, of a step that is taken as it stands there
 
     @property
     def fingerprint(self) -> str:
+        if self.made:
+            return self.made
         inputs = {step.path: step.fingerprint for step in self.inputs}
         return fingerprint({"format": FORMAT, "path": self.path, "settings": self.settings, "inputs": inputs})
 
@@ -108,6 +111,13 @@ class Stage:
         inputs = (recorded(self.folder) or {}).get("inputs", {})
         return [step.path for step in self.step.inputs if inputs.get(step.path) != step.fingerprint]
 
+    def standing(self) -> Step:
+        """The step that made what is here; this stage's own where nothing is finished."""
+        manifest = self.manifest()
+        if manifest is None:
+            return self.step
+        return replace(self.step, settings=manifest["settings"], made=manifest["fingerprint"])
+
     def begin(self) -> None:
         """Make room for this step. What another recipe made here is set aside, or put back if it is this step's own.
 
@@ -117,7 +127,7 @@ class Stage:
             self.settle()
             return
         if self.state() == "stale":
-            for stage in self._inputs():
+            for stage in self.inputs():
                 stage.require()  # first: nothing is set aside for what cannot be made
             found = (recorded(self.folder) or {}).get("fingerprint", "unknown")
             _move(self.folder, self._aside(found))
@@ -238,11 +248,12 @@ class Stage:
 
     def _require_fresh_inputs(self) -> None:
         """Where an input is stale too, say that instead: it comes first."""
-        for stage in self._inputs():
+        for stage in self.inputs():
             if stage.state() == "stale":
                 stage.require()
 
-    def _inputs(self) -> list["Stage"]:
+    def inputs(self) -> list["Stage"]:
+        """The folders of this step's inputs."""
         run_dir = self.folder.parents[len(Path(self.step.path).parts) - 1]
         return [Stage(run_dir / step.path, step) for step in self.step.inputs]
 

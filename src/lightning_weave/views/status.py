@@ -1,7 +1,7 @@
 """`lweave status`: what is done, what is stale and why, what is missing, and what to type next."""
 
 import json as json_format
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -9,6 +9,7 @@ from rich.text import Text
 
 from lightning_weave.errors import WeaveError
 from lightning_weave.runs.changes import why_stale
+from lightning_weave.runs.known import as_it_stands, neighbours, with_known
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage, State, Step
 from lightning_weave.train.checkpoint import TrainingCheckpoints
@@ -27,14 +28,18 @@ class Status:
 def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
     """Print where every step stands."""
     found = [_look(step, steps) for step in steps.everything()]
+    others = _others(steps)
     waiting = [status for status in found if status.state != "done"]
     if json:
-        stages = [{"stage": one.step.path, "state": one.state, "why": one.why} for one in found]
+        stages, also = (
+            [{"stage": one.step.path, "state": one.state, "why": one.why} for one in part] for part in (found, others)
+        )
         following = waiting[0].step.command if waiting else None
-        print(json_format.dumps({"run": str(steps.store.run_dir), "stages": stages, "next": following}, indent=2))
+        said = {"run": str(steps.store.run_dir), "stages": stages, "others": also, "next": following}
+        print(json_format.dumps(said, indent=2))
         return found
     table = Table("stage", "state", "", title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
-    for status in found:
+    for status in (*found, *others):
         table.add_row(status.step.path, status.state, Text(status.why))
     console.print(table)
     if waiting:
@@ -44,6 +49,21 @@ def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
         console.print(f"Everything: lweave run {steps.arguments}", soft_wrap=True, markup=False)
     else:
         console.print("Everything is up to date.")
+    return found
+
+
+def _others(steps: Steps) -> list[Status]:
+    """What other commands made here: policies that this recipe does not name, and evaluations by other protocols."""
+    known = as_it_stands(with_known(steps))
+    own = set(steps.policies)
+    made = [known.train(name) for name in known.recipe.compositions if name not in own]
+    made += [step for step in known.made_by("eval") if step.path.split("/")[1] not in own]
+    found = [Status(step, state, "not in this recipe") for step in made if (state := known.store.stage(step).state())]
+    for step in known.made_by("eval"):
+        stage = known.store.stage(step)
+        for other, protocol in neighbours(stage):
+            path = str(other.folder.relative_to(known.store.run_dir))
+            found.append(Status(replace(step, path=path), "done", protocol))
     return found
 
 
