@@ -99,9 +99,7 @@ def test_a_run_directory_knows_all_that_was_made_in_it(world: dict[str, Any], tm
         forget.run(second, "nobody", Console(quiet=True), yes=True)
 
 
-def test_a_report_on_a_changed_recipe_shows_what_is_there_as_stale(
-    world: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_report_on_a_changed_recipe_shows_what_is_there_as_stale(world: dict[str, Any], tmp_path: Path) -> None:
     world = {**world, "runs": str(tmp_path / "runs"), "compositions": {"both": world["compositions"]["both"]}}
     steps = make(world)
     good = page_of(steps)

@@ -10,11 +10,13 @@ from rich.table import Table
 from lightning_weave.errors import InputError
 from lightning_weave.progress import duration
 from lightning_weave.runs.costs import costs, read_spent, summary
+from lightning_weave.runs.known import with_known
 from lightning_weave.runs.steps import Steps
 
 
 def run(steps: Steps, console: Console, json: bool = False) -> None:
     """Print what every stage cost, what a composition costs, and what sharing the cache saves."""
+    steps = with_known(steps)
     spent = read_spent(steps.store.run_dir)
     rows = spent.kept
     if not rows and not spent.discarded:
