@@ -130,6 +130,20 @@ def test_up_to_date_evaluations_are_not_touched_and_those_by_another_protocol_st
     assert summaries(steps_of(recipe))["base"][0].settings["seed"] == 42
 
 
+def test_an_evaluation_that_is_wanted_again_is_put_back_and_not_sampled(recipe: dict, tmp_path: Path) -> None:
+    stage.run(steps_of(recipe), QUIET, only=["other"])
+    sampled = sampled_tokens(recipe)
+    before = (folder_of(recipe, "other") / "samples.jsonl").read_bytes()
+    changed = {**recipe, "policies": {"other": {"model": str(tmp_path / "acc-pre")}}}
+    steps = steps_of(changed)
+    made = steps.store.stage(steps.eval("other", recipe["eval"]["benchmarks"][0]))
+    assert made.state() == "stale", "another model is no other protocol"
+    made.begin()  # and killed
+    stage.run(steps_of(recipe), QUIET, only=["other"])
+    assert (folder_of(recipe, "other") / "samples.jsonl").read_bytes() == before
+    assert sampled_tokens(recipe) == sampled > 0
+
+
 def test_an_untrained_composition_is_refused_with_the_command(recipe: dict, tmp_path: Path) -> None:
     recipe |= {key: make_world(tmp_path / "again")[key] for key in ("anchors", "compositions")}
     with pytest.raises(StaleInput, match=r"lweave train tiny.toml --only both"):

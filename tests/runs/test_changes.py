@@ -67,6 +67,19 @@ def test_a_stage_is_set_aside_until_the_next_is_whole_and_put_back_if_it_is_want
     assert changed.aside() == []
 
 
+def test_a_student_that_is_wanted_again_is_put_back_and_not_trained(recipe: dict[str, Any]) -> None:
+    steps = make_cache(recipe)
+    make_students(steps, QUIET)
+    stage = steps.store.stage(steps.train("only"))
+    weights = (stage.folder / "final" / "model.safetensors").stat().st_mtime_ns
+    changed = {**recipe, "compositions": {"only": {**recipe["compositions"]["only"], "alpha": 3.0}}}
+    steps_of(changed).store.stage(steps_of(changed).train("only")).begin()  # and killed
+    shutil.rmtree(stage.folder.with_name(f".aside-only@{stage.step.fingerprint}") / "checkpoints")
+    make_students(steps_of(recipe), QUIET)
+    assert stage.state() == "done"
+    assert (stage.folder / "final" / "model.safetensors").stat().st_mtime_ns == weights
+
+
 def test_a_verb_is_refused_for_its_inputs_before_it_may_discard(recipe: dict[str, Any]) -> None:
     make_cache(recipe)
     recipe["rollout"]["seed"] = 5

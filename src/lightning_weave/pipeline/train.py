@@ -57,8 +57,10 @@ def run(
 
 def train_composition(steps: Steps, name: str, context: TrainContext) -> None:
     """Fit one composition with its own method, and export it."""
-    make_room(steps.store.stage(steps.train(name)))
-    context.ranks.wait()
+    stage = steps.store.stage(steps.train(name))
+    make_room(stage)
+    if any(context.ranks.gathered([stage.state() == "done"] if context.ranks.first else [])):
+        return  # it had been set aside
     match steps.recipe.compositions[name].method:
         case "sequential":
             train_in_sequence(steps, name, context)

@@ -84,6 +84,8 @@ def evaluate(
             "like the reference counts. For a forgiving grader: pip install math-verify"
         )
     make_room(stage)
+    if stage.state() == "done":  # it had been set aside, or another rank has graded it
+        return
     if source := _graded_otherwise(stage):
         if is_first():
             progress.say(f"eval {policy.name}/{stage.folder.name}: grading the samples again, without sampling")

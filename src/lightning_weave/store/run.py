@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
@@ -144,7 +145,8 @@ class Stage:
     def settle(self) -> None:
         """Remove what was set aside, now that this stage is whole."""
         for folder in self.aside():
-            remove(folder)
+            with suppress(FileNotFoundError):  # another rank has removed it
+                remove(folder)
         (self.folder / BEGUN).unlink(missing_ok=True)
 
     def _aside(self, fingerprint: str) -> Path:
