@@ -71,6 +71,8 @@ VERBS = {
     "verify": "views.verify",
     "cost": "views.cost",
     "card": "views.card",
+    "clean": "views.clean",
+    "forget": "views.forget",
     "report": "report.report",
     "plan": "plan.plan",
     "interpolate": "models.interpolate",

@@ -21,7 +21,7 @@ def mend(lab: Lab, name: str, said: str) -> None:
     if "rm" in words:
         (lab.root / name / words[words.index("rm") + 1]).unlink()
     for verb in ("rollout", "reference", "score"):
-        assert lab.lweave(name, verb).code == 0
+        assert lab.lweave(name, verb, "--yes").code == 0
 
 
 def check_train(lab: Lab, name: str) -> None:
@@ -114,6 +114,33 @@ def test_a_recipe_changed_midway_is_refused_with_what_changed(lab: Lab, tally: T
     tally.refused["recipe changed midway"] += 1
 
 
+@pytest.mark.parametrize("event", [1, 2, 5, 9])
+def test_a_kill_between_setting_aside_and_finishing_loses_neither(lab: Lab, tally: Tally, event: int) -> None:
+    name = lab.copy(f"aside-{event}", "after-score")
+    old = {path.name: path.read_bytes() for path in (lab.folder(name) / "reference").iterdir()}
+    lab.write(name, reference=lab.recipe["reference"] | {"candidates": 3})
+    refused = lab.lweave(name, "reference")
+    assert refused.code == 2
+    assert "reference.candidates: 4 -> 3" in refused.said
+    assert "tokens" in refused.said
+    assert "--yes" in refused.said
+    assert lab.contents(name) == lab.contents("after-score"), "a refusal touches nothing"
+    assert lab.lweave(name, "reference", "--yes", fault=Fault(event=event)).code == -signal.SIGKILL
+    (aside,) = lab.folder(name).glob(".aside-reference@*")
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == old
+    begun = lab.copy(f"aside-{event}-on", name)
+    ended = lab.lweave(begun, "reference", "--yes")
+    assert ended.code == 0, ended.said
+    assert not list(lab.folder(begun).rglob(".aside-*"))
+    assert lab.lweave(begun, "verify").code == 0
+    lab.write(name)
+    ended = lab.lweave(name, "reference", "--yes")
+    assert ended.code == 0, ended.said
+    assert not [event for event in ended.events if event.endswith(".safetensors")], "put back, not made again"
+    assert lab.contents(name) == lab.contents("after-score")
+    tally.survived["killed after an old stage was set aside"] += 1
+
+
 def test_settings_of_execution_may_change_midway(lab: Lab, tally: Tally) -> None:
     name = lab.copy("execution", "before-train")
     assert lab.lweave(name, "train", fault=Fault(event=8)).code == -signal.SIGKILL
@@ -137,12 +164,14 @@ def test_a_model_changed_under_its_name_is_scored_again(lab: Lab, tally: Tally) 
         assert ended.code == 2
         assert "runs/tiny/score/acc-post is stale" in ended.said
         assert "lweave score r.toml --only acc-post" in ended.said
-        assert lab.lweave(name, "score", "--only", "acc-post").code == 0
+        refused = lab.lweave(name, "score", "--only", "acc-post")
+        assert (refused.code, "To discard them: --yes" in refused.said) == (2, True), refused.said
+        assert lab.lweave(name, "score", "--only", "acc-post", "--yes").code == 0
         assert lab.contents(name) != lab.contents("before-train")
     finally:
         shutil.copy2(kept, weights)
     assert "acc-post is stale" in lab.lweave(name, "train").said
-    assert lab.lweave(name, "score").code == 0
+    assert lab.lweave(name, "score", "--yes").code == 0
     check_train(lab, name)
     tally.refused["model changed under its name"] += 1
 

@@ -52,7 +52,8 @@ def recipe(tmp_path: Path) -> dict:
 
 
 def folder_of(recipe: dict, policy: str = "base") -> Path:
-    return steps_of(recipe).store.run_dir / "eval" / policy / "sums"
+    steps = steps_of(recipe)
+    return steps.store.stage(steps.eval(policy, recipe["eval"]["benchmarks"][0])).folder
 
 
 def test_samples_are_what_the_model_said(recipe: dict) -> None:
@@ -111,7 +112,7 @@ def test_every_policy_gets_a_row_and_a_point(recipe: dict) -> None:
     out.file.close()
 
 
-def test_up_to_date_evaluations_are_not_touched_and_changed_ones_are_redone(recipe: dict) -> None:
+def test_up_to_date_evaluations_are_not_touched_and_those_by_another_protocol_stand_beside(recipe: dict) -> None:
     stage.run(steps_of(recipe), QUIET, only=["base"])
     path = folder_of(recipe) / "samples.jsonl"
     before = (path.stat().st_mtime_ns, path.read_bytes())
@@ -120,7 +121,27 @@ def test_up_to_date_evaluations_are_not_touched_and_changed_ones_are_redone(reci
     assert (path.stat().st_mtime_ns, path.read_bytes()) == before
     recipe["eval"]["seed"] = 7
     stage.run(steps_of(recipe), QUIET, only=["base"])
-    assert path.read_bytes() != before[1]
+    other = folder_of(recipe) / path.name
+    assert other.parent.parent == path.parent.parent
+    assert other.read_bytes() != before[1]
+    assert (path.stat().st_mtime_ns, path.read_bytes()) == before, "never overwritten"
+    recipe["eval"]["seed"] = 42
+    assert folder_of(recipe) == path.parent
+    assert summaries(steps_of(recipe))["base"][0].settings["seed"] == 42
+
+
+def test_an_evaluation_that_is_wanted_again_is_put_back_and_not_sampled(recipe: dict, tmp_path: Path) -> None:
+    stage.run(steps_of(recipe), QUIET, only=["other"])
+    sampled = sampled_tokens(recipe)
+    before = (folder_of(recipe, "other") / "samples.jsonl").read_bytes()
+    changed = {**recipe, "policies": {"other": {"model": str(tmp_path / "acc-pre")}}}
+    steps = steps_of(changed)
+    made = steps.store.stage(steps.eval("other", recipe["eval"]["benchmarks"][0]))
+    assert made.state() == "stale", "another model is no other protocol"
+    made.begin()  # and killed
+    stage.run(steps_of(recipe), QUIET, only=["other"])
+    assert (folder_of(recipe, "other") / "samples.jsonl").read_bytes() == before
+    assert sampled_tokens(recipe) == sampled > 0
 
 
 def test_an_untrained_composition_is_refused_with_the_command(recipe: dict, tmp_path: Path) -> None:
@@ -339,7 +360,7 @@ def test_a_changed_grader_samples_nothing_anew(recipe: dict, tmp_path: Path) -> 
         accuracies.append(read_summary(folder_of(recipe) / "summary.json").accuracy)
     own.write_text("def grade(response, answer):\n    return False\n")
     steps = steps_of(recipe)
-    assert steps.store.stage(steps.eval("base", recipe["eval"]["benchmarks"][0])).state() == "stale"
+    assert steps.store.stage(steps.eval("base", recipe["eval"]["benchmarks"][0])).state() == "missing"
     stage.run(steps, QUIET, only=["base"])
     assert read_summary(folder_of(recipe) / "summary.json").accuracy == 0
     assert accuracies[-1] == 100

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_weave.errors import InputError
 from lightning_weave.pipeline import run
 from lightning_weave.progress import Progress
+from lightning_weave.runs.costs import read_spent
 from lightning_weave.runs.steps import Steps
 from tiny import make_world, save_prompts, steps_of
 
@@ -40,7 +42,22 @@ def test_everything_is_made_once_and_then_only_what_is_stale(recipe: dict[str, A
     assert written(steps) == before
     recipe["compositions"]["both"]["weights"] = {"acc": 0.25, "brief": 0.75}
     changed = steps_of(recipe)
-    run.run(changed, QUIET)
+    with pytest.raises(InputError) as refused:
+        run.run(changed, QUIET)
+    said = str(refused.value)
+    assert "train/both" in said
+    assert "compositions.both.weights.acc: 0.5 -> 0.25" in said
+    assert "eval/both/bench" in said
+    assert "score" not in said
+    assert "of device time" in said
+    assert "--yes" in said
+    assert written(steps) == before, "nothing was touched"
+    run.run(changed, QUIET, yes=True)
+    assert not list(steps.store.run_dir.rglob(".aside-*")), "the new ones are whole"
+    assert not list(steps.store.run_dir.rglob("step.json"))
+    spent = read_spent(steps.store.run_dir)
+    assert {(row["stage"], row["name"]) for row in spent.discarded} == {("train", "both"), ("eval", "both/bench")}
+    assert [row["name"] for row in spent.kept if row["stage"] == "train"] == ["acc-only", "both"]
     after = written(changed)
     touched = {path.split("/")[1] for path in after if after[path] != before.get(path)}
     assert touched == {"both"}

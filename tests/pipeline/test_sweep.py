@@ -14,7 +14,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.pipeline import sweep
 from lightning_weave.progress import Progress
 from lightning_weave.report.results import summaries
-from lightning_weave.runs.sweeps import plan_sweep, remember, with_sweep
+from lightning_weave.runs.sweeps import extend, plan_sweep, remember, with_sweep
 from tiny import make_world, save_prompts, steps_of
 
 QUIET = Progress(quiet=True)
@@ -104,7 +104,7 @@ def test_a_sweep_goes_beside_every_other_method(tmp_path: Path) -> None:
         "self": {"method": "self", "sharpen": 0.5},
     }
     steps = steps_of(recipe(**others).model_copy(update={"runs": str(tmp_path)}))
-    known = remember(steps, plan_sweep(steps.recipe, [0.5])).recipe.compositions
+    known = extend(steps, plan_sweep(steps.recipe, [0.5])).recipe.compositions
     assert list(known) == [*others, "decs-0.500"]  # of the same weights, but not the same
     assert {name: known[name] for name in others} == steps.recipe.compositions
     assert known["decs-0.500"].method == "joint"

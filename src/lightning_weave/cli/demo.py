@@ -1,6 +1,7 @@
 """The demo, and the tiny world that it runs on."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -46,7 +47,8 @@ def demo(
                 stage.run(steps, progress, out, report.run)
     if full:
         command = " ".join(["lweave", *sys.argv[1:]])
-        out.print(f"Claims:    {stage.write_claims(runs, progress, command, preview.run)}", soft_wrap=True)
+        claims = stage.write_claims(runs, progress, command, partial(preview.run, yes=True))
+        out.print(f"Claims:    {claims}", soft_wrap=True)
 
 
 @world_app.command("build")

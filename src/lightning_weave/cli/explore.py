@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_weave.cli.options import Files, Only, Sets, load_steps, open_console, open_progress, writing
+from lightning_weave.cli.options import Files, Only, Sets, Yes, load_steps, open_console, open_progress, writing
 from lightning_weave.errors import InputError
 
 app = typer.Typer()
@@ -17,6 +17,7 @@ def preview(
     set_: Sets = None,
     only: Only = None,
     problems: Annotated[int, typer.Option(min=1, metavar="N", help="problems of each benchmark")] = 20,
+    yes: Yes = False,
 ) -> None:
     """Sample from the targets, before anything is trained.
 
@@ -26,7 +27,7 @@ def preview(
     from lightning_weave.pipeline import preview as stage
 
     with writing(steps):
-        stage.run(steps, open_progress(), open_console(), problems, only)
+        stage.run(steps, open_progress(), open_console(), problems, only, yes=yes)
 
 
 @app.command()
@@ -59,6 +60,7 @@ def sweep(
     ] = None,
     alphas: Annotated[str | None, typer.Option(metavar="A,A,...", help="every share at each of these alphas")] = None,
     set_: Sets = None,
+    yes: Yes = False,
 ) -> None:
     """Train and evaluate a range of weights from one cache.
 
@@ -72,7 +74,7 @@ def sweep(
     from lightning_weave.pipeline import sweep as stage
 
     with writing(steps):
-        stage.run(steps, plan, open_progress(), open_console())
+        stage.run(steps, plan, open_progress(), open_console(), yes)
 
 
 def _numbers(option: str, text: str) -> list[float]:

@@ -155,6 +155,40 @@ def verify(recipe: Files, set_: Sets = None) -> None:
 
 
 @app.command()
+def clean(
+    recipe: Files,
+    set_: Sets = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--also", metavar="RECIPE", help="another recipe of this run to keep; may be repeated"),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="remove without asking")] = False,
+) -> None:
+    """List and remove what no recipe needs.
+
+    Old stages that were set aside, leftovers, checkpoints of finished students, and what is in no recipe.
+    """
+    recipes = [load_steps(files, set_) for files in (recipe, *([file] for file in also or ()))]
+    from lightning_weave.views import clean as stage
+
+    stage.run(recipes, open_console(), yes)
+
+
+@app.command()
+def forget(
+    recipe: Files,
+    policy: Annotated[str, typer.Option(metavar="NAME", help="a composition, another policy, or base")],
+    set_: Sets = None,
+    yes: Annotated[bool, typer.Option("--yes", help="remove without asking")] = False,
+) -> None:
+    """Remove one policy: its training and its evaluations."""
+    steps = load_steps(recipe, set_)
+    from lightning_weave.views import forget as stage
+
+    stage.run(steps, policy, open_console(), yes)
+
+
+@app.command()
 def cost(recipe: Files, set_: Sets = None, json: Json = False) -> None:
     """Print what every stage cost, from what was measured."""
     steps = load_steps(recipe, set_)

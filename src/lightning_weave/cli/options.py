@@ -31,7 +31,9 @@ Address = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="of the cluster; default: $RAY_ADDRESS, or a new one on this machine"),
 ]
-UNTOUCHED = {".lock", "recipe.toml", "machine.json", "log.txt"}  # all that is in a run directory before its first stage
+Yes = Annotated[bool, typer.Option("--yes", help="discard what a changed recipe makes stale, without asking")]
+# All that is in a run directory before its first stage.
+UNTOUCHED = {".lock", "recipe.toml", "made.toml", "machine.json", "log.txt"}
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -75,21 +77,25 @@ def writing(steps: "Steps") -> Iterator[None]:
     """Hold the run directory and write the resolved recipe before anything else. Wrong input leaves no new one."""
     from lightning_weave.config import dump_recipe
     from lightning_weave.progress import keep_log
+    from lightning_weave.runs.known import FILE, remember
     from lightning_weave.store import lock_run, write_atomic
 
     check_ranks()
     run_dir = steps.store.run_dir
-    recipe = steps.store.run_dir / "recipe.toml"
+    recipe = run_dir / "recipe.toml"
     is_new = not run_dir.exists()
-    before = recipe.read_bytes() if recipe.exists() else None
+    before = {path: path.read_bytes() for path in (recipe, run_dir / FILE) if path.exists()}
     try:
         with lock_run(run_dir), keep_log(run_dir / "log.txt", shlex.join(["lweave", *sys.argv[1:]])):
+            remember(steps)
             write_atomic(recipe, dump_recipe(steps.recipe).encode())
             yield
             steps.remember()
     except InputError:
         if is_new and run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= UNTOUCHED:
             shutil.rmtree(run_dir)
-        elif before is not None and recipe.exists():
-            write_atomic(recipe, before)
+        elif before:
+            (run_dir / FILE).unlink(missing_ok=True)
+            for path, content in before.items():
+                write_atomic(path, content)
         raise

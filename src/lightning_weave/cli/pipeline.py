@@ -12,6 +12,7 @@ from lightning_weave.cli.options import (
     Files,
     Only,
     Sets,
+    Yes,
     choose_workers,
     load_steps,
     open_console,
@@ -27,44 +28,61 @@ app = typer.Typer()
 
 
 @app.command()
-def rollout(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
+def rollout(
+    recipe: Files, set_: Sets = None, yes: Yes = False, cluster: Cluster = None, address: Address = None
+) -> None:
     """Sample the student's own trajectories."""
     steps = load_steps(recipe, set_)
     from lightning_weave.pipeline.flow import make_rollouts
+    from lightning_weave.runs.discard import allow_discards
 
     with writing(steps):
+        allow_discards(steps, steps.made_by("rollout"), yes)
         make_rollouts(steps, open_progress(), choose_workers(cluster, address))
 
 
 @app.command()
-def reference(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
+def reference(
+    recipe: Files, set_: Sets = None, yes: Yes = False, cluster: Cluster = None, address: Address = None
+) -> None:
     """Find the student's candidates on its own trajectories."""
     steps = load_steps(recipe, set_)
     from lightning_weave.pipeline import reference as stage
+    from lightning_weave.runs.discard import allow_discards
 
     with writing(steps):
+        allow_discards(steps, steps.made_by("reference"), yes)
         stage.run(steps, open_progress(), choose_workers(cluster, address))
 
 
 @app.command()
 def score(
-    recipe: Files, set_: Sets = None, only: Only = None, cluster: Cluster = None, address: Address = None
+    recipe: Files,
+    set_: Sets = None,
+    only: Only = None,
+    yes: Yes = False,
+    cluster: Cluster = None,
+    address: Address = None,
 ) -> None:
     """Score the cached candidates under every anchor model."""
     steps = load_steps(recipe, set_)
     from lightning_weave.pipeline import score as stage
+    from lightning_weave.runs.discard import allow_discards
 
     with writing(steps):
+        allow_discards(steps, steps.made_by("score", only), yes)
         stage.run(steps, open_progress(), only, choose_workers(cluster, address))
 
 
 @app.command()
-def train(recipe: Files, set_: Sets = None, only: Only = None) -> None:
+def train(recipe: Files, set_: Sets = None, only: Only = None, yes: Yes = False) -> None:
     """Fit the student to every composition of the cached shifts."""
     steps = load_steps(recipe, set_)
     from lightning_weave.pipeline.flow import make_students
+    from lightning_weave.runs.discard import allow_discards
 
     with writing(steps):
+        allow_discards(steps, steps.made_by("train", only), yes)
         make_students(steps, open_progress(), only)
 
 
@@ -83,6 +101,7 @@ def evaluate(
         typer.Option(metavar="NAME", help="with --model: aime-2024, ... or file:PATH; may be repeated"),
     ] = None,
     lm_eval: Annotated[str | None, typer.Option(metavar="DIR", help="also write lm-evaluation-harness files")] = None,
+    yes: Yes = False,
     cluster: Cluster = None,
     address: Address = None,
 ) -> None:
@@ -95,11 +114,13 @@ def evaluate(
     steps = load_steps(recipe, set_) if recipe else _load_model_only(model, bench, set_)
     from lightning_weave.pipeline import eval as stage
     from lightning_weave.report.results import show_results
+    from lightning_weave.runs.discard import allow_discards
     from lightning_weave.store import make_directory
 
     if lm_eval:  # before anything is sampled
         make_directory(Path(lm_eval), f"--lm-eval {lm_eval}")
     with writing(steps):
+        allow_discards(steps, steps.made_by("eval", only), yes)
         stage.run(steps, open_progress(), only, choose_workers(cluster, address))
         if lm_eval:
             stage.export_lm_eval(steps, Path(lm_eval), datetime.now())
@@ -147,6 +168,7 @@ def run(
     set_: Sets = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be made, and what is wrong")] = False,
     force: Annotated[bool, typer.Option("--force", help="continue where a check would stop the run")] = False,
+    yes: Yes = False,
     cluster: Cluster = None,
     address: Address = None,
 ) -> None:
@@ -159,5 +181,5 @@ def run(
         stage.dry_run(steps, open_console())
         return
     with writing(steps):
-        stage.run(steps, open_progress(), choose_workers(cluster, address), force)
+        stage.run(steps, open_progress(), choose_workers(cluster, address), force, yes)
     show_results(steps, open_console())

@@ -15,7 +15,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.runs.evaluation import Evaluated, drop_blocks, evaluate, prompt_texts
 from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import Do, do_here
+from lightning_weave.runs.work import Do, do_here, make_room
 
 
 def run(
@@ -31,7 +31,8 @@ def run(
         stages = {benchmark: steps.store.stage(steps.eval(name, benchmark)) for benchmark in section.benchmarks}
         waiting = {benchmark: stage for benchmark, stage in stages.items() if stage.state() != "done"}
         for benchmark in stages.keys() - waiting.keys():
-            drop_blocks(stages[benchmark])  # of a run that was killed as it ended
+            make_room(stages[benchmark])  # of a run that was killed as it ended
+            drop_blocks(stages[benchmark])
         if waiting:
             policy = Evaluated(name, steps.policy(name))
             try:

@@ -25,6 +25,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.report.results import policy_rows
 from lightning_weave.report.tables import console
 from lightning_weave.runs.anchors import AnchorScorer, LiveAnchors
+from lightning_weave.runs.discard import allow_discards
 from lightning_weave.runs.evaluation import Evaluated, evaluate
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import ScoredModel, Steps
@@ -73,9 +74,17 @@ class Target:
 
 
 def run(
-    steps: Steps, progress: Progress, out: Console, problems: int, only: Sequence[str] | None = None
+    steps: Steps,
+    progress: Progress,
+    out: Console,
+    problems: int,
+    only: Sequence[str] | None = None,
+    yes: bool = False,
 ) -> dict[str, list[Summary]]:
-    """Evaluate the student and the targets of its compositions on a few problems, and print the table."""
+    """Evaluate the student and the targets of its compositions on a few problems, and print the table.
+
+    `yes` discards an earlier preview of another target without asking.
+    """
     whys = {name: _why_not(steps, name) for name in steps.recipe.compositions}
     can = [name for name, why in whys.items() if not why]
     for name in only or ():
@@ -88,6 +97,8 @@ def run(
         progress.say("left out: " + _listed({name: why for name, why in whys.items() if why}))
     loaded: dict[ScoredModel, AnchorScorer] = {}
     names = ["base", *(only or can)]
+    previews = [preview_step(steps, name, bench, problems) for name in names for bench in steps.recipe.eval.benchmarks]
+    allow_discards(steps, previews, yes)
     summaries = {name: _evaluate(steps, name, problems, loaded, progress) for name in names}
     out.print(console(policy_rows(summaries)))
     out.print("Sampled from the targets themselves: no student was trained for this.")

@@ -11,7 +11,9 @@ from lightning_weave.runs.steps import Steps
 
 def run(steps: Steps, progress: Progress) -> None:
     """Build the prompts of this run unless they are up to date. Any rank may; all write the same."""
-    if steps.store.stage(steps.prompts).state() == "done":
+    stage = steps.store.stage(steps.prompts)
+    if stage.state() == "done":
+        stage.settle()  # of a run that was killed as it ended
         return
     if steps.recipe.rollout.from_ is not None:
         prompts = [group.as_prompt(steps.student.tokenizer) for group in own_trajectories(steps)]

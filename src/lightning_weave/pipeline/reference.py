@@ -8,7 +8,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.runs.engines import open_scorer
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.trajectories import find_candidates
-from lightning_weave.runs.work import Do, Job, Made, do_here
+from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
 from lightning_weave.types import Candidates, Rollouts
 
 
@@ -16,7 +16,9 @@ def run(steps: Steps, progress: Progress, do: Do = do_here) -> None:
     """Find candidates for every pending shard. Resumable."""
     shards = len(steps.store.stage(steps.rollout).require()["shards"])
     stage = steps.store.stage(steps.reference)
-    do(Job("reference", "", "shard", stage.pending(shards), open_worker), steps, progress)
+    make_room(stage)
+    job = Job("reference", "", "shard", stage.pending(shards), open_worker, fingerprint=stage.step.fingerprint)
+    do(job, steps, progress)
     stage.finish(Candidates, shards)
 
 

@@ -12,7 +12,7 @@ from lightning_weave.runs.engines import open_sampler
 from lightning_weave.runs.prompts import own_trajectories
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.trajectories import pack_rollouts
-from lightning_weave.runs.work import Do, Job, Made, do_here
+from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
 from lightning_weave.types import Prompt, Request, Response, Rollouts, SamplingSettings
 
 
@@ -21,8 +21,9 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn)
     prompts = steps.store.stage(steps.prompts).require()["rows"]
     stage = steps.store.stage(steps.rollout)
     shards = -(-prompts // steps.recipe.rollout.prompts_per_shard)
+    make_room(stage)
     pending = stage.pending(shards)
-    do(Job("rollout", "", "shard", pending, open_worker), steps, progress)
+    do(Job("rollout", "", "shard", pending, open_worker, fingerprint=stage.step.fingerprint), steps, progress)
     stage.finish(Rollouts, shards)
     watch(lambda: check_rollouts(steps), bool(pending), progress)
     return shards

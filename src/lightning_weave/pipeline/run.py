@@ -10,17 +10,23 @@ from lightning_weave.checks.watch import say, stop, warn
 from lightning_weave.errors import InputError
 from lightning_weave.pipeline.flow import make_everything
 from lightning_weave.progress import Progress
+from lightning_weave.runs.changes import why_stale
+from lightning_weave.runs.discard import allow_discards, discards, listing
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, do_here
 from lightning_weave.train.export import check_lora
 
 
-def run(steps: Steps, progress: Progress, do: Do = do_here, force: bool = False) -> None:
-    """Make what is missing, unless something is known to be wrong with it. `force` overrides judgements."""
+def run(steps: Steps, progress: Progress, do: Do = do_here, force: bool = False, yes: bool = False) -> None:
+    """Make what is missing, unless something is known to be wrong with it.
+
+    `force` overrides judgements, `yes` discards what another recipe has made without asking.
+    """
     todo = Todo.of(steps)
     findings = look_ahead(steps, todo)
     refuse(findings, force)
     say(findings, progress)
+    allow_discards(steps, steps.everything() if steps.recipe.compositions else steps.made_by("eval"), yes)
     make_everything(steps, progress, do, warn if force or todo.nothing else stop)
 
 
@@ -34,11 +40,14 @@ def dry_run(steps: Steps, out: Console) -> None:
     table = Table("stage", "state", "", title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
     for stage in stages:
         state = stage.state()
-        table.add_row(stage.step.path, state, Text("; ".join(stage.changed_settings()) if state == "stale" else ""))
+        table.add_row(stage.step.path, state, Text(why_stale(stage) if state == "stale" else ""))
     if stages:
         out.print(table)
         todo = sum(stage.state() != "done" for stage in stages)
         out.print(f"{todo} of {len(stages)} would be made.")
+    if doomed := discards(steps, [stage.step for stage in stages]):
+        lines = ["Discarded for it, once each is made again:", *listing(doomed, steps.store.run_dir)]
+        out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     for finding in findings:
         if finding.verdict == "warning":
             out.print(f"warning: {finding.line}", markup=False, highlight=False, soft_wrap=True)

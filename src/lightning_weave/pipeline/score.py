@@ -9,7 +9,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.runs.anchors import AnchorScorer
 from lightning_weave.runs.steps import ScoredModel, Steps
-from lightning_weave.runs.work import Do, Job, Made, do_here
+from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
 from lightning_weave.types import Candidates, Rollouts, Scores
 
 
@@ -31,8 +31,10 @@ def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do = 
     """Score every pending shard under one model."""
     shards = len(steps.store.stage(steps.reference).require()["shards"])
     stage = steps.store.stage(steps.score(scored))
+    make_room(stage)
     opener = partial(open_worker, scored=scored)
-    do(Job("score", steps.score_names[scored], "shard", stage.pending(shards), opener), steps, progress)
+    name = steps.score_names[scored]
+    do(Job("score", name, "shard", stage.pending(shards), opener, fingerprint=stage.step.fingerprint), steps, progress)
     stage.finish(Scores, shards)
 
 

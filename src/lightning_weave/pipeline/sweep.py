@@ -9,20 +9,28 @@ from lightning_weave.maths.metrics import pareto_front
 from lightning_weave.pipeline.flow import evaluate, make_cache, make_students
 from lightning_weave.progress import Progress, duration
 from lightning_weave.report.results import policy_rows, summaries
-from lightning_weave.runs.costs import costs, offline_cost
+from lightning_weave.runs.costs import costs, offline_cost, read_spent
+from lightning_weave.runs.discard import allow_discards
 from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.sweeps import Planned, remember
-from lightning_weave.store.ledger import read_ledger
+from lightning_weave.runs.sweeps import Planned, extend, remember
 
 
-def run(steps: Steps, plan: Sequence[Planned], progress: Progress, out: Console) -> None:
-    """Train and evaluate what is missing of a sweep, one setting after the other. Resumable."""
-    extended = remember(steps, plan)
+def run(steps: Steps, plan: Sequence[Planned], progress: Progress, out: Console, yes: bool = False) -> None:
+    """Train and evaluate what is missing of a sweep, one setting after the other. Resumable.
+
+    `yes` discards what another recipe has made without asking.
+    """
+    extended = extend(steps, plan)
+    names = [one.name for one in plan]
+    cache = [step for verb in ("rollout", "reference", "score") for step in extended.made_by(verb)]
+    policies = ["base", *names]
+    made = [*cache, *extended.made_by("train", names), *extended.made_by("eval", policies)]
+    allow_discards(extended, made, yes)
+    remember(steps, plan)
     out.print("\n".join(forecast(extended, plan)), markup=False, soft_wrap=True)
     make_cache(extended, progress)
     evaluate(extended, progress, ["base"])
     missing = [one.name for one in plan if not _is_evaluated(extended, one.name)]
-    policies = ["base", *(one.name for one in plan)]
     out.print("\n".join(running_front(extended, policies)), markup=False, soft_wrap=True)
     for name in missing:
         make_students(extended, progress, [name])
@@ -38,7 +46,7 @@ def forecast(steps: Steps, plan: Sequence[Planned]) -> list[str]:
     lines = [f"Sweep of {len(plan)}: {', '.join(one.name for one in plan)}"]
     if known:
         lines.append(f"Already in the recipe: {', '.join(known)}")
-    rows = read_ledger(steps.store.run_dir)
+    rows = read_spent(steps.store.run_dir).kept
     offline = offline_cost(steps, rows)
     eval_cost = _mean_cost([{**row, "name": row["name"].split("/")[0]} for row in rows if row["stage"] == "eval"])
     lines.append(f"To train: {len(to_train)}, {_cost_words(len(to_train), offline.train if offline else None)}")

@@ -13,6 +13,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.ranks import can_meet
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
+from lightning_weave.runs.work import make_room
 from lightning_weave.train.offline import train_offline
 from lightning_weave.train.online import train_online
 from lightning_weave.train.parallel import join
@@ -40,6 +41,7 @@ def run(
     pending = [name for name in wanted if steps.store.stage(steps.train(name)).state() != "done"]
     for name in wanted:
         if name not in pending:
+            make_room(steps.store.stage(steps.train(name)))  # of a run that was killed as it ended
             watch(partial(check_training, steps, name), False, progress)
     if pending or can_meet():  # all ranks join, so that rank 0 can say what is pending: disks show files late
         device = set_up(steps.recipe, steps.store)
@@ -55,6 +57,10 @@ def run(
 
 def train_composition(steps: Steps, name: str, context: TrainContext) -> None:
     """Fit one composition with its own method, and export it."""
+    stage = steps.store.stage(steps.train(name))
+    make_room(stage)
+    if any(context.ranks.gathered([stage.state() == "done"] if context.ranks.first else [])):
+        return  # it had been set aside
     match steps.recipe.compositions[name].method:
         case "sequential":
             train_in_sequence(steps, name, context)

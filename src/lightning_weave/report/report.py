@@ -13,14 +13,24 @@ from lightning_weave.report import anchors, costs, headline, read_cases, tables
 from lightning_weave.report.cases import latex_panels
 from lightning_weave.report.figures import frontier, inline, save
 from lightning_weave.report.page import Fact, Figure, Page, RunView, render
-from lightning_weave.report.results import PolicySummaries, merge, overalls, points, policy_rows, summaries
+from lightning_weave.report.results import (
+    PolicySummaries,
+    merge,
+    other_protocols,
+    overalls,
+    points,
+    policy_rows,
+    summaries,
+)
 from lightning_weave.runs.caches import open_scored
+from lightning_weave.runs.costs import read_spent
 from lightning_weave.runs.costs import summary as cost_summary
+from lightning_weave.runs.known import as_it_stands, differing, with_known
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.sweeps import with_sweep
 from lightning_weave.store import write_atomic, write_json
-from lightning_weave.store.ledger import read_ledger
 
+OWN = "as the recipe says"  # where results by other protocols stand beside
 FIGURES = {  # name -> title, caption, description
     "frontier": (
         "Accuracy against tokens",
@@ -73,17 +83,27 @@ FIGURES = {  # name -> title, caption, description
 
 def run(recipes: Sequence[Steps], progress: Progress) -> Path:
     """Write the report of one run, or of several runs of one student, into the first run's folder."""
-    runs = [with_sweep(steps) for steps in recipes]
-    _check_one_student(runs)
+    given = [with_known(with_sweep(steps)) for steps in recipes]
+    _check_one_student(given)
+    changed = [differing(steps) for steps in given]
+    runs = [as_it_stands(steps) for steps in given]
     for steps in runs:
         read_cases.check_cases(steps)
         anchors.check_students(steps)
     evaluated = [summaries(steps) for steps in runs]
     merged = merge(evaluated)
+    others = other_protocols(given[0]) if len(runs) == 1 else {}
+    main = ""
+    if not merged and others:  # nothing by the recipe's own protocol: the page is of the one with the most policies
+        main = max(others, key=lambda label: len(others[label]))
+        merged = others.pop(main)
     writer = Writer(runs[0].store.run_dir / "report")
     combined = overalls(merged)
-    rows = policy_rows(merged, combined)
-    results = writer.results(runs[0], merged, combined) if rows else []
+    stale = {policy for paths in changed for policy in merged if any(_is_of(policy, path) for path in paths)}
+    rows = policy_rows(merged, combined, main or (OWN if others else ""), stale)
+    beside = [row for label, found in others.items() for row in policy_rows(found, group=label, stale=stale)]
+    tabled = [*rows, *(row for row in beside if _columns(row) == _columns(rows[0]))]
+    results = writer.results(runs[0], merged, combined, tabled) if rows else []
     groups = [
         group
         for steps, policies in zip(runs, evaluated, strict=True)
@@ -101,11 +121,11 @@ def run(recipes: Sequence[Steps], progress: Progress) -> Path:
         headline=result,
         lead=lead,
         facts=_facts(runs),
-        rows=rows,
+        rows=tabled,
         results=results,
         runs=views,
         cases=groups,
-        notes=_missing(runs, evaluated, merged),
+        notes=[*_changes(given, changed, main), *_missing(runs, evaluated, merged)],
         footer=_footer(runs),
     )
     writer.text("index.html", render(page))
@@ -138,12 +158,18 @@ class Writer:
             self.written |= set(save(drawing, self.folder / "figures", f"{name}{suffix}"))
         return figures
 
-    def results(self, steps: Steps, evaluated: PolicySummaries, combined: Mapping[str, Overall]) -> list[Figure]:
-        """Write the tables, points and figures of the results."""
-        rows = policy_rows(evaluated, combined)
-        self.text("tables/results.md", tables.markdown(rows))
-        self.text("tables/results.tex", tables.latex(rows))
-        self.text("tables/results.csv", tables.to_csv(rows))
+    def results(
+        self,
+        steps: Steps,
+        evaluated: PolicySummaries,
+        combined: Mapping[str, Overall],
+        tabled: Sequence[tables.PolicyRow],
+    ) -> list[Figure]:
+        """Write the tables, points and figures of the results; other protocols are in the tables only."""
+        rows = tabled[: len(evaluated)]
+        self.text("tables/results.md", tables.markdown(tabled))
+        self.text("tables/results.tex", tables.latex(tabled))
+        self.text("tables/results.csv", tables.to_csv(tabled))
         write_json(self.folder / "points.json", points(steps, rows))
         drawings = {
             "frontier": frontier(headline.frontier_points(steps, combined)),
@@ -167,7 +193,7 @@ def _run_view(
 ) -> RunView:
     """Make the parts of the page about one run."""
     suffix = f"-{steps.recipe.name}" if several else ""
-    ledger = read_ledger(steps.store.run_dir)
+    ledger = read_spent(steps.store.run_dir).kept
     drawings = {**costs.cost_figures(steps, ledger), **costs.training_figures(steps)}
     cache = open_scored(steps)
     complete = not steps.recipe.anchors or (cache is not None and len(cache.sources) == len(steps.recipe.anchors))
@@ -215,10 +241,33 @@ def _facts(runs: Sequence[Steps]) -> list[Fact]:
         if cache is not None:
             positions = cache.reference.require().get("positions", 0)
             facts.append(Fact(f"{prefix}Cache", f"{len(cache.rows):,}", f"trajectories, {positions:,} decisions"))
-        seconds = sum(row["device_seconds"] for row in read_ledger(steps.store.run_dir))
+        seconds = sum(row["device_seconds"] for row in read_spent(steps.store.run_dir).kept)
         if seconds:
             facts.append(Fact(f"{prefix}Device time", duration(seconds), "including evaluation"))
     return facts
+
+
+def _is_of(policy: str, path: str) -> bool:
+    return path == f"train/{policy}" or path.startswith(f"eval/{policy}/")
+
+
+def _columns(row: tables.PolicyRow) -> list[str]:
+    return [score.benchmark for score in row.scores]
+
+
+def _changes(given: Sequence[Steps], changed: Sequence[Mapping[str, str]], main: str) -> list[str]:
+    """Say what on the page is not what the recipe says now, what changed, and what makes it so."""
+    notes = [f"Nothing is evaluated by this recipe's protocol. The table has another: {main}."] if main else []
+    for steps, paths in zip(given, changed, strict=True):
+        reasons: dict[str, list[str]] = {}
+        for path, why in paths.items():
+            reasons.setdefault(why, []).append(path)
+        for why, stages in reasons.items():
+            names = ", ".join(stages[:6]) + (f" and {len(stages) - 6} more" if len(stages) > 6 else "")
+            notes.append(
+                f"Stale, shown as it was made: {names}. Changed since: {why}. Next: lweave run {steps.arguments}"
+            )
+    return notes
 
 
 def _missing(runs: Sequence[Steps], evaluated: Sequence[PolicySummaries], merged: PolicySummaries) -> list[str]:

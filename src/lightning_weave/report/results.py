@@ -1,7 +1,7 @@
 """The results of evaluation: the rows of the paper's table, and one point per policy as JSON."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -9,6 +9,7 @@ from rich.console import Console
 from lightning_weave.bench.summary import Overall, Summary, combine, read_summary
 from lightning_weave.errors import InputError
 from lightning_weave.report.tables import BenchmarkScore, PolicyRow, console, plain
+from lightning_weave.runs.known import neighbours
 from lightning_weave.runs.steps import Steps
 
 PolicySummaries = dict[str, list[Summary]]  # policy -> its benchmarks
@@ -22,6 +23,27 @@ def summaries(steps: Steps) -> PolicySummaries:
         if all(stage.state() == "done" for stage in stages):
             finished[policy] = [read_summary(stage.folder / "summary.json") for stage in stages]
     return finished
+
+
+def other_protocols(steps: Steps) -> dict[str, PolicySummaries]:
+    """Read the evaluations on the same benchmarks by other protocols than the recipe's, by what differs.
+
+    Of each protocol, the policies that have all the benchmarks of the first.
+    """
+    found: dict[str, PolicySummaries] = {}
+    for policy in steps.policies:
+        for name in steps.recipe.eval.benchmarks:
+            stage = steps.store.stage(steps.eval(policy, name))
+            for other, label in neighbours(stage):
+                found.setdefault(label, {}).setdefault(policy, []).append(read_summary(other.folder / "summary.json"))
+    return {label: _rectangular(policies) for label, policies in found.items()}
+
+
+def _rectangular(policies: PolicySummaries) -> PolicySummaries:
+    names = [summary.benchmark for summary in next(iter(policies.values()))]
+    return {
+        policy: results for policy, results in policies.items() if [summary.benchmark for summary in results] == names
+    }
 
 
 def merge(runs: Sequence[PolicySummaries]) -> PolicySummaries:
@@ -38,7 +60,12 @@ def overalls(evaluated: PolicySummaries) -> dict[str, Overall]:
     return {policy: combine(results, evaluated.get("base")) for policy, results in evaluated.items()}
 
 
-def policy_rows(evaluated: PolicySummaries, combined: Mapping[str, Overall] | None = None) -> list[PolicyRow]:
+def policy_rows(
+    evaluated: PolicySummaries,
+    combined: Mapping[str, Overall] | None = None,
+    group: str = "",
+    stale: Collection[str] = (),
+) -> list[PolicyRow]:
     """Make one row per policy, compared with the base if that was evaluated."""
     combined = overalls(evaluated) if combined is None else combined
     rows = []
@@ -54,6 +81,8 @@ def policy_rows(evaluated: PolicySummaries, combined: Mapping[str, Overall] | No
                 aes=aes.estimate if aes else None,
                 aes_low=aes.low if aes and policy != "base" else None,
                 aes_high=aes.high if aes and policy != "base" else None,
+                group=group,
+                stale=policy in stale,
             )
         )
     return rows

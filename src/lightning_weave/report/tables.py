@@ -45,6 +45,12 @@ class PolicyRow:
     aes_low: float | None = None
     aes_high: float | None = None
     group: str = ""
+    stale: bool = False  # made by another recipe than the present one
+
+    @property
+    def label(self) -> str:
+        """The policy as it is printed."""
+        return f"{self.policy} (stale)" if self.stale else self.policy
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ def markdown(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
     for group, members in _groups(rows, cells(rows, marks)):
         if group:
             lines.append(_pipe([f"***{escape_markdown(group)}***", *[""] * (len(header) - 1)]))
-        lines += [_pipe([escape_markdown(row.policy), *map(_markdown_cell, line)]) for row, line in members]
+        lines += [_pipe([escape_markdown(row.label), *map(_markdown_cell, line)]) for row, line in members]
     return "\n".join(lines) + "\n"
 
 
@@ -90,7 +96,7 @@ def latex(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
         lines.append(r"\midrule")
         if group:
             lines.append(rf"\multicolumn{{{width}}}{{l}}{{\textbf{{\textit{{{escape_latex(group)}}}}}}} \\")
-        lines += [_ampersand([escape_latex(row.policy), *map(_latex_cell, line)]) for row, line in members]
+        lines += [_ampersand([escape_latex(row.label), *map(_latex_cell, line)]) for row, line in members]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
@@ -103,7 +109,7 @@ def to_csv(rows: Sequence[PolicyRow]) -> str:
     for row in rows:
         scores = [value for score in row.scores for value in (score.accuracy, score.tokens)]
         values = [*scores, row.accuracy, row.tokens, row.aes, row.aes_low, row.aes_high]
-        writer.writerow([row.group, row.policy, *("" if _is_missing(value) else value for value in values)])
+        writer.writerow([row.group, row.label, *("" if _is_missing(value) else value for value in values)])
     return out.getvalue()
 
 
@@ -115,7 +121,7 @@ def plain(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
         lines += [[group]] if group else []
         for row, line in members:
             texts = [f"{cell.text}{signs[cell.mark]}{' ' * bool(cell.interval)}{cell.interval}" for cell in line]
-            lines.append([("  " if group else "") + row.policy, *texts])
+            lines.append([("  " if group else "") + row.label, *texts])
     widths = [max(len(line[k]) for line in lines if len(line) > 1) for k in range(len(lines[0]))]
     padded = [
         [line[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=False))]
@@ -142,7 +148,7 @@ def console(rows: Sequence[PolicyRow], marks: Scope = "group", width: int | None
         for row, line in members:
             shown = line[first:]
             texts = [Text.assemble((cell.text, styles[cell.mark]), f" {cell.interval}".rstrip()) for cell in shown]
-            table.add_row(Text(row.policy), *texts)
+            table.add_row(Text(row.label), *texts)
     return table
 
 

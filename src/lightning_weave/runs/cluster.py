@@ -64,7 +64,7 @@ def _do_on_ray(job: Job, steps: Steps, progress: Progress) -> None:
     remote = ray.remote(max_restarts=-1, num_cpus=plan.cpus, num_gpus=plan.gpus)(_with_patient_start(ShardWorker))
     actors = [remote.remote(job.open, steps.recipe, steps.arguments, os.getcwd()) for _ in range(plan.workers)]
     with (
-        measure(steps.store.run_dir, job.stage, job.name) as meter,
+        measure(steps.store.run_dir, job.stage, job.name, fingerprint=job.fingerprint) as meter,
         progress.bar(job.label, len(job.pending), job.unit) as bar,
     ):
         meter.devices = plan.workers

@@ -3,10 +3,13 @@
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_weave.progress import duration
 from lightning_weave.runs.steps import ROLES, ScoredModel, Steps
+from lightning_weave.store import recorded
+from lightning_weave.store.ledger import read_ledger
 
 SHARED = {"rollout": "Student rollout collection", "reference": "Student-reference scoring", "score": "Anchor scoring"}
 
@@ -32,6 +35,45 @@ class Offline:
     def of(self, compositions: int) -> float:
         """Seconds of so many compositions that share the cache."""
         return sum(self.cache.values()) + compositions * self.train
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The rows of a ledger: those of what is there, and those of what was made again or removed since."""
+
+    kept: list[dict[str, Any]]
+    discarded: list[dict[str, Any]]
+
+
+def read_spent(run_dir: Path) -> Spent:
+    """Read what a run has cost. A row belongs to what is there unless it names another fingerprint than the folder.
+
+    A cache may be deleted when students are trained on it: it is part of what they cost.
+    """
+    spent = Spent([], [])
+    known: dict[Path, str | None] = {}
+    for row in read_ledger(run_dir):
+        folder = run_dir / row["stage"] / row["name"]
+        if folder not in known:
+            known[folder] = (recorded(folder) or {}).get("fingerprint")
+        there = known[folder]
+        deleted = there is None and not folder.exists() and row["stage"] not in SHARED
+        gone = deleted or (there is not None and row.get("fingerprint", there) != there)
+        (spent.discarded if gone else spent.kept).append(row)
+    return spent
+
+
+def cost_of(folder: Path, run_dir: Path, rows: list[dict[str, Any]]) -> Cost | None:
+    """What it took to make the stage in this folder, however far it came; None where nothing was measured."""
+    there = (recorded(folder) or {}).get("fingerprint")
+    stage, _, name = folder.relative_to(run_dir).as_posix().partition("/")
+    own = [
+        {**row, "name": name}
+        for row in rows
+        if row["stage"] == stage
+        and (row["name"].startswith(f"{name}/") or (row["name"] == name and row.get("fingerprint", there) == there))
+    ]
+    return costs(own, "name").get((name,))
 
 
 def costs(rows: list[dict[str, Any]], *keys: str) -> dict[tuple[str, ...], Cost]:

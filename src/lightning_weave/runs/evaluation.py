@@ -32,7 +32,7 @@ from lightning_weave.ranks import is_first
 from lightning_weave.runs.engines import longest_context, open_sampler
 from lightning_weave.runs.grade import Grader
 from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import Do, Job, Made, do_here
+from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
 from lightning_weave.store import Stage, write_atomic
 from lightning_weave.types import Request, SamplingSettings
 
@@ -83,16 +83,20 @@ def evaluate(
             f"eval {benchmark.slug}: math-verify is not installed, so only an answer in \\boxed{{}} that is written "
             "like the reference counts. For a forgiving grader: pip install math-verify"
         )
-    if _is_graded_otherwise(stage):
+    make_room(stage)
+    if stage.state() == "done":  # it had been set aside, or another rank has graded it
+        return
+    if source := _graded_otherwise(stage):
         if is_first():
             progress.say(f"eval {policy.name}/{stage.folder.name}: grading the samples again, without sampling")
-            _grade_again(steps, stage, benchmark, grader, progress)
+            _grade_again(steps, stage, benchmark, grader, progress, source=source)
         return
     todo = blocks(len(benchmark.problems), samples, section.block)
     folder = stage.folder / f"blocks-{stage.step.fingerprint}"
     opener = partial(open_exam, policy=policy, benchmark=benchmark, settings=settings, todo=todo, folder=folder)
     name = f"{policy.name}/{stage.folder.name}"
-    do(Job(booked, name, "block", pending_blocks(folder, len(todo)), opener), steps, progress)
+    pending = pending_blocks(folder, len(todo))
+    do(Job(booked, name, "block", pending, opener, fingerprint=stage.step.fingerprint), steps, progress)
     if is_first():  # the blocks go when they are merged: one rank does it
         while pending_blocks(folder, len(todo)):
             time.sleep(0.2)
@@ -200,9 +204,16 @@ def drop_blocks(stage: Stage) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _is_graded_otherwise(stage: Stage) -> bool:
-    """Say whether whole samples are there that only another recipe's grading keeps from being this one's."""
-    manifest = stage.manifest()
+def _graded_otherwise(stage: Stage) -> Path | None:
+    """Find whole samples that only another recipe's grading keeps from being this one's."""
+    name = Path(stage.step.path).name
+    found = [path for path in sorted(stage.folder.parent.glob(f"{name}*")) if path.name.partition("@")[0] == name]
+    return next((path for path in (*found, *stage.aside()) if _differs_in_grading(stage, path)), None)
+
+
+def _differs_in_grading(stage: Stage, folder: Path) -> bool:
+    other = replace(stage, folder=folder)
+    manifest = other.manifest()
     new = dict(stage.step.settings)
     if manifest is None or manifest["fingerprint"] == stage.step.fingerprint:
         return False
@@ -210,14 +221,16 @@ def _is_graded_otherwise(stage: Stage) -> bool:
     inputs = {step.path: step.fingerprint for step in stage.step.inputs}
     changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
     known = changed <= {"profile", "budgets"} and set(new["budgets"]) <= set(old.get("budgets", ()))
-    return known and manifest["inputs"] == inputs and not stage.damaged()
+    return known and manifest["inputs"] == inputs and not other.damaged()
 
 
-def _grade_again(steps: Steps, stage: Stage, benchmark: Benchmark, grader: Grader, progress: Progress) -> None:
+def _grade_again(
+    steps: Steps, stage: Stage, benchmark: Benchmark, grader: Grader, progress: Progress, *, source: Path
+) -> None:
     budgets = steps.recipe.eval.budgets
     target = stage.folder / "samples.jsonl"
     problems = {problem.id: problem for problem in benchmark.problems}
-    samples = list(read_samples(target))
+    samples = list(read_samples(source / target.name))
     graded = grader.grade([(problems[sample.problem], sample.text) for sample in samples])
     lines = [
         to_line(
@@ -232,7 +245,6 @@ def _grade_again(steps: Steps, stage: Stage, benchmark: Benchmark, grader: Grade
         )
         for sample, verdict in zip(samples, graded, strict=True)
     ]
-    stage.manifest_path.unlink()  # it describes the samples before regrading
     write_atomic(target, "".join(lines).encode())
     _summarise(steps, stage, benchmark, grader, progress)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from lightning_weave.errors import InputError
 from lightning_weave.runs.steps import Steps
+from lightning_weave.runs.work import make_room
 from lightning_weave.store import write_atomic
 from lightning_weave.store.tables import Row, checked_rows
 from lightning_weave.types import FINISH_REASONS, FinishReason, Prompt, Response
@@ -18,6 +19,7 @@ from lightning_weave.types import FINISH_REASONS, FinishReason, Prompt, Response
 
 def keep_prompts(steps: Steps, prompts: Sequence[Prompt], extra: Mapping[str, Any]) -> None:
     """Make these the prompts of the run."""
+    make_room(steps.store.stage(steps.prompts))
     lines = "".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
     write_atomic(steps.prompts_file, lines.encode())
     steps.store.stage(steps.prompts).record([steps.prompts_file], {"rows": len(prompts), **extra})

@@ -31,7 +31,8 @@ from lightning_weave.config import (
 from lightning_weave.errors import InputError
 from lightning_weave.grading.graders import grading_of
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.store import Step, Store, file_identities, file_identity, read_json, write_json
+from lightning_weave.runs.changes import as_made
+from lightning_weave.store import MANIFEST, Step, Store, file_identities, file_identity, read_json, recorded, write_json
 
 Role = Literal["post", "pre"]
 ROLES: tuple[Role, Role] = ("post", "pre")
@@ -95,6 +96,7 @@ class Steps:
 
     recipe: Recipe
     arguments: str = "RECIPE"
+    standing: bool = False  # take what is finished as it is on disk, whatever the recipe says now
     _identities: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -165,7 +167,21 @@ class Steps:
                 self._data_identity(name, "prompts.screen_against") for name in self.recipe.prompts.screen_against
             ]
         command = self._command("rollout" if self.needs_cache else "train")
-        return Step("prompts", settings | {"student": self.identity_of(self.student)}, (), command)
+        settings["student"] = self.identity_of(self.student)
+        return self._step(Step("prompts", self._as_made("prompts", settings), (), command))
+
+    def _step(self, step: Step) -> Step:
+        """A step as the recipe says it, or as it stands: a cache only where it was made from what stands, too."""
+        if not self.standing:
+            return step
+        stage = self.store.stage(step)
+        is_result = step.path.startswith(("train/", "eval/"))
+        return stage.standing() if is_result or not stage.changed_inputs() else step
+
+    def _as_made(self, path: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """The settings as the finished stage has them, where the difference does not matter."""
+        folder = self.store.run_dir / path
+        return as_made(settings, recorded(folder) if (folder / MANIFEST).exists() else None)
 
     @cached_property
     def rollout(self) -> Step:
@@ -173,16 +189,15 @@ class Steps:
         if self.recipe.rollout.from_ is not None:
             names = {"prompts_per_shard"}
         settings = self.recipe.rollout.model_dump(mode="json", include=names)
-        return Step(
-            "rollout", settings | {"student": self.identity_of(self.student)}, (self.prompts,), self._command("rollout")
-        )
+        settings["student"] = self.identity_of(self.student)
+        return self._step(Step("rollout", settings, (self.prompts,), self._command("rollout")))
 
     @cached_property
     def reference(self) -> Step:
         section = self.recipe.reference
         settings = {"candidates": section.candidates, "dtype": section.dtype, **_engine_settings(section)}
         settings["student"] = self.identity_of(self.student)
-        return Step("reference", settings, (self.rollout,), self._command("reference"))
+        return self._step(Step("reference", settings, (self.rollout,), self._command("reference")))
 
     def score(self, scored: ScoredModel) -> Step:
         settings = {
@@ -198,7 +213,7 @@ class Steps:
             settings["template"] = template_identity(scored.template.light_path)
         name = self.score_names[scored]
         command = f"{self._command('score')} --only {name}"
-        return Step(f"score/{name}", settings, (self.reference,), command)
+        return self._step(Step(f"score/{name}", settings, (self.reference,), command))
 
     @cached_property
     def score_names(self) -> dict[ScoredModel, str]:
@@ -236,7 +251,9 @@ class Steps:
         scores = {step.path: step for anchor in used for step in self.scores_of(anchor)}
         cached = (self.reference, *scores.values())
         inputs = (self.prompts,) if composition.method == "online" else cached
-        return Step(f"train/{name}", settings, inputs, f"{self._command('train')} --only {name}")
+        path = f"train/{name}"
+        command = f"{self._command('train')} --only {name}"
+        return self._step(Step(path, self._as_made(path, settings), inputs, command))
 
     def train_section(self, name: str) -> Train:
         """[train], with what a composition has of its own."""
@@ -305,9 +322,9 @@ class Steps:
             settings["model"] = self.identity_of(Checkpoint.of(self.recipe.policies[policy]))
         else:
             settings["model"] = self.identity_of(self.student)
-        return Step(
-            f"eval/{policy}/{benchmark_folder(benchmark)}", settings, inputs, f"{self._command('eval')} --only {policy}"
-        )
+        path = f"eval/{policy}/{benchmark_folder(benchmark)}"
+        command = f"{self._command('eval')} --only {policy}"
+        return self._step(Step(path, settings, inputs, command, subject=frozenset({"model", "benchmark"})))
 
     def _grading(self, benchmark: str) -> str | dict[str, Any]:
         """Say how a benchmark is graded; a user's own function by its content."""
@@ -322,12 +339,31 @@ class Steps:
 
     def everything(self) -> list[Step]:
         """All steps in the order in which they can be made."""
-        scores = [self.score(scored) for scored in self.score_names]
-        trains = [self.train(name) for name in self.recipe.compositions]
-        evals = [self.eval(policy, benchmark) for policy in self.policies for benchmark in self.recipe.eval.benchmarks]
-        cached = [self.prompts, self.rollout, self.reference, *scores] if self.needs_cache else []
-        live = [self.prompts] if trains and not cached else []
-        return [*cached, *live, *trains, *evals]
+        verbs = ["rollout", "reference", "score"] if self.needs_cache else []
+        steps = [step for verb in (*verbs, "train", "eval") for step in self.made_by(verb)]
+        return list({step.path: step for step in steps}.values())
+
+    def made_by(self, verb: str, only: Sequence[str] | None = None) -> list[Step]:
+        """The steps that a verb makes; `only` names models, compositions or policies, as its option does."""
+
+        def wanted(name: str) -> bool:
+            return only is None or name in only
+
+        match verb:
+            case "rollout":
+                return [self.prompts, self.rollout]
+            case "reference":
+                return [self.reference]
+            case "score":
+                return [self.score(scored) for scored, name in self.score_names.items() if wanted(name)]
+            case "train":
+                trains = [self.train(name) for name in self.recipe.compositions if wanted(name)]
+                return [*([self.prompts] if "online" in self.methods(only) else []), *trains]
+            case "eval":
+                policies = filter(wanted, self.policies)
+                return [self.eval(policy, name) for policy in policies for name in self.recipe.eval.benchmarks]
+            case _:
+                raise AssertionError(verb)
 
     def methods(self, only: Sequence[str] | None = None) -> set[str]:
         """The methods of these compositions, or of all."""

@@ -84,12 +84,19 @@ def _same(one: Composition, two: Composition) -> bool:
     return near and one.model_dump(exclude={"weights"}) == two.model_dump(exclude={"weights"})
 
 
-def remember(steps: Steps, plan: Sequence[Planned]) -> Steps:
-    """Write the new settings beside the run, so that a later report or sweep knows them; returns the longer recipe."""
-    kept = _kept(steps)
-    kept |= {one.name: one.composition.model_dump(mode="json", exclude_defaults=True) for one in plan if not one.known}
-    write_atomic(steps.store.run_dir / FILE, tomli_w.dumps({"compositions": kept}).encode())
-    return _extend(steps, kept)
+def remember(steps: Steps, plan: Sequence[Planned]) -> None:
+    """Write the new settings beside the run, so that a later report or sweep knows them."""
+    write_atomic(steps.store.run_dir / FILE, tomli_w.dumps({"compositions": _with(steps, plan)}).encode())
+
+
+def extend(steps: Steps, plan: Sequence[Planned]) -> Steps:
+    """Add the settings of a sweep to the recipe."""
+    return _extend(steps, _with(steps, plan))
+
+
+def _with(steps: Steps, plan: Sequence[Planned]) -> dict[str, Any]:
+    new = {one.name: one.composition.model_dump(mode="json", exclude_defaults=True) for one in plan if not one.known}
+    return {**_kept(steps), **new}
 
 
 def with_sweep(steps: Steps) -> Steps:

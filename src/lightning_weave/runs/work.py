@@ -42,6 +42,7 @@ class Job:
     unit: str
     pending: Sequence[int]
     open: Callable[[Steps], Worker]
+    fingerprint: str = ""  # of the step, for the ledger
 
     @property
     def label(self) -> str:
@@ -57,7 +58,7 @@ def do_here(job: Job, steps: Steps, progress: Progress) -> None:
     if not pending:
         return
     with (
-        measure(steps.store.run_dir, job.stage, job.name) as meter,
+        measure(steps.store.run_dir, job.stage, job.name, fingerprint=job.fingerprint) as meter,
         progress.bar(job.label, len(pending), job.unit) as bar,
     ):
         worker = job.open(steps)
@@ -68,6 +69,17 @@ def do_here(job: Job, steps: Steps, progress: Progress) -> None:
                 bar.advance()
         finally:
             worker.close()
+
+
+def make_room(stage: Stage) -> None:
+    """Begin a stage: rank 0 sets aside what another recipe has made there, and the others wait until it has."""
+    if is_first():
+        stage.begin()
+    since = time.monotonic()
+    while stage.state() == "stale":
+        if time.monotonic() - since > PATIENCE:
+            raise _gave_up(stage, [])
+        time.sleep(0.1)
 
 
 def wait_for_ranks(stage: Stage, kind: type[Any], shards: int) -> None:

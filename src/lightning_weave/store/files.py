@@ -73,6 +73,16 @@ def whole_directory(folder: Path) -> Iterator[Path]:
     sync(folder.parent)
 
 
+def remove(path: Path) -> None:
+    """Remove a file or a folder; under a temporary name first, so that a kill leaves no half of it in its place."""
+    doomed = temporary_name(path)
+    os.rename(path, doomed)
+    if doomed.is_dir() and not doomed.is_symlink():
+        shutil.rmtree(doomed, ignore_errors=True)
+    else:
+        doomed.unlink()
+
+
 def remove_temporaries(folder: Path, suffix: str) -> None:
     """Remove what killed writers left below a folder. Only safe where no process is writing such files."""
     for leftover in folder.rglob(f"{TEMPORARY}*{suffix}"):

@@ -1,7 +1,8 @@
 """A run directory: stages as folders of shards with a manifest that is written last.
 
 A stage is *done* when its manifest carries the fingerprint that the recipe gives it now. Every shard carries that
-fingerprint too, so shards of an earlier recipe are simply pending again, and a kill needs no clean-up.
+fingerprint too, so a kill needs no clean-up. What another recipe has made in a stage's folder is set aside when the
+stage begins and removed when it is whole: until then nothing is lost.
 """
 
 import json
@@ -9,13 +10,22 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
 from lightning_weave.errors import CorruptData, StaleInput
 from lightning_weave.ranks import is_alone, is_first
-from lightning_weave.store.files import read_json, remove_temporaries, sha256_file, write_atomic, write_json
+from lightning_weave.store.files import (
+    read_json,
+    remove,
+    remove_temporaries,
+    sha256_file,
+    sync,
+    write_atomic,
+    write_json,
+)
 from lightning_weave.store.identity import fingerprint
 from lightning_weave.store.shards import FINGERPRINT, Shard, pack
 
@@ -23,6 +33,9 @@ T = TypeVar("T")
 State = Literal["done", "partial", "stale", "missing"]
 LATE = 60.0  # seconds until a shared disk shows what another machine has written: as long as NFS keeps a look-up
 FORMAT = 1  # of shards and manifests; part of every fingerprint
+MANIFEST = "manifest.json"
+BEGUN = "step.json"  # what an unfinished stage will be; the manifest takes its place
+ASIDE = ".aside-"
 
 
 @dataclass(frozen=True)
@@ -33,11 +46,19 @@ class Step:
     settings: Mapping[str, Any]  # what decides the content, model identities included
     inputs: tuple["Step", ...] = ()
     command: str = ""  # what a user types to make it
+    subject: frozenset[str] = frozenset()  # of a measurement: the settings that say what is measured, not how
+    made: str = ""  # the fingerprint on disk, of a step that is taken as it stands there
 
     @property
     def fingerprint(self) -> str:
+        if self.made:
+            return self.made
         inputs = {step.path: step.fingerprint for step in self.inputs}
         return fingerprint({"format": FORMAT, "path": self.path, "settings": self.settings, "inputs": inputs})
+
+    def protocol(self, settings: Mapping[str, Any]) -> str:
+        """Name how something is measured. Measurements by other protocols stand beside each other."""
+        return fingerprint({key: value for key, value in settings.items() if key not in self.subject})[:8]
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,7 @@ class Stage:
 
     @property
     def manifest_path(self) -> Path:
-        return self.folder / "manifest.json"
+        return self.folder / MANIFEST
 
     def manifest(self) -> dict[str, Any] | None:
         """The manifest on disk, whatever it was made with."""
@@ -70,6 +91,8 @@ class Stage:
             if manifest.get("fingerprint") != self.step.fingerprint:
                 return "stale"
             return "done" if all(self._is_whole(entry) for entry in manifest["shards"]) else "partial"
+        if (recorded(self.folder) or {}).get("fingerprint", self.step.fingerprint) != self.step.fingerprint:
+            return "stale"
         files = list(self.folder.glob("*.safetensors")) if self.folder.exists() else []
         if not files:
             return "missing"
@@ -82,12 +105,52 @@ class Stage:
 
     def changes(self) -> dict[str, str]:
         """The settings that differ from those on disk, by key, and how: `12 -> 10`, `is new`, `is gone`."""
-        return dict(_differences((self.manifest() or {}).get("settings", {}), dict(self.step.settings)))
+        return dict(differences((recorded(self.folder) or {}).get("settings", {}), dict(self.step.settings)))
 
     def changed_inputs(self) -> list[str]:
         """The inputs that are not those that the manifest was made from."""
-        inputs = (self.manifest() or {}).get("inputs", {})
+        inputs = (recorded(self.folder) or {}).get("inputs", {})
         return [step.path for step in self.step.inputs if inputs.get(step.path) != step.fingerprint]
+
+    def standing(self) -> Step:
+        """The step that made what is here; this stage's own where nothing is finished."""
+        manifest = self.manifest()
+        if manifest is None:
+            return self.step
+        return replace(self.step, settings=manifest["settings"], made=manifest["fingerprint"])
+
+    def begin(self) -> None:
+        """Make room for this step. What another recipe made here is set aside, or put back if it is this step's own.
+
+        A rename each: a kill between them loses nothing, and beginning again ends the same.
+        """
+        if self.state() == "done":
+            self.settle()
+            return
+        if self.state() == "stale":
+            for stage in self.inputs():
+                stage.require()  # first: nothing is set aside for what cannot be made
+            found = (recorded(self.folder) or {}).get("fingerprint", "unknown")
+            _move(self.folder, self._aside(found))
+        if self._aside(self.step.fingerprint).exists() and not self.folder.exists():
+            _move(self._aside(self.step.fingerprint), self.folder)
+        if self.manifest() is None and recorded(self.folder) is None:
+            write_json(self.folder / BEGUN, self._own())
+
+    def aside(self) -> list[Path]:
+        """The folders that were set aside for this stage."""
+        found = sorted(self.folder.parent.glob(f"{ASIDE}{self.folder.name}@*"))
+        return [folder for folder in found if folder.name.rpartition("@")[0] == f"{ASIDE}{self.folder.name}"]
+
+    def settle(self) -> None:
+        """Remove what was set aside, now that this stage is whole."""
+        for folder in self.aside():
+            with suppress(FileNotFoundError):  # another rank has removed it
+                remove(folder)
+        (self.folder / BEGUN).unlink(missing_ok=True)
+
+    def _aside(self, fingerprint: str) -> Path:
+        return self.folder.with_name(f"{ASIDE}{self.folder.name}@{fingerprint}")
 
     def pending(self, shards: int) -> list[int]:
         """List the shards that still have to be made.
@@ -119,10 +182,7 @@ class Stage:
             os.listdir(self.folder)
 
     def write(self, index: int, shard: Any) -> int:
-        """Write one shard atomically; returns its size in bytes.
-
-        A manifest for other shards (of an earlier recipe, or deleted ones) is removed.
-        """
+        """Write one shard atomically; returns its size in bytes. A manifest for shards that were deleted is removed."""
         path = self.shard_path(index)
         data = pack(shard, self.step.fingerprint)
         if not self._is_ours(path):
@@ -156,7 +216,7 @@ class Stage:
         counts = {name: sum(entry[name] for entry in entries) for name in ("rows", "positions")}
         self._write_manifest(entries, {**counts, **(extra or {})})
         for path in set(self.folder.glob("*.safetensors")) - set(paths):
-            path.unlink()  # left from a recipe with more shards
+            path.unlink()  # left by an earlier version, from a recipe with more shards
         return True
 
     def record(self, files: Sequence[Path], extra: Mapping[str, Any] | None = None) -> None:
@@ -164,9 +224,12 @@ class Stage:
         self._write_manifest([_entry(path, self.folder) for path in files], extra or {})
 
     def _write_manifest(self, entries: list[dict[str, Any]], extra: Mapping[str, Any]) -> None:
+        write_json(self.manifest_path, {**self._own(), "shards": entries, **extra})
+        self.settle()
+
+    def _own(self) -> dict[str, Any]:
         inputs = {step.path: step.fingerprint for step in self.step.inputs}
-        own = {"fingerprint": self.step.fingerprint, "settings": dict(self.step.settings), "inputs": inputs}
-        write_json(self.manifest_path, {**own, "shards": entries, **extra})
+        return {"fingerprint": self.step.fingerprint, "settings": dict(self.step.settings), "inputs": inputs}
 
     def require(self) -> dict[str, Any]:
         """Return the manifest, or refuse a missing, unfinished or stale stage with the command that fixes it."""
@@ -187,11 +250,14 @@ class Stage:
 
     def _require_fresh_inputs(self) -> None:
         """Where an input is stale too, say that instead: it comes first."""
-        run_dir = self.folder.parents[len(Path(self.step.path).parts) - 1]
-        for step in self.step.inputs:
-            stage = Stage(run_dir / step.path, step)
+        for stage in self.inputs():
             if stage.state() == "stale":
                 stage.require()
+
+    def inputs(self) -> list["Stage"]:
+        """The folders of this step's inputs."""
+        run_dir = self.folder.parents[len(Path(self.step.path).parts) - 1]
+        return [Stage(run_dir / step.path, step) for step in self.step.inputs]
 
     def verify(self) -> list[str]:
         """Check every byte listed in the manifest; returns what is wrong, with the file and the fix."""
@@ -225,6 +291,22 @@ class Stage:
             return False
 
 
+def recorded(folder: Path) -> dict[str, Any] | None:
+    """What a folder holds, or will hold once it is finished: fingerprint, settings and inputs; None if unknown."""
+    for name in (MANIFEST, BEGUN):
+        if (folder / name).exists():
+            found = read_json(folder / name)
+            return found if isinstance(found, dict) else None
+    return None
+
+
+def _move(folder: Path, target: Path) -> None:
+    if target.exists():  # of an earlier time that this was begun and left
+        remove(target)
+    os.rename(folder, target)
+    sync(folder.parent)
+
+
 def _all_inside(entries: Any) -> bool:
     """Say whether a manifest's entries name files of its own folder and nothing else."""
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -237,11 +319,11 @@ def _entry(path: Path, folder: Path) -> dict[str, Any]:
     return {"file": str(path.relative_to(folder)), "sha256": sha256_file(path), "bytes": path.stat().st_size}
 
 
-def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Name what differs between two settings, however deep it lies. A hash says only that something changed."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in sorted({*old, *new}):
-            yield from _differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
     elif old != new:
         if isinstance(old, Mapping) or isinstance(new, Mapping):
             yield key, "is gone" if new is None else "is new"
@@ -273,5 +355,16 @@ class Store:
     run_dir: Path
 
     def stage(self, step: Step) -> Stage:
-        """Open the folder of a step."""
-        return Stage(self.run_dir / step.path, step)
+        """Open the folder of a step: the one of its name or, where that measures by another protocol, one beside it."""
+        folder = self.run_dir / step.path
+        if step.subject:
+            own = beside(folder, step.protocol(step.settings))
+            made = recorded(folder)
+            taken = made is not None and step.protocol(made["settings"]) != step.protocol(step.settings)
+            folder = own if taken or own.exists() else folder
+        return Stage(folder, step)
+
+
+def beside(folder: Path, protocol: str) -> Path:
+    """Where a measurement goes when one by another protocol has the name."""
+    return folder.with_name(f"{folder.name}@{protocol}")

@@ -30,7 +30,8 @@ def train_offline(steps: Steps, name: str, context: TrainContext, leg: Leg | Non
     trainee = open_trainee(steps, context, leg.start)
     fit = make_fit(steps, name, trainee, cache, alpha=dose.alpha, ranks=context.ranks)
     training = Training(steps, name, schedule, fit, context.progress)
-    with measure(steps.store.run_dir, "train", name, method=composition.method) as meter:
+    spent = {"method": composition.method, "fingerprint": training.stage.step.fingerprint}
+    with measure(steps.store.run_dir, "train", name, **spent) as meter:
         training.say(str(dose))
         figures = dose.figures() | ({} if leg.start else training.check(context.dtype))
         figures |= training.fit_all(training.go_to_start(), meter)

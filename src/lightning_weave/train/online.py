@@ -34,7 +34,8 @@ def train_online(steps: Steps, name: str, context: TrainContext) -> None:
     rows = LiveRows(steps, name, trainee, prompts, schedule, ranks=context.ranks)
     fit = make_fit(steps, name, trainee, rows, alpha=composition.alpha, ranks=context.ranks)
     training = Training(steps, name, schedule, fit, context.progress, before_round=rows.refresh)
-    with measure(steps.store.run_dir, "train", name, method="online") as meter:
+    spent = {"method": "online", "fingerprint": training.stage.step.fingerprint}
+    with measure(steps.store.run_dir, "train", name, **spent) as meter:
         training.say(f"online, {in_words(anchor_doses(composition, composition.alpha))}")
         figures = {"alpha": composition.alpha, **training.fit_all(training.go_to_start(), meter)}
         if not rows.drawn:  # resumed after the last update: the export looks at a few trajectories

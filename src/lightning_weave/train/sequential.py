@@ -156,9 +156,10 @@ def _keep(steps: Steps, name: str, final: Path) -> None:
         shutil.copytree(final, unfinished, dirs_exist_ok=True)
         (unfinished / "README.md").write_text(model_card(steps, name, {"legs": legs}), encoding="utf-8")
     booked = read_ledger(steps.store.run_dir)
+    made = {"fingerprint": stage.step.fingerprint}
     for folder in sorted(stage.folder.glob("leg-*")):
         for row in read_ledger(folder):
-            spent = {**row, "stage": "train", "name": name, "method": "sequential"}
+            spent = {**row, "stage": "train", "name": name, "method": "sequential", **made}
             if spent not in booked:  # by an earlier training of this composition
                 append_line(steps.store.run_dir / LEDGER, spent)
     stage.record(sorted(target.iterdir()), {"legs": legs})

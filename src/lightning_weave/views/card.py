@@ -8,6 +8,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.report.results import policy_rows, summaries
 from lightning_weave.report.tables import markdown
+from lightning_weave.runs.known import with_known
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import make_directory, whole_directory
 from lightning_weave.train.card import TAG, model_card
@@ -15,9 +16,10 @@ from lightning_weave.train.card import TAG, model_card
 
 def run(steps: Steps, composition: str, out: Path | None, progress: Progress) -> Path:
     """Copy final/ with a card that has the evaluation, and the recipe; whole or not at all."""
+    steps = with_known(steps)
     if composition not in steps.recipe.compositions:
         known = ", ".join(steps.recipe.compositions) or "none"
-        raise InputError(f"--composition {composition}: no such composition; this recipe has {known}")
+        raise InputError(f"--composition {composition}: no such composition; this run has {known}")
     stage = steps.store.stage(steps.train(composition))
     figures = stage.require()
     target = out or steps.store.run_dir / "publish" / composition

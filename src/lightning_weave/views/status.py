@@ -1,14 +1,15 @@
 """`lweave status`: what is done, what is stale and why, what is missing, and what to type next."""
 
 import json as json_format
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from lightning_weave.errors import WeaveError
+from lightning_weave.runs.changes import why_stale
+from lightning_weave.runs.known import as_it_stands, neighbours, with_known
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage, State, Step
 from lightning_weave.train.checkpoint import TrainingCheckpoints
@@ -27,14 +28,18 @@ class Status:
 def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
     """Print where every step stands."""
     found = [_look(step, steps) for step in steps.everything()]
+    others = _others(steps)
     waiting = [status for status in found if status.state != "done"]
     if json:
-        stages = [{"stage": one.step.path, "state": one.state, "why": one.why} for one in found]
+        stages, also = (
+            [{"stage": one.step.path, "state": one.state, "why": one.why} for one in part] for part in (found, others)
+        )
         following = waiting[0].step.command if waiting else None
-        print(json_format.dumps({"run": str(steps.store.run_dir), "stages": stages, "next": following}, indent=2))
+        said = {"run": str(steps.store.run_dir), "stages": stages, "others": also, "next": following}
+        print(json_format.dumps(said, indent=2))
         return found
     table = Table("stage", "state", "", title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
-    for status in found:
+    for status in (*found, *others):
         table.add_row(status.step.path, status.state, Text(status.why))
     console.print(table)
     if waiting:
@@ -44,6 +49,21 @@ def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
         console.print(f"Everything: lweave run {steps.arguments}", soft_wrap=True, markup=False)
     else:
         console.print("Everything is up to date.")
+    return found
+
+
+def _others(steps: Steps) -> list[Status]:
+    """What other commands made here: policies that this recipe does not name, and evaluations by other protocols."""
+    known = as_it_stands(with_known(steps))
+    own = set(steps.policies)
+    made = [known.train(name) for name in known.recipe.compositions if name not in own]
+    made += [step for step in known.made_by("eval") if step.path.split("/")[1] not in own]
+    found = [Status(step, state, "not in this recipe") for step in made if (state := known.store.stage(step).state())]
+    for step in known.made_by("eval"):
+        stage = known.store.stage(step)
+        for other, protocol in neighbours(stage):
+            path = str(other.folder.relative_to(known.store.run_dir))
+            found.append(Status(replace(step, path=path), "done", protocol))
     return found
 
 
@@ -58,9 +78,7 @@ def _look(step: Step, steps: Steps) -> Status:
         case "done":
             return Status(step, state, _size(stage.manifest() or {}))
         case "stale":
-            changed = [_say_change(step.path, key, what) for key, what in stage.changes().items()]
-            reasons = [*changed, *(f"made from an earlier {path}" for path in stage.changed_inputs())]
-            return Status(step, state, "; ".join(dict.fromkeys(reasons)) or "an earlier recipe made it")
+            return Status(step, state, why_stale(stage))
         case _:
             waits = f"waits for {', '.join(unfinished)}" if unfinished else ""
             return Status(step, state, "; ".join(filter(None, [so_far, waits])))
@@ -104,33 +122,6 @@ def _all_updates(step: Step, steps: Steps) -> str:
         return str(len(make_schedule(steps.recipe, groups, epochs=steps.recipe.compositions[name].epochs)))
     except WeaveError:  # the prompts are not there any more
         return "?"
-
-
-def _say_change(path: str, setting: str, what: str) -> str:
-    """Name the recipe's key of a setting that changed, and how.
-
-    >>> _say_change("rollout", "max_tokens", "12 -> 10")
-    'rollout.max_tokens: 12 -> 10'
-    >>> _say_change("train/even", "weights.acc", "0.5 -> 0.7")
-    'compositions.even.weights.acc: 0.5 -> 0.7'
-    >>> _say_change("train/even", "anchors.acc.post.model", "has changed")
-    'anchors.acc.post has changed'
-    """
-    stage, _, name = path.partition("/")
-    first = setting.split(".")[0]
-    if first == "student" or (stage == "eval" and name.startswith("base/") and first == "model"):
-        key = "student.model"
-    elif stage == "train" and first == "anchors":
-        key = re.sub(r"\.(post|pre)\.(aliases|untrained|bos|prompt)\b", r".\2", setting).removesuffix(".model")
-    elif stage == "train" and first not in ("train", "rollout"):
-        key = f"compositions.{name}.{setting}"
-    elif stage == "train" or (stage == "score" and first != "dtype"):
-        key = setting
-    elif stage == "eval" and first in ("model", "benchmark"):
-        key = f"policies.{name.split('/')[0]}.model" if first == "model" else "the benchmark's file"
-    else:
-        key = f"{stage}.{setting}"
-    return f"{key}: {what}" if "->" in what else f"{key} {what}"
 
 
 def _size(manifest: dict) -> str:

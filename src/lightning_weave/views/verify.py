@@ -6,13 +6,16 @@ from rich.console import Console
 
 from lightning_weave.errors import CorruptData
 from lightning_weave.progress import Progress
+from lightning_weave.runs.known import neighbours, with_known
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage
 
 
 def run(steps: Steps, progress: Progress, console: Console) -> None:
-    """Verify all finished stages, and say which file is damaged and what to do."""
-    stages = [steps.store.stage(step) for step in steps.everything()]
+    """Verify all finished stages of the run, and say which file is damaged and what to do."""
+    known = with_known(steps)
+    stages = [known.store.stage(step) for step in known.everything()]
+    stages += [other for stage in stages if stage.step.subject for other, _ in neighbours(stage)]
     finished = [stage for stage in stages if stage.manifest_path.exists()]
     of_legs = [(stage, of) for stage, of in _leg_stages(steps) if stage.manifest_path.exists()]
     problems = []

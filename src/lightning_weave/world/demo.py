@@ -16,10 +16,10 @@ from lightning_weave.pipeline.flow import make_everything
 from lightning_weave.progress import Progress, duration
 from lightning_weave.report.costs import variants_table
 from lightning_weave.report.results import PolicySummaries, show_results, summaries
-from lightning_weave.runs.costs import summary
+from lightning_weave.runs.costs import read_spent, summary
+from lightning_weave.runs.discard import discards, listing
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import whole_directory, write_atomic
-from lightning_weave.store.ledger import read_ledger
 from lightning_weave.world.build import build_world
 from lightning_weave.world.claims import check, claims_table, pooled, results_table
 from lightning_weave.world.layout import shipped_world
@@ -71,11 +71,14 @@ def run(steps: Steps, progress: Progress, out: Console, write_report: Callable[[
     """Bring the demo up to date and print its results, how much was reused, the cost, and what to do next."""
     started = time.monotonic()
     reused = sum(steps.store.stage(step).state() == "done" for step in steps.everything())
+    if replaced := discards(steps, steps.everything()):  # it is only a demo: said, not asked
+        lines = ["The demo has changed. Made again:", *listing(replaced, steps.store.run_dir)]
+        out.print("\n".join(lines), soft_wrap=True, markup=False)
     make_everything(steps, progress)
     page = write_report([steps], progress)
     show_results(steps, out)
     out.print(f"\nDone in {duration(time.monotonic() - started)}; {reused} finished stages were reused.")
-    ledger = read_ledger(steps.store.run_dir)
+    ledger = read_spent(steps.store.run_dir).kept
     if any(composition.method != "joint" for composition in steps.recipe.compositions.values()):
         out.print(variants_table(steps, ledger))
     for line in summary(steps, ledger):

@@ -1,0 +1,120 @@
+"""What a run directory knows beside the recipe: every composition and policy that any command made in it."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from lightning_weave.config import Composition, check_recipe
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.runs.changes import cause
+from lightning_weave.runs.steps import Steps
+from lightning_weave.store import Stage, differences, write_atomic
+
+FILE = "made.toml"  # anchors, compositions and policies of every command; a recipe, to be given after another
+SWEEP = "sweep.toml"  # the compositions of sweeps
+NAMED = ("anchors", "compositions", "policies")
+
+
+def remember(steps: Steps) -> None:
+    """Keep what this recipe names; what other commands named stays, unless it has the same name."""
+    run_dir = steps.store.run_dir
+    own = steps.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    kept = {part: {**found, **own[part]} for part, found in _tables(run_dir).items()}
+    write_atomic(run_dir / FILE, tomli_w.dumps(kept).encode())
+
+
+def forget(run_dir: Path, policy: str) -> None:
+    """Drop a composition or policy from what is kept; its anchors stay, since others may use them."""
+    for name in (FILE, SWEEP):
+        table = read_table(run_dir / name)
+        kept = {part: {key: one for key, one in named.items() if key != policy} for part, named in table.items()}
+        if kept != table:
+            write_atomic(run_dir / name, tomli_w.dumps(kept).encode())
+
+
+def with_known(steps: Steps) -> Steps:
+    """Add the compositions and policies that other commands have made here and that are still there."""
+    run_dir = steps.store.run_dir
+    tables = _tables(run_dir)
+    for part in ("compositions", "policies"):
+        for name, one in tables[part].items():
+            if name not in steps.policies and any((run_dir / stage / name).is_dir() for stage in ("train", "eval")):
+                steps = _with(steps, part, name, one, tables["anchors"])
+    return steps
+
+
+def _with(steps: Steps, part: str, name: str, one: Mapping[str, Any], anchors: Mapping[str, Any]) -> Steps:
+    """Add one of them, unless it does not fit this recipe or its models cannot be told any more."""
+    data = steps.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    for anchor in one.get("weights", {}):
+        if anchor in anchors:
+            data["anchors"].setdefault(anchor, anchors[anchor])
+    data[part] = {**data[part], name: one}
+    try:
+        longer = replace(steps, recipe=check_recipe(data, FILE))
+        longer.made_by("eval", [name])
+    except InputError:
+        return steps
+    return longer
+
+
+def as_it_stands(steps: Steps) -> Steps:
+    """Take what is finished as it was made, whatever the recipe says now: stages, and the weights of compositions."""
+    standing = replace(steps, standing=True)
+    compositions = {name: _as_trained(standing, name) for name in steps.recipe.compositions}
+    return replace(standing, recipe=steps.recipe.model_copy(update={"compositions": compositions}))
+
+
+def _as_trained(standing: Steps, name: str) -> Composition:
+    composition = standing.recipe.compositions[name]
+    made = standing.train(name).settings
+    same_method = made.get("method", "joint") == composition.method
+    known = made["weights"].keys() <= standing.recipe.anchors.keys()
+    if not (same_method and known):
+        return composition
+    weights = {} if made["weights"] == dict(composition.used) else {"weights": made["weights"]}
+    return composition.model_copy(update={**weights, "alpha": made["alpha"]})
+
+
+def differing(steps: Steps) -> dict[str, str]:
+    """Say of every finished stage that is not what the recipe says, by its path, what changed."""
+    found = {}
+    for step in steps.everything():
+        stage = steps.store.stage(step)
+        if stage.state() == "stale" and stage.manifest() is not None:
+            found[step.path] = cause(stage)
+    return found
+
+
+def neighbours(stage: Stage) -> list[tuple[Stage, str]]:
+    """The finished evaluations of the same policy on the same benchmark by other protocols, and how those differ."""
+    name = Path(stage.step.path).name
+    folders = [path for path in sorted(stage.folder.parent.glob(f"{name}*")) if path.name.partition("@")[0] == name]
+    others = [Stage(folder, stage.step) for folder in folders if folder != stage.folder]
+    standing = [Stage(other.folder, other.standing()) for other in others]
+    return [(other, _protocol(stage, other)) for other in standing if other.state() == "done" and other.manifest()]
+
+
+def _protocol(own: Stage, other: Stage) -> str:
+    changes = differences(dict(own.step.settings), dict(other.step.settings))
+    return "; ".join(f"{key} {what}" for key, what in changes if key not in own.step.subject) or "another format"
+
+
+def _tables(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """What is kept; of a run that an earlier version made, its last recipe and its sweeps."""
+    tables = [read_table(run_dir / name) for name in ("recipe.toml", SWEEP, FILE)]
+    return {part: {name: one for table in tables for name, one in table.get(part, {}).items()} for part in NAMED}
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a TOML file of the run directory; empty if it is not there."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise WeaveError(f"{path}: broken TOML ({error}). Remove it: what was trained is kept") from None
