@@ -137,6 +137,8 @@ class Training:
         train = self.steps.recipe.train
         if remark := self.fit.loss.remark(self.fit.trainee.head_description):
             self.say(remark)
+        if not self.fit.trainee.packs:
+            self.say("rows are padded to one length: this architecture cannot keep packed rows apart")
         agreement, complaint = check_agreement(self.fit, self.schedule.rows(0), train.agreement, dtype)
         if complaint and not train.allow_disagreement:
             raise Mismatch(f"{complaint}.\nRerun the reference, or set train.allow_disagreement = true")
@@ -165,7 +167,7 @@ class Training:
             for step in range(start + 1, total + 1):
                 if self.before_round is not None and self.schedule.round_of(step - 1)[0] == step - 1:
                     self.before_round(step - 1)
-                figures = self.fit.update(step, self.schedule.rows(step - 1))
+                figures = self.fit.update(step, self.schedule.rows(step - 1), self._upcoming(step))
                 if step % train.validate_every == 0 or step == total:
                     figures |= self._validate()
                 if metrics:
@@ -180,6 +182,12 @@ class Training:
             return {}
         metrics.close()
         return {**metrics.last, "updates": total}
+
+    def _upcoming(self, step: int) -> list[int]:
+        """The rows of the next update, if they can be read now; an online round's are not there before it begins."""
+        if step == len(self.schedule) or (self.before_round and step not in self.schedule.round_of(step - 1)):
+            return []
+        return self.schedule.rows(step)
 
     def _is_checkpoint(self, step: int) -> bool:
         """Every so many updates; of an online run, at the end of the round, since a resume samples the round again."""
