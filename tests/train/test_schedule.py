@@ -1,13 +1,14 @@
 """Which rows make which update: whole groups, once an epoch, the same for everybody."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_weave.errors import InputError
-from lightning_weave.train.schedule import Schedule, deal_rows, row_cost
+from lightning_weave.train.schedule import Schedule, deal_rows, rate_share, row_cost
 
 schedules = st.builds(
     Schedule,
@@ -89,3 +90,14 @@ def test_what_runs_side_by_side_costs_the_same_but_for_a_row(lengths: list[int],
     ranks = deal_rows(lengths, world, 10**9, width=4)
     costs = [sum(row_cost(lengths[index], 4) for batch in share for index in batch) for share in ranks]
     assert max(costs) - min(costs) <= max(row_cost(length, 4) for length in lengths) * (1 + 1e-9)
+
+
+def test_the_learning_rate_warms_up_and_falls() -> None:
+    assert {rate_share(step, 9, 0, "constant") for step in range(1, 10)} == {1.0}
+    for decay in ("linear", "cosine"):
+        shares = [rate_share(step, 9, 3, decay) for step in range(1, 10)]
+        assert shares[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+        assert all(before > after > 0 for before, after in pairwise(shares[3:]))
+        assert rate_share(10, 9, 3, decay) == pytest.approx(0), "after the last one"
+    assert rate_share(6, 8, 2, "cosine") == pytest.approx(0.5)
+    assert rate_share(2, 2, 4, "linear") == 0.5, "a run that ends while it warms up"

@@ -325,6 +325,12 @@ def adam(trainee: Trainee, learning_rate: float, betas: Sequence[float], weight_
     return torch.optim.AdamW(kept, learning_rate, (betas[0], betas[1]), fused=True)
 
 
+def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Take the next steps with this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
 def _finite(batch: Batch, log_pi_NO: Tensor) -> Tensor:
     """Tell at which decisions everything is finite."""
     checked = (log_pi_NO, batch.log_b_NO, batch.log_q_NO, batch.r_NC, batch.sampled_log_b_N[:, None])

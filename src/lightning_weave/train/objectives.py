@@ -128,13 +128,17 @@ class Trainee(nn.Module):
         # Without its weight, which would stay whole here after the model is sharded.
         bias_V = None if found.bias_V is None else found.bias_V.detach().to("meta")
         self.head_description = replace(found, weight_VD=found.weight_VD.detach().to("meta"), bias_V=bias_V)
-        self.packs = pack_rows(model, vocabulary)
+        self.packs = False  # until it is seen that its rows stay apart
 
     def head(self) -> Head:
         """The head with its weight as it is now: whole, in compute dtype, wherever a sharding module has put it."""
         described = self.head_description
         output = self.model.get_output_embeddings()
         return Head(output.weight, described.vocabulary, output.bias, described.scale, described.softcap)
+
+    def look(self) -> None:
+        """Find out by a short pass, once the weights are there, whether rows can be packed."""
+        self.packs = pack_rows(self.model, self.head_description.vocabulary)
 
     def kept_states(self, batch: Batch) -> Tensor:
         """Hidden states of the kept decisions only: no other position goes through the head."""

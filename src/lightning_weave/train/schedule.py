@@ -4,11 +4,12 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.config import Recipe
+from lightning_weave.config import Decay, Recipe
 from lightning_weave.errors import InputError
 
 
@@ -96,6 +97,28 @@ def make_schedule(
         validation=train.validation,
         first=first,
     )
+
+
+def rate_share(step: int, total: int, warmup: int, decay: Decay) -> float:
+    """Give the share of the learning rate that update `step` of `total` is taken with, counted from 1.
+
+    It grows evenly over the first `warmup` updates; after that it stays, or falls so that one more update would have 0.
+
+    >>> [rate_share(step, 6, 2, "linear") for step in range(1, 7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step <= warmup:
+        return step / warmup
+    done = (step - 1 - warmup) / (total - warmup)
+    match decay:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1 - done
+        case "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done))
+        case _:
+            assert_never(decay)
 
 
 def deal_rows(

@@ -16,13 +16,13 @@ from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage
 from lightning_weave.store.ledger import Meter
 from lightning_weave.train.card import model_card
-from lightning_weave.train.checkpoint import TrainingCheckpoints
+from lightning_weave.train.checkpoint import CheckpointWriter, TrainingCheckpoints
 from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.export import merged, round_weights, with_lora, write_model
-from lightning_weave.train.loop import BAD_ROWS, Fit, Rows, adam, check_agreement
+from lightning_weave.train.loop import BAD_ROWS, Fit, Rows, adam, check_agreement, set_rate
 from lightning_weave.train.objectives import Loss, Trainee
 from lightning_weave.train.parallel import Ranks, shard, whole_weights
-from lightning_weave.train.schedule import Schedule
+from lightning_weave.train.schedule import Schedule, rate_share
 from lightning_weave.train.watch import Metrics, line
 
 EXPORT_ROWS = 4
@@ -65,6 +65,7 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     if section.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trainee = Trainee(model, checkpoint.vocabulary)
+    trainee.look()
     blocks = _blocks(model)
     if section.compile:
         for block in blocks:
@@ -163,20 +164,23 @@ class Training:
         train = self.steps.recipe.train
         total = len(self.schedule)
         metrics = self._open_metrics(start) if self.fit.ranks.first else None
-        with self.progress.bar(f"train {self.name}", total - start, "update") as bar:
+        writer = CheckpointWriter(self.checkpoints, self.fit.ranks)
+        with writer, self.progress.bar(f"train {self.name}", total - start, "update") as bar:
             for step in range(start + 1, total + 1):
                 if self.before_round is not None and self.schedule.round_of(step - 1)[0] == step - 1:
                     self.before_round(step - 1)
+                rate = train.learning_rate * rate_share(step, total, train.warmup, train.decay)
+                set_rate(self.fit.optimizer, rate)
                 figures = self.fit.update(step, self.schedule.rows(step - 1), self._upcoming(step))
                 if step % train.validate_every == 0 or step == total:
                     figures |= self._validate()
                 if metrics:
-                    metrics.add(step, figures)
+                    metrics.add(step, figures | {"learning_rate": rate})
                     meter.add(tokens=int(figures["tokens"]))  # of all ranks
                 while self.fit.notes:
                     self.say(self.fit.notes.pop(0))
                 if step == total or self._is_checkpoint(step):
-                    self.checkpoints.save(step, self.fit.trainee, self.fit.optimizer, self.fit.ranks)
+                    writer.save(step, self.fit.trainee, self.fit.optimizer)
                 bar.advance(note=line(figures))
         if metrics is None:
             return {}
