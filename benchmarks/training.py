@@ -199,7 +199,7 @@ def show_step(options: argparse.Namespace, folder: Path, clock: Clock) -> list[d
 
 
 def paper_lengths(rows: int, shorter: int) -> list[int]:
-    """Log-normal responses (median 900, sigma 0.7), cut off at the paper's 2,048, with an eighth of prompt; shortened."""
+    """Log-normal responses (median 900, sigma 0.7) up to the paper's 2,048, and an eighth of prompt; shortened."""
     drawn = np.minimum(np.random.default_rng(0).lognormal(np.log(900), 0.7, rows), 2048)
     return (drawn * 8 / 7 / shorter).astype(int).tolist()
 

@@ -18,7 +18,7 @@ from lightning_weave.store.ledger import Meter
 from lightning_weave.train.card import model_card
 from lightning_weave.train.checkpoint import CheckpointWriter, TrainingCheckpoints
 from lightning_weave.train.data import Batch, compose
-from lightning_weave.train.export import merged, round_weights, with_lora, write_model
+from lightning_weave.train.export import Adapter, merged, round_weights, with_lora, write_model
 from lightning_weave.train.loop import BAD_ROWS, Fit, Rows, adam, check_agreement, set_rate
 from lightning_weave.train.objectives import Loss, Trainee
 from lightning_weave.train.parallel import Ranks, shard, whole_weights
@@ -52,13 +52,14 @@ class TrainContext:
 
 
 def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None = None) -> Trainee:
-    """Load the student with float32 masters, wrapped and sharded as the recipe says."""
+    """Load the student with float32 masters (frozen weights: as its files have them), wrapped and sharded."""
     section = steps.recipe.train
     ranks = context.ranks
     checkpoint = start or steps.student
-    sharded = ranks.world > 1 or context.dtype != torch.float32
+    sharded = ranks.world > 1 or needs_sharding(steps, context.dtype)
     # Sharding moves it to the device block by block: at no time is it whole there.
-    model = checkpoint.load(torch.float32, torch.device("cpu") if sharded else ranks.device)
+    stored = torch.float32 if section.lora is None else checkpoint.dtype
+    model = checkpoint.load(stored, torch.device("cpu") if sharded else ranks.device)
     model.requires_grad_(True).train()
     if section.lora is not None:
         model = with_lora(model, section.lora, section.seed)
@@ -73,6 +74,12 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     if sharded:
         shard(trainee, blocks, ranks, context.dtype)
     return trainee
+
+
+def needs_sharding(steps: Steps, dtype: torch.dtype) -> bool:
+    """Whether weights are kept in another dtype than they compute in, even in one process: sharding converts them."""
+    frozen = steps.recipe.train.lora is not None and steps.student.dtype != torch.float32
+    return frozen or dtype != torch.float32
 
 
 def give_back() -> None:
@@ -224,10 +231,11 @@ class Training:
         else:
             weights = _of_model(whole_weights(trainee, torch.float32, ranks))
             if ranks.first:
-                alone = Trainee(merged(student, weights, lora), student.vocabulary)
+                model, adapter = merged(student, weights, lora)
+                alone = Trainee(model, student.vocabulary)
                 lost = round_weights(alone, student.dtype, batches)
                 weights = whole_weights(alone, student.dtype, ranks)
-                self.export(_of_model(weights), figures, lost)
+                self.export(_of_model(weights), figures, lost, adapter)
         ranks.wait()
 
     def _looked_at(self) -> list[Batch]:
@@ -237,11 +245,14 @@ class Training:
         blocks = [rows.block([number]) for number in last[:EXPORT_ROWS]]
         return [compose(block, rows.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS) for block in blocks]
 
-    def export(self, weights: dict[str, Tensor], figures: dict[str, Any], lost: float) -> None:
+    def export(
+        self, weights: dict[str, Tensor], figures: dict[str, Any], lost: float, adapter: Adapter | None = None
+    ) -> None:
         """Write final/ in the student's dtype, and say what the rounding cost."""
         figures = {**figures, "export_kl": lost}
         final = self.stage.folder / "final"
-        files = write_model(final, weights, self.steps.student, model_card(self.steps, self.name, figures))
+        card = model_card(self.steps, self.name, figures)
+        files = write_model(final, weights, self.steps.student, card, adapter)
         self.stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
         self.say(f"{final} (KL exported || trained {lost:.1e} nats)")
 
