@@ -176,7 +176,10 @@ class Train(Strict):
     lora: Lora | None = None
     gradient_checkpointing: bool = False
     compile: bool = False
-    token_budget: Count = Field(16384, description="tokens of a micro-batch, padding included")
+    token_budget: Count = Field(16384, description="tokens of a micro-batch")
+    shard_ranks: Count | None = Field(
+        None, description="ranks that hold one copy of the student together, such as those of one machine; default: all"
+    )
     checkpoint_every: Count = 50
     keep: Count = 2
     validation: float = Field(0.0, ge=0, lt=1, description="share of prompts held out")

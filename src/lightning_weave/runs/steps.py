@@ -37,6 +37,7 @@ IDENTITIES = "identities.json"
 # Keys of [train] that came later than the first runs, with the values that change nothing.
 LATER = {"warmup": 0, "decay": "constant", "lora.stabilised": False}
 TRAIN_EXECUTION = {
+    "shard_ranks",
     "token_budget",
     "checkpoint_every",
     "keep",

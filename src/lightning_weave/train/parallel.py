@@ -143,9 +143,14 @@ def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def shard(module: nn.Module, blocks: list[nn.Module], ranks: Ranks, dtype: torch.dtype) -> None:
-    """Shard a module over all ranks: float32 masters, compute in `dtype`, gradients reduced in float32."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+def shard(module: nn.Module, blocks: list[nn.Module], ranks: Ranks, dtype: torch.dtype, among: int) -> None:
+    """Shard a module: float32 masters, compute in `dtype`, gradients reduced in float32.
+
+    Each `among` ranks that follow one another hold one copy; all copies take the same step.
+    """
+    copies = ranks.world // among
+    shape, names = ((copies, among), ("copy", "shard")) if copies > 1 else ((among,), ("shard",))
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)

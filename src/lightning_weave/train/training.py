@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_weave.errors import Mismatch
+from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.memory import free_memory
 from lightning_weave.progress import Progress
@@ -56,6 +56,9 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     section = steps.recipe.train
     ranks = context.ranks
     checkpoint = start or steps.student
+    among = section.shard_ranks or ranks.world
+    if ranks.world % among:
+        raise InputError(f"train.shard_ranks = {among} does not divide the {ranks.world} ranks. Set one that does")
     sharded = ranks.world > 1 or needs_sharding(steps, context.dtype)
     # Sharding moves it to the device block by block: at no time is it whole there.
     stored = torch.float32 if section.lora is None else checkpoint.dtype
@@ -72,7 +75,7 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
         for block in blocks:
             block.compile()
     if sharded:
-        shard(trainee, blocks, ranks, context.dtype)
+        shard(trainee, blocks, ranks, context.dtype, among)
     return trainee
 
 
