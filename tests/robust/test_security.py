@@ -198,8 +198,9 @@ def test_settings_of_an_optimizer_are_data(tmp_path: Path) -> None:
     alone = Ranks(0, 1, torch.device("cpu"))
     save_state(tmp_path / "good", copied_state(module, optimizer), alone)
     load_state(tmp_path / "good", module, optimizer)
-    optimizer.param_groups[0]["lr"] = Payload(tmp_path / "marker")
-    save_state(tmp_path / "bad", copied_state(module, optimizer), alone)
+    state = copied_state(module, optimizer)
+    state["optimizer"]["param_groups"][0]["lr"] = Payload(tmp_path / "marker")
+    save_state(tmp_path / "bad", state, alone)
     other = torch.nn.Linear(2, 2)
     with pytest.raises(Exception, match="Weights only load failed"):
         load_state(tmp_path / "bad", other, torch.optim.AdamW(other.parameters(), 1e-3))

@@ -90,6 +90,7 @@ EXAMPLES: dict[str, Any] = {
     "compositions.NAME.alpha": 2.0,
     "compositions.NAME.sequence": ["acc", "brief"],
     "compositions.NAME.sharpen": 0.6,
+    "train.shard_ranks": 8,
     "train.trackers": ["tensorboard"],
     "eval.samples": 8,
     "eval.max_tokens": 8192,

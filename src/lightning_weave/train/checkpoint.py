@@ -108,9 +108,9 @@ class CheckpointWriter:
         """Wait until the last one is written, and raise what went wrong with it."""
         if self._thread:
             self._thread.join()
-        self._thread, error, self._error = None, self._error, None
-        if error:
-            raise error
+        self._thread = None
+        if self._error:
+            raise self._error
 
     def _write(self, update: int, state: dict[str, Any], whole: ExitStack) -> None:
         """Write this rank's shards; rank 0, when all ranks have, says which update it is, syncs and renames."""

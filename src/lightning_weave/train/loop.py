@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_weave.cache.block import Block
-from lightning_weave.devices import make_current
+from lightning_weave.devices import copies_while_it_computes, make_current
 from lightning_weave.errors import WeaveError
 from lightning_weave.heads.tiles import checked_ids
 from lightning_weave.maths import log_residual_loss
@@ -105,8 +105,8 @@ class Fit:
 
     def _take(self, numbers: Sequence[int]) -> Work:
         """Give an update's work: read ahead, or read now."""
-        ahead, self._ahead = self._ahead, None
-        work = ahead.result() if ahead else None
+        work = self._ahead.result() if self._ahead else None
+        self._ahead = None
         if work and (work.numbers, work.token_budget) == (tuple(numbers), self.token_budget):
             return work
         return self._prepare(numbers)
@@ -125,7 +125,7 @@ class Fit:
         block = self.cache.block([numbers[index] for index in share or [0]])
         picked = [block.pick([share.index(index) for index in members]) if members else None for members in dealt]
         batches = [self._compose(part, numbers[0]) for part in picked]
-        if self.ranks.device.type == "cuda":
+        if copies_while_it_computes(self.ranks.device):
             batches = [batch.pinned() for batch in batches]
         return Work(tuple(numbers), token_budget, batches, self._counts(block if share else block.pick([])))
 
