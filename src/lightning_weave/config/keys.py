@@ -53,7 +53,7 @@ MEANINGS = {
     "train.betas": "of AdamW",
     "train.weight_decay": "of AdamW",
     "train.gradient_checkpointing": "compute activations again to save memory",
-    "train.compile": "compile the decoder layers with torch.compile",
+    "train.compile": "compile the decoder layers with torch.compile; rows are then padded, not packed",
     "train.checkpoint_every": "updates between checkpoints",
     "train.keep": "how many of the newest checkpoints stay",
     "train.validate_every": "updates between validations",

@@ -69,7 +69,8 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     if section.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trainee = Trainee(model, checkpoint.vocabulary)
-    trainee.look()
+    if not section.compile:  # compiled layers would be compiled again for every new set of lengths
+        trainee.look()
     blocks = _blocks(model)
     if section.compile:
         for block in blocks:
@@ -149,7 +150,10 @@ class Training:
         if remark := self.fit.loss.remark(self.fit.trainee.head_description):
             self.say(remark)
         if not self.fit.trainee.packs:
-            self.say("rows are padded to one length: this architecture cannot keep packed rows apart")
+            reason = (
+                "train.compile takes no packed ones" if train.compile else "its layers do not keep packed ones apart"
+            )
+            self.say(f"the student's rows are padded to one length: {reason}")
         agreement, complaint = check_agreement(self.fit, self.schedule.rows(0), train.agreement, dtype)
         if complaint and not train.allow_disagreement:
             raise Mismatch(f"{complaint}.\nRerun the reference, or set train.allow_disagreement = true")
