@@ -98,10 +98,10 @@ class CheckpointWriter:
         if self.ranks.first:
             for leftover in folder.glob(".tmp-*"):  # of writers that were killed
                 shutil.rmtree(leftover, ignore_errors=True)
-            whole.enter_context(_said_if_unwritable(final))
-            whole.enter_context(whole_directory(final))
+            with _said_if_unwritable(final):
+                whole.enter_context(whole_directory(final))
         self.ranks.wait()  # for the folder to be there
-        self._thread = Thread(target=self._write, args=(update, state, whole), name="checkpoint", daemon=True)
+        self._thread = Thread(target=self._write, args=(final, state, whole), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -112,20 +112,21 @@ class CheckpointWriter:
         if self._error:
             raise self._error
 
-    def _write(self, update: int, state: dict[str, Any], whole: ExitStack) -> None:
+    def _write(self, final: Path, state: dict[str, Any], whole: ExitStack) -> None:
         """Write this rank's shards; rank 0, when all ranks have, says which update it is, syncs and renames."""
         from lightning_weave.train.parallel import save_state
 
-        unfinished = self.checkpoints.folder / f".tmp-{update:06d}"
+        unfinished = final.with_name(f".tmp-{final.name}")
         try:
-            with whole:
-                save_state(unfinished, state, self.ranks)
+            with _said_if_unwritable(final):
+                with whole:
+                    save_state(unfinished, state, self.ranks)
+                    if self.ranks.first:
+                        position = Position(int(final.name), self.checkpoints.fingerprint)
+                        write_json(unfinished / "position.json", asdict(position))
                 if self.ranks.first:
-                    position = Position(update, self.checkpoints.fingerprint)
-                    write_json(unfinished / "position.json", asdict(position))
-            if self.ranks.first:
-                self.checkpoints.drop_oldest()
-        except BaseException as error:  # raised where the next one is begun
+                    self.checkpoints.drop_oldest()
+        except BaseException as error:  # raised where it is waited for
             self._error = error
 
 
