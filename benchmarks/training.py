@@ -2,9 +2,10 @@
 
     python benchmarks/training.py [--threads 1] [--processor-time] [--json FILE]
 
-Five tables from one run: the one-pass loss against autograd on whole logits and against its three bare matrix products;
+Six tables from one run: the one-pass loss against autograd on whole logits and against its three bare matrix products;
 its memory; a whole update of a student of about 100 million parameters, with the share of loading and composing, beside
-TRL's GKDTrainer on the same student and tokens where that is installed; an update's memory while rows grow eightfold;
+TRL's GKDTrainer on the same student and tokens where that is installed; rows of unequal length, packed, padded and with
+the plain transformers Trainer; an update's memory while rows grow eightfold;
 memory while the cache grows tenfold. Ways take turns, over and over, and medians are shown. Memory is measured in
 processes of its own.
 """
@@ -15,9 +16,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +33,8 @@ from lightning_weave.train.objectives import Loss, Trainee
 from lightning_weave.train.parallel import Ranks
 from parts.gkd import trl_way
 from parts.measure import Clock, Way, choose_clock, forget_peak, kernel_says, take_turns
-from parts.student import CANDIDATES, VOCABULARY, make_student, open_cache, write_cache
+from parts.plain import trainer_way
+from parts.student import CANDIDATES, VOCABULARY, make_student, open_cache, write_cache, write_rows
 
 HEAD_VOCABULARY, HEAD_WIDTH = 151_936, 1024  # of a head that matters
 NARROW = 128  # the width of a head whose memory is measured: it is the vocabulary's that counts
@@ -51,6 +55,7 @@ class PlainLoss(Loss):
 
 def make_fit(cache: Cache, layers: int, way: str) -> Fit:
     trainee = Trainee(make_student(layers), VOCABULARY)
+    trainee.look()
     optimizer = adam(trainee, RATE, (0.9, 0.999), 0.01)
     loss = (Loss if way == "ours" else PlainLoss)("tilted", ALPHA)
     return Fit(trainee, optimizer, cache, loss, 1.0, 1 << 20, 0, ALONE, Path())
@@ -193,6 +198,53 @@ def show_step(options: argparse.Namespace, folder: Path, clock: Clock) -> list[d
     return [{"table": "step", "parameters": count, "seconds": seconds, "loading": loading}]
 
 
+def paper_lengths(rows: int, shorter: int) -> list[int]:
+    """Log-normal responses (median 900, sigma 0.7) up to the paper's 2,048, and an eighth of prompt; shortened."""
+    drawn = np.minimum(np.random.default_rng(0).lognormal(np.log(900), 0.7, rows), 2048)
+    return (drawn * 8 / 7 / shorter).astype(int).tolist()
+
+
+def show_packing(options: argparse.Namespace, folder: Path, clock: Clock) -> list[dict[str, Any]]:
+    """One rank's share of the paper's update on 8 ranks: 8 rows within the default token budget, all made shorter."""
+    count, shorter = 8, options.shorter
+    budget = 16384 // shorter
+    lengths = paper_lengths(16 * count, shorter)
+    write_rows(folder / "packing", lengths)
+    cache = open_cache(folder / "packing")
+    dealt = [
+        list(range(start, start + count)) for start in range(0, len(lengths), count)
+    ]  # of one update after another
+    fits = {way: make_fit(cache, options.layers, "ours") for way in ("packed", "padded")}
+    fits["padded"].trainee.packs = False
+    waited: list[float] = []
+
+    def update(fit: Fit, at: int) -> dict[str, float]:
+        fit.token_budget = budget
+        return fit.update(at + 1, dealt[at % len(dealt)], dealt[(at + 1) % len(dealt)])
+
+    seconds: dict[str, list[float]] = {"packed": [], "padded": [], "Trainer": []}
+    for at in range(options.repeat + 1):
+        plain = trainer_way(cache, options.layers, dealt[at], count // 2, RATE)
+        plain()  # the first pass warms it up
+        ways = {name: partial(update, fit, at) for name, fit in fits.items()} | {"Trainer": plain}
+        for name, way in ways.items():
+            started = clock()
+            figures = way()
+            seconds[name].append(clock() - started)
+            if name == "packed":
+                waited.append(figures["loading"])
+    tokens = [sum(lengths[row] for row in rows) for rows in dealt[1 : options.repeat + 1]]
+    rates = {name: sum(tokens) / sum(taken[1:]) for name, taken in seconds.items()}
+    print(
+        f"\nUpdates of {count} rows of {min(lengths)} to {max(lengths)} tokens, {budget} at a time; padding not counted"
+    )
+    for name, rate in rates.items():
+        print(f"{name:14} {rate:7.1f} tokens/s   packed is {rates['packed'] / rate:.2f} x that")
+    waiting = statistics.mean(waited[1:])
+    print(f"waiting for rows, read one update ahead: {100 * waiting:.2f} % of the time (goal: under 1 %)", flush=True)
+    return [{"table": "packing", "tokens_per_s": rates, "waiting": waiting}]
+
+
 def show_lengths(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     print(f"\nMemory of an update of one row, {options.few_layers} layers, above weights and optimizer state")
     rows = []
@@ -231,6 +283,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--few-layers", type=int, default=4)
+    parser.add_argument(
+        "--shorter", type=int, default=8, help="rows of unequal length are so much shorter than the paper's"
+    )
+    parser.add_argument("--only", help="one table alone: packing")
     parser.add_argument("--cached", type=int, default=256, help="rows of the smaller cache")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -245,7 +301,11 @@ def main() -> None:
     clock = choose_clock(options.processor_time)
     print(f"{options.threads} threads, {'processor' if options.processor_time else 'wall-clock'} time")
     with tempfile.TemporaryDirectory() as root:
+        if options.only == "packing":
+            show_packing(options, Path(root), clock)
+            return
         results = show_head(options, clock) + show_head_memory(options) + show_step(options, Path(root), clock)
+        results += show_packing(options, Path(root), clock)
         results += show_lengths(options, Path(root)) + show_cache(options, Path(root))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

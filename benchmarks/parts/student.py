@@ -1,5 +1,6 @@
 """A student of random weights, and a cache of random trajectories for it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,26 @@ CANDIDATES = 16
 
 
 def write_cache(folder: Path, rows: int, length: int, per_shard: int = 64) -> None:
-    """Write random trajectories of one length, an eighth of it prompt, with two anchors' scores."""
+    """Write random trajectories of one length."""
+    write_rows(folder, [length] * rows, per_shard)
+
+
+def write_rows(folder: Path, lengths: Sequence[int], per_shard: int = 64) -> None:
+    """Write random trajectories, an eighth of each prompt, with two anchors' scores."""
     rng = np.random.default_rng(0)
-    prompt, response = length // 8, length - length // 8
-    for shard, start in enumerate(range(0, rows, per_shard)):
-        count = min(per_shard, rows - start)
-        positions = count * response
+    for shard, start in enumerate(range(0, len(lengths), per_shard)):
+        own = np.array(lengths[start : start + per_shard])
+        count = len(own)
+        prompts = np.concatenate([[0], np.cumsum(own // 8)])
+        offsets = np.concatenate([[0], np.cumsum(own - own // 8)])
+        positions = int(offsets[-1])
         logp = np.log(rng.dirichlet(np.ones(CANDIDATES + 1), positions)).astype(np.float32)
         ids = rng.integers(0, VOCABULARY - CANDIDATES, (positions, 1)) + np.arange(CANDIDATES)
-        offsets = np.arange(count + 1) * response
         rollouts = Rollouts(
             np.arange(start, start + count, dtype=np.int32),
             np.zeros(count, np.int32),
             np.zeros(count, np.uint8),
-            Ragged(rng.integers(0, VOCABULARY, count * prompt, dtype=np.int32), np.arange(count + 1) * prompt),
+            Ragged(rng.integers(0, VOCABULARY, int(prompts[-1]), dtype=np.int32), prompts),
             Ragged(rng.integers(0, VOCABULARY, positions, dtype=np.int32), offsets),
         )
         named = rollouts.trajectories()
@@ -48,7 +55,7 @@ def write_cache(folder: Path, rows: int, length: int, per_shard: int = 64) -> No
             mapped = Ragged(np.ones(moved.shape, np.bool_), offsets)
             scores = Scores(named, Ragged(moved, offsets), mapped, Ragged(np.ones(positions, np.float32), offsets))
             stages(folder)[name].write(shard, scores)
-    shards = -(-rows // per_shard)
+    shards = -(-len(lengths) // per_shard)
     for name, stage in stages(folder).items():
         stage.finish({"rollout": Rollouts, "reference": Candidates}.get(name, Scores), shards)
 

@@ -35,6 +35,19 @@ def choose_device(setting: str) -> "torch.device":
     return _chosen
 
 
+def make_current(device: "torch.device") -> None:
+    """Make a device the current one of this thread: torch would use the first GPU for what names none."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(device)
+
+
+def copies_while_it_computes(device: "torch.device") -> bool:
+    """Whether a device fetches from pinned memory without stopping its work."""
+    return device.type == "cuda"
+
+
 def own_gpus(device: "torch.device", count: int) -> dict[str, str]:
     """Give the environment in which a program of this rank sees `count` GPUs, and no other rank's program the same."""
     if device.type != "cuda":

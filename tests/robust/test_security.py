@@ -21,7 +21,7 @@ from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.models import load
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
-from lightning_weave.train.parallel import load_state, save_state
+from lightning_weave.train.parallel import Ranks, copied_state, load_state, save_state
 from tiny import save_model, steps_of
 
 Recipe = dict[str, Any]
@@ -195,10 +195,12 @@ def test_a_checkpoint_that_holds_more_than_one_is_not_resumed_from(
 def test_settings_of_an_optimizer_are_data(tmp_path: Path) -> None:
     module = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
-    save_state(tmp_path / "good", module, optimizer)
+    alone = Ranks(0, 1, torch.device("cpu"))
+    save_state(tmp_path / "good", copied_state(module, optimizer), alone)
     load_state(tmp_path / "good", module, optimizer)
-    optimizer.param_groups[0]["lr"] = Payload(tmp_path / "marker")
-    save_state(tmp_path / "bad", module, optimizer)
+    state = copied_state(module, optimizer)
+    state["optimizer"]["param_groups"][0]["lr"] = Payload(tmp_path / "marker")
+    save_state(tmp_path / "bad", state, alone)
     other = torch.nn.Linear(2, 2)
     with pytest.raises(Exception, match="Weights only load failed"):
         load_state(tmp_path / "bad", other, torch.optim.AdamW(other.parameters(), 1e-3))

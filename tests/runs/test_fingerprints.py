@@ -242,6 +242,17 @@ def test_fingerprints_are_those_of_earlier_versions(tmp_path: Path, compositions
     assert fingerprints(check_recipe(tomllib.loads(dump_recipe(recipe)))) == FINGERPRINTS
 
 
+def test_settings_that_came_later_count_only_where_they_are_used(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, COMPOSITIONS)
+    said = ["train.warmup=0", "train.decay=constant", "train.token_budget=99"]
+    assert fingerprints(load_recipe([path], said)) == FINGERPRINTS
+    lora = fingerprints(load_recipe([path], ["train.lora={}"]))["joint"]
+    assert lora == "a338d6c1d7ee88fa"
+    used = ["train.warmup=3", "train.decay=cosine", "train.lora={stabilised=true}", "train.lora={targets='all-linear'}"]
+    found = {fingerprints(load_recipe([path], [setting]))["joint"] for setting in used}
+    assert len(found | {lora, FINGERPRINTS["joint"]}) == 6
+
+
 def test_a_recipe_with_all_flags_is_read_as_the_methods_they_meant(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, WITH_FLAGS)
     data = tomllib.loads(path.read_text()) | tomllib.loads(COMPOSITIONS)

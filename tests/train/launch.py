@@ -39,7 +39,7 @@ class Plan:
 
 def train_all(plan: Plan) -> None:
     if plan.lopsided:
-        loop.share_rows = lopsided
+        loop.deal_rows = lopsided
     if plan.kill:
         KILLS[plan.kill](plan.after)
     if plan.too_much and os.environ.get("RANK", "1") == "1":
@@ -48,14 +48,18 @@ def train_all(plan: Plan) -> None:
         make_students(steps, Progress(quiet=True))
 
 
-def lopsided(lengths: Sequence[int], rank: int, world: int) -> list[int]:
+def lopsided(lengths: Sequence[int], world: int, token_budget: int, **how: Any) -> list[list[list[int]]]:
     """Deal the longest row to rank 0 and all the others to the last rank."""
-    order = schedule.share_rows(lengths, 0, 1)
-    return order[:1] if rank == 0 else order[1:] if rank == world - 1 else []
+    longest = max(range(len(lengths)), key=lambda index: lengths[index])
+    others = [index for index in range(len(lengths)) if index != longest]
+    (batches,) = schedule.deal_rows([lengths[index] for index in others], 1, token_budget, **how)
+    own = [[others[index] for index in batch] for batch in batches]
+    nothing: list[list[int]] = [[]] * len(own)
+    return [[[longest], *nothing[1:]], *[nothing] * (world - 2), own][:world]
 
 
 def run_out_of_memory(where: str, least: int = 2) -> None:
-    """Fail to allocate, as torch itself does, at the first step or where a micro-batch has so many rows at least."""
+    """Fail to allocate, as torch itself does, at the first step or where a micro-batch has so many tokens at least."""
     if where == "step":
         torch.optim.AdamW._init_group = lambda *_: torch.empty(2**55)  # type: ignore[method-assign]
         return
@@ -63,7 +67,7 @@ def run_out_of_memory(where: str, least: int = 2) -> None:
 
     def failing(module: Qwen3MLP, states: torch.Tensor) -> torch.Tensor:
         out = forward(module, states)
-        if len(states) < least or not torch.is_grad_enabled():
+        if states.shape[:2].numel() < least or not torch.is_grad_enabled():
             return out
         if where == "forward":
             torch.empty(2**55)

@@ -49,7 +49,7 @@ def test_every_decision_is_what_the_equations_say(weights: tuple[float, float]) 
     rows, behaviours = make_rows(0, SHAPES)
     batch = compose(block_of(rows), weights, alpha=1.7)
     found = iter(range(len(batch)))
-    longest = batch.input_ids_RT.shape[1]
+    starts = np.cumsum([0, *batch.lengths])
     for place, (row, b_TV) in enumerate(zip(rows, behaviours, strict=True)):
         for t in range(len(row.response_ids)):
             if not oracle.composed_validity(row.valid_KT[:, t].tolist(), weights):
@@ -66,9 +66,9 @@ def test_every_decision_is_what_the_equations_say(weights: tuple[float, float]) 
             assert batch.sampled_log_b_N[n].item() == pytest.approx(math.log(b_TV[t, row.response_ids[t]]), rel=1e-5)
             # The state of decision t has seen the prompt and the response before t, and nothing else.
             seen = [*row.prompt_ids, *row.response_ids[:t]]
-            at, of = divmod(int(batch.states_N[n]), longest)
-            assert at == place
-            assert batch.input_ids_RT[at, : of + 1].tolist() == seen
+            state = int(batch.states_N[n])
+            assert batch.input_ids_T[starts[place] : state + 1].tolist() == seen
+            assert batch.positions_T[starts[place] : state + 1].tolist() == list(range(len(seen)))
     assert next(found, None) is None
 
 
@@ -77,7 +77,7 @@ def test_nothing_is_run_after_the_last_kept_decision() -> None:
     early = [replace(row, valid_KT=np.arange(8) < np.array([[2], [8]])) for row in rows]
     assert tokens_needed(block_of(early), (0.5, 0.5)) == [4, 3]
     assert tokens_needed(block_of(early), (0.0, 1.0)) == [10, 9]
-    assert compose(block_of(early), (0.5, 0.5), 2.0).input_ids_RT.shape == (2, 4)
+    assert compose(block_of(early), (0.5, 0.5), 2.0).lengths == (4, 3)
 
 
 def test_rows_without_a_valid_decision_make_a_batch_that_asks_for_nothing() -> None:
@@ -85,7 +85,7 @@ def test_rows_without_a_valid_decision_make_a_batch_that_asks_for_nothing() -> N
     masked = [replace(row, valid_KT=np.zeros_like(row.valid_KT)) for row in rows]
     batch = compose(block_of(masked), (0.5, 0.5), 2.0)
     assert len(batch) == 0
-    assert batch.input_ids_RT.shape == (2, 1)
+    assert batch.lengths == (1, 1)
     assert batch.log_q_NO.shape == (0, CANDIDATES + 1)
 
 
@@ -94,8 +94,9 @@ def test_an_endpoint_ignores_the_other_anchor_even_where_it_is_broken() -> None:
     alone = [replace(row, r_KTC=row.r_KTC[:1], valid_KT=row.valid_KT[:1]) for row in rows]
     spoilt = [replace(row, r_KTC=np.stack([row.r_KTC[0], np.full_like(row.r_KTC[1], np.nan)])) for row in rows]
     one, other = compose(block_of(alone), (1.0,), 2.0), compose(block_of(spoilt), (1.0, 0.0), 2.0)
+    assert one.lengths == other.lengths
     for name, tensor in vars(one).items():
-        assert torch.equal(tensor, getattr(other, name)), name
+        assert name == "lengths" or torch.equal(tensor, getattr(other, name)), name
 
 
 def test_the_first_decisions_are_the_first() -> None:
@@ -104,10 +105,9 @@ def test_the_first_decisions_are_the_first() -> None:
     few = batch.first(3)
     assert len(few) == 3
     assert torch.equal(few.log_q_NO, batch.log_q_NO[:3])
-    for n in range(3):  # every kept decision still has its own tokens before it, and nothing else is run
-        row, place = divmod(int(few.states_N[n]), few.input_ids_RT.shape[1])
-        whole_row, whole_place = divmod(int(batch.states_N[n]), batch.input_ids_RT.shape[1])
-        assert (row, place) == (whole_row, whole_place)
-        assert torch.equal(few.input_ids_RT[row, : place + 1], batch.input_ids_RT[row, : place + 1])
-    assert few.input_ids_RT.shape[1] == 1 + max(int(n) % few.input_ids_RT.shape[1] for n in few.states_N)
+    tokens = int(batch.states_N[2]) + 1  # every kept decision still has its tokens before it; nothing else is run
+    assert sum(few.lengths) == tokens
+    assert torch.equal(few.states_N, batch.states_N[:3])
+    assert torch.equal(few.input_ids_T, batch.input_ids_T[:tokens])
+    assert torch.equal(few.positions_T, batch.positions_T[:tokens])
     assert len(batch.first(0)) == 0

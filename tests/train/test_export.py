@@ -31,12 +31,11 @@ def test_the_first_decisions_run_only_the_tokens_that_they_need(tmp_path: Path) 
         whole_NV = trainee(batch, whole_vocabulary, 1.0)[1]
         for decisions in (1, 3, len(batch) - 1, len(batch) + 5):
             part = batch.first(decisions)
-            rows, tokens = part.input_ids_RT.shape
-            assert rows * tokens <= batch.input_ids_RT.numel()
-            assert part.states_N.max() >= (rows - 1) * tokens, "the last row has a decision"
+            assert len(part.input_ids_T) == sum(part.lengths) <= len(batch.input_ids_T)
+            assert part.states_N.max() == len(part.input_ids_T) - 1, "nothing is run after the last decision"
             torch.testing.assert_close(trainee(part, whole_vocabulary, 1.0)[1], whole_NV[:decisions])
-    assert batch.first(1).input_ids_RT.shape == (1, int(batch.states_N[0]) + 1)
-    assert batch.first(0).input_ids_RT.shape == (1, 1)
+    assert batch.first(1).lengths == (int(batch.states_N[0]) + 1,)
+    assert batch.first(0).lengths == (1,)
 
 
 class LargestGather(TorchDispatchMode):

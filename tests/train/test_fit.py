@@ -208,13 +208,13 @@ def test_too_little_memory_halves_the_micro_batches_and_not_the_loss(tmp_path: P
     forward = fit.trainee.forward
 
     def small_memory(batch: Any, *rest: Any) -> Any:
-        if batch.input_ids_RT.numel() > 40:
+        if batch.input_ids_T.numel() > 40:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(batch, *rest)
 
     fit.trainee.forward = small_memory  # type: ignore[method-assign]
     assert fit.update(1, ROWS)["loss"] == pytest.approx(expected, rel=1e-6)
-    assert fit.token_budget <= 40
+    assert fit.token_budget < 60, "of 120 tokens"
     assert f"halved to {fit.token_budget}" in fit.notes[-1]
 
 

@@ -60,7 +60,7 @@ def runs(root: Path) -> list[Steps]:
             root / "untied",
             **shared,
             compositions={"both": both, "naive": naive},
-            train={**short, "gradient_checkpointing": True, "validation": 0.1},
+            train={**short, "gradient_checkpointing": True, "validation": 0.1, "shard_ranks": 1},  # two copies
             student=untied,
         ),
         make_run(root / "lora", **shared, train={**short, "lora": {"rank": 2}, "objective": "reverse-kl"}),
@@ -77,8 +77,10 @@ def test_two_ranks_train_as_one_process(tmp_path: Path) -> None:
     # Rank 0 ran one row against five, and at some updates that one had nothing to learn from.
     cache = open_cache(alone[0], "both")
     schedule = make_schedule(alone[0].recipe, groups=12)
-    dealt = [lopsided([cache.length(row) for row in schedule.rows(update)], 0, 2) for update in range(20)]
-    longest = [schedule.rows(update)[share[0]] for update, share in enumerate(dealt)]
+    lengths = [[cache.length(row) for row in schedule.rows(update)] for update in range(20)]
+    dealt = [lopsided(each, 2, 1, width=16) for each in lengths]
+    assert {len([row for batch in share for row in batch]) for share, _ in dealt} == {1}
+    longest = [schedule.rows(update)[share[0][0]] for update, (share, _) in enumerate(dealt)]
     assert {row % 3 == 0 for row in longest} == {True, False}
 
 

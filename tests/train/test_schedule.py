@@ -1,13 +1,14 @@
 """Which rows make which update: whole groups, once an epoch, the same for everybody."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_weave.errors import InputError
-from lightning_weave.train.schedule import Schedule, micro_batches, share_rows
+from lightning_weave.train.schedule import Schedule, deal_rows, rate_share, row_cost
 
 schedules = st.builds(
     Schedule,
@@ -67,18 +68,36 @@ def test_holding_everything_out_is_refused() -> None:
         Schedule(1, 4, 1, 4, 1, 0, validation=0.9)
 
 
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 120))
-def test_micro_batches_keep_every_row_within_the_budget(lengths: list[int], budget: int) -> None:
-    batches = list(micro_batches(lengths, budget))
-    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
-    for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= budget
+rows = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 
 
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 5))
-def test_ranks_share_all_rows_and_about_the_same_work(lengths: list[int], world: int) -> None:
-    shares = [share_rows(lengths, rank, world) for rank in range(world)]
-    assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    work = [sum(lengths[index] for index in share) for share in shares]
-    assert max(work) - min(work) <= max(lengths, default=0)
+@given(rows, st.integers(1, 5), st.integers(1, 120), st.booleans())
+def test_ranks_share_all_rows_in_equally_many_micro_batches_within_the_budget(
+    lengths: list[int], world: int, budget: int, packed: bool
+) -> None:
+    ranks = deal_rows(lengths, world, budget, width=4, packed=packed)
+    assert sorted(index for share in ranks for batch in share for index in batch) == list(range(len(lengths)))
+    assert len(ranks) == world
+    assert len({len(share) for share in ranks}) == 1
+    for batch in (batch for share in ranks for batch in share):
+        sizes = [lengths[index] for index in batch]
+        tokens = sum(sizes) if packed else len(sizes) * max(sizes, default=0)
+        assert len(batch) <= 1 or tokens <= budget
+
+
+@given(rows, st.integers(1, 5))
+def test_what_runs_side_by_side_costs_the_same_but_for_a_row(lengths: list[int], world: int) -> None:
+    ranks = deal_rows(lengths, world, 10**9, width=4)
+    costs = [sum(row_cost(lengths[index], 4) for batch in share for index in batch) for share in ranks]
+    assert max(costs) - min(costs) <= max(row_cost(length, 4) for length in lengths) * (1 + 1e-9)
+
+
+def test_the_learning_rate_warms_up_and_falls() -> None:
+    assert {rate_share(step, 9, 0, "constant") for step in range(1, 10)} == {1.0}
+    for decay in ("linear", "cosine"):
+        shares = [rate_share(step, 9, 3, decay) for step in range(1, 10)]
+        assert shares[:4] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+        assert all(before > after > 0 for before, after in pairwise(shares[3:]))
+        assert rate_share(10, 9, 3, decay) == pytest.approx(0), "after the last one"
+    assert rate_share(6, 8, 2, "cosine") == pytest.approx(0.5)
+    assert rate_share(2, 2, 4, "linear") == 0.5, "a run that ends while it warms up"

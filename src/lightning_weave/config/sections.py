@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from lightning_weave.config.composition import Composition
 from lightning_weave.config.fields import (
     Count,
+    Decay,
     Dtype,
     Engine,
     EvalFormat,
@@ -149,11 +150,15 @@ class Score(_Engine):
 
 
 class Lora(Strict):
-    """Train a low-rank update and merge it on export."""
+    """Train a low-rank update of a frozen student; the export has it merged, and beside that on its own."""
 
     rank: Count = 16
     alpha: float = Field(32.0, gt=0)
-    targets: list[str] = Field(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    stabilised: bool = Field(False, description="scale by alpha / sqrt(rank) instead: steady when rank grows")
+    targets: list[str] | Literal["all-linear"] = Field(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        description='layers that get an update; "all-linear": all but the head',
+    )
 
 
 class Train(Strict):
@@ -164,6 +169,8 @@ class Train(Strict):
     prompts_per_round: Count = Field(64, description="whole prompt groups replayed per round")
     updates_per_round: Count = 4
     learning_rate: float = Field(1e-6, gt=0, allow_inf_nan=False)
+    warmup: int = Field(0, ge=0, description="updates over which the learning rate grows from nothing")
+    decay: Decay = Field("constant", description="how it falls after that, to nothing after the last update")
     betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2)
     weight_decay: float = Field(0.01, ge=0, allow_inf_nan=False)
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
@@ -172,7 +179,10 @@ class Train(Strict):
     lora: Lora | None = None
     gradient_checkpointing: bool = False
     compile: bool = False
-    token_budget: Count = Field(16384, description="tokens of a micro-batch, padding included")
+    token_budget: Count = Field(16384, description="tokens of a micro-batch")
+    shard_ranks: Count | None = Field(
+        None, description="ranks that hold one copy of the student together, such as those of one machine; default: all"
+    )
     checkpoint_every: Count = 50
     keep: Count = 2
     validation: float = Field(0.0, ge=0, lt=1, description="share of prompts held out")

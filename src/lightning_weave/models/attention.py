@@ -19,14 +19,15 @@ REPEATED = "sdpa_repeated"
 def repeat_heads_in_float32(model: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Let a model that would hand grouped heads to torch repeat them first, where that saves memory."""
     if dtype == torch.float32 and device.type != "cpu" and model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(REPEATED, _with_repeated_heads)
+        AttentionInterface.register(REPEATED, attend_with_repeated_heads)
         AttentionMaskInterface.register(REPEATED, sdpa_mask)
         model.set_attn_implementation(REPEATED)
 
 
-def _with_repeated_heads(
+def attend_with_repeated_heads(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
+    """Attend as transformers' sdpa does, with keys and values repeated for grouped queries."""
     groups = getattr(module, "num_key_value_groups", 1)
     ungrouped: Any = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     keys, values = (repeat_kv(heads, groups) for heads in (key, value))

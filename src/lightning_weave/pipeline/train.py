@@ -18,7 +18,7 @@ from lightning_weave.train.offline import train_offline
 from lightning_weave.train.online import train_online
 from lightning_weave.train.parallel import join
 from lightning_weave.train.sequential import train_in_sequence
-from lightning_weave.train.training import TrainContext, give_back
+from lightning_weave.train.training import TrainContext, give_back, needs_sharding
 
 
 def run(
@@ -46,7 +46,7 @@ def run(
     if pending or can_meet():  # all ranks join, so that rank 0 can say what is pending: disks show files late
         device = set_up(steps.recipe, steps.store)
         dtype = _compute_dtype(steps.recipe, device)
-        with join(device, sharded=dtype != torch.float32) as ranks:
+        with join(device, sharded=needs_sharding(steps, dtype)) as ranks:
             pending = ranks.gathered(pending if ranks.first else [])
             context = TrainContext(ranks, dtype, progress, make_cache)
             for name in pending:

@@ -39,10 +39,11 @@ def scoring_memory(shape: Shape, token_budget: int, bytes_per_number: int) -> Me
 def training_memory(shape: Shape, token_budget: int, gpus: int, checkpointing: bool, trained: int | None) -> Memory:
     """Count a share of the float32 masters, gradients and moments (FSDP), one unsharded unit, and the activations.
 
-    `trained` is the number of trainable parameters if that is not all of them (LoRA).
+    `trained` is the number of trainable parameters if that is not all of them (LoRA): the frozen ones stay as stored.
     """
     learning = shape.parameters if trained is None else trained
-    sharded = (MASTER * shape.parameters + (GRADIENT + OPTIMIZER) * learning) / gpus
+    frozen = 0 if trained is None else shape.parameters
+    sharded = (shape.bytes_per_weight * frozen + (MASTER + GRADIENT + OPTIMIZER) * learning) / gpus
     largest = max(shape.width * shape.vocabulary, max(layer.parameters for layer in shape.layers))
     gathered = 2 * 2 * largest if gpus > 1 else 0  # bfloat16, this unit and the next
     head = 4 * shape.width * shape.vocabulary  # its gradient comes with the loss, in float32

@@ -37,7 +37,10 @@ from lightning_weave.store import MANIFEST, Step, Store, file_identities, file_i
 Role = Literal["post", "pre"]
 ROLES: tuple[Role, Role] = ("post", "pre")
 IDENTITIES = "identities.json"
+# Keys of [train] that came later than the first runs, with the values that change nothing.
+LATER = {"warmup": 0, "decay": "constant", "lora.stabilised": False}
 TRAIN_EXECUTION = {
+    "shard_ranks",
     "token_budget",
     "checkpoint_every",
     "keep",
@@ -240,7 +243,7 @@ class Steps:
         composition = self.recipe.compositions[name]
         used = sorted(composition.used)
         settings = {
-            "train": self.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION),
+            "train": _without_defaults(self.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION)),
             "objective": self.objective(name),
             "weights": {anchor: composition.weights[anchor] for anchor in used},
             "alpha": composition.alpha,
@@ -390,6 +393,13 @@ def _engine_settings(section: Reference | Score) -> dict[str, Any]:
 def _without_unset(settings: dict[str, Any]) -> dict[str, Any]:
     """Leave out how to ask where the recipe does not say it: steps of earlier versions stay the same."""
     return {key: value for key, value in settings.items() if key not in ("template", "system") or value is not None}
+
+
+def _without_defaults(train: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what came later than the first runs, where it is not used: they stay done."""
+    lora = train["lora"]
+    kept = lora and {key: value for key, value in lora.items() if LATER.get(f"lora.{key}", ...) != value}
+    return {key: value for key, value in train.items() if LATER.get(key, ...) != value} | {"lora": kept}
 
 
 def template_identity(model: Path) -> str:

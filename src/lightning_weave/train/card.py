@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave import __version__
-from lightning_weave.config import Composition, Sequential, dump_recipe
+from lightning_weave.config import Composition, Sequential, Train, dump_recipe
 from lightning_weave.runs.steps import Steps
 from lightning_weave.train.dose import anchor_doses
 
@@ -65,6 +65,11 @@ def _method(composition: Composition) -> str:
             return composition.method
 
 
+def _rate(train: Train) -> str:
+    warmup = f", warm-up over {train.warmup} updates" if train.warmup else ""
+    return f"{train.learning_rate:g}{warmup}" + (f", {train.decay} decay" if train.decay != "constant" else "")
+
+
 def _facts(steps: Steps, name: str, figures: dict[str, Any]) -> dict[str, str]:
     recipe = steps.recipe
     composition = steps.recipe.compositions[name]
@@ -82,7 +87,7 @@ def _facts(steps: Steps, name: str, figures: dict[str, Any]) -> dict[str, str]:
         "method": _method(composition),
         "objective": steps.objective(name),
         "alpha": f"{_alpha(composition, figures):.4g}",
-        "learning rate": f"{recipe.train.learning_rate:g}",
+        "learning rate": _rate(recipe.train),
         **{what: form.format(figures[key]) for what, (key, form) in measured.items() if key in figures},
         "cache": f"`{steps.reference.fingerprint}`",
         "fingerprint": f"`{steps.train(name).fingerprint}`",

@@ -1,10 +1,12 @@
-"""Checkpoints: a folder per update, whole or not there, the last few kept."""
+"""Checkpoints: a folder per update, whole or not there, the last few kept; written while training goes on."""
 
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Self
 
 from lightning_weave.errors import CorruptData, WeaveError, first_line
 from lightning_weave.store import read_json, whole_directory, write_json
@@ -31,29 +33,6 @@ class TrainingCheckpoints:
     fingerprint: str
     keep: int
 
-    def save(self, update: int, module: "nn.Module", optimizer: "optim.Optimizer", ranks: "Ranks") -> None:
-        """Write under a temporary name, sync, rename; then drop the oldest."""
-        from lightning_weave.train.parallel import save_state
-
-        final = self.folder / f"{update:06d}"
-        unfinished = self.folder / f".tmp-{update:06d}"
-        try:
-            if ranks.first:
-                for leftover in self.folder.glob(".tmp-*"):  # of writers that were killed
-                    shutil.rmtree(leftover, ignore_errors=True)
-            with whole_directory(final) if ranks.first else nullcontext():
-                ranks.wait()
-                save_state(unfinished, module, optimizer)
-                ranks.wait()
-                if ranks.first:
-                    write_json(unfinished / "position.json", asdict(Position(update, self.fingerprint)))
-            if ranks.first:
-                for old in self._complete()[: -self.keep]:
-                    shutil.rmtree(old)
-        except OSError as error:
-            raise WeaveError(f"{final}: the checkpoint cannot be written ({error}). The one before is kept") from error
-        ranks.wait()
-
     def latest(self) -> int | None:
         """The update of the newest checkpoint that this recipe wrote."""
         return max((int(path.name) for path in self._complete()), default=None)
@@ -78,3 +57,82 @@ class TrainingCheckpoints:
     def _complete(self) -> list[Path]:
         paths = [path for path in self.folder.glob("[0-9]*") if (path / "position.json").exists()]
         return sorted(path for path in paths if read_json(path / "position.json")["fingerprint"] == self.fingerprint)
+
+    def drop_oldest(self) -> None:
+        """Remove all but the last few."""
+        for old in self._complete()[: -self.keep]:
+            shutil.rmtree(old)
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time, in a thread: training waits only for its numbers to be copied to the host.
+
+    A kill on the way leaves the one before, and nothing else that counts. Leaving the block waits for the last one.
+    """
+
+    def __init__(self, checkpoints: TrainingCheckpoints, ranks: "Ranks") -> None:
+        self.checkpoints = checkpoints
+        self.ranks = ranks
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.wait()
+            self.ranks.wait()
+        elif self._thread:
+            self._thread.join()
+
+    def save(self, update: int, module: "nn.Module", optimizer: "optim.Optimizer") -> None:
+        """Copy what there is, and begin to write it under a temporary name; all ranks together."""
+        from lightning_weave.train.parallel import copied_state
+
+        self.wait()
+        state = copied_state(module, optimizer)
+        folder = self.checkpoints.folder
+        final = folder / f"{update:06d}"
+        whole = ExitStack()
+        if self.ranks.first:
+            for leftover in folder.glob(".tmp-*"):  # of writers that were killed
+                shutil.rmtree(leftover, ignore_errors=True)
+            with _said_if_unwritable(final):
+                whole.enter_context(whole_directory(final))
+        self.ranks.wait()  # for the folder to be there
+        self._thread = Thread(target=self._write, args=(final, state, whole), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the last one is written, and raise what went wrong with it."""
+        if self._thread:
+            self._thread.join()
+        self._thread = None
+        if self._error:
+            raise self._error
+
+    def _write(self, final: Path, state: dict[str, Any], whole: ExitStack) -> None:
+        """Write this rank's shards; rank 0, when all ranks have, says which update it is, syncs and renames."""
+        from lightning_weave.train.parallel import save_state
+
+        unfinished = final.with_name(f".tmp-{final.name}")
+        try:
+            with _said_if_unwritable(final):
+                with whole:
+                    save_state(unfinished, state, self.ranks)
+                    if self.ranks.first:
+                        position = Position(int(final.name), self.checkpoints.fingerprint)
+                        write_json(unfinished / "position.json", asdict(position))
+                if self.ranks.first:
+                    self.checkpoints.drop_oldest()
+        except BaseException as error:  # raised where it is waited for
+            self._error = error
+
+
+@contextmanager
+def _said_if_unwritable(final: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WeaveError(f"{final}: the checkpoint cannot be written ({error}). The one before is kept") from error

@@ -1,7 +1,7 @@
 """How cached trajectories become a batch with its target. Composing costs little enough to be done while loading."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -10,14 +10,17 @@ from torch import Tensor
 
 from lightning_weave.cache.block import Block
 from lightning_weave.maths import compose_shifts, tilted_target, with_other
+from lightning_weave.models.packing import positions_of
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch. N kept decisions of R right-padded rows; C candidates, O = C + 1 outcomes."""
+    """One micro-batch: its rows' tokens after one another, T in all. N kept decisions; C candidates, O = C + 1."""
 
-    input_ids_RT: Tensor
-    states_N: Tensor  # index into the R x T hidden states: the token before each kept decision
+    lengths: tuple[int, ...]  # tokens of each row, up to the last that is needed
+    input_ids_T: Tensor
+    positions_T: Tensor  # of each token in its row
+    states_N: Tensor  # index into the T hidden states: the token before each kept decision
     rows_N: Tensor  # row number of each kept decision ...
     places_N: Tensor  # ... and its place in the row's response
     candidate_ids_NC: Tensor
@@ -31,17 +34,27 @@ class Batch:
         return len(self.states_N)
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """The same in memory that a GPU can copy from while it computes."""
+        return self._each(Tensor.pin_memory)
 
     def first(self, decisions: int) -> "Batch":
         """Keep the first few decisions and the tokens that they need. With none, a pass that adds nothing is left."""
-        kept = {name: tensor[:decisions] for name, tensor in vars(self).items() if name != "input_ids_RT"}
-        if not len(kept["states_N"]):
-            return replace(self, **{**kept, "input_ids_RT": self.input_ids_RT[:1, :1]})
-        row_N = kept["states_N"] // self.input_ids_RT.shape[1]
-        place_N = kept["states_N"] % self.input_ids_RT.shape[1]
-        ids_RT = self.input_ids_RT[: int(row_N.max()) + 1, : int(place_N.max()) + 1]
-        return replace(self, **{**kept, "input_ids_RT": ids_RT, "states_N": row_N * ids_RT.shape[1] + place_N})
+        kept = {name: getattr(self, name)[:decisions] for name in _OF_DECISIONS}
+        tokens = int(kept["states_N"].max()) + 1 if len(kept["states_N"]) else 1
+        ends = np.minimum(np.cumsum(self.lengths), tokens)
+        lengths = np.diff(ends, prepend=0)
+        kept |= {"input_ids_T": self.input_ids_T[:tokens], "positions_T": self.positions_T[:tokens]}
+        return Batch(lengths=tuple(lengths[lengths > 0].tolist()), **kept)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return Batch(lengths=self.lengths, **tensors)
+
+
+_OF_DECISIONS = [field.name for field in fields(Batch) if field.name.endswith(("_N", "_NC", "_NO"))]
 
 
 def kept_decisions(block: Block, weights: Sequence[float]) -> NDArray[np.bool_]:
@@ -74,7 +87,8 @@ def compose(block: Block, weights: Sequence[float], alpha: float) -> Batch:
     def kept(values: NDArray) -> Tensor:
         return torch.from_numpy(values[kept_P])
 
-    longest = max(tokens_needed(block, weights))
+    lengths = tokens_needed(block, weights)
+    starts_R = np.cumsum([0, *lengths[:-1]])
     candidates = block.candidates
     log_b_NO = with_other(kept(candidates.logp.flat), kept(candidates.other_logp.flat))
     r_NC = r_PC[valid_P]
@@ -82,9 +96,11 @@ def compose(block: Block, weights: Sequence[float], alpha: float) -> Batch:
     place_P = np.arange(len(row_P)) - block.rollouts.response_ids.offsets[row_P]
     prompt_R = np.diff(block.rollouts.prompt_ids.offsets)
     return Batch(
-        input_ids_RT=_padded(block, longest),
+        lengths=tuple(lengths),
+        input_ids_T=_tokens(block, lengths),
+        positions_T=positions_of(lengths),
         # The state before a decision: the prompt's last token comes before the first.
-        states_N=kept(row_P * longest + prompt_R[row_P] - 1 + place_P),
+        states_N=kept(starts_R[row_P] + prompt_R[row_P] - 1 + place_P),
         rows_N=kept(block.number_R[row_P]),
         places_N=kept(place_P),
         candidate_ids_NC=kept(candidates.ids.flat).long(),
@@ -96,11 +112,7 @@ def compose(block: Block, weights: Sequence[float], alpha: float) -> Batch:
     )
 
 
-def _padded(block: Block, longest: int) -> Tensor:
-    ids_RT = torch.zeros(len(block), longest, dtype=torch.long)
-    for row, (prompt_ids, response_ids) in enumerate(
-        zip(block.rollouts.prompt_ids, block.rollouts.response_ids, strict=True)
-    ):
-        ids = np.concatenate([prompt_ids, response_ids])[:longest]
-        ids_RT[row, : len(ids)] = torch.from_numpy(ids)
-    return ids_RT
+def _tokens(block: Block, lengths: Sequence[int]) -> Tensor:
+    rows = zip(block.rollouts.prompt_ids, block.rollouts.response_ids, lengths, strict=True)
+    cut = [np.concatenate([prompt_ids, response_ids])[:length] for prompt_ids, response_ids, length in rows]
+    return torch.from_numpy(np.concatenate(cut)).long()

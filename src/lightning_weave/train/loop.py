@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,16 +14,17 @@ import torch
 from torch import Tensor
 
 from lightning_weave.cache.block import Block
+from lightning_weave.devices import copies_while_it_computes, make_current
 from lightning_weave.errors import WeaveError
 from lightning_weave.heads.tiles import checked_ids
 from lightning_weave.maths import log_residual_loss
 from lightning_weave.models.memory import free_memory, is_out_of_memory
 from lightning_weave.store import write_json
 from lightning_weave.store.ledger import peak_memory
-from lightning_weave.train.data import Batch, compose, kept_decisions, tokens_needed
+from lightning_weave.train.data import Batch, compose, kept_decisions
 from lightning_weave.train.objectives import DISTANCES, Loss, Trainee, distances
 from lightning_weave.train.parallel import Ranks, can_recover, clip_gradients, recover
-from lightning_weave.train.schedule import micro_batches, share_rows
+from lightning_weave.train.schedule import deal_rows
 
 T = TypeVar("T")
 BAD_ROWS = "bad_rows.json"
@@ -40,6 +42,16 @@ class Rows(Protocol):
     def block(self, rows: Sequence[int]) -> Block: ...
 
 
+@dataclass(frozen=True)
+class Work:
+    """One update's rows on this rank, ready to be run."""
+
+    numbers: tuple[int, ...]  # of the whole update, on all ranks
+    token_budget: int
+    batches: list[Batch]  # on the host; one without decisions where other ranks run more
+    counts: dict[str, float]
+
+
 @dataclass
 class Fit:
     """A student, its optimizer, and the composition that it is fitted to."""
@@ -55,16 +67,23 @@ class Fit:
     folder: Path
     notes: list[str] = field(default_factory=list)  # what happened that a person should know
     _noted: bool = False  # that an update had nothing to learn from
+    _reader: ThreadPoolExecutor | None = None
+    _ahead: Future[Work] | None = None
 
-    def update(self, step: int, numbers: Sequence[int]) -> dict[str, float]:
-        """Take one optimizer step on these rows; returns what there is to watch."""
+    def update(self, step: int, numbers: Sequence[int], upcoming: Sequence[int] = ()) -> dict[str, float]:
+        """Take one optimizer step on these rows, and read the upcoming ones meanwhile; returns what there is to watch.
+
+        `loading` is the share of the time in which nothing was computed because rows were not there yet.
+        """
         started = time.perf_counter()
-        block = self.cache.block(self._share(numbers))
+        work = self._take(numbers)
         loading = time.perf_counter() - started
-        totals = self.ranks.total(self._counts(block))
+        if upcoming:
+            self._read_ahead(upcoming)
+        totals = self.ranks.total(work.counts)
         if not totals["kept"]:
             self._note_once(f"update {step} has no valid decision and changes nothing; lweave doctor says why")
-        sums = self._accumulate(step, block, totals["kept"])
+        sums = self._accumulate(step, work, totals["kept"])
         loading += sums.pop("loading")
         figures = self.ranks.total(sums)
         norm = self._step(step, totals["kept"])
@@ -84,11 +103,38 @@ class Fit:
             "memory": peak_memory(),
         }
 
-    def _share(self, numbers: Sequence[int]) -> list[int]:
-        if self.ranks.world == 1:
-            return list(numbers)
-        share = share_rows([self.cache.length(number) for number in numbers], self.ranks.rank, self.ranks.world)
-        return [numbers[index] for index in share]
+    def _take(self, numbers: Sequence[int]) -> Work:
+        """Give an update's work: read ahead, or read now."""
+        work = self._ahead.result() if self._ahead else None
+        self._ahead = None
+        if work and (work.numbers, work.token_budget) == (tuple(numbers), self.token_budget):
+            return work
+        return self._prepare(numbers)
+
+    def _read_ahead(self, numbers: Sequence[int]) -> None:
+        """Read, compose and pin rows in a thread, one update ahead."""
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, "read-ahead", initializer=make_current, initargs=(self.ranks.device,))
+        self._ahead = self._reader.submit(self._prepare, numbers)
+
+    def _prepare(self, numbers: Sequence[int]) -> Work:
+        """Read this rank's share of an update, compose it, and pin it where a GPU will copy it."""
+        token_budget = self.token_budget
+        dealt = self._dealt(numbers)
+        share = sorted(index for members in dealt for index in members)  # rows that follow one another are read at once
+        block = self.cache.block([numbers[index] for index in share or [0]])
+        picked = [block.pick([share.index(index) for index in members]) if members else None for members in dealt]
+        batches = [self._compose(part, numbers[0]) for part in picked]
+        if copies_while_it_computes(self.ranks.device):
+            batches = [batch.pinned() for batch in batches]
+        return Work(tuple(numbers), token_budget, batches, self._counts(block if share else block.pick([])))
+
+    def _dealt(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The micro-batches of this rank, as indices into `numbers`."""
+        lengths = [self.cache.length(number) for number in numbers]
+        width = self.trainee.head_description.weight_VD.shape[1]
+        ranks = deal_rows(lengths, self.ranks.world, self.token_budget, width=width, packed=self.trainee.packs)
+        return ranks[self.ranks.rank]
 
     def _counts(self, block: Block) -> dict[str, float]:
         kept_P = kept_decisions(block, self.cache.weights)
@@ -101,22 +147,25 @@ class Fit:
             "tokens": int(block.tokens_R.sum()),
         }
 
-    def _accumulate(self, step: int, block: Block, kept: float) -> dict[str, float]:
+    def _accumulate(self, step: int, work: Work, kept: float) -> dict[str, float]:
         """Run all micro-batches forward and backward; too little memory halves them and starts the update again."""
         while True:
-            sums = self._in_memory(lambda: self._run_micro_batches(step, block, kept), block, f"at update {step}")
+            sums = self._in_memory(
+                lambda batches: self._run_micro_batches(step, batches, kept), work.batches, f"at update {step}"
+            )
             if sums is not None:
                 return sums
+            work = self._prepare(work.numbers)
 
-    def _in_memory(self, run: Callable[[], T], block: Block, when: str) -> T | None:
+    def _in_memory(self, run: Callable[[list[Batch]], T], batches: list[Batch], when: str) -> T | None:
         """Run something; where memory runs out, halve the micro-batches and return None, or say that it cannot be."""
         try:
-            return run()
+            return run(batches)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            lengths = tokens_needed(block, self.cache.weights)
-            if self.ranks.world > 1 or self.token_budget <= max(lengths) or not can_recover(self.trainee):
+            longest = max(max(batch.lengths) for batch in batches)
+            if self.ranks.world > 1 or self.token_budget <= longest or not can_recover(self.trainee):
                 # Other ranks wait in the middle of a pass for this one: they can only be stopped, not told to halve.
                 rank = f" on rank {self.ranks.rank}" if self.ranks.world > 1 else ""
                 raise WeaveError(
@@ -126,11 +175,15 @@ class Fit:
         # Here the error is gone, and with it the tensors that its frames held.
         free_memory()
         recover(self.trainee)
-        self.token_budget = min(self.token_budget, len(block) * max(lengths)) // 2
+        self.token_budget = min(self.token_budget, max(self._tokens(batch) for batch in batches)) // 2
         self.notes.append(f"out of memory: train.token_budget halved to {self.token_budget}; the loss is the same")
         return None
 
-    def _run_micro_batches(self, step: int, block: Block, kept: float) -> dict[str, float]:
+    def _tokens(self, batch: Batch) -> int:
+        """Tokens that a batch puts through the model."""
+        return sum(batch.lengths) if self.trainee.packs else len(batch.lengths) * max(batch.lengths)
+
+    def _run_micro_batches(self, step: int, batches: Sequence[Batch], kept: float) -> dict[str, float]:
         """Run forward and backward; what is watched stays on the device until all are done."""
         # Dropout of a student that has any follows from the update, so nothing random needs to be kept for a resume.
         torch.manual_seed(int(np.random.SeedSequence([self.seed, step, self.ranks.rank]).generate_state(1)[0]))
@@ -138,10 +191,8 @@ class Fit:
         watched: list[Tensor] = []
         finite: list[tuple[Tensor, Tensor, Tensor]] = []
         loading = 0.0
-        lengths = tokens_needed(block, self.cache.weights)
-        for members in self._in_step(micro_batches(lengths, self.token_budget)):
+        for composed in batches:
             started = time.perf_counter()
-            composed = self._compose(block.pick(members) if members else None)
             batch = composed.to(self.ranks.device)
             loading += time.perf_counter() - started
             loss, log_pi_NO = self.trainee(batch, self.loss, normalizer)
@@ -176,14 +227,9 @@ class Fit:
             self.notes.append(note)
         self._noted = True
 
-    def _in_step(self, batches: Iterator[list[int]]) -> list[list[int]]:
-        """Agree with the other ranks on a number of micro-batches; short ones run empty ones, or all would wait."""
-        own = list(batches)
-        return own + [[]] * (self.ranks.most(len(own)) - len(own))
-
-    def _compose(self, block: Block | None) -> Batch:
-        """The batch of a block; without one, a batch that has nothing to learn from."""
-        batch = compose(block or self.cache.block([0]), self.cache.weights, self.loss.alpha)
+    def _compose(self, block: Block | None, some: int) -> Batch:
+        """The batch of a block; without one, a batch that has nothing to learn from, made from some row."""
+        batch = compose(block or self.cache.block([some]), self.cache.weights, self.loss.alpha)
         checked_ids(batch.candidate_ids_NC, self.trainee.head_description.vocabulary)  # here, where no device waits
         return batch if block else batch.first(0)
 
@@ -231,27 +277,26 @@ class Fit:
 
     def _look(self, numbers: Sequence[int]) -> Iterator[tuple[Batch, Tensor]]:
         """Run rows forward only, a micro-batch at a time: their batches and the student's outcomes."""
-        share = self._share(numbers)
-        planned = micro_batches([self.cache.length(number) for number in share], self.token_budget)
         with _without_dropout(self.trainee):
-            for members in self._in_step(planned):
-                yield from self._outcomes(self.cache.block([share[index] for index in members]) if members else None)
+            for members in self._dealt(numbers):
+                block = self.cache.block([numbers[index] for index in members]) if members else None
+                yield from self._outcomes(block, numbers[0])
 
-    def _outcomes(self, block: Block | None) -> Iterator[tuple[Batch, Tensor]]:
+    def _outcomes(self, block: Block | None, some: int) -> Iterator[tuple[Batch, Tensor]]:
         """Run one micro-batch forward, in halves where it does not fit in memory."""
-        rows = len(block) if block else 0
-        tokens = rows * max(tokens_needed(block, self.cache.weights)) if block else 0
-        if rows <= 1 or tokens <= self.token_budget:  # it may have been planned with a larger budget
-            batch = self._compose(block).to(self.ranks.device)
-            some = block or self.cache.block([0])
-            log_pi_NO = self._in_memory(lambda: self.trainee(batch, self.loss, 1.0)[1], some, "before an update")
+        composed = self._compose(block, some)
+        rows = len(composed.lengths)
+        if rows == 1 or self._tokens(composed) <= self.token_budget:  # it may have been planned with a larger budget
+            batch = composed.to(self.ranks.device)
+            log_pi_NO = self._in_memory(
+                lambda batches: self.trainee(batches[0], self.loss, 1.0)[1], [batch], "before an update"
+            )
             if log_pi_NO is not None:
                 yield batch, log_pi_NO
                 return
         assert block is not None, "a batch without rows fits in memory"
         for half in (range(rows // 2), range(rows // 2, rows)):
-            if half:
-                yield from self._outcomes(block.pick(half))
+            yield from self._outcomes(block.pick(half), some)
 
 
 def check_agreement(fit: Fit, numbers: Sequence[int], largest: float, dtype: torch.dtype) -> tuple[float, str | None]:
@@ -278,6 +323,12 @@ def adam(trainee: Trainee, learning_rate: float, betas: Sequence[float], weight_
     ]
     kept = [group for group in groups if group["params"]]
     return torch.optim.AdamW(kept, learning_rate, (betas[0], betas[1]), fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Take the next steps with this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
 
 
 def _finite(batch: Batch, log_pi_NO: Tensor) -> Tensor:

@@ -3,14 +3,12 @@
 The loss runs inside the forward of the root module, where a sharded head weight is whole.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
 
 from lightning_weave.config import Objective
 from lightning_weave.errors import InputError
@@ -20,7 +18,6 @@ from lightning_weave.heads import (
     find_head,
     fused_log_residual_loss,
     fused_reverse_kl,
-    hidden_states,
     outcome_logprobs,
 )
 from lightning_weave.maths import (
@@ -31,6 +28,7 @@ from lightning_weave.maths import (
     total_variation,
     with_other,
 )
+from lightning_weave.models.packing import pack_rows, packed_states, padded_states
 from lightning_weave.train.data import Batch
 
 DISTANCES = ("reverse_kl", "forward_kl", "total_variation", "covered_mass")
@@ -120,17 +118,6 @@ def whole_vocabulary(hidden_ND: Tensor, head: Head, batch: Batch, normalizer: fl
     return logp_NV.new_zeros(()), logp_NV
 
 
-@contextmanager
-def _unpacked() -> Iterator[None]:
-    """Tell transformers that a row is one sequence: it would ask the device, and wait, at every pass."""
-    look = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = look
-
-
 class Trainee(nn.Module):
     """The student and its loss as one module."""
 
@@ -141,6 +128,7 @@ class Trainee(nn.Module):
         # Without its weight, which would stay whole here after the model is sharded.
         bias_V = None if found.bias_V is None else found.bias_V.detach().to("meta")
         self.head_description = replace(found, weight_VD=found.weight_VD.detach().to("meta"), bias_V=bias_V)
+        self.packs = False  # until it is seen that its rows stay apart
 
     def head(self) -> Head:
         """The head with its weight as it is now: whole, in compute dtype, wherever a sharding module has put it."""
@@ -148,11 +136,17 @@ class Trainee(nn.Module):
         output = self.model.get_output_embeddings()
         return Head(output.weight, described.vocabulary, output.bias, described.scale, described.softcap)
 
+    def look(self) -> None:
+        """Find out by a short pass, once the weights are there, whether rows can be packed."""
+        self.packs = pack_rows(self.model, self.head_description.vocabulary)
+
     def kept_states(self, batch: Batch) -> Tensor:
         """Hidden states of the kept decisions only: no other position goes through the head."""
-        with _unpacked():
-            hidden_RTD = hidden_states(self.model, batch.input_ids_RT)
-        return hidden_RTD.flatten(0, 1)[batch.states_N]  # (R, T, D) -> (N, D)
+        if self.packs:
+            hidden_TD = packed_states(self.model, batch.input_ids_T, batch.positions_T, batch.lengths)
+        else:
+            hidden_TD = padded_states(self.model, batch.input_ids_T, batch.lengths)
+        return hidden_TD[batch.states_N]  # (T, D) -> (N, D)
 
     def forward(self, batch: Batch, loss: LossFunction, normalizer: float) -> tuple[Tensor, Tensor]:
         """Return the loss and, without gradient, the student's outcomes log_pi_NO."""

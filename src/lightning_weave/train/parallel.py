@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -106,6 +107,12 @@ def _hosts() -> Any:
     return dist.new_group(backend="gloo", timeout=WAITING)
 
 
+@cache
+def _writers() -> Any:
+    """The ranks as those who write checkpoints know each other: what they say never gets between what others say."""
+    return dist.new_group(backend="gloo", timeout=WAITING)
+
+
 @contextmanager
 def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
     """Join the process group that torchrun describes; alone, make one only where sharding needs it."""
@@ -119,6 +126,7 @@ def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
             dist.init_process_group(backend, timeout=PATIENCE)
             atexit.register(dist.destroy_process_group)
             _hosts()
+            _writers()
         try:
             yield Ranks(rank(), world, device)
         except RuntimeError as error:
@@ -135,9 +143,14 @@ def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def shard(module: nn.Module, blocks: list[nn.Module], ranks: Ranks, dtype: torch.dtype) -> None:
-    """Shard a module over all ranks: float32 masters, compute in `dtype`, gradients reduced in float32."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+def shard(module: nn.Module, blocks: list[nn.Module], ranks: Ranks, dtype: torch.dtype, among: int) -> None:
+    """Shard a module: float32 masters, compute in `dtype`, gradients reduced in float32.
+
+    Each `among` ranks that follow one another hold one copy; all copies take the same step.
+    """
+    copies = ranks.world // among
+    shape, names = ((copies, among), ("copy", "shard")) if copies > 1 else ((among,), ("shard",))
+    mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -192,10 +205,19 @@ def clip_gradients(module: nn.Module, largest: float) -> float:
     return float(norm.full_tensor()) if hasattr(norm, "full_tensor") else float(norm)
 
 
-def save_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write model and optimizer, each rank its own shards."""
+def copied_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Copy model and optimizer to the host, each rank its own shards: what is trained later changes nothing there."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    copied = stager.stage(_state(module, optimizer))
+    assert isinstance(copied, dict), "it was not asked to come later"
+    return copied
+
+
+def save_state(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    """Write copies of model and optimizer, each rank its own shards; other threads may train meanwhile."""
+    group = _writers() if ranks.world > 1 else None
     with _plain_errors():
-        save(_state(module, optimizer), checkpoint_id=folder, no_dist=not _grouped())
+        save(state, checkpoint_id=folder, process_group=group, no_dist=ranks.world == 1)
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,12 +1,15 @@
 """Which trajectories make an update, which rank runs them, and in which micro-batches."""
 
-from collections.abc import Iterator, Sequence
+import heapq
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.config import Recipe
+from lightning_weave.config import Decay, Recipe
 from lightning_weave.errors import InputError
 
 
@@ -96,28 +99,89 @@ def make_schedule(
     )
 
 
-def micro_batches(lengths: Sequence[int], token_budget: int) -> Iterator[list[int]]:
-    """Pack rows into micro-batches of at most `token_budget` tokens, padding included; a longer row goes alone.
+def rate_share(step: int, total: int, warmup: int, decay: Decay) -> float:
+    """Give the share of the learning rate that update `step` of `total` is taken with, counted from 1.
 
-    >>> list(micro_batches([5, 2, 9, 2], token_budget=10))
-    [[1, 3], [0], [2]]
+    It grows evenly over the first `warmup` updates; after that it stays, or falls so that one more update would have 0.
+
+    >>> [rate_share(step, 6, 2, "linear") for step in range(1, 7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    batch: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
-        if batch and lengths[index] * (len(batch) + 1) > token_budget:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
+    if step <= warmup:
+        return step / warmup
+    done = (step - 1 - warmup) / (total - warmup)
+    match decay:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1 - done
+        case "cosine":
+            return 0.5 * (1 + math.cos(math.pi * done))
+        case _:
+            assert_never(decay)
 
 
-def share_rows(lengths: Sequence[int], rank: int, world: int) -> list[int]:
-    """Deal rows to ranks from long to short, back and forth, so that all get about the same work.
+def deal_rows(
+    lengths: Sequence[int], world: int, token_budget: int, *, width: int, packed: bool = True
+) -> list[list[list[int]]]:
+    """Deal the rows of an update: rank -> its micro-batches -> their rows. All ranks run equally many.
 
-    >>> [share_rows([5, 2, 9, 2], rank, 2) for rank in range(2)]
-    [[2, 3], [0, 1]]
+    Ranks run micro-batch after micro-batch side by side, and at each the slowest is waited for: so all that run
+    together cost about the same. No micro-batch has more than `token_budget` tokens, but for a single longer row.
+
+    >>> deal_rows([5, 2, 9, 2], world=2, token_budget=9, width=64)
+    [[[2]], [[0, 1, 3]]]
     """
+    if not packed:
+        return _deal_padded(lengths, world, token_budget)
+    cost = [row_cost(length, width) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda index: (-cost[index], index))
+    count = max(1, math.ceil(sum(lengths) / (token_budget * world)))
+    while (bins := _fill(order, lengths, cost, count * world, token_budget)) is None:
+        count += 1
+    bins.sort(key=lambda members: (-sum(cost[index] for index in members), members))
+    side_by_side = [bins[step * world : (step + 1) * world] for step in range(count)]
+    # The dearest of a micro-batch goes first to one end of the ranks, then to the other.
+    turned = [bins if step % 2 == 0 else bins[::-1] for step, bins in enumerate(side_by_side)]
+    return [[bins[rank] for bins in turned] for rank in range(world)]
+
+
+def row_cost(length: int, width: int) -> float:
+    """Count the work of a row in tokens: its matrices grow with its length, its attention with the square.
+
+    A layer has about 12 width^2 weights, each used once per token; attention takes width times the tokens before.
+    """
+    return length * (1 + length / (12 * width))
+
+
+def _fill(
+    order: Sequence[int], lengths: Sequence[int], cost: Sequence[float], count: int, token_budget: int
+) -> list[list[int]] | None:
+    """Put rows, dearest first, into whichever bin has cost least so far and has room; None where none has."""
+    members: list[list[int]] = [[] for _ in range(count)]
+    cheapest = [(0.0, 0, place) for place in range(count)]  # a heap of (cost, tokens, bin)
+    for index in order:
+        full = []
+        while cheapest and members[cheapest[0][2]] and cheapest[0][1] + lengths[index] > token_budget:
+            full.append(heapq.heappop(cheapest))
+        if not cheapest:
+            return None
+        spent, tokens, place = heapq.heappop(cheapest)
+        members[place].append(index)
+        for entry in (*full, (spent + cost[index], tokens + lengths[index], place)):
+            heapq.heappush(cheapest, entry)
+    return [sorted(rows) for rows in members]
+
+
+def _deal_padded(lengths: Sequence[int], world: int, token_budget: int) -> list[list[list[int]]]:
+    """Deal rows from long to short, back and forth; rows of about one length are padded together."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     turns = [turn % (2 * world) for turn in range(len(order))]
-    return [index for index, turn in zip(order, turns, strict=True) if min(turn, 2 * world - 1 - turn) == rank]
+    ranks: list[list[list[int]]] = [[] for _ in range(world)]
+    for index, turn in zip(order, turns, strict=True):
+        batches = ranks[min(turn, 2 * world - 1 - turn)]
+        if not batches or lengths[batches[-1][0]] * (len(batches[-1]) + 1) > token_budget:
+            batches.append([])
+        batches[-1].append(index)
+    most = max(len(batches) for batches in ranks)
+    return [batches + [[]] * (most - len(batches)) for batches in ranks]

@@ -153,7 +153,8 @@ def _keep(steps: Steps, name: str, final: Path) -> None:
     assert isinstance(composition, Sequential), composition.method
     legs = composition.sequence
     with whole_directory(target) as unfinished:
-        shutil.copytree(final, unfinished, dirs_exist_ok=True)
+        # Without the last leg's adapter, which is one to the student of the leg before.
+        shutil.copytree(final, unfinished, ignore=shutil.ignore_patterns("adapter"), dirs_exist_ok=True)
         (unfinished / "README.md").write_text(model_card(steps, name, {"legs": legs}), encoding="utf-8")
     booked = read_ledger(steps.store.run_dir)
     made = {"fingerprint": stage.step.fingerprint}

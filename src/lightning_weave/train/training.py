@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_weave.errors import Mismatch
+from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.memory import free_memory
 from lightning_weave.progress import Progress
@@ -16,13 +16,13 @@ from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage
 from lightning_weave.store.ledger import Meter
 from lightning_weave.train.card import model_card
-from lightning_weave.train.checkpoint import TrainingCheckpoints
+from lightning_weave.train.checkpoint import CheckpointWriter, TrainingCheckpoints
 from lightning_weave.train.data import Batch, compose
-from lightning_weave.train.export import merged, round_weights, with_lora, write_model
-from lightning_weave.train.loop import BAD_ROWS, Fit, Rows, adam, check_agreement
+from lightning_weave.train.export import Adapter, merged, round_weights, with_lora, write_model
+from lightning_weave.train.loop import BAD_ROWS, Fit, Rows, adam, check_agreement, set_rate
 from lightning_weave.train.objectives import Loss, Trainee
 from lightning_weave.train.parallel import Ranks, shard, whole_weights
-from lightning_weave.train.schedule import Schedule
+from lightning_weave.train.schedule import Schedule, rate_share
 from lightning_weave.train.watch import Metrics, line
 
 EXPORT_ROWS = 4
@@ -52,26 +52,38 @@ class TrainContext:
 
 
 def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None = None) -> Trainee:
-    """Load the student with float32 masters, wrapped and sharded as the recipe says."""
+    """Load the student with float32 masters (frozen weights: as its files have them), wrapped and sharded."""
     section = steps.recipe.train
     ranks = context.ranks
     checkpoint = start or steps.student
-    sharded = ranks.world > 1 or context.dtype != torch.float32
+    among = section.shard_ranks or ranks.world
+    if ranks.world % among:
+        raise InputError(f"train.shard_ranks = {among} does not divide the {ranks.world} ranks. Set one that does")
+    sharded = ranks.world > 1 or needs_sharding(steps, context.dtype)
     # Sharding moves it to the device block by block: at no time is it whole there.
-    model = checkpoint.load(torch.float32, torch.device("cpu") if sharded else ranks.device)
+    stored = torch.float32 if section.lora is None else checkpoint.dtype
+    model = checkpoint.load(stored, torch.device("cpu") if sharded else ranks.device)
     model.requires_grad_(True).train()
     if section.lora is not None:
         model = with_lora(model, section.lora, section.seed)
     if section.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trainee = Trainee(model, checkpoint.vocabulary)
+    if not section.compile:  # compiled layers would be compiled again for every new set of lengths
+        trainee.look()
     blocks = _blocks(model)
     if section.compile:
         for block in blocks:
             block.compile()
     if sharded:
-        shard(trainee, blocks, ranks, context.dtype)
+        shard(trainee, blocks, ranks, context.dtype, among)
     return trainee
+
+
+def needs_sharding(steps: Steps, dtype: torch.dtype) -> bool:
+    """Whether weights are kept in another dtype than they compute in, even in one process: sharding converts them."""
+    frozen = steps.recipe.train.lora is not None and steps.student.dtype != torch.float32
+    return frozen or dtype != torch.float32
 
 
 def give_back() -> None:
@@ -137,6 +149,11 @@ class Training:
         train = self.steps.recipe.train
         if remark := self.fit.loss.remark(self.fit.trainee.head_description):
             self.say(remark)
+        if not self.fit.trainee.packs:
+            reason = (
+                "train.compile takes no packed ones" if train.compile else "its layers do not keep packed ones apart"
+            )
+            self.say(f"the student's rows are padded to one length: {reason}")
         agreement, complaint = check_agreement(self.fit, self.schedule.rows(0), train.agreement, dtype)
         if complaint and not train.allow_disagreement:
             raise Mismatch(f"{complaint}.\nRerun the reference, or set train.allow_disagreement = true")
@@ -161,25 +178,34 @@ class Training:
         train = self.steps.recipe.train
         total = len(self.schedule)
         metrics = self._open_metrics(start) if self.fit.ranks.first else None
-        with self.progress.bar(f"train {self.name}", total - start, "update") as bar:
+        writer = CheckpointWriter(self.checkpoints, self.fit.ranks)
+        with writer, self.progress.bar(f"train {self.name}", total - start, "update") as bar:
             for step in range(start + 1, total + 1):
                 if self.before_round is not None and self.schedule.round_of(step - 1)[0] == step - 1:
                     self.before_round(step - 1)
-                figures = self.fit.update(step, self.schedule.rows(step - 1))
+                rate = train.learning_rate * rate_share(step, total, train.warmup, train.decay)
+                set_rate(self.fit.optimizer, rate)
+                figures = self.fit.update(step, self.schedule.rows(step - 1), self._upcoming(step))
                 if step % train.validate_every == 0 or step == total:
                     figures |= self._validate()
                 if metrics:
-                    metrics.add(step, figures)
+                    metrics.add(step, figures | {"learning_rate": rate})
                     meter.add(tokens=int(figures["tokens"]))  # of all ranks
                 while self.fit.notes:
                     self.say(self.fit.notes.pop(0))
                 if step == total or self._is_checkpoint(step):
-                    self.checkpoints.save(step, self.fit.trainee, self.fit.optimizer, self.fit.ranks)
+                    writer.save(step, self.fit.trainee, self.fit.optimizer)
                 bar.advance(note=line(figures))
         if metrics is None:
             return {}
         metrics.close()
         return {**metrics.last, "updates": total}
+
+    def _upcoming(self, step: int) -> list[int]:
+        """The rows of the next update, if they can be read now; an online round's are not there before it begins."""
+        if step == len(self.schedule) or (self.before_round and step not in self.schedule.round_of(step - 1)):
+            return []
+        return self.schedule.rows(step)
 
     def _is_checkpoint(self, step: int) -> bool:
         """Every so many updates; of an online run, at the end of the round, since a resume samples the round again."""
@@ -212,10 +238,11 @@ class Training:
         else:
             weights = _of_model(whole_weights(trainee, torch.float32, ranks))
             if ranks.first:
-                alone = Trainee(merged(student, weights, lora), student.vocabulary)
+                model, adapter = merged(student, weights, lora)
+                alone = Trainee(model, student.vocabulary)
                 lost = round_weights(alone, student.dtype, batches)
                 weights = whole_weights(alone, student.dtype, ranks)
-                self.export(_of_model(weights), figures, lost)
+                self.export(_of_model(weights), figures, lost, adapter)
         ranks.wait()
 
     def _looked_at(self) -> list[Batch]:
@@ -225,11 +252,14 @@ class Training:
         blocks = [rows.block([number]) for number in last[:EXPORT_ROWS]]
         return [compose(block, rows.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS) for block in blocks]
 
-    def export(self, weights: dict[str, Tensor], figures: dict[str, Any], lost: float) -> None:
+    def export(
+        self, weights: dict[str, Tensor], figures: dict[str, Any], lost: float, adapter: Adapter | None = None
+    ) -> None:
         """Write final/ in the student's dtype, and say what the rounding cost."""
         figures = {**figures, "export_kl": lost}
         final = self.stage.folder / "final"
-        files = write_model(final, weights, self.steps.student, model_card(self.steps, self.name, figures))
+        card = model_card(self.steps, self.name, figures)
+        files = write_model(final, weights, self.steps.student, card, adapter)
         self.stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
         self.say(f"{final} (KL exported || trained {lost:.1e} nats)")
 

@@ -1,0 +1,45 @@
+"""LoRA as people use it: the frozen student as its files have it, and an adapter that can be served on its own."""
+
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from lightning_weave.pipeline.flow import make_students
+from lightning_weave.store import read_json
+from lightning_weave.train.parallel import join
+from lightning_weave.train.training import needs_sharding, open_trainee
+from train.cached import QUIET, context, make_run
+
+LORA = {"rank": 4, "alpha": 8.0, "stabilised": True, "targets": "all-linear"}
+
+
+def test_a_frozen_student_stays_in_its_own_dtype_and_its_adapter_can_be_served(tmp_path: Path) -> None:
+    train = {"lora": LORA, "learning_rate": 1e-2, "epochs": 2}
+    steps = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=train)
+    with join(torch.device("cpu"), sharded=needs_sharding(steps, torch.float32)) as ranks:
+        trainee = open_trainee(steps, context(ranks))
+        stored = {(weight.requires_grad, weight.dtype) for weight in trainee.parameters()}
+        assert stored == {(False, torch.bfloat16), (True, torch.float32)}
+        assert trainee.packs
+
+    make_students(steps, QUIET)  # it stops where trainer and cache, which computed in float32, disagree by 1e-4
+    stage = steps.store.stage(steps.train("both"))
+    final = stage.folder / "final"
+    recorded = {entry["file"] for entry in stage.require()["shards"]}
+    assert {"final/adapter/adapter_config.json", "final/adapter/adapter_model.safetensors"} <= recorded
+    assert read_json(final / "adapter" / "adapter_config.json")["base_model_name_or_path"] == steps.student.name
+
+    student = AutoModelForCausalLM.from_pretrained(steps.student.path, dtype=torch.float32)
+    served = PeftModel.from_pretrained(student, str(final / "adapter"))
+    layer = served.base_model.model.model.layers[0]
+    assert layer.mlp.up_proj.scaling == layer.self_attn.k_proj.scaling == {"default": 8.0 / 4**0.5}
+    own, exported = served.merge_and_unload().state_dict(), load_file(final / "model.safetensors")
+    moved = 0
+    for name, weight in exported.items():
+        assert weight.dtype == torch.bfloat16
+        torch.testing.assert_close(own[name].bfloat16(), weight)
+        moved += not torch.equal(weight, load_file(steps.student.path / "model.safetensors")[name])
+    assert moved == 2 * 7, "all seven matrices of both layers"
