@@ -66,6 +66,11 @@ class Request:
     response: int
 
     @property
+    def key(self) -> tuple[int, int]:
+        """What it is told apart by."""
+        return self.prompt, self.response
+
+    @property
     def name(self) -> str:
         """What messages call it."""
         return f"prompt {self.prompt}, response {self.response}"

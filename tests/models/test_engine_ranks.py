@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_weave.errors import WeaveError
-from lightning_weave.models.vllm import VLLMSampler, engine_version
+from lightning_weave.models.vllm import VLLMSampler
+from lightning_weave.models.vllm_process import engine_version
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = Path(__file__).with_name("engine_rank.py")

@@ -146,7 +146,7 @@ def test_logits_gone_bad_stop_the_evaluation(recipe: Recipe, tmp_path: Path) -> 
     with pytest.raises(WeaveError, match=r"prompt 0, response \d: the model's logits are not finite \(.*bad\)"):
         eval_stage.run(steps, QUIET, only=["bad"])
     folder = steps.store.run_dir / "eval" / "bad"
-    assert [path for path in folder.rglob("*") if path.is_file()] == []
+    assert [path.name for path in folder.rglob("*") if path.is_file()] == ["step.json"]  # no sample of it
 
 
 ENGINE = """
@@ -155,7 +155,8 @@ sys.stdin.readline()
 print(json.dumps({"limit": 100}), flush=True)
 for line in sys.stdin:
     drawn = {"ids": json.loads(sys.argv[1]), "finish": "length", "logprobs": json.loads(sys.argv[2])}
-    print(json.dumps({"responses": [drawn]}), flush=True)
+    print(json.dumps({"index": 0, **drawn}))
+    print(json.dumps({"end": True}), flush=True)
 """
 
 

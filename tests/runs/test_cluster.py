@@ -145,11 +145,12 @@ def test_the_shard_of_a_worker_that_dies_goes_to_another(
 
     def open_dying(steps: Steps) -> Any:
         class Dying:
-            def make(self, shard: int) -> Made:
-                if shard == 1 and not died.exists():
-                    died.touch()
-                    os._exit(1)
-                return Made(tokens=10 + shard)
+            def make(self, shards: list[int]) -> Iterator[Made]:
+                for shard in shards:
+                    if shard == 1 and not died.exists():
+                        died.touch()
+                        os._exit(1)
+                    yield Made(tokens=10 + shard)
 
             def close(self) -> None: ...
 
@@ -183,10 +184,10 @@ def _open_poisoned(steps: Steps) -> Any:
     import os as system
 
     class Poisoned:
-        def make(self, shard: int) -> Made:
-            if shard == 1:
+        def make(self, shards: list[int]) -> list[Made]:
+            if 1 in shards:
                 system._exit(1)
-            return Made(1)
+            return [Made(1) for _ in shards]
 
     return Poisoned()
 

@@ -49,7 +49,9 @@ for line in sys.stdin:
         rows = [next(logps for ids, logps in known["rows"] if ids[: len(row)] == row) for row in job["rows"]]
         print(json.dumps({"logprobs": [logps[: len(row) - 1] for row, logps in zip(job["rows"], rows)]}), flush=True)
         continue
-    print(json.dumps({"responses": [known["answers"][" ".join(map(str, ids))] for ids in job["prompts"]]}), flush=True)
+    for index, ids in reversed(list(enumerate(job["prompts"]))):  # they finish in an order of their own
+        print(json.dumps({"index": index, **known["answers"][" ".join(map(str, ids))]}))
+    print(json.dumps({"end": True}), flush=True)
 """
 
 

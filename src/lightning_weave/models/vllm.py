@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -71,16 +71,24 @@ class VLLMSampler:
 
     def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]:
         """Draw one response per request, in their order."""
-        rows = self.sample_with_logprobs(requests, settings)
-        for request, row in zip(requests, rows, strict=True):
+        responses = dict(self.stream(requests, settings))
+        return [responses[index] for index in range(len(requests))]
+
+    def stream(self, requests: Sequence[Request], settings: SamplingSettings) -> Iterator[tuple[int, Response]]:
+        """Draw one response per request, and yield each with the request's index when it has finished."""
+        for index, row in self._stream(requests, settings):
             if not all(map(math.isfinite, row.logprobs)):
-                raise logits_not_finite(request.name, str(self.path))
-        return [row.response for row in rows]
+                raise logits_not_finite(requests[index].name, str(self.path))
+            yield index, row.response
 
     def sample_with_logprobs(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Drawn]:
         """Draw one response per request, with the engine's own log-probabilities."""
+        drawn = dict(self._stream(requests, settings))
+        return [drawn[index] for index in range(len(requests))]
+
+    def _stream(self, requests: Sequence[Request], settings: SamplingSettings) -> Iterator[tuple[int, Drawn]]:
         if not requests:
-            return []
+            return
         self._check_prompts(requests)
         job = {
             "prompts": [list(map(int, request.prompt_ids)) for request in requests],
@@ -90,10 +98,11 @@ class VLLMSampler:
             "max_tokens": settings.max_tokens,
             "stop": self.stop,
         }
-        drawn = [self._drawn(entry) for entry in self._engine.ask(job)["responses"]]
-        if self.on_tokens is not None:
-            self.on_tokens(sum(len(row.logprobs) for row in drawn))
-        return drawn
+        for entry in self._engine.stream(job):
+            drawn = self._drawn(entry)
+            if self.on_tokens is not None:
+                self.on_tokens(len(drawn.logprobs))
+            yield entry["index"], drawn
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Give the engine's log-probability of every token of a row but the first."""

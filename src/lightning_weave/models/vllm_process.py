@@ -2,10 +2,13 @@
 
 import json
 import os
+import queue
 import re
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,9 @@ class EngineProcess:
         self.environment = environment or {}  # beside that of this process, such as the GPUs that are the engine's
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process that writes to it)
         self._process = self._launch()
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         self.limit = int(self.ask(settings)["limit"])
 
     def close(self) -> None:
@@ -37,6 +43,7 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._reader.join()
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._words.close()
@@ -57,14 +64,28 @@ class EngineProcess:
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Put a question and wait for the answer."""
+        self._put(question)
+        return self._checked(self._lines.get())
+
+    def stream(self, question: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Put a question and yield its answers as they come; the engine does not wait for whoever reads them."""
+        self._put(question)
+        while "end" not in (answer := self._checked(self._lines.get())):
+            yield answer
+
+    def _put(self, question: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
+        with suppress(BrokenPipeError):  # a dead engine says nothing more, and that is noticed
             self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _checked(self, line: str) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
         if "missing" in answer:
             self.close()

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 
@@ -43,7 +44,9 @@ def main() -> None:
             elif "rows" in job:
                 answer(answers, {"logprobs": score(engine, job["rows"])})
             else:
-                answer(answers, {"responses": sample(engine, job, padding)})
+                for entry in sample(engine, job, padding):
+                    answer(answers, entry)
+                answer(answers, {"end": True})
         except Exception as error:
             answer(answers, {"error": f"{type(error).__name__}: {error}"})
             raise
@@ -84,9 +87,10 @@ def start(settings: dict[str, Any]) -> tuple[Any, int]:
     return engine, engine.llm_engine.model_config.get_vocab_size()
 
 
-def sample(engine: Any, job: dict[str, Any], padding: range) -> list[dict[str, Any]]:
-    """Draw one response per request, with the log-probability of every token drawn."""
+def sample(engine: Any, job: dict[str, Any], padding: range) -> Iterator[dict[str, Any]]:
+    """Draw one response per request, with the log-probability of every token drawn; give each when it has finished."""
     vllm = importlib.import_module("vllm")
+    final_only = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
     params = [
         vllm.SamplingParams(
             temperature=job["temperature"],
@@ -97,13 +101,19 @@ def sample(engine: Any, job: dict[str, Any], padding: range) -> list[dict[str, A
             ignore_eos=True,  # the stop ids are the whole truth
             logprobs=0,
             detokenize=False,
+            output_kind=final_only,
             # Rows of the output matrix that belong to no token: -100 is as low as the engine goes.
             logit_bias=dict.fromkeys(padding, -100.0) or None,
         )
         for seed in job["seeds"]
     ]
-    prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    return [response(output.outputs[0]) for output in engine.generate(prompts, params, use_tqdm=False)]
+    queue = engine.llm_engine
+    for number, (ids, each) in enumerate(zip(job["prompts"], params)):  # noqa: B905 (Python 3.9)
+        queue.add_request(str(number), {"prompt_token_ids": ids}, each)
+    while queue.has_unfinished_requests():
+        for output in queue.step():
+            if output.finished:
+                yield {"index": int(output.request_id), **response(output.outputs[0])}
 
 
 def score(engine: Any, rows: list[list[int]]) -> list[list[float]]:

@@ -1,5 +1,6 @@
 """`lweave reference`: the student's own candidates on its own trajectories, in one forward pass."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_weave.errors import InputError
@@ -29,8 +30,11 @@ class ReferenceWorker:
     steps: Steps
     scorer: Scorer
 
-    def make(self, shard: int) -> Made:
-        """Find the candidates of one shard."""
+    def make(self, shards: Sequence[int]) -> Iterator[Made]:
+        """Find the candidates of these shards."""
+        return map(self._make, shards)
+
+    def _make(self, shard: int) -> Made:
         store = self.steps.store
         rows = store.stage(self.steps.rollout).open(Rollouts, shard).read()
         candidates = find_candidates(self.scorer, rows, self.steps.recipe.reference.candidates)

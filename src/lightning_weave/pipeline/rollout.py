@@ -1,6 +1,6 @@
 """`lweave rollout`: sample the student's own trajectories, once (appendix: Behavior trajectories)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_weave.checks.watch import Watch, check_rollouts, warn
@@ -8,11 +8,14 @@ from lightning_weave.errors import InputError
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
+from lightning_weave.ranks import is_first
 from lightning_weave.runs.engines import open_sampler
 from lightning_weave.runs.prompts import own_trajectories
 from lightning_weave.runs.steps import Steps
+from lightning_weave.runs.stream import Journal, sample_shards
 from lightning_weave.runs.trajectories import pack_rollouts
 from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
+from lightning_weave.store import Stage
 from lightning_weave.types import Prompt, Request, Response, Rollouts, SamplingSettings
 
 
@@ -25,6 +28,8 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn)
     pending = stage.pending(shards)
     do(Job("rollout", "", "shard", pending, open_worker, fingerprint=stage.step.fingerprint), steps, progress)
     stage.finish(Rollouts, shards)
+    if is_first():
+        _journal(stage).remove()
     watch(lambda: check_rollouts(steps), bool(pending), progress)
     return shards
 
@@ -35,22 +40,25 @@ class RolloutWorker:
 
     steps: Steps
     prompts: Sequence[Prompt]
-    respond: Callable[[list[Request]], list[Response]]
+    respond: Callable[[dict[int, list[Request]]], Iterable[tuple[int, list[Response]]]]
     sampler: Sampler | None = None
 
-    def make(self, shard: int) -> Made:
-        """Sample one shard."""
+    def make(self, shards: Sequence[int]) -> Iterator[Made]:
+        """Sample these shards."""
+        stage = self.steps.store.stage(self.steps.rollout)
+        requests = {shard: self._requests(shard) for shard in shards}
+        for shard, responses in self.respond(requests):
+            written = stage.write(shard, pack_rollouts(requests[shard], responses))
+            yield Made(sum(len(response.ids) for response in responses), written)
+
+    def _requests(self, shard: int) -> list[Request]:
         section = self.steps.recipe.rollout
         wanted = range(len(self.prompts))[shard * section.prompts_per_shard : (shard + 1) * section.prompts_per_shard]
-        requests = [
+        return [
             Request(self.prompts[prompt].token_ids, prompt, response)
             for prompt in wanted
             for response in range(section.responses)
         ]
-        responses = self.respond(requests)
-        stage = self.steps.store.stage(self.steps.rollout)
-        written = stage.write(shard, pack_rollouts(requests, responses))
-        return Made(sum(len(response.ids) for response in responses), written)
 
     def close(self) -> None:
         if self.sampler is not None:
@@ -64,14 +72,22 @@ def open_worker(steps: Steps) -> RolloutWorker:
     if section.from_ is not None:
         groups = own_trajectories(steps)
         assert len(groups) == len(prompts), "prompts/ was made from the same file"
-        return RolloutWorker(
-            steps, prompts, lambda requests: [groups[each.prompt].responses[each.response] for each in requests]
-        )
+
+        def look_up(shards: dict[int, list[Request]]) -> Iterator[tuple[int, list[Response]]]:
+            for shard, requests in shards.items():
+                yield shard, [groups[each.prompt].responses[each.response] for each in requests]
+
+        return RolloutWorker(steps, prompts, look_up)
     _check_lengths(steps, prompts)
     texts = [prompt.token_ids for prompt in prompts]
     sampler = open_sampler(steps, steps.student, section, texts, section.max_tokens)
     settings = SamplingSettings(section.temperature, section.top_p, section.max_tokens, section.seed)
-    return RolloutWorker(steps, prompts, lambda requests: sampler.sample(requests, settings), sampler)
+    journal = _journal(steps.store.stage(steps.rollout))
+    return RolloutWorker(steps, prompts, lambda shards: sample_shards(sampler, settings, shards, journal), sampler)
+
+
+def _journal(stage: Stage) -> Journal:
+    return Journal(stage.folder, f"journal-{stage.step.fingerprint}")
 
 
 def _check_lengths(steps: Steps, prompts: Sequence[Prompt]) -> None:

@@ -1,6 +1,6 @@
 """`lweave score`: every anchor model's log-probabilities of the cached candidates, each checkpoint once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,8 +46,11 @@ class ScoreWorker:
     scored: ScoredModel
     scorer: AnchorScorer
 
-    def make(self, shard: int) -> Made:
-        """Score the candidates of one shard."""
+    def make(self, shards: Sequence[int]) -> Iterator[Made]:
+        """Score the candidates of these shards."""
+        return map(self._make, shards)
+
+    def _make(self, shard: int) -> Made:
         store = self.steps.store
         rows = store.stage(self.steps.rollout).open(Rollouts, shard).read()
         candidates = store.stage(self.steps.reference).open(Candidates, shard).read()

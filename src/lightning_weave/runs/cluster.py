@@ -123,7 +123,8 @@ class ShardWorker:
         """Make one shard."""
         self.ready()
         assert self.worker is not None
-        return self.worker.make(shard)
+        (made,) = self.worker.make([shard])
+        return made
 
 
 def _with_patient_start(kind: type[ShardWorker]) -> type[ShardWorker]:

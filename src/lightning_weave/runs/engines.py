@@ -38,7 +38,7 @@ OLDEST_SCORER = (0, 32)
 MOST_TOKENS_PER_TOKEN = 4  # of another tokenizer: a longer row is refused by its number
 FEW_TOKENS = 4096
 log = logging.getLogger(__name__)
-Engine = TypeVar("Engine", VLLMSampler, Scorer)
+Compared = TypeVar("Compared", VLLMSampler, Scorer)
 
 
 def open_sampler(
@@ -61,7 +61,7 @@ def open_sampler(
         options=dict(section.options),
         environment=own_gpus(device, gpus_of(section)),
     )
-    check = Check(steps, checkpoint, section, f"vllm {engine_version(section.python)}", dtype)
+    check = ParityCheck(steps, checkpoint, section, f"vllm {engine_version(section.python)}", dtype)
     # The engine normalises over all rows of the output matrix, those of no token included.
     few = partial(score_a_few, checkpoint, prompts, length, dtype=dtype, device=device, padded=True)
     return check.start(start, few, compare)
@@ -91,14 +91,14 @@ def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score
         )
         return Scorer(body, section.token_budget)
 
-    check = Check(steps, checkpoint, section, f"vllm {version}, hidden states", dtype)
+    check = ParityCheck(steps, checkpoint, section, f"vllm {version}, hidden states", dtype)
     prompts = _few_prompts(steps, checkpoint)
     few = partial(score_a_few, checkpoint, prompts, length or FEW_TOKENS, dtype=dtype, device=device, padded=False)
     return check.start(start, few, compare_scorers)
 
 
 @dataclass(frozen=True)
-class Check:
+class ParityCheck:
     """One engine that is compared with transformers before it is used, unless the run remembers that it was."""
 
     steps: Steps
@@ -109,10 +109,10 @@ class Check:
 
     def start(
         self,
-        start: Callable[[], Engine],
+        start: Callable[[], Compared],
         few: Callable[[], list[ScoredRow]],
-        compare: Callable[[Engine, Sequence[ScoredRow]], Agreement],
-    ) -> Engine:
+        compare: Callable[[Compared, Sequence[ScoredRow]], Agreement],
+    ) -> Compared:
         """Start the engine; what transformers says is computed before, while the device is free."""
         key = {
             "model": self.steps.identity_of(self.checkpoint),
@@ -130,11 +130,11 @@ class Check:
 
     def _start_compared(
         self,
-        start: Callable[[], Engine],
+        start: Callable[[], Compared],
         few: Callable[[], list[ScoredRow]],
-        compare: Callable[[Engine, Sequence[ScoredRow]], Agreement],
+        compare: Callable[[Compared, Sequence[ScoredRow]], Agreement],
         parity: Parity,
-    ) -> Engine:
+    ) -> Compared:
         try:
             expected = few()
         except WeaveError as error:

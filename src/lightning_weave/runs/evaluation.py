@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,10 @@ from lightning_weave.ranks import is_first
 from lightning_weave.runs.engines import longest_context, open_sampler
 from lightning_weave.runs.grade import Grader
 from lightning_weave.runs.steps import Steps
+from lightning_weave.runs.stream import Journal, sample_shards
 from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
 from lightning_weave.store import Stage, write_atomic
-from lightning_weave.types import Request, SamplingSettings
+from lightning_weave.types import Request, Response, SamplingSettings
 
 
 @dataclass
@@ -124,19 +125,23 @@ class Exam:
     prompts: Sequence[list[int]]
     sampler: Sampler
 
-    def make(self, block: int) -> Made:
-        """Sample a fixed block of (problem, sample) pairs as one batch, and grade it."""
-        done = self._samples(self.todo[block])
-        write_block(self.folder, block, done)
-        return Made(sum(sample.tokens for sample in done))
+    def make(self, shards: Sequence[int]) -> Iterator[Made]:
+        """Sample fixed blocks of (problem, sample) pairs; grade each when it is whole, while an engine samples on."""
+        requests = {
+            block: [Request(self.prompts[problem], problem, sample) for problem, sample in self.todo[block]]
+            for block in shards
+        }
+        journal = Journal(self.folder, "journal")
+        for block, responses in sample_shards(self.sampler, self.settings, requests, journal):
+            done = self._graded(self.todo[block], responses)
+            write_block(self.folder, block, done)
+            yield Made(sum(sample.tokens for sample in done))
 
     def close(self) -> None:
         """The policy keeps its engine for the next benchmark."""
 
-    def _samples(self, pairs: Sequence[SampleKey]) -> list[Sample]:
+    def _graded(self, pairs: Sequence[SampleKey], responses: Sequence[Response]) -> list[Sample]:
         problems = self.benchmark.problems
-        requests = [Request(self.prompts[problem], problem, sample) for problem, sample in pairs]
-        responses = self.sampler.sample(requests, self.settings)
         texts = [self._decode(response.ids) for response in responses]
         graded = self.grader.grade([(problems[problem], text) for (problem, _), text in zip(pairs, texts, strict=True)])
         return [

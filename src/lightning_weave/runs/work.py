@@ -1,7 +1,7 @@
 """Shards as units of work: a stage defines how one is made, and this process, a rank or a cluster makes it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,9 +26,9 @@ class Made:
 
 
 class Worker(Protocol):
-    """Holds one model and makes shards with it, in any order, each whole and written to the run directory."""
+    """Holds one model and makes shards with it, in any order, each whole and written when it is yielded."""
 
-    def make(self, shard: int) -> Made: ...
+    def make(self, shards: Sequence[int]) -> Iterator[Made]: ...
 
     def close(self) -> None: ...
 
@@ -63,8 +63,7 @@ def do_here(job: Job, steps: Steps, progress: Progress) -> None:
     ):
         worker = job.open(steps)
         try:
-            for shard in pending:
-                made = worker.make(shard)
+            for made in worker.make(pending):
                 meter.add(tokens=made.tokens, written=made.written)
                 bar.advance()
         finally:

@@ -17,13 +17,30 @@ class LLM:
         port = _meet() if settings.get("tensor_parallel_size", 1) > 1 else None
         record = {"settings": settings, "environment": dict(os.environ), "port": port}
         (Path(os.environ["STAND_IN_RECORDS"]) / f"{os.getpid()}.json").write_text(json.dumps(record))
-        size = SimpleNamespace(max_model_len=settings["max_model_len"] or 64, get_vocab_size=lambda: 16)
-        self.llm_engine = SimpleNamespace(model_config=size)
+        self.llm_engine = LLMEngine(settings["max_model_len"] or 64)
 
     def generate(self, prompts: list[dict], params: Any, use_tqdm: bool) -> list[Any]:
         """Answer every prompt with token 7 until its room ends; every token is certain."""
         several = params if isinstance(params, list) else [params] * len(prompts)
         return [_output(prompt["prompt_token_ids"], one) for prompt, one in zip(prompts, several, strict=True)]
+
+
+class LLMEngine:
+    """Takes requests, and finishes one of them per step, the newest first."""
+
+    def __init__(self, longest: int) -> None:
+        self.model_config = SimpleNamespace(max_model_len=longest, get_vocab_size=lambda: 16)
+        self.waiting: list[Any] = []
+
+    def add_request(self, request_id: str, prompt: dict, params: "SamplingParams") -> None:
+        self.waiting.append((request_id, _output(prompt["prompt_token_ids"], params)))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list[Any]:
+        request_id, output = self.waiting.pop()
+        return [SimpleNamespace(request_id=request_id, finished=True, outputs=output.outputs)]
 
 
 @dataclass
@@ -40,6 +57,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     logit_bias: dict[int, float] | None = None
+    output_kind: str = "cumulative"
 
 
 def _output(prompt: list[int], params: SamplingParams) -> Any:

@@ -1,0 +1,73 @@
+"""Sample shards without gaps: an engine that refills its batch gets the requests of all shards at once.
+
+A shard is whole when its last response is there. Responses of shards that are not yet whole are kept in a journal, so a
+kill loses none that has finished.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_weave.models.protocols import Sampler
+from lightning_weave.models.vllm import VLLMSampler
+from lightning_weave.ranks import rank
+from lightning_weave.store import append_line, read_lines
+from lightning_weave.types import Request, Response, SamplingSettings
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Finished responses of unfinished shards, one file per rank; every rank reads them all."""
+
+    folder: Path
+    name: str  # with the fingerprint of the step
+
+    def read(self) -> dict[tuple[int, int], Response]:
+        rows = (row for path in sorted(self.folder.glob(f"{self.name}-*.jsonl")) for row in read_lines(path))
+        return {(row["prompt"], row["response"]): Response(row["ids"], row["finish"]) for row in rows}
+
+    def add(self, request: Request, response: Response) -> None:
+        row = {"prompt": request.prompt, "response": request.response, "ids": response.ids, "finish": response.finish}
+        append_line(self.folder / f"{self.name}-{rank()}.jsonl", row)
+
+    def remove(self) -> None:
+        """Remove the journals of all ranks, once every shard is whole."""
+        for path in self.folder.glob(f"{self.name}-*.jsonl"):
+            path.unlink(missing_ok=True)
+
+
+def sample_shards(
+    sampler: Sampler, settings: SamplingSettings, shards: Mapping[int, list[Request]], journal: Journal
+) -> Iterator[tuple[int, list[Response]]]:
+    """Yield every shard with its responses as soon as they are all there.
+
+    Our own sampler gets one shard after another, so that what shares a batch does not depend on what is pending.
+    """
+    if not isinstance(sampler, VLLMSampler):
+        for shard, requests in shards.items():
+            yield shard, sampler.sample(requests, settings)
+        return
+    known = journal.read()
+    responses = {
+        shard: {place: known[each.key] for place, each in enumerate(requests) if each.key in known}
+        for shard, requests in shards.items()
+    }
+    waiting = [
+        (shard, place)
+        for shard, requests in shards.items()
+        for place in range(len(requests))
+        if place not in responses[shard]
+    ]
+    for shard, requests in shards.items():
+        if len(responses[shard]) == len(requests):
+            yield shard, _in_order(responses.pop(shard))
+    for index, response in sampler.stream([shards[shard][place] for shard, place in waiting], settings):
+        shard, place = waiting[index]
+        journal.add(shards[shard][place], response)
+        responses[shard][place] = response
+        if len(responses[shard]) == len(shards[shard]):
+            yield shard, _in_order(responses.pop(shard))
+
+
+def _in_order(responses: dict[int, Response]) -> list[Response]:
+    return [responses[place] for place in sorted(responses)]
