@@ -30,16 +30,15 @@ def test_what_no_recipe_needs_is_listed_and_removed_only_when_agreed(recipe: dic
     make_students(steps, QUIET)
     run_dir = steps.store.run_dir
     other = {**recipe, "compositions": {"only": recipe["compositions"]["only"]}}
-    rollout = steps.store.stage(steps.rollout)
     (run_dir / ".aside-rollout@0123").mkdir()
     (run_dir / ".aside-rollout@0123" / "00000.safetensors").write_bytes(b"x" * 5000)
-    (rollout.folder / ".tmp-left").write_text("half")
+    (run_dir / "train" / "only" / ".tmp-final").mkdir()
     (run_dir / "eval" / "gone" / "bench").mkdir(parents=True)
     before = files_of(run_dir)
     with pytest.raises(InputError) as refused:
         clean.run([steps_of(other)], Console(quiet=True), yes=False)
     said = str(refused.value)
-    for name in ("train/second ", "train/only/checkpoints", ".aside-rollout@0123", ".tmp-left", "eval/gone"):
+    for name in ("train/second ", "train/only/checkpoints", ".aside-rollout@0123", ".tmp-final", "eval/gone"):
         assert name in said, name
     assert "train/second/" not in said, "the whole of it goes"
     assert "5.0 kB  (set aside" in said

@@ -100,8 +100,14 @@ def neighbours(stage: Stage) -> list[tuple[Stage, str]]:
 
 
 def _protocol(own: Stage, other: Stage) -> str:
+    """Say what is particular to a protocol: `samples = 4, max_tokens = 8192`."""
     changes = differences(dict(own.step.settings), dict(other.step.settings))
-    return "; ".join(f"{key} {what}" for key, what in changes if key not in own.step.subject) or "another format"
+    parts = [
+        f"{key} = {what.rpartition(' -> ')[2]}" if "->" in what else f"{key} {what}"
+        for key, what in changes
+        if key not in own.step.subject
+    ]
+    return ", ".join(parts) or "another format"
 
 
 def _tables(run_dir: Path) -> dict[str, dict[str, Any]]:
