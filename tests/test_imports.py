@@ -184,8 +184,7 @@ def test_ranks_are_read_in_one_file() -> None:
 
 
 def test_the_device_is_asked_about_in_one_file() -> None:
-    # config has the names that a recipe may give; train/parallel.py joins the ranks of a device that it is given.
-    allowed = {"devices.py", "config/sections.py", "train/parallel.py"}
+    allowed = {"devices.py", "config/sections.py"}  # config has the names that a recipe may give
     asks = re.compile(r"""cuda|["']mps["']|torch\.mps|torch\.accelerator""", re.IGNORECASE)
     files = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if asks.search(path.read_text("utf-8"))}
     assert files <= allowed

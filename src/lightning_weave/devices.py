@@ -48,6 +48,11 @@ def copies_while_it_computes(device: "torch.device") -> bool:
     return device.type == "cuda"
 
 
+def collective_backend(device: "torch.device") -> str:
+    """Name what ranks on such devices talk through."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
 def own_gpus(device: "torch.device", count: int) -> dict[str, str]:
     """Give the environment in which a program of this rank sees `count` GPUs, and no other rank's program the same."""
     if device.type != "cuda":

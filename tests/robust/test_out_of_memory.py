@@ -15,14 +15,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from lightning_weave.errors import WeaveError
-from lightning_weave.models.load import load_model
+from lightning_weave.models import load
 from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import reference, score
 from lightning_weave.pipeline.flow import make_rollouts, make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
-from lightning_weave.train import loop
+from lightning_weave.train import loop, training
 from lightning_weave.train.parallel import Ranks, join
 from lightning_weave.train.training import make_fit, open_trainee
 from lightning_weave.types import Candidates, Rollouts, Scores
@@ -148,9 +148,12 @@ def test_an_optimizer_without_room_is_said(make_run: Callable[[str], Recipe], mo
 
 
 def test_weights_without_room_are_said(cached: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.Module, "to", lambda *_, **__: torch.empty(2**55))
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: torch.empty(2**55))
     with pytest.raises(WeaveError, match=r"student: its weights do not fit on cpu\. Use a smaller dtype"):
-        load_model(Path(cached["student"]["model"]), dtype=torch.float32, device=torch.device("cpu"))
+        load.load_model(Path(cached["student"]["model"]), dtype=torch.float32, device=torch.device("cpu"))
+    monkeypatch.setattr(training, "give_memory", lambda *_: torch.empty(2**55))
+    with pytest.raises(WeaveError, match=r"student: its weights do not fit on cpu\. Use a smaller dtype"):
+        make_students(steps_of(cached), QUIET)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

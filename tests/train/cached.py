@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedToken
 
 from lightning_weave.config import check_recipe
 from lightning_weave.models.hf import hf_scorer
-from lightning_weave.models.load import load_model
 from lightning_weave.pipeline.flow import make_cache
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import ScoredModel, Steps
@@ -74,11 +73,15 @@ def save_student(
     model.to(dtype).save_pretrained(folder)
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w0").save_pretrained(folder)
-    return folder
 
 
 def make_run(
@@ -90,13 +93,16 @@ def make_run(
     longest: int = 9,
     valid: Validity = everywhere,
     student: dict[str, Any] | None = None,
+    save: Callable[[Path], Path] | None = None,
     compositions: dict[str, dict[str, Any]] | None = None,
     train: dict[str, Any] | None = None,
     seed: int = 0,
 ) -> Steps:
     """Write student, rollouts, reference and scores, and give the recipe's steps: only training is left to do."""
     root.mkdir(parents=True, exist_ok=True)
-    save_student(root / "student", **{"dtype": torch.float32, "tie_word_embeddings": True, **(student or {})})
+    if save is None:
+        save = partial(save_student, **{"dtype": torch.float32, "tie_word_embeddings": True, **(student or {})})
+    save(root / "student")
     (root / "prompts.jsonl").write_text('{"prompt": "w3 w4"}\n')
     for anchor in ANCHORS:
         for role in ("post", "pre"):
@@ -105,7 +111,7 @@ def make_run(
     recipe = {
         "name": "cached",
         "runs": str(root / "runs"),
-        "student": {"model": str(root / "student")},
+        "student": {"model": str(root / "student"), "trust_remote_code": any((root / "student").glob("*.py"))},
         "anchors": {a: {"post": str(root / f"{a}-post"), "pre": str(root / f"{a}-pre")} for a in ANCHORS},
         "compositions": compositions or {"both": {"weights": {"long": 0.5, "short": 0.5}}},
         "prompts": {"source": str(root / "prompts.jsonl")},
@@ -124,7 +130,7 @@ def write_cache(steps: Steps, groups: int, longest: int, valid: Validity, seed: 
     rng = np.random.default_rng(seed)
     recipe, store = steps.recipe, steps.store
     per_shard, responses = recipe.rollout.prompts_per_shard, recipe.rollout.responses
-    model = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu"))
+    model = steps.student.load(torch.float32, torch.device("cpu"))
     scorer = hf_scorer(model, VOCABULARY)
     rollout, reference = store.stage(steps.rollout), store.stage(steps.reference)
     shards = -(-groups // per_shard)

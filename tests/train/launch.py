@@ -79,10 +79,15 @@ def run_out_of_memory(where: str, least: int = 2) -> None:
 
 def start(plan: Plan, ranks: int = 1) -> list[int]:
     """Run a plan to its end, as one process or as a group; returns the exit codes."""
+    return on_ranks(ranks, _train_or_say_why, plan)
+
+
+def on_ranks(ranks: int, work: Callable[..., None], *args: Any) -> list[int]:
+    """Do any work in processes that find each other as torchrun's do; returns the exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    members = [SERVER.Process(target=_as_rank, args=(plan, rank, ranks, port)) for rank in range(ranks)]
+    members = [SERVER.Process(target=_as_rank, args=(rank, ranks, port, work, args)) for rank in range(ranks)]
     for member in members:
         member.start()
     for member in members:
@@ -99,15 +104,32 @@ def torchrun(steps: Steps, ranks: int) -> None:
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def _as_rank(plan: Plan, rank: int, ranks: int, port: int) -> None:
+def _as_rank(rank: int, ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     if ranks > 1:
         names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_PORT": port}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
+    work(*args)
+
+
+def _train_or_say_why(plan: Plan) -> None:
     try:
         train_all(plan)
     except WeaveError as error:
-        (plan.runs[0].store.run_dir / f"rank-{rank}.txt").write_text(str(error))
+        (plan.runs[0].store.run_dir / f"rank-{os.environ.get('RANK', '0')}.txt").write_text(str(error))
         raise
+
+
+def train_where_files_come_late(plan: Plan) -> None:
+    """Train while the last rank does not see any checkpoint the first few times that it looks."""
+    complete, looks = checkpoint.TrainingCheckpoints._complete, []
+
+    def late(checkpoints: checkpoint.TrainingCheckpoints) -> Any:
+        looks.append(checkpoints)
+        return complete(checkpoints) if len(looks) > 3 else []
+
+    if os.environ["RANK"] == "1":
+        checkpoint.TrainingCheckpoints._complete = late  # type: ignore[method-assign]
+    train_all(plan)
 
 
 def _kill_on(module: Any, name: str) -> Callable[[int], None]:

@@ -1,21 +1,20 @@
 """The export: it looks at no more than it needs, and never holds a second copy of the student."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.layout import Layout
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.runs.caches import open_cache
 from lightning_weave.store import read_json
 from lightning_weave.train.data import compose
-from lightning_weave.train.export import round_weights
+from lightning_weave.train.export import round_weights, student_weights
 from lightning_weave.train.objectives import whole_vocabulary
-from lightning_weave.train.parallel import Ranks, join, whole_weights
+from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.training import open_trainee
 from train.cached import QUIET, context, make_run
 
@@ -38,44 +37,20 @@ def test_the_first_decisions_run_only_the_tokens_that_they_need(tmp_path: Path) 
     assert batch.first(0).lengths == (1,)
 
 
-class LargestGather(TorchDispatchMode):
-    """Watches how many numbers in float32 any one operation returns."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
-            self.largest = max(self.largest, out.numel())
-        return out
-
-
-def test_weights_are_gathered_one_by_one_in_the_dtype_of_the_export(tmp_path: Path) -> None:
-    steps = make_run(tmp_path, student={"dtype": torch.bfloat16})
-    with join(torch.device("cpu"), sharded=True) as ranks:
-        trainee = open_trainee(steps, context(ranks, torch.bfloat16))
-        with LargestGather() as seen:
-            weights = whole_weights(trainee, torch.bfloat16, ranks)
-    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    assert seen.largest <= max(tensor.numel() for tensor in weights.values())
-    student = load_file(steps.student.path / "model.safetensors")
-    assert all(torch.equal(weights[f"model.{name}"], tensor) for name, tensor in student.items())
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_student_is_loaded_once(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[str] = []
-    load = Checkpoint.load
+def test_the_student_is_read_once(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    read = Layout.read
 
-    def counted(self: Checkpoint, *args: Any) -> Any:
-        loads.append(self.name)
-        return load(self, *args)
+    def counted(self: Layout, wanted: Mapping[str, slice]) -> Any:
+        reads.extend(wanted)
+        return read(self, wanted)
 
-    monkeypatch.setattr(Checkpoint, "load", counted)
+    monkeypatch.setattr(Layout, "read", counted)
     train = {"dtype": dtype, "epochs": 1, "allow_disagreement": True}
     steps = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=train)
     make_students(steps, QUIET)
-    assert loads == [steps.student.name]
+    assert len(reads) == len(set(reads)) > 0
     lost = read_json(steps.store.run_dir / "train" / "both" / "manifest.json")["export_kl"]
     assert lost > 0 if dtype == "float32" else lost == 0, "in bfloat16 the trainer computes with rounded weights"
 
@@ -85,6 +60,7 @@ def test_rounding_costs_what_is_said(tmp_path: Path) -> None:
     cache = open_cache(steps, "both")
     trainee = open_trainee(steps, context(ALONE))
     batch = compose(cache.block(range(2)), cache.weights, 2.0)
-    assert round_weights(trainee, torch.float32, [batch]) == 0
-    assert 0 < round_weights(trainee, torch.bfloat16, [batch]) < 1e-2
+    names = student_weights(trainee)
+    assert round_weights(trainee, dict.fromkeys(names, torch.float32), [batch]) == 0
+    assert 0 < round_weights(trainee, dict.fromkeys(names, torch.bfloat16), [batch]) < 1e-2
     assert all(torch.equal(weight, weight.bfloat16().float()) for weight in trainee.parameters())

@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.runs.caches import open_cache
+from lightning_weave.store import read_json
 from lightning_weave.train import training
 from lightning_weave.train.parallel import join, shard
 from lightning_weave.train.training import make_fit, open_trainee
 from pipeline.scored import HALF, QUIET, make_scored
 from tiny import steps_of
 from train.cached import context, make_run
+from train.launch import on_ranks
+from train.measured import measure
 
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal")
 
@@ -94,3 +98,19 @@ def test_an_update_waits_for_the_device_at_most_twice(tmp_path: Path, dtype: tor
                 fit.update(2, range(12))
             # What is watched comes over in one copy, which is no wait where the device is the host.
             assert waits.found == ["aten::_local_scalar_dense"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_two_ranks_read_half_each_and_never_hold_the_student(tmp_path: Path, lora: dict[str, int] | None) -> None:
+    """Loading takes no more than training does, and the export no whole copy of the student, in any dtype."""
+    wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "vocab_size": 256}
+    train = {"gradient_checkpointing": True, "lora": lora} if lora else {"gradient_checkpointing": True}
+    steps = make_run(tmp_path, student={"dtype": torch.bfloat16, **wide}, train=train)
+    assert on_ranks(2, measure, steps, torch.bfloat16, tmp_path) == [0, 0]
+    whole = sum(tensor.nbytes for tensor in load_file(steps.student.path / "model.safetensors").values())
+    for rank in range(2):
+        figures = read_json(tmp_path / f"{rank}.json")
+        assert figures["read"] == whole / 2
+        assert figures["loading"] <= figures["kept"] + figures["training"]
+        assert figures["exporting"] < whole  # in bfloat16; blocks of the forward pass among it

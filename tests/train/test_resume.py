@@ -2,16 +2,19 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from lightning_weave.errors import WeaveError
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
+from lightning_weave.train import checkpoint
 from train.cached import make_run
-from train.launch import Plan, start
+from train.launch import Plan, on_ranks, start, train_where_files_come_late
 
 SETTINGS = {"prompts_per_round": 1, "updates_per_round": 1, "epochs": 2, "checkpoint_every": 2, "validation": 0.2}
 DROPOUT = {"attention_dropout": 0.3}  # so that the random state matters
@@ -49,3 +52,21 @@ def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
     for one, other in zip(*rows, strict=True):
         same = one.keys() - {"seconds", "tokens_per_s", "loading", "memory"}
         assert {key: one[key] for key in same} == {key: other[key] for key in same}
+
+
+@pytest.mark.slow
+def test_rank_0_says_where_to_resume_and_the_others_wait_until_they_see_it(tmp_path: Path) -> None:
+    left_alone = make_run(tmp_path / "alone", groups=5, train=SETTINGS)
+    killed = make_run(tmp_path / "killed", groups=5, train=SETTINGS)
+    make_students(left_alone, Progress(quiet=True))
+    assert start(Plan([killed], kill="update", after=3)) == [-9]
+    assert checkpoints(killed) == ["000002"]
+    assert on_ranks(2, train_where_files_come_late, Plan([killed])) == [0, 0]
+    expected, losses = ([row["loss"] for row in read_lines(folder(s) / "metrics.jsonl")] for s in (left_alone, killed))
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
+
+
+def test_a_rank_that_never_sees_the_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "LATE", 0.3)
+    with pytest.raises(WeaveError, match="000004: rank 0 sees this checkpoint, and this rank does not"):
+        checkpoint.TrainingCheckpoints(tmp_path, "a fingerprint", keep=2).wait_for(4)

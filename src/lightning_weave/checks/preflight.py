@@ -22,6 +22,7 @@ from lightning_weave.config import Eval, Reference, Rollout, Score
 from lightning_weave.errors import InputError
 from lightning_weave.grading.sandbox import open_sandbox
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.files import check_trainable
 from lightning_weave.models.untrained import untrained_specials
 from lightning_weave.prompts import Screen, build_prompts, encode, read_prompts
 from lightning_weave.runs.evaluation import prompt_texts
@@ -107,6 +108,11 @@ def _check_models(steps: Steps, todo: Todo) -> Iterator[Finding]:
             checked[checkpoint] = check_usable(about, checkpoint)
         if found := checked[checkpoint]:
             yield Finding(about, found.check, found.verdict, found.text)
+    if todo.compositions and not checked[steps.student]:
+        try:
+            check_trainable(steps.student.light_path)
+        except InputError as error:
+            yield Finding("student", "checkpoint", "error", str(error))
 
 
 def _check_packages(steps: Steps, todo: Todo) -> Iterator[Finding]:

@@ -5,6 +5,6 @@ log-probabilities, `fused.py` has one-pass training losses, `plain.py` does the 
 """
 
 from lightning_weave.heads.fused import fused_log_residual_loss, fused_reverse_kl
-from lightning_weave.heads.head import Head, describe_head, find_head, hidden_states
+from lightning_weave.heads.head import Head, check_head, describe_head, find_head, hidden_states
 from lightning_weave.heads.plain import outcome_logprobs
 from lightning_weave.heads.scoring import apart_from_sampled, candidate_logprobs, top_candidates

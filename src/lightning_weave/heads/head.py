@@ -61,15 +61,21 @@ def hidden_states(model: Any, input_ids: Tensor, **kwargs: Any) -> Tensor:
 
 def find_head(model: Any, vocabulary: int) -> Head:
     """Describe the head of a transformers causal LM, and check it against the model's own logits."""
-    model = _unwrapped(model)
     head = describe_head(model, vocabulary)
+    check_head(model, head)
+    return head
+
+
+@torch.no_grad()
+def check_head(model: Any, head: Head) -> None:
+    """Refuse a model whose own logits are not what its head is described to compute."""
+    model = _unwrapped(model)
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % vocabulary
-            expected_NV = model(input_ids=ids, use_cache=False).logits[0, :, :vocabulary].float()
-            actual_NV = head.logits(hidden_states(model, ids)[0]).float()
+        ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % head.vocabulary
+        expected_NV = model(input_ids=ids, use_cache=False).logits[0, :, : head.vocabulary].float()
+        actual_NV = head.logits(hidden_states(model, ids)[0]).float()
     finally:
         model.train(was_training)
     if not bool(expected_NV.isfinite().all()):
@@ -83,11 +89,11 @@ def find_head(model: Any, vocabulary: int) -> Head:
             f"they differ by {worst:.3g} at scale {head.scale:g}, bias {head.bias_V is not None}, cap {head.softcap}. "
             f"This architecture cannot be scored or trained. Use another checkpoint."
         )
-    return head
 
 
 def describe_head(model: Any, vocabulary: int) -> Head:
-    """Describe the head of a transformers causal LM by its configuration, unchecked."""
+    """Describe the head of a transformers causal LM from its modules and configuration; its weights may be absent."""
+    model = _unwrapped(model)
     module = model.get_output_embeddings()
     if not isinstance(module, nn.Linear) or not module.weight.is_floating_point():
         raise InputError(

@@ -12,6 +12,8 @@ from lightning_weave.store import model_identity
 if TYPE_CHECKING:
     import torch
 
+    from lightning_weave.models.layout import Layout
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -102,6 +104,17 @@ class Checkpoint:
     def load(self, dtype: "torch.dtype", device: "torch.device") -> Any:
         """Load the weights for inference."""
         return _loading().load_model(self.path, dtype=dtype, device=device, trust_remote_code=self.trust_remote_code)
+
+    def without_weights(self, dtype: "torch.dtype") -> Any:
+        """The model with buffers but without memory for its weights, to be sharded before they are read."""
+        return _loading().without_weights(self.path, self.config, dtype, self.trust_remote_code)
+
+    @property
+    def layout(self) -> "Layout":
+        """Where its weights are in its files."""
+        from lightning_weave.models.layout import Layout
+
+        return Layout.of(self.path, self.skeleton())
 
     def skeleton(self) -> Any:
         """The model without its weights: every module and shape, no memory."""

@@ -28,6 +28,24 @@ def check_weights(path: Path) -> None:
     raise InputError(f"{path}: no weights here (*.safetensors). Download the checkpoint again")
 
 
+def quantisation(path: Path) -> str | None:
+    """Name the method by which a checkpoint's weights are quantised; None where they are plain numbers."""
+    config = checkpoint_json(path / "config.json")
+    for source in (config, config.get("text_config") or {}):
+        if isinstance(settings := source.get("quantization_config"), dict):
+            return str(settings.get("quant_method", "an unnamed method"))
+    return None
+
+
+def check_trainable(path: Path) -> None:
+    """Refuse weights that are too coarse for a step of training to show in them."""
+    if method := quantisation(path):
+        raise InputError(
+            f"{path}: its weights are quantised ({method}): it can be scored, but not trained. Give the checkpoint "
+            "that it was quantised from as student.model"
+        )
+
+
 def _check_index(path: Path) -> None:
     """Refuse an index that leads out of the directory, or to weights that are pickled."""
     for part in indexed_files(path):

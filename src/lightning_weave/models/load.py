@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from lightning_weave.errors import InputError, WeaveError, first_line
 from lightning_weave.models.attention import repeat_heads_in_float32
-from lightning_weave.models.files import check_weights, checkpoint_json
+from lightning_weave.models.files import check_weights, checkpoint_json, quantisation
 from lightning_weave.models.memory import is_out_of_memory
 
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>")
@@ -43,22 +45,17 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
     if trust_remote_code:
         _warn_of_code(path)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-        model = model.to(device)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise WeaveError(
-            f"{path}: its weights do not fit on {device}. Use a smaller dtype or a larger device"
-        ) from error
-    except (OSError, ValueError, KeyError) as error:
+        with room_for_weights(path, device):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                device_map={"": device},  # each tensor goes there as it is read
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:  # the last for packages that read quantised weights
         _refuse_code(path, trust_remote_code, error)
         raise InputError(
             f"{path}: cannot be loaded as a causal language model ({first_line(error)}). Check its config.json and "
@@ -70,14 +67,59 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
             f"{path}: the weights lack {len(absent)} tensors of the model, {absent[0]} among them. "
             "Download or export the checkpoint again"
         )
+    if method := quantisation(path):
+        _finish_quantised(path, method, model, info["unexpected_keys"], dtype)
     repeat_heads_in_float32(model, dtype, device)
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def room_for_weights(path: Path, device: torch.device) -> Iterator[None]:
+    """Say so where a device has no room for the weights of a checkpoint."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise WeaveError(
+            f"{path}: its weights do not fit on {device}. Use a smaller dtype or a larger device"
+        ) from error
+
+
+def _finish_quantised(path: Path, method: str, model: Any, left_over: set[str], dtype: torch.dtype) -> None:
+    """Refuse weights whose scales were not used, and bring those that transformers has dequantised to one dtype."""
+    if left_over:
+        raise InputError(
+            f"{path}: its weights are quantised ({method}), and transformers does not use {len(left_over)} of its "
+            f"tensors, {min(left_over)} among them. Give the checkpoint that it was quantised from"
+        )
+    if not any(weight.dtype.itemsize == 1 for weight in model.parameters()):
+        for weight in model.parameters():
+            weight.data = weight.data.to(dtype)
 
 
 def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
     """Build a causal language model on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def without_weights(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """Build a causal language model whose parameters have no memory yet; what it computes itself (buffers) is there."""
+    if trust_remote_code:
+        _warn_of_code(path)
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
+        if weight is not None and not weight.is_meta:
+            weight = nn.Parameter(weight.to("meta"), weight.requires_grad)
+        register(module, name, weight)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def vocabulary_size(tokenizer: Any) -> int:

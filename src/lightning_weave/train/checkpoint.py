@@ -1,6 +1,7 @@
 """Checkpoints: a folder per update, whole or not there, the last few kept; written while training goes on."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from torch import nn, optim
 
     from lightning_weave.train.parallel import Ranks
+
+LATE = 120.0  # seconds that a disk may hide from one machine what another has written
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,17 @@ class TrainingCheckpoints:
     def latest(self) -> int | None:
         """The update of the newest checkpoint that this recipe wrote."""
         return max((int(path.name) for path in self._complete()), default=None)
+
+    def wait_for(self, update: int) -> None:
+        """Wait until a checkpoint that rank 0 has seen is seen here: a shared disk may show it late."""
+        until = time.monotonic() + LATE
+        while update not in [int(path.name) for path in self._complete()]:
+            if time.monotonic() > until:
+                raise WeaveError(
+                    f"{self.folder / f'{update:06d}'}: rank 0 sees this checkpoint, and this rank does not. Do all "
+                    "machines share the run directory?"
+                )
+            time.sleep(0.1)
 
     def restore(self, update: int, module: "nn.Module", optimizer: "optim.Optimizer") -> None:
         """Load one checkpoint, by whatever number of ranks it was written."""

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,29 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GenerationConfig
 
 from lightning_weave.config import Lora
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.maths import reverse_kl
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.files import weight_files
+from lightning_weave.models.layout import Layout
 from lightning_weave.store import whole_directory, write_json
 from lightning_weave.store.identity import TOKENIZER_FILES
 from lightning_weave.train.data import Batch
 from lightning_weave.train.objectives import Trainee, whole_vocabulary
+from lightning_weave.train.parallel import Ranks, own_part, whole_weight
 
 # Taken from the student as they are: training changes none of them, and other programs read what they read before.
-KEPT_FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json", "*.py")
+KEPT_FILES = (
+    *TOKENIZER_FILES,
+    "config.json",
+    "generation_config.json",
+    "*processor_config.json",
+    "*.safetensors.index.json",
+    "*.py",
+)
+ADAPTED = ".base_layer."  # how peft names what it puts an adapter beside
 
 
 def check_lora(student: Checkpoint, lora: Lora) -> None:
@@ -35,6 +46,7 @@ def with_lora(model: Any, lora: Lora, seed: int) -> Any:
     """Wrap a model for low-rank training; only the adapters have gradients."""
     try:
         from peft import LoraConfig, get_peft_model
+        from peft.tuners.lora import LoraLayer
     except ImportError:
         raise InputError("train.lora needs the package peft: pip install peft") from None
     names = [f".{name}" for name, _ in model.named_modules()]
@@ -45,7 +57,6 @@ def with_lora(model: Any, lora: Lora, seed: int) -> Any:
             layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
             known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
             raise InputError(f"train.lora.targets: no layer is called {target!r}; the student has {known}")
-    torch.manual_seed(seed)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
@@ -55,16 +66,46 @@ def with_lora(model: Any, lora: Lora, seed: int) -> Any:
         lora_dropout=0.0,
     )
     try:
-        return get_peft_model(model, config)
+        wrapped = get_peft_model(model, config)
     except ValueError as error:
         raise InputError(f"train.lora.targets = {lora.targets}: {error}") from None
+    torch.manual_seed(seed)
+    for layer in wrapped.modules():
+        if isinstance(layer, LoraLayer):  # where the model has no memory yet, adapters have: alike on all ranks
+            for adapter in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
+                adapter.to_empty(device="cpu")
+            layer.reset_lora_parameters("default", init_lora_weights=True)
+    return wrapped
+
+
+def student_weights(trainee: Trainee, trained: bool = False) -> dict[str, Tensor]:
+    """All weights of the student, or those that training changes, under the names that they have in its architecture.
+
+    Adapters are none of them; a weight that has an adapter is changed when they are merged.
+    """
+    model = trainee.model.get_base_model() if hasattr(trainee.model, "get_base_model") else trainee.model
+    state = model.state_dict()
+    if trained:
+        weights = model.named_parameters(remove_duplicate=False)
+        state = {name: state[name] for name, weight in weights if weight.requires_grad or ADAPTED in name}
+    return {name.replace(ADAPTED, "."): tensor for name, tensor in state.items() if ".lora_" not in name}
 
 
 @torch.no_grad()
-def round_weights(trainee: Trainee, dtype: torch.dtype, batches: Sequence[Batch]) -> float:
-    """Round the weights to the dtype of the export, in place, and say what that cost; all ranks do so together.
+def read_weights(trainee: Trainee, layout: Layout) -> None:
+    """Read the student's weights from its files, each rank its own rows of them."""
+    parts = {name: own_part(tensor) for name, tensor in student_weights(trainee).items()}
+    wanted = {name: rows for name, (part, rows) in parts.items() if part.numel()}
+    for name, tensor in layout.read(wanted):
+        parts[name][0].copy_(tensor)
 
-    Returns KL(exported || trained) as the trainer computes both: whole vocabulary, mean over the batches' decisions.
+
+@torch.no_grad()
+def round_weights(trainee: Trainee, dtypes: Mapping[str, torch.dtype], batches: Sequence[Batch]) -> float:
+    """Merge adapters and round the weights to the dtypes of the export, in place, and say what that cost.
+
+    All ranks do so together, each with its own part. Returns KL(exported || trained) as the trainer computes both:
+    whole vocabulary, mean over the batches' decisions.
     """
 
     def log_probs() -> Tensor:
@@ -72,9 +113,11 @@ def round_weights(trainee: Trainee, dtype: torch.dtype, batches: Sequence[Batch]
 
     trainee.eval()
     trained_NV = log_probs()
-    for value in trainee.state_dict().values():
-        if value.is_floating_point():
-            value.copy_(value.to(dtype))
+    if hasattr(trainee.model, "merge_adapter"):
+        trainee.model.merge_adapter()
+    for name, weight in student_weights(trainee, trained=True).items():
+        if name in dtypes:
+            weight.copy_(weight.to(dtypes[name]))
     return reverse_kl(log_probs(), trained_NV, 1.0).mean().item() if len(trained_NV) else 0.0
 
 
@@ -93,44 +136,48 @@ class Adapter:
         write_json(folder / "adapter_config.json", self.settings)
 
 
-def merged(student: Checkpoint, weights: Mapping[str, Tensor], lora: Lora) -> tuple[Any, Adapter]:
-    """Merge trained adapters into the student, in float32 on the CPU; also give them on their own."""
-    model = with_lora(student.load(torch.float32, torch.device("cpu")), lora, seed=0)
-    model.load_state_dict(weights)
-    settings = model.peft_config["default"].to_dict() | {
+def trained_adapter(trainee: Trainee, student: Checkpoint) -> Adapter | None:
+    """Gather the trained adapters, if there are any; all ranks ask together."""
+    if not hasattr(trainee.model, "peft_config"):
+        return None
+    weights = {name: tensor for name, tensor in trainee.model.state_dict().items() if ".lora_" in name}
+    settings = trainee.model.peft_config["default"].to_dict() | {
         "base_model_name_or_path": student.name,
         "inference_mode": True,
     }
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
-    adapters = {name: tensor for name, tensor in weights.items() if ".lora_" in name}
-    return model.merge_and_unload(), Adapter(adapters, plain)
+    return Adapter({name: whole_weight(tensor, torch.float32) for name, tensor in weights.items()}, plain)
 
 
 def write_model(
-    folder: Path, weights: Mapping[str, Tensor], student: Checkpoint, card: str, adapter: Adapter | None = None
+    folder: Path, trainee: Trainee, layout: Layout, card: str, ranks: Ranks, adapter: Adapter | None = None
 ) -> list[Path]:
-    """Write weights as the student's were, with its tokenizer, config and generation settings; whole or not at all."""
-    model = student.skeleton()
-    model.load_state_dict(weights, assign=True)
-    model.tie_weights()
-    if (student.path / "generation_config.json").exists():
-        model.generation_config = GenerationConfig()  # the student's may be one that transformers refuses to save
+    """Write the student's directory with the trained weights in their places; whole or not at all.
+
+    What training has not touched, such as the vision tower of a multimodal student, is the student's to the bit. All
+    ranks gather one weight after another, and rank 0 writes.
+    """
+    weights = student_weights(trainee, trained=True)
     try:
-        with whole_directory(folder) as unfinished:
-            model.save_pretrained(unfinished)
-            for file in (file for pattern in KEPT_FILES for file in student.path.glob(pattern)):
-                shutil.copyfile(file, unfinished / file.name)
-            (unfinished / "README.md").write_text(card, encoding="utf-8")
-            if adapter is not None:
+        with whole_directory(folder) if ranks.first else nullcontext() as unfinished:
+            if unfinished:
+                _copy_files(layout.folder, unfinished)
+                (unfinished / "README.md").write_text(card, encoding="utf-8")
+            for piece in (piece for piece in layout.pieces if weights.keys() & set(piece.names)):
+                gathered = {name: whole_weight(weights[name], layout.dtypes[name]) for name in piece.names}
+                if unfinished:
+                    layout.write(unfinished, piece, gathered)
+            if unfinished and adapter is not None:
                 adapter.write(unfinished / "adapter")
-            for file in _files(unfinished):
-                file.chmod(0o644)  # safetensors makes its files for their owner only
+                (unfinished / "adapter" / "adapter_model.safetensors").chmod(0o644)  # made for its owner only
     except (OSError, SafetensorError) as error:
         raise WeaveError(
             f"{folder}: cannot be written ({error}). The last checkpoint is kept: train again, and only this is done"
         ) from error
-    return _files(folder)
+    return sorted(path for path in folder.rglob("*") if path.is_file()) if ranks.first else []
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+def _copy_files(student: Path, folder: Path) -> None:
+    kept = {file for pattern in KEPT_FILES for file in student.glob(pattern)}
+    for file in sorted(kept | set(weight_files(student))):
+        shutil.copyfile(file, folder / file.name)

@@ -15,7 +15,8 @@ from lightning_weave.errors import InputError
 from lightning_weave.heads import (
     Head,
     apart_from_sampled,
-    find_head,
+    check_head,
+    describe_head,
     fused_log_residual_loss,
     fused_reverse_kl,
     outcome_logprobs,
@@ -124,7 +125,7 @@ class Trainee(nn.Module):
     def __init__(self, model: Any, vocabulary: int) -> None:
         super().__init__()
         self.model = model
-        found = find_head(model, vocabulary)
+        found = describe_head(model, vocabulary)
         # Without its weight, which would stay whole here after the model is sharded.
         bias_V = None if found.bias_V is None else found.bias_V.detach().to("meta")
         self.head_description = replace(found, weight_VD=found.weight_VD.detach().to("meta"), bias_V=bias_V)
@@ -136,9 +137,13 @@ class Trainee(nn.Module):
         output = self.model.get_output_embeddings()
         return Head(output.weight, described.vocabulary, output.bias, described.scale, described.softcap)
 
-    def look(self) -> None:
-        """Find out by a short pass, once the weights are there, whether rows can be packed."""
-        self.packs = pack_rows(self.model, self.head_description.vocabulary)
+    def look(self, pack: bool) -> None:
+        """Find out by short passes, once the weights are there, if the head is as described and if rows can be packed.
+
+        Of a sharded module it is a forward method of its own: all ranks look together.
+        """
+        check_head(self.model, self.head())
+        self.packs = pack and pack_rows(self.model, self.head_description.vocabulary)
 
     def kept_states(self, batch: Batch) -> Tensor:
         """Hidden states of the kept decisions only: no other position goes through the head."""

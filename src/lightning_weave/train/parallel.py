@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lightning_weave.devices import collective_backend
 from lightning_weave.errors import WeaveError
 from lightning_weave.ranks import rank, world_size
 
@@ -55,6 +58,7 @@ INDEX_CLASSES = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
 }
+T = TypeVar("T")
 PATIENCE = timedelta(hours=2)  # of one pass with another
 WAITING = timedelta(days=7)  # for rank 0 to write and hash a large export, while no device counts the time
 
@@ -95,6 +99,10 @@ class Ranks:
         dist.all_gather_object(lists, values, group=_hosts())
         return [value for one in lists for value in one]
 
+    def told(self, value: T) -> T:
+        """Give every rank what rank 0 has."""
+        return self.gathered([value] if self.first else [])[0]
+
     def wait(self) -> None:
         """Let every rank come to this point."""
         if self.world > 1:
@@ -117,9 +125,7 @@ def _writers() -> Any:
 def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
     """Join the process group that torchrun describes; alone, make one only where sharding needs it."""
     world = world_size()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    backend = collective_backend(device)
     if world > 1:
         # Once per process: a second group would meet the keys of the first in torchrun's store, and hang.
         if not _grouped():
@@ -146,7 +152,8 @@ def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
 def shard(module: nn.Module, blocks: list[nn.Module], ranks: Ranks, dtype: torch.dtype, among: int) -> None:
     """Shard a module: float32 masters, compute in `dtype`, gradients reduced in float32.
 
-    Each `among` ranks that follow one another hold one copy; all copies take the same step.
+    Each `among` ranks that follow one another hold one copy; all copies take the same step. Its weights need no memory
+    yet, and its method `look` can be called as its forward can.
     """
     copies = ranks.world // among
     shape, names = ((copies, among), ("copy", "shard")) if copies > 1 else ((among,), ("shard",))
@@ -155,6 +162,34 @@ def shard(module: nn.Module, blocks: list[nn.Module], ranks: Ranks, dtype: torch
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
+    register_fsdp_forward_method(module, "look")
+
+
+def give_memory(module: nn.Module, device: torch.device) -> None:
+    """Put a module on its device, where weights without memory get some: only this rank's part, if it is sharded."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one
+    for owner in module.modules():
+        for name, weight in owner.named_parameters(recurse=False):
+            if weight not in moved:
+                there = torch.empty_like(weight, device=device) if weight.is_meta else weight.detach().to(device)
+                moved[weight] = nn.Parameter(there, weight.requires_grad)
+            owner.register_parameter(name, moved[weight])
+        for name, buffer in owner.named_buffers(recurse=False):
+            owner._buffers[name] = buffer.to(device)
+
+
+def reshard(module: nn.Module) -> None:
+    """Give up what a pass has left whole, before anybody takes a sharded module's weights as they are."""
+    if isinstance(module, FSDPModule):
+        module.reshard()
+
+
+def own_part(tensor: torch.Tensor) -> tuple[torch.Tensor, slice]:
+    """This rank's part of a weight, and which of its rows that is."""
+    if not isinstance(tensor, DTensor):
+        return tensor, slice(None)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), slice(offset[0], offset[0] + shape[0])
 
 
 def can_recover(module: nn.Module) -> bool:
@@ -272,15 +307,10 @@ def _plain_errors() -> Iterator[None]:
             raise OSError(f"{type(reason).__name__}: {reason}") from error
 
 
-def whole_weights(module: nn.Module, dtype: torch.dtype, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Gather all weights in a dtype on the CPU of rank 0, tensor by tensor (other ranks get nothing)."""
-    weights = {}
-    for name, value in module.state_dict().items():
-        rounded = value.to(dtype) if value.is_floating_point() else value
-        tensor = rounded.full_tensor() if hasattr(rounded, "full_tensor") else rounded
-        if ranks.first:
-            weights[name] = tensor.cpu()
-    return weights
+def whole_weight(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Gather one weight in a dtype on the CPU; all ranks ask for it together."""
+    rounded = tensor.to(dtype)
+    return (rounded.full_tensor() if isinstance(rounded, DTensor) else rounded).cpu()
 
 
 def _only_trained(module: nn.Module) -> StateDictOptions:

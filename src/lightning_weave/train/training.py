@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from lightning_weave.errors import InputError, Mismatch
+from lightning_weave.models.attention import repeat_heads_in_float32
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.load import room_for_weights
 from lightning_weave.models.memory import free_memory
+from lightning_weave.models.parts import blocks_of, freeze_all_but_text
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage
@@ -18,10 +20,10 @@ from lightning_weave.store.ledger import Meter
 from lightning_weave.train.card import model_card
 from lightning_weave.train.checkpoint import CheckpointWriter, TrainingCheckpoints
 from lightning_weave.train.data import Batch, compose
-from lightning_weave.train.export import Adapter, merged, round_weights, with_lora, write_model
+from lightning_weave.train.export import read_weights, round_weights, trained_adapter, with_lora, write_model
 from lightning_weave.train.loop import BAD_ROWS, Fit, Rows, adam, check_agreement, set_rate
 from lightning_weave.train.objectives import Loss, Trainee
-from lightning_weave.train.parallel import Ranks, shard, whole_weights
+from lightning_weave.train.parallel import Ranks, give_memory, reshard, shard
 from lightning_weave.train.schedule import Schedule, rate_share
 from lightning_weave.train.watch import Metrics, line
 
@@ -52,7 +54,10 @@ class TrainContext:
 
 
 def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None = None) -> Trainee:
-    """Load the student with float32 masters (frozen weights: as its files have them), wrapped and sharded."""
+    """Open the student with float32 masters (frozen weights: as its files have them), wrapped and sharded.
+
+    It is built and sharded without memory; then each rank reads its own rows, and never holds more than it keeps.
+    """
     section = steps.recipe.train
     ranks = context.ranks
     checkpoint = start or steps.student
@@ -60,23 +65,26 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     if ranks.world % among:
         raise InputError(f"train.shard_ranks = {among} does not divide the {ranks.world} ranks. Set one that does")
     sharded = ranks.world > 1 or needs_sharding(steps, context.dtype)
-    # Sharding moves it to the device block by block: at no time is it whole there.
-    stored = torch.float32 if section.lora is None else checkpoint.dtype
-    model = checkpoint.load(stored, torch.device("cpu") if sharded else ranks.device)
-    model.requires_grad_(True).train()
+    layout = checkpoint.layout
+    model = checkpoint.without_weights(torch.float32 if section.lora is None else checkpoint.dtype).train()
+    repeat_heads_in_float32(model, context.dtype, ranks.device)
+    freeze_all_but_text(model)
+    decoder, others = blocks_of(model)
     if section.lora is not None:
         model = with_lora(model, section.lora, section.seed)
     if section.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trainee = Trainee(model, checkpoint.vocabulary)
-    if not section.compile:  # compiled layers would be compiled again for every new set of lengths
-        trainee.look()
-    blocks = _blocks(model)
-    if section.compile:
-        for block in blocks:
-            block.compile()
     if sharded:
-        shard(trainee, blocks, ranks, context.dtype, among)
+        shard(trainee, decoder + others, ranks, context.dtype, among)
+    with room_for_weights(checkpoint.path, ranks.device):
+        give_memory(trainee, ranks.device)
+        read_weights(trainee, layout)
+    trainee.look(pack=not section.compile)  # compiled layers would be compiled again for every new set of lengths
+    reshard(trainee)
+    if section.compile:
+        for block in decoder:
+            block.compile()
     return trainee
 
 
@@ -93,12 +101,6 @@ def give_back() -> None:
     """
     gc.collect()
     free_memory()
-
-
-def _blocks(model: Any) -> list[nn.Module]:
-    """The decoder layers: the longest list of modules in the model."""
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=[])
 
 
 def make_fit(steps: Steps, name: str, trainee: Trainee, rows: Rows, *, alpha: float, ranks: Ranks) -> Fit:
@@ -161,14 +163,15 @@ class Training:
         return {"zero_shift_loss": agreement}
 
     def go_to_start(self) -> int:
-        """Restore the newest checkpoint of this recipe, if there is one; returns how many updates it has."""
-        start = self.checkpoints.latest() or 0
-        self.fit.ranks.wait()  # for all to have looked
-        if self.fit.ranks.first:
+        """Restore the newest checkpoint of this recipe that rank 0 sees; returns how many updates it has."""
+        ranks = self.fit.ranks
+        start = ranks.told((self.checkpoints.latest() or 0) if ranks.first else 0)
+        if ranks.first:
             (self.stage.folder / BAD_ROWS).unlink(missing_ok=True)
             if not start:
                 self.checkpoints.clear()
         if start:
+            self.checkpoints.wait_for(start)
             self.checkpoints.restore(start, self.fit.trainee, self.fit.optimizer)
             self.say(f"resuming from update {start}")
         return start
@@ -224,25 +227,19 @@ class Training:
         return {f"validation_{key}": value for key, value in self.fit.distance(held_out).items()} if held_out else {}
 
     def finish(self, figures: dict[str, Any]) -> None:
-        """Round the weights to the student's dtype, gather them, and let rank 0 write them."""
+        """Round the weights to the student's dtypes, write final/, and say what the rounding cost."""
         student = self.steps.student
-        lora = self.steps.recipe.train.lora
+        layout = student.layout
         trainee = self.fit.trainee
         ranks = self.fit.ranks
-        batches = self._looked_at()
-        if lora is None:
-            lost = round_weights(trainee, student.dtype, [batch.to(ranks.device) for batch in batches])
-            weights = _of_model(whole_weights(trainee, student.dtype, ranks))
-            if ranks.first:
-                self.export(weights, figures, lost)
-        else:
-            weights = _of_model(whole_weights(trainee, torch.float32, ranks))
-            if ranks.first:
-                model, adapter = merged(student, weights, lora)
-                alone = Trainee(model, student.vocabulary)
-                lost = round_weights(alone, student.dtype, batches)
-                weights = whole_weights(alone, student.dtype, ranks)
-                self.export(_of_model(weights), figures, lost, adapter)
+        lost = round_weights(trainee, layout.dtypes, [batch.to(ranks.device) for batch in self._looked_at()])
+        figures = {**figures, "export_kl": lost}
+        final = self.stage.folder / "final"
+        card = model_card(self.steps, self.name, figures) if ranks.first else ""
+        files = write_model(final, trainee, layout, card, ranks, trained_adapter(trainee, student))
+        if ranks.first:
+            self.stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
+            self.say(f"{final} (KL exported || trained {lost:.1e} nats)")
         ranks.wait()
 
     def _looked_at(self) -> list[Batch]:
@@ -251,19 +248,3 @@ class Training:
         last = self.schedule.rows(len(self.schedule) - 1)
         blocks = [rows.block([number]) for number in last[:EXPORT_ROWS]]
         return [compose(block, rows.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS) for block in blocks]
-
-    def export(
-        self, weights: dict[str, Tensor], figures: dict[str, Any], lost: float, adapter: Adapter | None = None
-    ) -> None:
-        """Write final/ in the student's dtype, and say what the rounding cost."""
-        figures = {**figures, "export_kl": lost}
-        final = self.stage.folder / "final"
-        card = model_card(self.steps, self.name, figures)
-        files = write_model(final, weights, self.steps.student, card, adapter)
-        self.stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
-        self.say(f"{final} (KL exported || trained {lost:.1e} nats)")
-
-
-def _of_model(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Name weights of a trainee as its model does."""
-    return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
