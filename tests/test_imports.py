@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checks": MODELS | {"runs"},
     "report": MODELS | {"runs"},
     "pipeline": MODELS | {"runs", "train", "checks", "report"},
-    "views": MODELS | {"runs", "train", "checks", "report"},
+    "views": MODELS | {"runs", "train", "checks", "report", "plan"},
     "world": MODELS | {"runs", "report", "pipeline"},
     "cli": {
         "config",
@@ -67,6 +67,8 @@ VERBS = {
     "status": "views.status",
     "doctor": "views.doctor",
     "inspect": "views.inspect",
+    "init": "views.init",
+    "show": "views.show",
     "keys": "views.keys",
     "verify": "views.verify",
     "cost": "views.cost",

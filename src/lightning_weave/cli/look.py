@@ -146,6 +146,14 @@ def keys(
 
 
 @app.command()
+def show(recipe: Files, set_: Sets = None) -> None:
+    """Print the resolved recipe, with where each value came from."""
+    from lightning_weave.views import show as stage
+
+    print(stage.run(recipe, set_ or ()), end="")
+
+
+@app.command()
 def verify(recipe: Files, set_: Sets = None) -> None:
     """Check every stored byte against its checksum."""
     steps = load_steps(recipe, set_)

@@ -25,6 +25,14 @@ def load_recipe(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> R
     return check_recipe(merge_overrides(merged, overrides), where=" + ".join(str(file) for file in files))
 
 
+def read_layers(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """Read what a recipe is made of, in the order in which it is merged, each part with its name."""
+    return [
+        *((str(file), _read_toml(Path(file))) for file in files),
+        *(("--set", _parse_override(override)) for override in overrides),
+    ]
+
+
 def merge_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Apply `key=value` overrides from left to right. One weight (`compositions.x.weights.a=0.7`) keeps the others."""
     merged = dict(data)
