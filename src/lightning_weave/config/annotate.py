@@ -16,11 +16,11 @@ def annotated_toml(tables: Mapping[str, Any], remarks: Mapping[str, str]) -> str
     r"""Write tables as TOML; `remarks` has dotted keys, of values and of whole tables.
 
     >>> print(annotated_toml({"a": 1, "t": {"b": [2], "c": {}}}, {"a": "one", "t": "two", "t.c": "none"}))
-    a = 1    # one
+    a = 1   # one
     <BLANKLINE>
-    [t]      # two
+    [t]     # two
     b = [2]
-    c = {}   # none
+    c = {}  # none
     <BLANKLINE>
     """
     lines = list(_lines(tables, ""))

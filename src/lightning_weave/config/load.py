@@ -17,8 +17,9 @@ from lightning_weave.errors import InputError
 WHOLE_TABLES = frozenset({"weights", "aliases"})
 
 
-def load_recipe(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Recipe:
-    """Read recipe files, merge them left to right, apply `key=value` overrides, and check the result."""
+def load_recipe(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Recipe:
+    """Read one recipe file or several, merge them left to right, apply `key=value` overrides, and check the result."""
+    files = [files] if isinstance(files, str | Path) else files
     merged: dict[str, Any] = {}
     for file in files:
         merged = merge_tables(merged, _read_toml(Path(file)))

@@ -271,16 +271,11 @@ def _too_large(draft: Draft, machine: PlannedMachine, stage: str | None = None) 
 
 
 def _target(draft: Draft, student: Checkpoint) -> None:
-    """Name the layers that get a low-rank update where the student has none of the usual names."""
-    model = student.skeleton()
-    head = model.get_output_embeddings()
-    layers = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if type(module).__name__ in ("Linear", "Conv1D") and module is not head  # GPT-2 has its own class
-    }
-    if layers and not layers & set(Lora().targets):
-        draft.put("train", "lora", "targets", value=sorted(layers), why="its layers have names of their own")
+    """Update all linear layers where the student has none of the usual names."""
+    names = {name.rpartition(".")[2] for name, _ in student.skeleton().named_modules()}
+    if not names & set(Lora().targets):
+        why = "its layers have other names than usual"
+        draft.put("train", "lora", "targets", value="all-linear", why=why)
 
 
 def _count_updates(draft: Draft, kept: int) -> None:
