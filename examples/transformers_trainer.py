@@ -2,6 +2,8 @@
 
 lweave export mine.toml --composition even --out targets
 python examples/transformers_trainer.py Qwen/Qwen3-1.7B targets my-student
+
+In one process: the loss calls the model's own parts, which a wrapper for several (DDP, FSDP) would not see.
 """
 
 import json
@@ -54,15 +56,13 @@ def weave_loss(model: Any, batch: dict[str, Tensor], alpha: float, vocabulary: i
 
 
 class WeaveTrainer(Trainer):
-    """transformers' Trainer with another loss."""
+    """The Trainer of transformers with another loss."""
 
     alpha: float
     vocabulary: int
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        decisions = float(len(inputs["states"]) if num_items_in_batch is None else num_items_in_batch)
+    def compute_loss(self, model: Any, inputs: Any, *unused: Any, num_items_in_batch: Any) -> Any:
+        decisions = float(num_items_in_batch)  # of the whole update, however many batches make it
         return weave_loss(self.accelerator.unwrap_model(model), inputs, self.alpha, self.vocabulary, decisions)
 
 

@@ -3,7 +3,8 @@
     lweave export mine.toml --composition even --out targets
     python examples/trl_trainer.py Qwen/Qwen3-1.7B targets my-adapter
 
-The batches and the loss are those of transformers_trainer.py beside it. (A file called trl.py would hide the library.)
+The batches and the loss are those of transformers_trainer.py beside it. In one
+process. (A file called trl.py would hide the library.)
 """
 
 import json
@@ -25,10 +26,8 @@ class WeaveSFTTrainer(SFTTrainer):
     alpha: float
     vocabulary: int
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        decisions = float(len(inputs["states"]) if num_items_in_batch is None else num_items_in_batch)
+    def compute_loss(self, model: Any, inputs: Any, *unused: Any, num_items_in_batch: Any) -> Any:
+        decisions = float(num_items_in_batch)  # of the whole update, however many batches make it
         model = self.accelerator.unwrap_model(model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # its layers hold the adapters
         return weave_loss(model, inputs, self.alpha, self.vocabulary, decisions)
