@@ -49,17 +49,13 @@ def weave_loss(model: Any, batch: dict[str, Tensor], alpha: float, vocabulary: i
     head = find_head(model, vocabulary)
     ids, log_b, log_q = batch["candidate_ids"], batch["log_b"], batch["log_q"]
     if head.plain:
-        return fused_log_residual_loss(
-            hidden, head.weight_VD, ids, log_b, log_q, alpha, decisions, vocabulary=vocabulary
-        )
+        parts = hidden, head.weight_VD, ids, log_b, log_q
+        return fused_log_residual_loss(*parts, alpha, decisions, vocabulary=vocabulary)
     return log_residual_loss(outcome_logprobs(hidden, head, ids), log_b, log_q, alpha).sum() / decisions
 
 
 class WeaveTrainer(Trainer):
     """The Trainer of transformers with another loss."""
-
-    alpha: float
-    vocabulary: int
 
     def compute_loss(self, model: Any, inputs: Any, *unused: Any, num_items_in_batch: Any) -> Any:
         decisions = float(num_items_in_batch)  # of the whole update, however many batches make it

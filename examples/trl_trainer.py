@@ -3,8 +3,8 @@
     lweave export mine.toml --composition even --out targets
     python examples/trl_trainer.py Qwen/Qwen3-1.7B targets my-adapter
 
-The batches and the loss are those of transformers_trainer.py beside it. In one
-process. (A file called trl.py would hide the library.)
+The batches and the loss are those of transformers_trainer.py beside it, in one process as there.
+(A file called trl.py would hide the library.)
 """
 
 import json
@@ -22,9 +22,6 @@ from trl import SFTConfig, SFTTrainer
 
 class WeaveSFTTrainer(SFTTrainer):
     """TRL's SFTTrainer with another loss."""
-
-    alpha: float
-    vocabulary: int
 
     def compute_loss(self, model: Any, inputs: Any, *unused: Any, num_items_in_batch: Any) -> Any:
         decisions = float(num_items_in_batch)  # of the whole update, however many batches make it
