@@ -196,19 +196,14 @@ def _fit_context(draft: Draft, steps: Steps, longest: int) -> None:
     """Make prompt and response fit into the student's context."""
     recipe = draft.recipe()
     limit = steps.student.context_limit
-    if limit is None or recipe.prompts.max_tokens + recipe.rollout.max_tokens <= limit:
-        if longest > recipe.prompts.max_tokens:
-            draft.note(
-                f"the longest prompt has {longest:,} tokens; longer ones than prompts.max_tokens = "
-                f"{recipe.prompts.max_tokens:,} are left out"
-            )
-        return
-    room = max(1, min(longest, limit // 2, recipe.prompts.max_tokens))
-    draft.put("prompts", "max_tokens", value=room, why=f"the context of the student is {limit:,} tokens")
-    said = draft.recipe().prompts.max_tokens
-    if said < limit:
-        left = min(recipe.rollout.max_tokens, limit - said)
-        draft.put("rollout", "max_tokens", value=left, why="what the context leaves for a response")
+    if limit is not None and recipe.prompts.max_tokens + recipe.rollout.max_tokens > limit:
+        room = max(1, min(longest, limit // 2, recipe.prompts.max_tokens))
+        draft.put("prompts", "max_tokens", value=room, why=f"the context of the student is {limit:,} tokens")
+        left = min(recipe.rollout.max_tokens, limit - draft.recipe().prompts.max_tokens)
+        draft.put("rollout", "max_tokens", value=max(1, left), why="what the context leaves for a response")
+    most = draft.recipe().prompts.max_tokens
+    if longest > most:
+        draft.note(f"the longest prompt has {longest:,} tokens; those with more than {most:,} are left out")
 
 
 def _evaluate(draft: Draft, steps: Steps) -> None:
