@@ -4,13 +4,14 @@ PEERS_VENV ?= .venv-peers
 VLLM_VENV ?= .venv-vllm
 REAL_MODELS ?= .real-models
 RAY_VENV ?= $(VENV)-ray
+SITE_VENV ?= .venv-site
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
 WORKERS ?= 2
 HERE = not real and not vllm and not ray and not peers and not faults
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo docs claims test test-real test-vllm test-peers test-ray test-faults check format lint bench install dev clean
+.PHONY: help demo docs docs-site claims test test-real test-vllm test-peers test-ray test-faults check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -62,6 +63,10 @@ docs: install    ## run the demo and its five-point sweep, and put table and fig
 	$(VENV)/bin/lweave sweep recipes/demo.toml --shares 0.25,0.375,0.5,0.625,0.75
 	$(VENV)/bin/lweave report recipes/demo.toml
 	$(PY) scripts/demo-docs runs/demo
+
+docs-site:       ## the pages of docs/ as a site with search, in build/site; broken links are errors
+	@scripts/site-env "$(SITE_VENV)"
+	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict --quiet
 
 claims: install  ## every baseline on three worlds with three seeds each (five hours of one core), into docs/claims.md
 	$(VENV)/bin/lweave demo --full --seeds 3 --world 101 --world 202

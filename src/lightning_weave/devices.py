@@ -4,6 +4,7 @@ Torch is imported only where a device is chosen, so that reading a run stays qui
 """
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_weave.errors import InputError
@@ -95,6 +96,18 @@ def device_name() -> str | None:
     import torch
 
     return torch.cuda.get_device_name(_chosen) if _chosen.type == "cuda" else "Apple GPU"
+
+
+def memory_of(device: "torch.device") -> int:
+    """Say how many bytes of memory a device has; a CPU and Apple's GPU have the machine's, or the container's."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(allowed)) if allowed.isdigit() else total
 
 
 def peak_bytes() -> int | None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -83,7 +84,9 @@ class Progress:
         """Print one line to stderr, dated where no one sits before it, and log it."""
         if not self.quiet:
             SAID.info(message)
-            dated = message if self.console.is_terminal else f"{time.strftime(DATE)} {message}"
+            dated = (
+                message if self.console.is_terminal or self.console.is_jupyter else f"{time.strftime(DATE)} {message}"
+            )
             self.console.print(dated, markup=False, soft_wrap=True)
 
     @contextmanager
@@ -91,11 +94,16 @@ class Progress:
         """Show one long step. A resumed step counts only the remaining work."""
         if self.quiet or total == 0:
             yield Bar(what, total, unit)
-        elif not self.console.is_terminal:
+        elif not (self.console.is_terminal or _has_widgets(self.console)):
             yield LineBar(what, total, unit)
         else:
             with _rich_bar(self.console, what, total, unit) as bar:
                 yield bar
+
+
+def _has_widgets(console: Console) -> bool:
+    """Whether a notebook can draw a bar in place; without ipywidgets each step of it would be a new line."""
+    return console.is_jupyter and find_spec("ipywidgets") is not None
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import pytest
 from lightning_weave.config import Eval, Grading
 from lightning_weave.errors import InputError
 from lightning_weave.grading import graders
-from lightning_weave.grading.graders import grade_answer, grading_of, load_own
+from lightning_weave.grading.graders import grade_answer, grading_of
+from lightning_weave.own import load_function
 
 CASES = [
     ("paper", r"so \boxed{4}", "4", ("4", True)),
@@ -91,8 +92,8 @@ def test_a_function_of_ones_own_grades(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("def grade(response, answer):\n    return answer in response\n")
     function = f"{tmp_path / 'my.py'}:grade"
     rule = Grading(kind="python", function=function, trust=True)
-    assert grade_answer(rule, "it is 4", "4", load_own(function)) == ("it is 4", True)
-    assert grade_answer(rule, " ", "4", load_own(function)) == (None, False)
+    assert grade_answer(rule, "it is 4", "4", load_function(function)) == ("it is 4", True)
+    assert grade_answer(rule, " ", "4", load_function(function)) == (None, False)
     for wrong in ("nothing", "grade\n"):
         with pytest.raises(InputError, match="cannot be loaded"):
-            load_own(f"{tmp_path / 'my.py'}:{wrong}")
+            load_function(f"{tmp_path / 'my.py'}:{wrong}")

@@ -1,9 +1,12 @@
 """Check a checkpoint on its own, without loading its weights."""
 
+from typing import Any
+
 from lightning_weave.checks.findings import Finding, listed, visible
 from lightning_weave.config import Dtype
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.untrained import OutputMatrix
+from lightning_weave.prompts import EXPECTS, expected_of
 from lightning_weave.runs.machine import choose_device
 from lightning_weave.runs.steps import Steps
 
@@ -21,8 +24,8 @@ def check_student(steps: Steps) -> list[Finding]:
     if wants_chat and not tokenizer.chat_template and steps.recipe.prompts.format != "livecodebench":
         text = "missing: prompts cannot be rendered. Set prompts.chat = false to give them as plain text"
         findings.append(Finding("student", "chat template", "error", text))
-    elif wants_chat:
-        findings.append(Finding("student", "chat template", "ok", "there"))
+    else:
+        findings.append(_check_expectation(steps, tokenizer))
     limit = student.context_limit
     needed = steps.recipe.prompts.max_tokens + steps.recipe.rollout.max_tokens
     if limit is not None and limit < needed and steps.recipe.rollout.from_ is None:
@@ -31,6 +34,15 @@ def check_student(steps: Steps) -> list[Finding]:
         )
         findings.append(Finding("student", "context", "note", text, {"limit": limit}))
     return findings
+
+
+def _check_expectation(steps: Steps, tokenizer: Any) -> Finding:
+    """Say what kind of model it is, and whether the recipe asks it that way."""
+    section = steps.recipe.prompts
+    kind = expected_of(tokenizer)
+    unused = kind != "base" and not section.chat and steps.recipe.rollout.from_ is None
+    aside = ". The recipe gives it plain text instead (prompts.chat = false)" if unused else ""
+    return Finding("student", "expects", "note" if unused else "ok", EXPECTS[kind] + aside, {"kind": kind})
 
 
 def check_checkpoint(steps: Steps, about: str, checkpoint: Checkpoint, setting: Dtype) -> list[Finding]:

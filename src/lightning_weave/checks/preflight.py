@@ -18,12 +18,13 @@ from lightning_weave.checks.disk import check_disk
 from lightning_weave.checks.end_of_turn import judge_stops
 from lightning_weave.checks.findings import Finding, listed
 from lightning_weave.checks.pairs import open_alignment
-from lightning_weave.config import Eval, Reference, Rollout, Score
+from lightning_weave.config import Eval, Reference, Rollout, Score, is_own_function
 from lightning_weave.errors import InputError
 from lightning_weave.grading.sandbox import open_sandbox
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.files import check_trainable
 from lightning_weave.models.untrained import untrained_specials
+from lightning_weave.own import load_function
 from lightning_weave.prompts import Screen, build_prompts, encode, read_prompts
 from lightning_weave.runs.evaluation import prompt_texts
 from lightning_weave.runs.prompts import own_trajectories
@@ -83,7 +84,7 @@ def preflight(steps: Steps, todo: Todo) -> list[Finding]:
     """Collect what is wrong, or may be, with making what is left of a run."""
     if todo.nothing:
         return []
-    findings = [*_check_models(steps, todo), *_check_packages(steps, todo)]
+    findings = [*_check_models(steps, todo), *_check_packages(steps, todo), *_check_own_code(steps, todo)]
     broken = {finding.about for finding in findings if finding.check == "checkpoint"}
     benchmarks = list(_open_benchmarks(steps, todo, findings))
     findings += _check_exams(steps, todo, benchmarks, broken)
@@ -136,6 +137,21 @@ def _check_packages(steps: Steps, todo: Todo) -> Iterator[Finding]:
     for key, (does, section) in works.items():
         if does and section.engine != "hf" and (wrong := _check_engine(key, section.engine, section.python)):
             yield Finding(f"{key}.engine", "package", "error", wrong)
+
+
+def _check_own_code(steps: Steps, todo: Todo) -> Iterator[Finding]:
+    """Load the user's own objectives and graders, which the recipe trusts: their files are there and run."""
+    own = {f"compositions.{name}": steps.objective(name) for name in todo.compositions}
+    own = {about: objective for about, objective in own.items() if is_own_function(objective)}
+    if todo.benchmarks:
+        own |= {
+            f"eval.graders.{name}": rule.function for name, rule in steps.recipe.eval.graders.items() if rule.function
+        }
+    for about, function in own.items():
+        try:
+            load_function(function)
+        except InputError as error:
+            yield Finding(about, "function", "error", str(error))
 
 
 def _check_engine(key: str, engine: str, python: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""What a recipe could become: a preview of its targets, mixed weights, a sweep of weights."""
+"""A new recipe, and what one could become: a preview of its targets, mixed weights, a sweep of weights."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +9,47 @@ from lightning_weave.cli.options import Files, Only, Sets, Yes, load_steps, open
 from lightning_weave.errors import InputError
 
 app = typer.Typer()
+
+
+@app.command()
+def init(
+    out: Annotated[str, typer.Argument(metavar="RECIPE", help="recipe file to write, such as mine.toml")],
+    student: Annotated[str, typer.Option(metavar="MODEL", help="checkpoint directory or hub name")],
+    prompts: Annotated[str, typer.Option(metavar="DATA", help="JSONL or Parquet file, dataset directory or hub name")],
+    anchor: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=POST,PRE", help="a specialist and what it was trained from; may be repeated"),
+    ] = None,
+    bench: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="aime-2024, ... or a file of problems; may be repeated")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="fit it to this GPU (H100, RTX4090, ...), not to this machine")
+    ] = None,
+    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="how many of them")] = 1,
+    set_: Sets = None,
+) -> None:
+    """Write a recipe from a few names, with a reason beside each value.
+
+    Reads configurations, tokenizers and data; no weights.
+    """
+    pairs = dict(_pair(text) for text in anchor or ())
+    from lightning_weave.plan.costs import PlannedMachine
+    from lightning_weave.plan.gpus import find_gpu
+    from lightning_weave.views import init as stage
+
+    machine = PlannedMachine(find_gpu(gpu), gpus) if gpu else None
+    stage.run(
+        Path(out), student, pairs, prompts, bench or [], overrides=set_ or (), machine=machine, console=open_console()
+    )
+
+
+def _pair(text: str) -> tuple[str, tuple[str, str]]:
+    name, equals, models = text.partition("=")
+    post, comma, pre = models.partition(",")
+    if not (name and equals and post.strip() and comma and pre.strip()):
+        raise InputError(f"--anchor {text}: must look like NAME=POST,PRE: a name, the specialist, what it came from")
+    return name.strip(), (post.strip(), pre.strip())
 
 
 @app.command()

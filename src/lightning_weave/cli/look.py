@@ -1,6 +1,5 @@
 """What a run is, what came of it, and what it costs."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -43,6 +42,23 @@ def card(
     from lightning_weave.views import card as stage
 
     stage.run(steps, composition, Path(out) if out else None, open_progress())
+
+
+@app.command()
+def export(
+    recipe: Files,
+    composition: Annotated[str, typer.Option(metavar="NAME", help="whose targets")],
+    out: Annotated[str, typer.Option(metavar="DIR", help="directory of the data set")],
+    set_: Sets = None,
+) -> None:
+    """Write targets as a Parquet data set, for other trainers.
+
+    Hugging Face datasets reads it; rerun to resume.
+    """
+    steps = load_steps(recipe, set_)
+    from lightning_weave.views import export as stage
+
+    stage.run(steps, composition, Path(out), open_progress())
 
 
 @app.command()
@@ -113,22 +129,12 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show one decision: candidates, shifts and targets."""
-    file, here = _recipe_of_run(run)
-    steps = load_steps([file], [*here, *(set_ or ())])
+    from lightning_weave.api import Run
+
+    steps = Run.open(run, set_ or ()).steps if Path(run).is_dir() else load_steps([run], set_)
     from lightning_weave.views import inspect as stage
 
     stage.run(steps, row, position, open_console(), json)
-
-
-def _recipe_of_run(run: str) -> tuple[str, list[str]]:
-    """Take a run directory by its own recipe.toml, wherever it stands now."""
-    folder = Path(run)
-    if not folder.is_dir():
-        return run, []
-    if not (folder / "recipe.toml").is_file():
-        raise InputError(f"{run}: no recipe.toml here, so no run directory. Give runs/NAME, or a recipe")
-    place = folder.resolve()
-    return str(folder / "recipe.toml"), [f"runs={json.dumps(str(place.parent))}", f"name={json.dumps(place.name)}"]
 
 
 @app.command()
@@ -143,6 +149,14 @@ def keys(
     from lightning_weave.views import keys as stage
 
     print(stage.schema() if schema else stage.markdown() if markdown else stage.run(under))
+
+
+@app.command()
+def show(recipe: Files, set_: Sets = None) -> None:
+    """Print the resolved recipe, with where each value came from."""
+    from lightning_weave.views import show as stage
+
+    print(stage.run(recipe, set_ or ()), end="")
 
 
 @app.command()

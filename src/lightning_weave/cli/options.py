@@ -1,16 +1,11 @@
 """What the commands share: their options, and what those open. Nothing heavy is imported before a recipe is checked."""
 
 import shlex
-import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-
-from lightning_weave.errors import InputError
-from lightning_weave.ranks import check_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,8 +27,6 @@ Address = Annotated[
     typer.Option(metavar="ADDRESS", help="of the cluster; default: $RAY_ADDRESS, or a new one on this machine"),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="discard what a changed recipe makes stale, without asking")]
-# All that is in a run directory before its first stage.
-UNTOUCHED = {".lock", "recipe.toml", "made.toml", "machine.json", "log.txt"}
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -72,30 +65,8 @@ def choose_workers(cluster: str | None, address: str | None) -> "Do":
     return connect(address)
 
 
-@contextmanager
-def writing(steps: "Steps") -> Iterator[None]:
-    """Hold the run directory and write the resolved recipe before anything else. Wrong input leaves no new one."""
-    from lightning_weave.config import dump_recipe
-    from lightning_weave.progress import keep_log
-    from lightning_weave.runs.known import FILE, remember
-    from lightning_weave.store import lock_run, write_atomic
+def writing(steps: "Steps") -> AbstractContextManager[None]:
+    """Hold the run directory and log what is said, after the command."""
+    from lightning_weave.runs import directory
 
-    check_ranks()
-    run_dir = steps.store.run_dir
-    recipe = run_dir / "recipe.toml"
-    is_new = not run_dir.exists()
-    before = {path: path.read_bytes() for path in (recipe, run_dir / FILE) if path.exists()}
-    try:
-        with lock_run(run_dir), keep_log(run_dir / "log.txt", shlex.join(["lweave", *sys.argv[1:]])):
-            remember(steps)
-            write_atomic(recipe, dump_recipe(steps.recipe).encode())
-            yield
-            steps.remember()
-    except InputError:
-        if is_new and run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= UNTOUCHED:
-            shutil.rmtree(run_dir)
-        elif before:
-            (run_dir / FILE).unlink(missing_ok=True)
-            for path, content in before.items():
-                write_atomic(path, content)
-        raise
+    return directory.writing(steps, shlex.join(["lweave", *sys.argv[1:]]))

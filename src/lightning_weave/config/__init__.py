@@ -10,7 +10,16 @@ from lightning_weave.config.composition import (
     SelfDistilled,
     Sequential,
 )
-from lightning_weave.config.fields import Decay, Dtype, Engine, Objective, Threshold, benchmark_folder, slug
+from lightning_weave.config.fields import (
+    Decay,
+    Dtype,
+    Engine,
+    Objective,
+    Threshold,
+    benchmark_folder,
+    is_own_function,
+    slug,
+)
 from lightning_weave.config.load import check_recipe, dump_recipe, load_recipe, merge_overrides, merge_tables
 from lightning_weave.config.sections import (
     Anchor,

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Engine = Literal["hf", "vllm"]
 Decay = Literal["constant", "linear", "cosine"]
-Objective = Literal["tilted", "reverse-kl", "reverse-kl-full", "direct-opd"]
+OBJECTIVES = ("tilted", "reverse-kl", "reverse-kl-full", "direct-opd")
 PromptFormat = Literal["plain", "dapo", "question-answer", "boxed", "template", "livecodebench"]
 EvalFormat = Literal["plain", "question-answer", "boxed", "template"]
 GraderKind = Literal["paper", "math-verify", "exact", "numeric", "choice", "regex", "code", "python"]
@@ -20,6 +20,19 @@ def _is_name(name: str) -> str:
     return name
 
 
+def is_own_function(text: str) -> bool:
+    """Whether a text names a function of the user's own, such as my.py:grade."""
+    return re.fullmatch(r".+\.py:\w+", text) is not None
+
+
+def _is_objective(text: str) -> str:
+    if text not in OBJECTIVES and not is_own_function(text):
+        known = ", ".join(map(repr, OBJECTIVES))
+        raise ValueError(f"must be one of {known}, or a function of your own: 'my.py:loss'")
+    return text
+
+
+Objective = Annotated[str, AfterValidator(_is_objective)]
 Name = Annotated[str, AfterValidator(_is_name)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

@@ -46,7 +46,6 @@ MEANINGS = {
     "reference.candidates": "likeliest tokens kept at every decision",
     "train.lora.rank": "of the low-rank update",
     "train.lora.alpha": "scale of the update is alpha / rank",
-    "train.objective": "the loss: tilted is the paper's",
     "train.epochs": "how often every prompt is used",
     "train.updates_per_round": "optimizer updates per round",
     "train.learning_rate": "of AdamW",

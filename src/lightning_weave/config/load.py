@@ -17,12 +17,21 @@ from lightning_weave.errors import InputError
 WHOLE_TABLES = frozenset({"weights", "aliases"})
 
 
-def load_recipe(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> Recipe:
-    """Read recipe files, merge them left to right, apply `key=value` overrides, and check the result."""
+def load_recipe(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Recipe:
+    """Read one recipe file or several, merge them left to right, apply `key=value` overrides, and check the result."""
+    files = [files] if isinstance(files, str | Path) else files
     merged: dict[str, Any] = {}
     for file in files:
         merged = merge_tables(merged, _read_toml(Path(file)))
     return check_recipe(merge_overrides(merged, overrides), where=" + ".join(str(file) for file in files))
+
+
+def read_layers(files: Sequence[str | Path], overrides: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """Read what a recipe is made of, in the order in which it is merged, each part with its name."""
+    return [
+        *((str(file), _read_toml(Path(file))) for file in files),
+        *(("--set", _parse_override(override)) for override in overrides),
+    ]
 
 
 def merge_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from lightning_weave.config.fields import (
     Strict,
     Threshold,
     benchmark_folder,
+    is_own_function,
 )
 
 
@@ -131,7 +132,9 @@ class Rollout(_Engine):
     top_p: float = Field(1.0, gt=0, le=1)
     max_tokens: Count = 2048
     seed: Seed = 42
-    from_: str | None = Field(None, alias="from", description="your own trajectories as token ids (JSONL)")
+    from_: str | None = Field(
+        None, alias="from", description="your own trajectories as token ids: JSONL, Parquet or dataset directory"
+    )
     prompts_per_shard: Count = 16
     batch_size: Count = 64
 
@@ -164,7 +167,10 @@ class Lora(Strict):
 class Train(Strict):
     """Student-only training on the cache (appendix: Training Hyperparameters)."""
 
-    objective: Objective = "tilted"
+    objective: Objective = Field(
+        "tilted", description="tilted (the paper's), reverse-kl, reverse-kl-full, direct-opd, or your own: my.py:loss"
+    )
+    trust: bool = Field(False, description="let the file of an objective of your own run here, with all your rights")
     epochs: Count = 2
     prompts_per_round: Count = Field(64, description="whole prompt groups replayed per round")
     updates_per_round: Count = 4
@@ -224,7 +230,7 @@ class Grading(Strict):
             raise ValueError(f'kind = "{self.kind}" has no {foreign[0]}; leave it out')
         if self.kind == "regex":
             self._check_pattern()
-        if self.kind == "python" and not re.fullmatch(r".+\.py:\w+", self.function or ""):
+        if self.kind == "python" and not is_own_function(self.function or ""):
             raise ValueError('kind = "python" needs function = "my.py:grade", a file and the name of a function in it')
         if self.kind == "python" and not self.trust:
             raise ValueError(
@@ -419,6 +425,18 @@ class Recipe(Strict):
                 raise ValueError(f"policies.{name} has the name of {taken[name]}; give it another one")
         if "base" in self.compositions:
             raise ValueError("compositions.base has the name of the student itself; give it another one")
+        return self
+
+    @model_validator(mode="after")
+    def _own_objectives_are_trusted(self) -> Self:
+        named = {"train": self.train.objective}
+        named |= {f"compositions.{name}": section.objective or "" for name, section in self.compositions.items()}
+        for where, objective in named.items():
+            if is_own_function(objective) and not self.train.trust:
+                raise ValueError(
+                    f"{where}.objective = {objective!r} would run here with all your rights; if you wrote it, add "
+                    "trust = true to [train]"
+                )
         return self
 
     @model_validator(mode="after")

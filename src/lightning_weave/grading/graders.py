@@ -4,7 +4,6 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import assert_never
 
 from lightning_weave.config import Eval, Grading, benchmark_folder
@@ -127,19 +126,3 @@ def _regex(pattern: str, response: str, reference: str) -> Answered:
     last = matches[-1]
     answer = (last[1] if last.re.groups else last[0]) or ""
     return answer.strip() or None, answer.strip() == reference.strip()
-
-
-def load_own(function: str) -> OwnGrader:
-    """Load `my.py:grade`, which the recipe trusts explicitly."""
-    file, _, name = function.rpartition(":")
-    path = Path(file).expanduser()
-    spec = importlib.util.spec_from_file_location(f"own_grader_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        own: OwnGrader = getattr(module, name)
-    except Exception as error:  # it is the user's file: anything may happen in it
-        raise InputError(f"{function} cannot be loaded ({type(error).__name__}: {error}). Correct the file") from error
-    return own

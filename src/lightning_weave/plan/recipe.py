@@ -172,7 +172,7 @@ def _evaluation_tokens(recipe: Recipe) -> float:
         known = KNOWN.get(name)
         kind: BenchmarkKind = known.kind if known is not None else "math"
         path = Path(name.removeprefix("file:"))
-        count = known.count if known is not None else sum(1 for _ in path.open()) if path.is_file() else 0
+        count = known.count if known is not None else path.read_bytes().count(b"\n") if path.is_file() else 0
         longest = recipe.eval.max_tokens or MAX_TOKENS[kind]
         samples = recipe.eval.samples or SAMPLES[kind]
         tokens += count * samples * ANSWER_SHARE * longest

@@ -4,5 +4,6 @@ from lightning_weave.prompts.build import build_prompts, read_prompts
 from lightning_weave.prompts.decontaminate import Overlap, Screen
 from lightning_weave.prompts.filters import PromptReport
 from lightning_weave.prompts.formats import ask, chatml, dapo, livecodebench, question_answer
-from lightning_weave.prompts.render import encode, render
+from lightning_weave.prompts.guess import guess_columns
+from lightning_weave.prompts.render import EXPECTS, Expectation, encode, expected_of, render
 from lightning_weave.prompts.sources import read_rows

@@ -57,6 +57,14 @@ def question_of(row: Row, columns: ColumnNames) -> Question | BadRow:
         return BadRow(row.where, str(unusable))
 
 
+def look_up(values: Mapping[str, Any], name: str) -> Any:
+    """Give a column by its name, or None where the row has none."""
+    try:
+        return _look_up(values, name)
+    except _UnusableError:
+        return None
+
+
 def _look_up(values: Mapping[str, Any], name: str) -> Any:
     if name in values:
         return values[name]

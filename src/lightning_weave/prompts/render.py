@@ -1,7 +1,7 @@
 """From messages to the text and token ids of a prompt."""
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_weave.errors import InputError
 
@@ -31,6 +31,25 @@ def render(
 def knows_thinking(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Check whether the chat template has a switch for thinking."""
     return re.search(r"\benable_thinking\b", chat_template(tokenizer)) is not None
+
+
+Expectation = Literal["base", "chat", "thinking", "switch"]
+EXPECTS: dict[Expectation, str] = {
+    "base": "a base model without a chat template: prompts are plain text (chat = false)",
+    "chat": "a chat model: prompts are rendered with its chat template",
+    "thinking": "a thinking model: it thinks before every answer, so responses are long",
+    "switch": "a chat model that thinks first, so responses are long; thinking = false switches that off",
+}
+_THINKS = re.compile(r"think>|\[THINK\]|<\|channel\|>")
+
+
+def expected_of(tokenizer: "PreTrainedTokenizerBase") -> Expectation:
+    """Say how a checkpoint wants to be asked, by its chat template."""
+    if not tokenizer.chat_template:
+        return "base"
+    if knows_thinking(tokenizer):
+        return "switch"
+    return "thinking" if _THINKS.search(chat_template(tokenizer)) else "chat"
 
 
 def chat_template(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -8,9 +8,10 @@ from lightning_weave.bench.definitions import Benchmark, Problem
 from lightning_weave.config import Eval, Grading
 from lightning_weave.errors import InputError
 from lightning_weave.grading.code import extract_code, grade_many
-from lightning_weave.grading.graders import OwnGrader, grade_answer, grading_of, has_math_verify, load_own
+from lightning_weave.grading.graders import OwnGrader, grade_answer, grading_of, has_math_verify
 from lightning_weave.grading.math import extract_boxed
 from lightning_weave.grading.sandbox import open_sandbox
+from lightning_weave.own import load_function
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Grader:
 
     @cached_property
     def _own(self) -> OwnGrader | None:
-        return load_own(self.rule.function) if self.rule.function else None
+        return load_function(self.rule.function) if self.rule.function else None
 
     def grade(self, responses: Sequence[tuple[Problem, str]]) -> list[Graded]:
         """Grade responses; code runs in a sandbox, on all cores."""

@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 
 from lightning_weave.errors import InputError
+from lightning_weave.prompts import read_rows
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import make_room
 from lightning_weave.store import write_atomic
-from lightning_weave.store.tables import Row, checked_rows
+from lightning_weave.store.tables import BadRow, Row, checked_rows
 from lightning_weave.types import FINISH_REASONS, FinishReason, Prompt, Response
+
+COLUMNS = ("prompt_ids", "response_ids", "finish", "id", "prompt", "messages", "answer")
 
 
 def keep_prompts(steps: Steps, prompts: Sequence[Prompt], extra: Mapping[str, Any]) -> None:
@@ -36,21 +39,25 @@ class OwnGroup:
     def as_prompt(self, tokenizer: Any) -> Prompt:
         text = self.row.get("prompt") or tokenizer.decode(self.prompt_ids)
         digest = zlib.crc32(np.array(self.prompt_ids, "<i4").tobytes())
-        name = str(self.row.get("id", f"own-{digest:08x}"))
+        known = self.row.get("id")
+        name = f"own-{digest:08x}" if known is None else str(known)
         answer = self.row.get("answer")
         # No messages: the text of these ids is rendered already, and no anchor can render it in its own way.
-        messages = self.row.get("messages", [])
+        messages = self.row.get("messages") or []
         return Prompt(name, messages, text, list(self.prompt_ids), None if answer is None else str(answer))
 
 
 def own_trajectories(steps: Steps) -> list[OwnGroup]:
-    """Read `[rollout] from`: JSONL of prompt_ids, response_ids and, if known, finish, id, prompt, messages, answer."""
+    """Read `[rollout] from`: rows of prompt_ids, response_ids and, if known, finish, id, prompt, messages, answer.
+
+    A JSONL or Parquet file, or a dataset directory, such as `lweave export` and other tools write.
+    """
     path = Path(steps.recipe.rollout.from_ or "").expanduser()
     wanted = steps.recipe.rollout.responses
     vocabulary = steps.student.vocabulary
     stops = steps.student.stop_ids
     groups: dict[tuple[int, ...], OwnGroup] = {}
-    for row in checked_rows(path):
+    for row in _rows(path):
         prompt_ids = tuple(_ids(row, "prompt_ids", vocabulary))
         if not prompt_ids:
             raise InputError(f"{row.where}: prompt_ids is empty; every prompt needs at least one token")
@@ -75,6 +82,16 @@ def own_trajectories(steps: Steps) -> list[OwnGroup]:
     return list(groups.values())
 
 
+def _rows(path: Path) -> Iterator[Row]:
+    if not path.is_dir():
+        yield from checked_rows(path)
+        return
+    for row in read_rows(path, columns=COLUMNS):
+        if isinstance(row, BadRow):
+            raise InputError(f"{row.where}: {row.why}. Fix or remove this row.")
+        yield row
+
+
 def _ids(row: Row, key: str, vocabulary: int) -> list[int]:
     ids = row.values.get(key)
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
@@ -88,14 +105,14 @@ def _ids(row: Row, key: str, vocabulary: int) -> list[int]:
 
 
 def _check_messages(row: Row) -> None:
-    turns = row.values.get("messages", [])
+    turns = row.values.get("messages") or []  # a column of a table may be empty
     plain = isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)
     if not plain or not all(isinstance(turn.get(key), str) for turn in turns for key in ("role", "content")):
         raise InputError(f'{row.where}: messages must be a list of {{"role": ..., "content": ...}}')
 
 
 def _finish(row: Row, ended: bool) -> FinishReason:
-    finish = row.values.get("finish", "stop" if ended else "length")
+    finish = row.values.get("finish") or ("stop" if ended else "length")
     if finish not in FINISH_REASONS:
         raise InputError(f"{row.where}: finish = {finish!r} must be one of {', '.join(FINISH_REASONS)}")
     return finish

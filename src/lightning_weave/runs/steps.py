@@ -26,6 +26,7 @@ from lightning_weave.config import (
     Sequential,
     Train,
     benchmark_folder,
+    is_own_function,
     slug,
 )
 from lightning_weave.errors import InputError
@@ -52,6 +53,7 @@ TRAIN_EXECUTION = {
     "trackers",
     "keep_anchors",
     "objective",  # the composition's own, resolved
+    "trust",
 }
 
 
@@ -244,7 +246,7 @@ class Steps:
         used = sorted(composition.used)
         settings = {
             "train": _without_defaults(self.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION)),
-            "objective": self.objective(name),
+            "objective": self._objective_settings(name),
             "weights": {anchor: composition.weights[anchor] for anchor in used},
             "alpha": composition.alpha,
             "anchors": {anchor: self._shift_settings(anchor) for anchor in used},
@@ -269,6 +271,11 @@ class Steps:
         return composition.objective or (
             "direct-opd" if composition.method == "online" else self.recipe.train.objective
         )
+
+    def _objective_settings(self, name: str) -> str | dict[str, str]:
+        """Say what a composition minimises; a user's own function by its content."""
+        objective = self.objective(name)
+        return own_content(objective, f"compositions.{name}") if is_own_function(objective) else objective
 
     def alpha(self, name: str) -> float | None:
         """The alpha of a composition: as said, or as training solved it; None where it has yet to be solved."""
@@ -335,10 +342,7 @@ class Steps:
         if rule.function is None:
             said = rule.model_dump(mode="json", exclude_defaults=True)
             return rule.kind if said.keys() == {"kind"} else said
-        file = Path(rule.function.rpartition(":")[0]).expanduser()
-        if not file.is_file():
-            raise InputError(f"eval.graders.{benchmark_folder(benchmark)}.function = {rule.function!r}: no such file")
-        return {"kind": rule.kind, "function": rule.function.rpartition(":")[2], "content": file_identity(file)}
+        return {"kind": rule.kind, **own_content(rule.function, f"eval.graders.{benchmark_folder(benchmark)}")}
 
     def everything(self) -> list[Step]:
         """All steps in the order in which they can be made."""
@@ -400,6 +404,15 @@ def _without_defaults(train: dict[str, Any]) -> dict[str, Any]:
     lora = train["lora"]
     kept = lora and {key: value for key, value in lora.items() if LATER.get(f"lora.{key}", ...) != value}
     return {key: value for key, value in train.items() if LATER.get(key, ...) != value} | {"lora": kept}
+
+
+def own_content(function: str, where: str) -> dict[str, str]:
+    """Name a user's own function by its name and by what is in its file."""
+    path, _, name = function.rpartition(":")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise InputError(f"{where}: {function!r}: no such file")
+    return {"function": name, "content": file_identity(file)}
 
 
 def template_identity(model: Path) -> str:

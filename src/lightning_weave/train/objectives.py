@@ -5,12 +5,12 @@ The loss runs inside the forward of the root module, where a sharded head weight
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_weave.config import Objective
+from lightning_weave.config import is_own_function
 from lightning_weave.errors import InputError
 from lightning_weave.heads import (
     Head,
@@ -30,8 +30,10 @@ from lightning_weave.maths import (
     with_other,
 )
 from lightning_weave.models.packing import pack_rows, packed_states, padded_states
+from lightning_weave.own import load_function
 from lightning_weave.train.data import Batch
 
+OwnLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # log_pi_NO, log_b_NO, log_q_NO, alpha -> loss_N
 DISTANCES = ("reverse_kl", "forward_kl", "total_variation", "covered_mass")
 
 
@@ -39,8 +41,14 @@ DISTANCES = ("reverse_kl", "forward_kl", "total_variation", "covered_mass")
 class Loss:
     """The objective of one composition."""
 
-    objective: Objective
+    objective: str
     alpha: float
+    own: OwnLoss | None = None
+
+    @classmethod
+    def of(cls, objective: str, alpha: float) -> "Loss":
+        """Find an objective by its name, or load the user's own."""
+        return cls(objective, alpha, load_function(objective) if is_own_function(objective) else None)
 
     def check(self, candidates: int, vocabulary: int) -> None:
         """Refuse the whole-vocabulary objective where the cache does not hold the whole vocabulary."""
@@ -84,8 +92,17 @@ class Loss:
                 log_b_N = batch.sampled_log_b_N
                 loss_N = direct_opd_loss(logp_NC, batch.r_NC, sampled_logp_N, log_b_N, self.alpha)
             case _:
-                assert_never(self.objective)
+                log_pi_NO = outcome_logprobs(hidden_ND, head, batch.candidate_ids_NC)
+                loss_N = self._own_loss(log_pi_NO, batch)
         return loss_N.sum() / normalizer, log_pi_NO.detach()
+
+    def _own_loss(self, log_pi_NO: Tensor, batch: Batch) -> Tensor:
+        assert self.own is not None
+        loss_N = self.own(log_pi_NO, batch.log_b_NO, batch.log_q_NO, self.alpha)
+        if not isinstance(loss_N, Tensor) or loss_N.shape != log_pi_NO.shape[:1]:
+            given = tuple(loss_N.shape) if isinstance(loss_N, Tensor) else type(loss_N).__name__
+            raise InputError(f"{self.objective} gives {given} for {len(log_pi_NO)} decisions; give one loss for each")
+        return loss_N
 
     def _in_one_pass(self, hidden_ND: Tensor, head: Head, batch: Batch, normalizer: float) -> tuple[Tensor, Tensor]:
         watch_NO = torch.empty_like(batch.log_q_NO)

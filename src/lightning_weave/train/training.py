@@ -106,7 +106,7 @@ def give_back() -> None:
 def make_fit(steps: Steps, name: str, trainee: Trainee, rows: Rows, *, alpha: float, ranks: Ranks) -> Fit:
     """Put student, objective and optimizer together."""
     train = steps.recipe.train
-    loss = Loss(steps.objective(name), alpha)
+    loss = Loss.of(steps.objective(name), alpha)
     loss.check(steps.recipe.reference.candidates, trainee.head_description.vocabulary)
     return Fit(
         trainee=trainee,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import exp
 
 import numpy as np
@@ -15,6 +16,7 @@ from lightning_weave.cache.reader import Cache
 from lightning_weave.checks.findings import visible
 from lightning_weave.errors import InputError
 from lightning_weave.prompts import read_prompts
+from lightning_weave.records import as_html
 from lightning_weave.runs.caches import anchor_pair, open_cache
 from lightning_weave.runs.steps import Steps
 from lightning_weave.tokens.spelling import Spelling
@@ -45,6 +47,9 @@ class Decision:
     valid: dict[str, bool]
     targets: dict[str, list[float] | None]  # log-probs; None where the composition is masked
     missing: list[str]  # anchors that are not scored
+
+    def _repr_html_(self) -> str:
+        return as_html(partial(show, self))
 
 
 def run(steps: Steps, row: int, position: int, console: Console, as_json: bool = False) -> Decision:

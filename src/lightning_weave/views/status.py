@@ -27,7 +27,7 @@ class Status:
 
 def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
     """Print where every step stands."""
-    found = [_look(step, steps) for step in steps.everything()]
+    found = look(steps)
     others = _others(steps)
     waiting = [status for status in found if status.state != "done"]
     if json:
@@ -50,6 +50,11 @@ def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
     else:
         console.print("Everything is up to date.")
     return found
+
+
+def look(steps: Steps) -> list[Status]:
+    """Find out where every step stands."""
+    return [_look(step, steps) for step in steps.everything()]
 
 
 def _others(steps: Steps) -> list[Status]:

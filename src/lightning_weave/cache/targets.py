@@ -1,0 +1,35 @@
+"""The target of a composition at every decision of some rows, for other trainers and for looking at."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_weave.cache.block import Block
+from lightning_weave.maths import compose_shifts, tilted_target, with_other
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Behaviour and target of P decisions over O = C + 1 outcomes, as log-probabilities; the last is `other`.
+
+    Where `valid_P` is false the composition has no shift and the target is the behaviour.
+    """
+
+    block: Block
+    valid_P: NDArray[np.bool_]
+    log_b_PO: NDArray[np.float32]
+    log_q_PO: NDArray[np.float32]
+
+
+def find_targets(block: Block, weights: Sequence[float], alpha: float) -> Targets:
+    """Weigh the shifts, intersect the masks and tilt the behaviour, as training does (finite-candidate-target)."""
+    shifts = torch.from_numpy(block.r_KPC), torch.from_numpy(block.valid_KP)
+    r_PC, valid_P = compose_shifts(*shifts, torch.tensor(weights, dtype=torch.float32))
+    candidates = block.candidates
+    # Copied: the arrays of a cache are read-only maps of its files.
+    log_b_PO = with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat))
+    log_q_PO = torch.where(valid_P[:, None], tilted_target(log_b_PO, r_PC, alpha), log_b_PO)
+    return Targets(block, valid_P.numpy(), log_b_PO.numpy(), log_q_PO.numpy())

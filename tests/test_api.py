@@ -1,0 +1,111 @@
+"""`import lightning_weave as lw` on a tiny run, made and looked at from Python alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lightning_weave as lw
+from lightning_weave.config import dump_recipe
+from tiny import make_world, save_prompts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> lw.Run:
+    root = tmp_path_factory.mktemp("api")
+    data = make_world(root, prompts=4)
+    data["compositions"] = {"both": data["compositions"]["both"]}
+    bench = save_prompts(root / "bench.jsonl", 3, seed=9)
+    data["eval"] = {"benchmarks": [f"file:{bench}"], "samples": 1, "max_tokens": 8, "format": "question-answer"}
+    (root / "tiny.toml").write_text(dump_recipe(lw.Run(data).recipe))
+    run = lw.Run(root / "tiny.toml", ["train.epochs=1"], quiet=True)
+    assert run.recipe.train.epochs == 1
+    with pytest.raises(lw.InputError, match="nothing is cached yet"):
+        _ = run.cache
+    assert {row["state"] for row in run.status()} == {"missing"}
+    run.rollout()
+    run.reference()
+    run.score()
+    run.train("both")
+    run.eval()
+    return run
+
+
+def test_importing_the_package_is_light_and_its_names_are_there() -> None:
+    code = (
+        "import sys, lightning_weave as lw\n"
+        "lw.Run({'name': 'x', 'student': {'model': 'm'}}); lw.Recipe; lw.load_recipe; lw.InputError\n"
+        "assert not {'torch', 'transformers', 'datasets', 'matplotlib'} & sys.modules.keys()\n"
+        "assert set(lw.__all__) <= set(dir(lw)); lw.maths.tilted_target; lw.heads.fused_log_residual_loss\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'Rum'"):
+        _ = lw.Rum
+
+
+def test_stages_made_from_python_are_those_of_the_command(run: lw.Run) -> None:
+    assert {row["state"] for row in run.status()} == {"done"}
+    log = (run.path / "log.txt").read_text()
+    assert "Run(" in log
+    assert ".train()" in log
+    moved = lw.Run.open(run.path, quiet=True)
+    assert moved.recipe == run.recipe
+    with pytest.raises(lw.InputError, match="no run directory"):
+        lw.Run.open(run.path.parent)
+
+
+def test_targets_are_the_tilt_of_the_composed_shifts(run: lw.Run) -> None:
+    rows = [0, 3, 5]
+    target, shifts = run.target("both", rows), run.shifts(rows)
+    block = run.cache.block(rows)
+    assert target.log_b_PO.shape == (len(block.sampled_P), run.recipe.reference.candidates + 1)
+    both_P = ~np.isnan(shifts["acc"]).any(1) & ~np.isnan(shifts["brief"]).any(1)
+    np.testing.assert_array_equal(target.valid_P, both_P)
+    assert 0 < both_P.sum() < len(both_P)
+    r_PC = 0.5 * shifts["acc"] + 0.5 * shifts["brief"]
+    for p in range(len(both_P)):
+        log_q_O = target.log_b_PO[p].astype(np.float64)
+        if both_P[p]:
+            log_q_O[:-1] += r_PC[p] / 2.0
+            log_q_O -= np.log(np.exp(log_q_O).sum())
+        np.testing.assert_allclose(target.log_q_PO[p], log_q_O, atol=1e-5)
+    with pytest.raises(lw.InputError, match="no such composition; this recipe has both"):
+        run.target("bot", rows)
+
+
+def test_results_are_plain_records(run: lw.Run) -> None:
+    points = run.points()
+    assert [point["policy"] for point in points] == ["base", "both"]
+    (benchmark,) = run.recipe.eval.benchmarks
+    samples = run.samples("both", benchmark)
+    assert len(samples) == 3
+    assert {"problem", "text", "correct", "tokens"} <= samples[0].keys()
+    json.dumps(samples)
+    with pytest.raises(lw.InputError, match="no such policy"):
+        run.samples("bot", benchmark)
+    assert any(row["check"] == "vocabulary" for row in run.doctor())
+
+
+def test_what_a_person_looks_at_draws_itself_in_a_notebook(run: lw.Run) -> None:
+    assert "train/both" in run._repr_html_()
+    assert "<th>policy</th>" in run.points()._repr_html_()
+    assert "<pre" in run.decision(0, 0)._repr_html_()
+
+
+def test_the_loop_of_the_page_has_the_loss_of_training(run: lw.Run) -> None:
+    page = Path(__file__).parents[1] / "docs" / "python.md"
+    code = page.read_text().split("```python\n")[2].split("```")[0].replace('"even"', '"both"')
+    names: dict[str, Any] = {"run": run}
+    exec(code, names)
+    target = run.target("both", [0])
+    kept = target.valid_P
+    log_b_NO, log_q_NO = (torch.from_numpy(part[kept]).double() for part in (target.log_b_PO, target.log_q_PO))
+    # The student is the behaviour policy still, so its own log-probabilities are those of the cache.
+    expected = lw.maths.log_residual_loss(log_b_NO, log_b_NO, log_q_NO, 2.0).mean()
+    torch.testing.assert_close(names["loss"].detach().double(), expected, rtol=1e-3, atol=1e-6)
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())

@@ -1,0 +1,67 @@
+"""What a release has to agree on, and documents whose links lead somewhere."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_weave import __version__
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert project["version"] == citation["version"] == __version__
+    assert citation["license"] == project["license"]
+    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_hook_before_a_commit_is_make_lint() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert [hook["entry"] for repo in config["repos"] for hook in repo["hooks"]] == ["make lint"]
+
+
+def test_issue_templates_are_forms() -> None:
+    for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(file.read_text())
+        assert {"name", "description", "body"} <= form.keys()
+        assert len({part["id"] for part in form["body"]}) == len(form["body"])
+
+
+def test_every_page_is_on_the_site() -> None:
+    """`make docs-site` builds it; what is not in its navigation is hard to find."""
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = {page for section in nav for entry in section.values() for page in _pages(entry)}
+    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def _pages(entry: str | list[dict[str, str]]) -> list[str]:
+    return [entry] if isinstance(entry, str) else [page for one in entry for page in one.values()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    broken = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not _leads_somewhere(page, link)]
+    assert broken == []
+
+
+def _leads_somewhere(page: Path, link: str) -> bool:
+    if "://" in link:
+        return True
+    path, _, heading = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not target.exists():
+        return False
+    return not heading or heading in _headings(target.read_text(encoding="utf-8"))
+
+
+def _headings(text: str) -> set[str]:
+    """Headings as GitHub names them in links."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -1,0 +1,89 @@
+"""An objective of the user's own: trusted explicitly, known by its content, and trained like any other."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_weave.checks.preflight import Todo, preflight
+from lightning_weave.config import check_recipe
+from lightning_weave.errors import InputError
+from lightning_weave.runs.caches import open_cache
+from lightning_weave.runs.steps import Steps
+from lightning_weave.train.parallel import Ranks
+from lightning_weave.train.training import make_fit, open_trainee
+from train.cached import context, make_run
+
+PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
+SAME = "from lightning_weave.maths import log_residual_loss as loss\n"
+MINIMAL: dict[str, Any] = {
+    "name": "r",
+    "student": {"model": "m"},
+    "anchors": {"a": {"post": "p", "pre": "q"}},
+    "compositions": {"c": {"weights": {"a": 1.0}}},
+}
+
+
+def make(root: Path, text: str) -> Steps:
+    root.mkdir(exist_ok=True)
+    (root / "own.py").write_text(text)
+    both = {"weights": {"long": 0.7, "short": 0.3}, "alpha": 1.5}
+    own = {**both, "objective": f"{root / 'own.py'}:loss"}
+    return make_run(root, compositions={"both": both, "own": own}, train={"trust": True})
+
+
+def losses(steps: Steps, name: str) -> list[float]:
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    trainee = open_trainee(steps, context(ranks))
+    fit = make_fit(steps, name, trainee, open_cache(steps, name), alpha=1.5, ranks=ranks)
+    return [fit.update(step, range(12))["loss"] for step in (1, 2, 3)]
+
+
+def test_the_same_function_of_ones_own_trains_the_same(tmp_path: Path) -> None:
+    steps = make(tmp_path, SAME)
+    ours = losses(steps, "both")
+    np.testing.assert_allclose(losses(steps, "own"), ours, rtol=1e-4)  # autograd instead of one pass, in float32
+    assert ours[-1] < ours[0]
+
+
+def test_the_example_of_the_page_trains(tmp_path: Path) -> None:
+    text = PAGE.read_text().split("```python\n")[1].split("```")[0]
+    found = losses(make(tmp_path, text), "own")
+    assert found[-1] < found[0]
+
+
+def test_a_wrong_shape_is_an_error_that_names_the_function(tmp_path: Path) -> None:
+    steps = make(tmp_path, "def loss(log_pi, log_b, log_q, alpha):\n    return log_pi.sum()\n")
+    with pytest.raises(InputError, match=r"own.py:loss gives \(\) for \d+ decisions; give one loss for each"):
+        losses(steps, "own")
+
+
+def test_it_runs_only_if_the_recipe_trusts_it() -> None:
+    with pytest.raises(InputError, match=r"train.objective = 'own.py:loss' would run here .*trust = true to \[train\]"):
+        check_recipe({**MINIMAL, "train": {"objective": "own.py:loss"}})
+    with pytest.raises(InputError, match=r"compositions\.c\.objective"):
+        check_recipe({**MINIMAL, "compositions": {"c": {"weights": {"a": 1.0}, "objective": "own.py:loss"}}})
+    with pytest.raises(InputError, match=r"must be one of 'tilted'.*or a function of your own"):
+        check_recipe({**MINIMAL, "train": {"objective": "tilte"}})
+    assert check_recipe({**MINIMAL, "train": {"objective": "own.py:loss", "trust": True}}).train.trust
+
+
+def test_it_is_known_by_its_content_and_looked_at_before_a_run(tmp_path: Path) -> None:
+    steps = make(tmp_path, SAME)
+    before = {name: steps.train(name).fingerprint for name in ("own", "both")}
+    (tmp_path / "own.py").write_text(SAME + "# changed\n")
+    again = Steps(steps.recipe, steps.arguments)
+    assert again.train("own").fingerprint != before["own"]
+    assert again.train("both").fingerprint == before["both"]
+
+    def found() -> list[str]:
+        todo = Todo(False, False, [], ["own"], {})
+        return [finding.text for finding in preflight(again, todo) if finding.about == "compositions.own"]
+
+    assert found() == []
+    (tmp_path / "own.py").write_text("def los(")
+    assert "own.py:loss cannot be loaded (SyntaxError" in found()[0]
+    (tmp_path / "own.py").unlink()
+    assert "cannot be loaded (FileNotFoundError" in found()[0]
