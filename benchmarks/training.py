@@ -2,10 +2,10 @@
 
     python benchmarks/training.py [--threads 1] [--processor-time] [--json FILE]
 
-Six tables from one run: the one-pass loss against autograd on whole logits and against its three bare matrix products;
+Seven tables from one run: the one-pass loss against autograd on whole logits and against its three bare matrix products;
 its memory; a whole update of a student of about 100 million parameters, with the share of loading and composing, beside
 TRL's GKDTrainer on the same student and tokens where that is installed; rows of unequal length, packed, padded and with
-the plain transformers Trainer; an update's memory while rows grow eightfold;
+the plain transformers Trainer; how long a checkpoint is waited for; an update's memory while rows grow eightfold;
 memory while the cache grows tenfold. Ways take turns, over and over, and medians are shown. Memory is measured in
 processes of its own.
 """
@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from lightning_weave.cache.reader import Cache
 from lightning_weave.heads import Head, fused_log_residual_loss
 from lightning_weave.maths import log_residual_loss, with_other
+from lightning_weave.train.checkpoint import CheckpointWriter, TrainingCheckpoints
 from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.loop import Fit, adam
 from lightning_weave.train.objectives import Loss, Trainee
@@ -55,7 +57,7 @@ class PlainLoss(Loss):
 
 def make_fit(cache: Cache, layers: int, way: str) -> Fit:
     trainee = Trainee(make_student(layers), VOCABULARY)
-    trainee.look()
+    trainee.look(pack=True)
     optimizer = adam(trainee, RATE, (0.9, 0.999), 0.01)
     loss = (Loss if way == "ours" else PlainLoss)("tilted", ALPHA)
     return Fit(trainee, optimizer, cache, loss, 1.0, 1 << 20, 0, ALONE, Path())
@@ -245,6 +247,25 @@ def show_packing(options: argparse.Namespace, folder: Path, clock: Clock) -> lis
     return [{"table": "packing", "tokens_per_s": rates, "waiting": waiting}]
 
 
+def show_checkpoint(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """How long an update waits for a checkpoint, and how long that takes to be written, by the clock on the wall."""
+    write_cache(folder / "checkpoint", 2, options.length)
+    fit = make_fit(open_cache(folder / "checkpoint"), options.few_layers, "ours")
+    fit.update(1, [0])
+    rows = []
+    with CheckpointWriter(TrainingCheckpoints(folder / "checkpoints", "benchmark", 2), ALONE) as writer:
+        for update in range(1, options.repeat + 1):
+            started = time.perf_counter()
+            writer.save(update, fit.trainee, fit.optimizer)
+            copied = time.perf_counter()
+            writer.wait()
+            rows.append({"waits": copied - started, "written": time.perf_counter() - started})
+    found = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    size = sum(file.stat().st_size for file in (folder / "checkpoints" / "000001").rglob("*") if file.is_file())
+    print(f"\nA checkpoint of {size / 1e6:.0f} MB: training waits {found['waits']:.2f} s of {found['written']:.2f} s")
+    return [{"table": "checkpoint", "bytes": size, **found}]
+
+
 def show_lengths(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     print(f"\nMemory of an update of one row, {options.few_layers} layers, above weights and optimizer state")
     rows = []
@@ -286,7 +307,7 @@ def main() -> None:
     parser.add_argument(
         "--shorter", type=int, default=8, help="rows of unequal length are so much shorter than the paper's"
     )
-    parser.add_argument("--only", help="one table alone: packing")
+    parser.add_argument("--only", choices=["packing", "checkpoint"], help="one table alone")
     parser.add_argument("--cached", type=int, default=256, help="rows of the smaller cache")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -304,8 +325,11 @@ def main() -> None:
         if options.only == "packing":
             show_packing(options, Path(root), clock)
             return
+        if options.only == "checkpoint":
+            show_checkpoint(options, Path(root))
+            return
         results = show_head(options, clock) + show_head_memory(options) + show_step(options, Path(root), clock)
-        results += show_packing(options, Path(root), clock)
+        results += show_packing(options, Path(root), clock) + show_checkpoint(options, Path(root))
         results += show_lengths(options, Path(root)) + show_cache(options, Path(root))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -50,9 +50,8 @@ def with_lora(model: Any, lora: Lora, seed: int) -> Any:
     except ImportError:
         raise InputError("train.lora needs the package peft: pip install peft") from None
     names = [f".{name}" for name, _ in model.named_modules()]
-    for target in (
-        () if isinstance(lora.targets, str) else lora.targets
-    ):  # peft itself accepts one that matches nothing, if another matches
+    named = [] if isinstance(lora.targets, str) else lora.targets
+    for target in named:  # peft itself accepts one that matches nothing, if another matches
         if not any(name.endswith(f".{target}") for name in names):
             layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
             known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
