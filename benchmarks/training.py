@@ -2,7 +2,7 @@
 
     python benchmarks/training.py [--threads 1] [--processor-time] [--json FILE]
 
-Seven tables from one run: the one-pass loss against autograd on whole logits and against its three bare matrix products;
+Seven tables from one run: the one-pass loss against autograd on whole logits and its three bare matrix products;
 its memory; a whole update of a student of about 100 million parameters, with the share of loading and composing, beside
 TRL's GKDTrainer on the same student and tokens where that is installed; rows of unequal length, packed, padded and with
 the plain transformers Trainer; how long a checkpoint is waited for; an update's memory while rows grow eightfold;
