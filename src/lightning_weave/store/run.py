@@ -125,13 +125,12 @@ class Stage:
 
         A rename each: a kill between them loses nothing, and beginning again ends the same.
         """
-        if self.state() != "done":
+        if self.state() == "stale":
             for stage in self.inputs():
                 stage.require()  # first: nothing is set aside for what cannot be made
-            if self.state() == "stale":
-                _move(self.folder, self._aside((recorded(self.folder) or {}).get("fingerprint", "unknown")))
-            if self._aside(self.step.fingerprint).exists():
-                _move(self._aside(self.step.fingerprint), self.folder)
+            _move(self.folder, self._aside((recorded(self.folder) or {}).get("fingerprint", "unknown")))
+        if self.state() != "done" and self._aside(self.step.fingerprint).exists():
+            _move(self._aside(self.step.fingerprint), self.folder)
         if self.state() == "done":
             self.settle()
         elif (recorded(self.folder) or {}).get("fingerprint") != self.step.fingerprint:
