@@ -58,9 +58,10 @@ def test_a_stage_is_set_aside_until_the_next_is_whole_and_put_back_if_it_is_want
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == old
     assert changed.state() == "missing"
     original = steps.store.stage(steps.reference)
-    assert original.state() == "stale", "what was begun is for another recipe"
+    assert original.state() == "missing"
     original.begin()
     assert original.state() == "done"
+    assert original.aside() == []
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == old
     reference.run(steps_of(recipe), QUIET)
     assert changed.state() == "done"
@@ -88,9 +89,12 @@ def test_a_verb_is_refused_for_its_inputs_before_it_may_discard(recipe: dict[str
         allow_discards(steps, steps.made_by("reference"), yes=True)
     with pytest.raises(InputError, match=r"(?s)rollout .*tokens.*rollout.seed: 42 -> 5.*To discard them: --yes"):
         allow_discards(steps, steps.made_by("rollout"), yes=False)
-    with pytest.raises(StaleInput):  # whoever calls it: nothing is set aside for what cannot be made
-        steps.store.stage(steps.reference).begin()
-    assert steps.store.stage(steps.reference).aside() == []
+    reference_stage = steps.store.stage(steps.reference)
+    before = {path.name: path.read_bytes() for path in reference_stage.folder.iterdir()}
+    with pytest.raises(StaleInput):  # whoever calls it: nothing is set aside or begun for what cannot be made
+        reference_stage.begin()
+    assert reference_stage.aside() == []
+    assert {path.name: path.read_bytes() for path in reference_stage.folder.iterdir()} == before
 
 
 @pytest.mark.parametrize(("answer", "agreed"), [("y\n", True), ("\n", False), ("no\n", False)])

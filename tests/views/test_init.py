@@ -120,7 +120,7 @@ def test_a_student_larger_than_memory_is_trained_with_lora(
         full, _ = write(world, tmp_path / "many", student="org/large", machine=cluster)
         assert full.train.lora is None
 
-        (large / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 100}))
+        (large / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 200}))
         hub.push("org/huge", large)
         (tmp_path / "huge").mkdir()
         _, draft = write(world, tmp_path / "huge", student="org/huge", machine=card)

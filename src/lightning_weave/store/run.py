@@ -91,8 +91,9 @@ class Stage:
             if manifest.get("fingerprint") != self.step.fingerprint:
                 return "stale"
             return "done" if all(self._is_whole(entry) for entry in manifest["shards"]) else "partial"
-        if (recorded(self.folder) or {}).get("fingerprint", self.step.fingerprint) != self.step.fingerprint:
-            return "stale"
+        begun = recorded(self.folder)
+        if begun is not None and begun["fingerprint"] != self.step.fingerprint:
+            return "stale" if any(path.name != BEGUN for path in self.folder.iterdir()) else "missing"
         files = list(self.folder.glob("*.safetensors")) if self.folder.exists() else []
         if not files:
             return "missing"
@@ -124,17 +125,15 @@ class Stage:
 
         A rename each: a kill between them loses nothing, and beginning again ends the same.
         """
-        if self.state() == "done":
-            self.settle()
-            return
         if self.state() == "stale":
             for stage in self.inputs():
                 stage.require()  # first: nothing is set aside for what cannot be made
-            found = (recorded(self.folder) or {}).get("fingerprint", "unknown")
-            _move(self.folder, self._aside(found))
-        if self._aside(self.step.fingerprint).exists() and not self.folder.exists():
+            _move(self.folder, self._aside((recorded(self.folder) or {}).get("fingerprint", "unknown")))
+        if self.state() != "done" and self._aside(self.step.fingerprint).exists():
             _move(self._aside(self.step.fingerprint), self.folder)
-        if self.manifest() is None and recorded(self.folder) is None:
+        if self.state() == "done":
+            self.settle()
+        elif (recorded(self.folder) or {}).get("fingerprint") != self.step.fingerprint:
             write_json(self.folder / BEGUN, self._own())
 
     def aside(self) -> list[Path]:
