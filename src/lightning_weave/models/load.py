@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from copy import deepcopy
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -101,7 +102,7 @@ def _finish_quantised(path: Path, method: str, model: Any, left_over: set[str], 
 def skeleton(config: Any, trust_remote_code: bool = False) -> Any:
     """Build a causal language model on the meta device."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return AutoModelForCausalLM.from_config(deepcopy(config), trust_remote_code=trust_remote_code)
 
 
 def without_weights(path: Path, config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
@@ -117,7 +118,8 @@ def without_weights(path: Path, config: Any, dtype: torch.dtype, trust_remote_co
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        # A copy of the configuration: a model changes its own, and others are made from this one.
+        return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 

@@ -275,7 +275,7 @@ class Steps:
     def _objective_settings(self, name: str) -> str | dict[str, str]:
         """Say what a composition minimises; a user's own function by its content."""
         objective = self.objective(name)
-        return own_content(objective, f"compositions.{name}") if is_own_function(objective) else objective
+        return own_content(objective, f"objective of compositions.{name}") if is_own_function(objective) else objective
 
     def alpha(self, name: str) -> float | None:
         """The alpha of a composition: as said, or as training solved it; None where it has yet to be solved."""
@@ -342,7 +342,7 @@ class Steps:
         if rule.function is None:
             said = rule.model_dump(mode="json", exclude_defaults=True)
             return rule.kind if said.keys() == {"kind"} else said
-        return {"kind": rule.kind, **own_content(rule.function, f"eval.graders.{benchmark_folder(benchmark)}")}
+        return {"kind": rule.kind, **own_content(rule.function, f"eval.graders.{benchmark_folder(benchmark)}.function")}
 
     def everything(self) -> list[Step]:
         """All steps in the order in which they can be made."""
@@ -411,7 +411,7 @@ def own_content(function: str, where: str) -> dict[str, str]:
     path, _, name = function.rpartition(":")
     file = Path(path).expanduser()
     if not file.is_file():
-        raise InputError(f"{where}: {function!r}: no such file")
+        raise InputError(f"{where} = {function!r}: no such file. Give FILE.py:NAME")
     return {"function": name, "content": file_identity(file)}
 
 
