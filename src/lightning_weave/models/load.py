@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Iterator
-from copy import deepcopy
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
