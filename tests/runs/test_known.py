@@ -48,6 +48,7 @@ def table_of(steps: Steps) -> str:
     return (steps.store.run_dir / "report" / "tables" / "results.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_directory_knows_all_that_was_made_in_it(world: dict[str, Any], tmp_path: Path) -> None:
     world = {**world, "runs": str(tmp_path / "runs")}
     both = {"both": world["compositions"]["both"]}
@@ -99,6 +100,7 @@ def test_a_run_directory_knows_all_that_was_made_in_it(world: dict[str, Any], tm
         forget.run(second, "nobody", Console(quiet=True), yes=True)
 
 
+@pytest.mark.slow
 def test_a_report_on_a_changed_recipe_shows_what_is_there_as_stale(world: dict[str, Any], tmp_path: Path) -> None:
     world = {**world, "runs": str(tmp_path / "runs"), "compositions": {"both": world["compositions"]["both"]}}
     steps = make(world)
