@@ -236,7 +236,7 @@ class Training:
         figures = {**figures, "export_kl": lost}
         final = self.stage.folder / "final"
         card = model_card(self.steps, self.name, figures) if ranks.first else ""
-        files = write_model(final, trainee, layout, card, ranks, trained_adapter(trainee, student))
+        files = write_model(final, trainee, layout, card, ranks, adapter=trained_adapter(trainee, student))
         if ranks.first:
             self.stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
             self.say(f"{final} (KL exported || trained {lost:.1e} nats)")
