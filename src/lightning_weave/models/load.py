@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,8 @@ def without_weights(path: Path, config: Any, dtype: torch.dtype, trust_remote_co
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        # A model changes its configuration when it is told how to attend; the next one begins with its own.
+        return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
