@@ -22,7 +22,7 @@ from lightning_weave.pipeline.flow import make_students
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
 from lightning_weave.train.export import write_model
-from lightning_weave.train.parallel import join
+from lightning_weave.train.parallel import Ranks, join
 from lightning_weave.train.training import open_trainee
 from lightning_weave.types import Request, SamplingSettings
 from train.cached import QUIET, VOCABULARY, context, make_run
@@ -125,6 +125,15 @@ def test_every_layout_is_sampled_scored_trained_and_exported(tmp_path: Path, nam
     trained = steps.student.at(final)
     sampler = HFSampler(trained.load(torch.float32, CPU), trained.stop_ids, VOCABULARY)
     assert sampler.sample([Request([3, 4], 0, 0)], SamplingSettings(1.0, 1.0, 4, 0))[0].ids
+
+
+def test_a_student_that_is_opened_again_is_opened_the_same_way(tmp_path: Path) -> None:
+    student = checkpoint("tied", tmp_path / "student")
+    steps = steps_of(student, tmp_path)
+    one, other = (open_trainee(steps, context(Ranks(0, 1, CPU))) for _ in range(2))
+    assert one.packs
+    assert other.packs
+    assert one.model.config._attn_implementation == other.model.config._attn_implementation != "sdpa"
 
 
 def without(folder: Path, key: str) -> None:

@@ -118,7 +118,7 @@ def without_weights(path: Path, config: Any, dtype: torch.dtype, trust_remote_co
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
     try:
-        # A copy of the configuration: a model changes its own, and others are made from this one.
+        # A model changes its configuration when it is told how to attend; the next one begins with its own.
         return AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
