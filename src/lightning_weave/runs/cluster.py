@@ -64,10 +64,9 @@ def _do_on_ray(job: Job, steps: Steps, progress: Progress) -> None:
     remote = ray.remote(max_restarts=-1, num_cpus=plan.cpus, num_gpus=plan.gpus)(_with_patient_start(ShardWorker))
     actors = [remote.remote(job.open, steps.recipe, steps.arguments, os.getcwd()) for _ in range(plan.workers)]
     with (
-        measure(steps.store.run_dir, job.stage, job.name, fingerprint=job.fingerprint) as meter,
+        measure(steps.store.run_dir, job.stage, job.name, devices=plan.devices, fingerprint=job.fingerprint) as meter,
         progress.bar(job.label, len(job.pending), job.unit) as bar,
     ):
-        meter.devices = plan.workers
 
         def count(made: Made) -> None:
             meter.add(tokens=made.tokens, written=made.written)
@@ -87,6 +86,11 @@ class WorkerPlan:
     workers: int
     cpus: float
     gpus: float
+
+    @property
+    def devices(self) -> float:
+        """How many devices are taken by all of them together."""
+        return self.workers * (self.gpus or 1.0)
 
 
 def plan_workers(machine: Machine, resources: dict[str, float], shards: int) -> WorkerPlan:

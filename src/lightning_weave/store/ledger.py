@@ -29,7 +29,7 @@ class Meter:
     path: Path
     stage: str
     name: str
-    devices: int = 1
+    devices: float = 1.0
     tokens: int = 0
     written: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -64,9 +64,9 @@ class Meter:
 
 
 @contextmanager
-def measure(run_dir: Path, stage: str, name: str = "", **extra: Any) -> Iterator[Meter]:
-    """Meter a stage and write its rows to the run's ledger."""
-    meter = Meter(run_dir / LEDGER, stage, name, extra=extra)
+def measure(run_dir: Path, stage: str, name: str = "", devices: float = 1.0, **extra: Any) -> Iterator[Meter]:
+    """Meter a stage, on so many devices of this process, and write its rows to the run's ledger."""
+    meter = Meter(run_dir / LEDGER, stage, name, devices, extra=extra)
     try:
         yield meter
     finally:
