@@ -101,6 +101,11 @@ def _attention(
     )[0]
 
 
+def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    """Multiply groups of rows with their matrices, or sum them into those; torch knows the shape in 16 bits only."""
+    return a.new_empty((a.shape[0], b.shape[2]) if b.ndim == 3 else (len(offs), a.shape[0], b.shape[1]))
+
+
 def _workspace(func: Any, args: Sequence[Any]) -> int:
     """Count the bytes that a kernel takes for itself while it runs, where that is much."""
     if func is not torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
@@ -151,7 +156,7 @@ class FakeDevice(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         args, kwargs = tree_map(self._without_numbers, (args, kwargs))
         with self._shapes:
-            result = func(*args, **kwargs)
+            result = (_grouped_product if func is torch.ops.aten._grouped_mm.default else func)(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, FakeTensor) and leaf.device.type == NAME:
                 self.hold(leaf.untyped_storage())
