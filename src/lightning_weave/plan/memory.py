@@ -53,7 +53,7 @@ def _passing(layer: Layer, width: int, size: int) -> int:
     """Bytes per token where a layer is widest, when nothing is kept for a backward pass."""
     stream = 4 * width * size + 2 * HEAD_SIZE * size  # the row itself, what was added to it, its norm, its positions
     if layer.routed:
-        return stream + layer.routed * (3 * width * size)
+        return stream + layer.routed * (4 * width * size + 40)  # sent, answered, weighted, and in order again
     return stream + 3 * layer.inner * size
 
 
