@@ -152,6 +152,7 @@ def _build(setting: Setting, device: Any, dtype: Any) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.to_empty(device=device.device)
     model.tie_weights()
+    device.peak = device.live  # a tied matrix was there twice
     spare_memory(model)
     return model.eval().requires_grad_(False)
 

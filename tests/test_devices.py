@@ -90,8 +90,13 @@ def test_the_gpu_of_a_rank_is_chosen_and_made_the_current_one(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_products_in_tf32_are_the_recipes_choice(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not allowed)
+def test_products_in_tf32_are_the_recipes_choice(allowed: bool) -> None:
+    products = torch.backends.cuda.matmul
+    usual = products.allow_tf32
     world = {"name": "r", "student": {"model": "s"}, "machine": {"device": "cpu", "tf32": allowed}}
-    choose_device(check_recipe(world))
-    assert torch.backends.cuda.matmul.allow_tf32 is allowed
+    try:
+        products.allow_tf32 = not allowed
+        choose_device(check_recipe(world))
+        assert products.allow_tf32 is allowed
+    finally:
+        products.allow_tf32 = usual

@@ -16,13 +16,18 @@ LOOKED_AT = (  # again, in every run of the slow tests
 
 @pytest.mark.parametrize("one", MEASURED, ids=lambda one: str(one.setting))
 def test_plan_predicts_what_was_measured(one: Measured) -> None:
+    if one.setting.stage != "train":  # a student is whole on the fake device for a moment, and on no other
+        assert planned(one.setting, 1).loading == pytest.approx(one.loading, rel=0.1)
     for tokens, peak in one.peaks.items():
         assert planned(one.setting, tokens).total == pytest.approx(peak, rel=0.1), tokens
 
 
-def test_everything_was_measured_and_is_on_the_page() -> None:
-    assert [one.setting for one in MEASURED] == list(settings())
+def test_what_was_measured_is_on_the_page() -> None:
+    known = {one.setting for one in MEASURED}
+    assert [one.setting for one in MEASURED] == [setting for setting in settings() if setting in known]
     assert all(set(one.peaks) == set(LENGTHS) for one in MEASURED)
+    for name in ("stage", "model", "dtype", "world", "checkpointing"):  # of each, everything at least once
+        assert {getattr(one, name) for one in known} == {getattr(one, name) for one in settings()}
     assert PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0] == table(MEASURED)
 
 

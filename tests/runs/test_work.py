@@ -35,13 +35,13 @@ def test_all_gpus_of_an_engine_are_counted(
     booked: list[float] = []
 
     @contextmanager
-    def measure(*arguments: Any, devices: float) -> Any:
+    def measure(*arguments: Any, devices: float, **extra: Any) -> Any:
         booked.append(devices)
         yield SimpleNamespace(add=lambda **counts: None)
 
     monkeypatch.setattr(work, "measure", measure)
     worker = SimpleNamespace(make=lambda shard: work.Made(1), close=lambda: None)
-    job = Job("rollout", "", "shard", [0], lambda steps: worker, rollout.gpus_of(section))
+    job = Job("rollout", "", "shard", [0], lambda steps: worker, devices=rollout.gpus_of(section))
     do_here(job, Steps(check_recipe(recipe)), Progress(quiet=True))
     assert booked == [devices]
 

@@ -89,7 +89,7 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | No
     student = find_shape(recipe.student.model, recipe.student.revision)
     models = _scored_models(recipe)
     load = _workload(recipe, prompt_tokens)
-    hours = offline_hours(student, list(models.values()), load, constants, machine, _products(recipe, student))
+    hours = offline_hours(student, list(models.values()), load, constants, machine, products=_products(recipe, student))
     sampling = _live_sampling(recipe, student, load, machine)
     trainings = {
         name: _training_hours(recipe, section, hours, models, load, sampling=sampling)
@@ -272,7 +272,7 @@ def _memory_plans(
                 sampling_memory(student, longest, recipe.rollout.batch_size, _trained_bytes(recipe)),
             )
     return [
-        MemoryPlan(stage, what, memory.weights, memory.working, memory.loading, _fits(memory, machine))
+        MemoryPlan(stage, what, memory.weights, memory.working, memory.loading, fits=_fits(memory, machine))
         for (stage, what), memory in plans.items()
     ]
 
