@@ -32,18 +32,17 @@ def test_all_gpus_of_an_engine_are_counted(
     recipe = {"name": "r", "student": {"model": "s"}, "rollout": {"engine": engine, "options": options}}
     section = check_recipe(recipe).rollout
     assert rollout.gpus_of(section) == devices
-    booked: list[float] = []
+    meter = SimpleNamespace(add=lambda **counts: None, devices=1)
 
     @contextmanager
-    def measure(*arguments: Any, devices: float, **extra: Any) -> Any:
-        booked.append(devices)
-        yield SimpleNamespace(add=lambda **counts: None)
+    def measure(*arguments: Any, **extra: Any) -> Any:
+        yield meter
 
     monkeypatch.setattr(work, "measure", measure)
     worker = SimpleNamespace(make=lambda shard: work.Made(1), close=lambda: None)
     job = Job("rollout", "", "shard", [0], lambda steps: worker, devices=rollout.gpus_of(section))
     do_here(job, Steps(check_recipe(recipe)), Progress(quiet=True))
-    assert booked == [devices]
+    assert meter.devices == devices
 
 
 def test_seconds_are_those_of_every_device(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ class GPU:
 
 
 def _gpu(name: str, teraflops: tuple[float, float, float], gigabytes: float, terabytes_per_second: float) -> GPU:
-    peaks = (peak * 1e12 for peak in teraflops)
-    return GPU(name, *peaks, memory=gigabytes * 1e9, bandwidth=terabytes_per_second * 1e12)
+    peak, tf32, float32 = (each * 1e12 for each in teraflops)
+    return GPU(name, peak, tf32, float32, memory=gigabytes * 1e9, bandwidth=terabytes_per_second * 1e12)
 
 
 # The paper measured on H100; costs are scaled to the others by peak (scoring, training) and bandwidth (sampling).

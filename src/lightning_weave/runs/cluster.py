@@ -64,9 +64,10 @@ def _do_on_ray(job: Job, steps: Steps, progress: Progress) -> None:
     remote = ray.remote(max_restarts=-1, num_cpus=plan.cpus, num_gpus=plan.gpus)(_with_patient_start(ShardWorker))
     actors = [remote.remote(job.open, steps.recipe, steps.arguments, os.getcwd()) for _ in range(plan.workers)]
     with (
-        measure(steps.store.run_dir, job.stage, job.name, devices=plan.devices, fingerprint=job.fingerprint) as meter,
+        measure(steps.store.run_dir, job.stage, job.name, fingerprint=job.fingerprint) as meter,
         progress.bar(job.label, len(job.pending), job.unit) as bar,
     ):
+        meter.devices = plan.devices
 
         def count(made: Made) -> None:
             meter.add(tokens=made.tokens, written=made.written)

@@ -59,9 +59,10 @@ def do_here(job: Job, steps: Steps, progress: Progress) -> None:
     if not pending:
         return
     with (
-        measure(steps.store.run_dir, job.stage, job.name, devices=job.devices, fingerprint=job.fingerprint) as meter,
+        measure(steps.store.run_dir, job.stage, job.name, fingerprint=job.fingerprint) as meter,
         progress.bar(job.label, len(pending), job.unit) as bar,
     ):
+        meter.devices = job.devices
         worker = job.open(steps)
         try:
             for made in worker.make(pending):

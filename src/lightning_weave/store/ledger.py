@@ -64,9 +64,9 @@ class Meter:
 
 
 @contextmanager
-def measure(run_dir: Path, stage: str, name: str = "", devices: float = 1.0, **extra: Any) -> Iterator[Meter]:
-    """Meter a stage, on so many devices of this process, and write its rows to the run's ledger."""
-    meter = Meter(run_dir / LEDGER, stage, name, devices, extra=extra)
+def measure(run_dir: Path, stage: str, name: str = "", **extra: Any) -> Iterator[Meter]:
+    """Meter a stage and write its rows to the run's ledger."""
+    meter = Meter(run_dir / LEDGER, stage, name, extra=extra)
     try:
         yield meter
     finally:
