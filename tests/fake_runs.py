@@ -167,10 +167,10 @@ def _scorings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
     import numpy as np
     import torch
 
-    from lightning_weave.models.hf import Scorer, ScoreRow
+    from lightning_weave.models.hf_scorer import ScoreRow, hf_scorer
 
     model = _build(setting, device, getattr(torch, setting.dtype))
-    scorer = Scorer(model, _vocabulary(setting), token_budget=1)
+    scorer = hf_scorer(model, _vocabulary(setting), token_budget=1)
 
     def reference(tokens: int) -> object:
         return scorer.candidates([([0], [0] * tokens)], CANDIDATES)
