@@ -139,22 +139,12 @@ def run(setting: Setting, lengths: Sequence[int]) -> dict[str, Any]:
     return figures
 
 
-def _build(setting: Setting, device: Any, dtype: Any) -> Any:
-    """Build a model on the device as loading leaves it there, without its weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from lightning_weave.models.attention import spare_memory
+def _config(setting: Setting) -> Any:
+    from transformers import AutoConfig
 
     config = AutoConfig.for_model(**config_of(setting.model))
     config.num_hidden_layers = setting.layers or config.num_hidden_layers
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.to_empty(device=device.device)
-    model.tie_weights()
-    device.peak = device.live  # a tied matrix was there twice
-    spare_memory(model)
-    return model.eval().requires_grad_(False)
+    return config
 
 
 def _vocabulary(setting: Setting) -> int:
@@ -167,9 +157,16 @@ def _scorings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
     import numpy as np
     import torch
 
-    from lightning_weave.models.hf_scorer import ScoreRow, hf_scorer
+    from lightning_weave.models.attention import spare_memory
+    from lightning_weave.models.hf import ScoreRow, hf_scorer
+    from lightning_weave.models.load import skeleton
 
-    model = _build(setting, device, getattr(torch, setting.dtype))
+    model = skeleton(_config(setting)).to(getattr(torch, setting.dtype))
+    model.to_empty(device=device.device)
+    model.tie_weights()
+    spare_memory(model)
+    device.peak = device.live  # a tied matrix was there twice
+    model.eval().requires_grad_(False)
     scorer = hf_scorer(model, _vocabulary(setting), token_budget=1)
 
     def reference(tokens: int) -> object:
@@ -188,6 +185,8 @@ def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object
     """Load a student with its optimizer's moments; give what updates it on one row per rank."""
     import torch
 
+    from lightning_weave.models.load import without_weights
+    from lightning_weave.train import training
     from lightning_weave.train.loop import Fit, adam
     from lightning_weave.train.objectives import Loss
     from lightning_weave.train.parallel import Ranks
@@ -196,8 +195,20 @@ def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object
     section = SimpleNamespace(
         lora=None, gradient_checkpointing=setting.checkpointing, compile=False, seed=0, shard_ranks=None
     )
-    # A student that is sharded comes from the CPU, block by block; torch cannot move parameters without numbers so.
-    student = SimpleNamespace(load=lambda dtype, _: _build(setting, device, dtype), vocabulary=_vocabulary(setting))
+
+    def student_on_device(dtype: Any) -> Any:
+        model = without_weights(Path(), _config(setting), dtype)
+        for module in model.modules():  # FSDP2 would move them in a way that only numbers can be moved
+            module._buffers = {name: buffer.to(device.device) for name, buffer in module._buffers.items()}
+        return model
+
+    student = SimpleNamespace(
+        layout=None,
+        path=Path(),
+        vocabulary=_vocabulary(setting),
+        without_weights=student_on_device,
+    )
+    training.read_weights = lambda trainee, layout: None  # there are no files
     steps: Any = SimpleNamespace(recipe=SimpleNamespace(train=section), student=student)
     unused: Any = None
     with _fake_ranks(setting.world):

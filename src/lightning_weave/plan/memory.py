@@ -96,7 +96,9 @@ def training_memory(
         "step": GRADIENT * learning / gpus - whole,
     }
     moments["loss"] += _at_loss(shape, tokens, of_head, size)
-    return Memory(state, float(whole + max(moments.values())), (frozen + MASTER * learning) / gpus)
+    # Its head is compared with its own logits, in float32, when its weights have been read.
+    looked_at = whole + size * unit + (4 * head if size < 4 else 0)
+    return Memory(state, float(whole + max(moments.values())), (frozen + MASTER * learning) / gpus + looked_at)
 
 
 def _at_loss(shape: Shape, tokens: int, of_head: int, size: int) -> float:
