@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from lightning_weave import devices
+from lightning_weave.config import check_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.ranks import without_ranks
+from lightning_weave.runs.machine import choose_device
 
 GPU = torch.device("cuda", 0)
 
@@ -85,3 +87,16 @@ def test_the_gpu_of_a_rank_is_chosen_and_made_the_current_one(monkeypatch: pytes
     assert current == [torch.device("cuda", 2)]
     assert devices.choose_device("cpu") == torch.device("cpu")
     assert devices.device_name() is None  # a CPU run on a machine that has a GPU
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_products_in_tf32_are_the_recipes_choice(allowed: bool) -> None:
+    products = torch.backends.cuda.matmul
+    usual = products.allow_tf32
+    world = {"name": "r", "student": {"model": "s"}, "machine": {"device": "cpu", "tf32": allowed}}
+    try:
+        products.allow_tf32 = not allowed
+        choose_device(check_recipe(world))
+        assert products.allow_tf32 is allowed
+    finally:
+        products.allow_tf32 = usual

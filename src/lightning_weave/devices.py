@@ -54,6 +54,13 @@ def collective_backend(device: "torch.device") -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+def allow_tf32(allowed: bool) -> None:
+    """Let CUDA round the factors of float32 products to 10 bits of mantissa, or not."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
 def own_gpus(device: "torch.device", count: int) -> dict[str, str]:
     """Give the environment in which a program of this rank sees `count` GPUs, and no other rank's program the same."""
     if device.type != "cuda":

@@ -8,7 +8,7 @@ from small_models import VOCABULARY, small_model
 from torch import Tensor
 
 from lightning_weave.heads import hidden_states
-from lightning_weave.models.attention import REPEATED, repeat_heads_in_float32
+from lightning_weave.models.attention import SPARING, spare_memory
 from lightning_weave.models.packing import RowMasks, pack_rows, packed_states, padded_states, positions_of
 
 LENGTHS = (3, 19, 1, 8, 12)  # of which three are no longer than the sliding windows
@@ -30,13 +30,12 @@ def test_a_packed_row_sees_itself_alone(architecture: str) -> None:
     torch.testing.assert_close(padded_states(model, IDS_T, LENGTHS), expected_TD)
 
 
-def test_repeated_heads_stay_repeated() -> None:
-    model = small_model("qwen3")
+def test_a_model_that_spares_memory_packs_too() -> None:
+    model = small_model("gemma3")
     expected_TD = alone(model)
-    repeat_heads_in_float32(model, torch.float32, torch.device("meta"))
-    assert model.config._attn_implementation == REPEATED
+    spare_memory(model)
+    assert model.config._attn_implementation == SPARING
     assert pack_rows(model, VOCABULARY)
-    assert model.config._attn_implementation == "packed_repeated"
     torch.testing.assert_close(packed_states(model, IDS_T, positions_of(LENGTHS), LENGTHS), expected_TD)
 
 
@@ -52,7 +51,7 @@ def test_what_would_carry_one_row_into_the_next_is_not_packed() -> None:
 
 
 def test_masks_are_made_only_for_rows_longer_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And never one over all rows: the largest is as long as the longest row."""
+    """And never one over all rows: a row of two windows and more is seen in blocks, with a mask of a block and two."""
     model = small_model("gemma3")
     assert pack_rows(model, VOCABULARY)
     seen: list[RowMasks] = []
@@ -66,4 +65,4 @@ def test_masks_are_made_only_for_rows_longer_than_a_window(monkeypatch: pytest.M
     monkeypatch.setattr(layer, "forward", watched)
     packed_states(model, IDS_T, positions_of(LENGTHS), LENGTHS)
     shapes = [[None if mask is None else mask.shape[-1] for mask in masks.masks] for masks in seen]
-    assert shapes == [[None, 19, None, None, 12], [None] * 5, [None, 19, None, None, 12]]
+    assert shapes == [[None, 16, None, None, 12], [None] * 5, [None, 16, None, None, 12]]

@@ -69,6 +69,9 @@ def test_a_crew_is_as_large_as_the_cluster_or_as_the_recipe_says() -> None:
     crew = plan_workers(Machine(), gpus, 100)
     assert (crew.workers, crew.cpus, crew.gpus) == (16, 1, 1)
     assert plan_workers(Machine(gpus_per_worker=2.0), gpus, 100).workers == 8
+    assert plan_workers(Machine(gpus_per_worker=2.0), gpus, 3).devices == 6  # what the ledger counts
+    assert plan_workers(Machine(gpus_per_worker=0.5), gpus, 5).devices == 2.5
+    assert plan_workers(Machine(device="cpu"), gpus, 100).devices == 64
     assert plan_workers(Machine(gpus_per_worker=0.5), gpus, 5).workers == 5  # never more than shards
     assert plan_workers(Machine(workers=3, threads=2), gpus, 100) == plan_workers(
         Machine(workers=3, threads=2), gpus, 50

@@ -313,7 +313,7 @@ def test_prompts_and_evaluations_of_recipes_that_say_how_they_ask_stay_done() ->
     for name, fingerprints in expected.items():
         files = [name] if name == "demo" else ["paper/base", "paper/qwen3-4b", name]
         recipe = load_recipe([recipes / f"{file}.toml" for file in files])
-        steps = Steps(recipe, "recipe.toml", Known())
+        steps = Steps(recipe, "recipe.toml", _identities=Known())
         evaluated = [steps.eval("base", benchmark) for benchmark in recipe.eval.benchmarks]
         assert [step.fingerprint for step in (steps.prompts, *evaluated)] == fingerprints
 
@@ -330,3 +330,17 @@ def test_an_engine_that_scores_is_part_of_the_fingerprint(tmp_path: Path) -> Non
     assert not set(engine) & set(scored_by())
     assert engine == scored_by(engine="vllm", options={"tensor_parallel_size": 8}, parity=0.01, python="python")
     assert not set(engine) & set(scored_by(engine="vllm", options={"quantization": "fp8"}))
+
+
+def test_products_in_tf32_make_other_numbers_and_only_those() -> None:
+    def steps(**machine: object) -> Steps:
+        recipe = {"name": "r", "student": {"model": "s"}, "prompts": {"source": "p"}, "machine": machine}
+        recipe["anchors"] = {"a": {"post": "x", "pre": "y"}}
+        recipe["compositions"] = {"c": {"weights": {"a": 1.0}}}
+        named = {name: name for name in ("s", "x", "y", "p")}
+        return Steps(check_recipe(recipe), "recipe.toml", _identities=named)
+
+    usual, rounded, threads = steps(), steps(tf32=True), steps(threads=4)
+    for of in (lambda made: made.reference, lambda made: made.scores_of("a")[0], lambda made: made.train("c")):
+        assert of(usual).fingerprint == of(threads).fingerprint != of(rounded).fingerprint
+    assert usual.rollout.fingerprint == rounded.rollout.fingerprint

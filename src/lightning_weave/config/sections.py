@@ -364,10 +364,13 @@ class Checks(Strict):
 
 
 class Machine(Strict):
-    """Where it runs. Recorded, never part of a fingerprint."""
+    """Where it runs. Recorded, never part of a fingerprint but for tf32 = true, which rounds."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: CUDA where it is, else the CPU")
     threads: Count | None = Field(None, description="CPU threads; default: measured once per run and kept")
+    tf32: bool = Field(
+        False, description="on a GPU, products in float32 with 10 bits of mantissa instead of 23: several times faster"
+    )
     workers: Count | None = Field(None, description="on a Ray cluster: how many; default: as many as its GPUs or CPUs")
     gpus_per_worker: float = Field(1.0, ge=0, description="on a Ray cluster with GPUs")
 

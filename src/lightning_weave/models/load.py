@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from lightning_weave.errors import InputError, WeaveError, first_line
-from lightning_weave.models.attention import repeat_heads_in_float32
+from lightning_weave.models.attention import spare_memory
 from lightning_weave.models.files import check_weights, checkpoint_json, quantisation
 from lightning_weave.models.memory import is_out_of_memory
 
@@ -70,7 +70,7 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
         )
     if method := quantisation(path):
         _finish_quantised(path, method, model, info["unexpected_keys"], dtype)
-    repeat_heads_in_float32(model, dtype, device)
+    spare_memory(model)
     return model.eval().requires_grad_(False)
 
 

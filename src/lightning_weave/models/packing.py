@@ -9,20 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from lightning_weave.heads import hidden_states
-from lightning_weave.models.attention import REPEATED, attend_with_repeated_heads
+from lightning_weave.models.attention import SPARING, attend_sparing, sparing_mask
 
-# Attention that can be told where rows lie -> the same, told so.
-_PACKED = {"sdpa": ("packed", sdpa_attention_forward), REPEATED: ("packed_repeated", attend_with_repeated_heads)}
+PACKED = "packed"
 _PROBE = (5, 7)  # lengths of two rows on which a model is tried
 _running: ContextVar[tuple[int, ...] | None] = ContextVar("lengths of the rows that are being run", default=None)
 
@@ -66,12 +62,11 @@ def pack_rows(model: Any, vocabulary: int) -> bool:
     Recurrent layers would carry one row into the next; other models ignore positions, or mask in ways of their own.
     """
     before = model.config._attn_implementation
-    if before not in _PACKED or not model._supports_attention_backend:
+    if before not in ("sdpa", SPARING) or not model._supports_attention_backend:
         return False
-    name, attend = _PACKED[before]
-    AttentionInterface.register(name, partial(_attend_by_row, attend))
-    AttentionMaskInterface.register(name, _masks_by_row)
-    model.set_attn_implementation(name)
+    AttentionInterface.register(PACKED, _attend_by_row)
+    AttentionMaskInterface.register(PACKED, _masks_by_row)
+    model.set_attn_implementation(PACKED)
     if _keeps_apart(model, vocabulary):
         return True
     model.set_attn_implementation(before)
@@ -97,25 +92,38 @@ def _keeps_apart(model: Any, vocabulary: int) -> bool:
 
 def _masks_by_row(*, q_length: int, kv_length: int, local_size: int | None = None, **kwargs: Any) -> Any:
     lengths = _running.get()
+
+    def mask_of(length: int) -> Tensor | None:
+        return sparing_mask(q_length=length, kv_length=length, local_size=local_size, **kwargs)
+
     if lengths is None:
-        return sdpa_mask(q_length=q_length, kv_length=kv_length, local_size=local_size, **kwargs)
+        return sparing_mask(q_length=q_length, kv_length=kv_length, local_size=local_size, **kwargs)
     assert sum(lengths) == q_length == kv_length, "rows that are packed have no past"
-    longest = max(lengths)
-    mask = sdpa_mask(q_length=longest, kv_length=longest, local_size=local_size, **kwargs)
-    # A row's mask is the beginning of a longer row's; one that is shorter than a window is plainly causal.
     window = (local_size or 0) if kwargs.get("allow_is_causal_skip", True) else 0
-    cut = (None if mask is None or length <= window else mask[..., :length, :length] for length in lengths)
-    return RowMasks(lengths, tuple(cut))
+    # Rows of two windows and more are seen in blocks, all with one mask. That of a shorter row is the beginning of a
+    # longer row's; one that is no longer than a window is plainly causal.
+    short = [length for length in lengths if not window or length < 2 * window]
+    of_short = mask_of(max(short)) if short else None
+    of_long = mask_of(max(lengths)) if len(short) < len(lengths) else None
+
+    def cut(length: int) -> Tensor | None:
+        if window and length >= 2 * window:
+            return of_long
+        return None if of_short is None or length <= window else of_short[..., :length, :length]
+
+    return RowMasks(lengths, tuple(map(cut, lengths)))
 
 
 def _attend_by_row(
-    attend: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     if not isinstance(attention_mask, RowMasks):
-        return attend(module, query, key, value, attention_mask, **kwargs)
+        return attend_sparing(module, query, key, value, attention_mask, **kwargs)
     rows = zip(*(heads.split(attention_mask.lengths, dim=2) for heads in (query, key, value)), strict=True)
-    outputs = [attend(module, *row, mask, **kwargs)[0] for row, mask in zip(rows, attention_mask.masks, strict=True)]
-    return torch.cat(outputs, dim=1), None
+    masked = zip(rows, attention_mask.masks, strict=True)
+    return torch.cat(
+        [attend_sparing(module, *row, attention_mask=mask, **kwargs)[0] for row, mask in masked], dim=1
+    ), None
 
 
 @contextmanager

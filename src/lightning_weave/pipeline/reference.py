@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lightning_weave.errors import InputError
 from lightning_weave.models.hf import Scorer
 from lightning_weave.progress import Progress
-from lightning_weave.runs.engines import open_scorer
+from lightning_weave.runs.engines import gpus_of, open_scorer
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.trajectories import find_candidates
 from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
@@ -18,7 +18,9 @@ def run(steps: Steps, progress: Progress, do: Do = do_here) -> None:
     shards = len(steps.store.stage(steps.rollout).require()["shards"])
     stage = steps.store.stage(steps.reference)
     make_room(stage)
-    job = Job("reference", "", "shard", stage.pending(shards), open_worker, fingerprint=stage.step.fingerprint)
+    pending = stage.pending(shards)
+    devices = gpus_of(steps.recipe.reference)
+    job = Job("reference", "", "shard", pending, open_worker, fingerprint=stage.step.fingerprint, devices=devices)
     do(job, steps, progress)
     stage.finish(Candidates, shards)
 

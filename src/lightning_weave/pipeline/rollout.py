@@ -9,7 +9,7 @@ from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.engines import open_sampler
+from lightning_weave.runs.engines import gpus_of, open_sampler
 from lightning_weave.runs.prompts import own_trajectories
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.stream import Journal, sample_shards
@@ -26,7 +26,9 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn)
     shards = -(-prompts // steps.recipe.rollout.prompts_per_shard)
     make_room(stage)
     pending = stage.pending(shards)
-    do(Job("rollout", "", "shard", pending, open_worker, fingerprint=stage.step.fingerprint), steps, progress)
+    devices = gpus_of(steps.recipe.rollout)
+    job = Job("rollout", "", "shard", pending, open_worker, fingerprint=stage.step.fingerprint, devices=devices)
+    do(job, steps, progress)
     stage.finish(Rollouts, shards)
     if is_first():
         _journal(stage).remove()

@@ -8,6 +8,7 @@ from lightning_weave.checks.watch import Watch, check_scores, warn
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.runs.anchors import AnchorScorer
+from lightning_weave.runs.engines import gpus_of
 from lightning_weave.runs.steps import ScoredModel, Steps
 from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
 from lightning_weave.types import Candidates, Rollouts, Scores
@@ -34,7 +35,10 @@ def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do = 
     make_room(stage)
     opener = partial(open_worker, scored=scored)
     name = steps.score_names[scored]
-    do(Job("score", name, "shard", stage.pending(shards), opener, fingerprint=stage.step.fingerprint), steps, progress)
+    pending = stage.pending(shards)
+    devices = gpus_of(steps.recipe.score)
+    job = Job("score", name, "shard", pending, opener, fingerprint=stage.step.fingerprint, devices=devices)
+    do(job, steps, progress)
     stage.finish(Scores, shards)
 
 

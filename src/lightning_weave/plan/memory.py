@@ -1,12 +1,18 @@
-"""Bytes of memory on every GPU, and on disk. Estimates for choosing a machine; allocators need somewhat more."""
+"""Bytes of memory on every GPU, and on disk. What is counted is what tensors hold; allocators need somewhat more.
+
+The figures for scoring and training are held to those of the fake device (docs/plan.md).
+"""
 
 from dataclasses import dataclass
 
-from lightning_weave.plan.architecture import Shape
+from lightning_weave.plan.architecture import Layer, Shape
 
 MASTER = 4  # float32 weights, always
 OPTIMIZER = 8  # Adam's two moments
 GRADIENT = 4
+LOGITS = 512 * 2**20  # of a chunk of positions on a GPU (heads/tiles.py)
+HEAD_SIZE = 128  # of one head, for the tables of positions
+BATCH = 450  # bytes per decision: candidates, targets and what is watched of them
 
 
 @dataclass(frozen=True)
@@ -15,6 +21,7 @@ class Memory:
 
     weights: float
     working: float  # activations, caches, gradients
+    loading: float  # most, until the model stands ready
 
     @property
     def total(self) -> float:
@@ -23,40 +30,121 @@ class Memory:
 
 def sampling_memory(shape: Shape, tokens: int, sequences: int, bytes_per_number: int) -> Memory:
     """Count the weights and the caches of the sequences in flight."""
-    return Memory(
-        float(shape.parameters * bytes_per_number), float(sequences * shape.cache_bytes(tokens, bytes_per_number))
-    )
+    weights = float(shape.parameters * bytes_per_number)
+    return Memory(weights, float(sequences * shape.cache_bytes(tokens, bytes_per_number)), weights)
 
 
-def scoring_memory(shape: Shape, token_budget: int, bytes_per_number: int) -> Memory:
-    """Count the weights and one layer's activations for a micro-batch; logits only exist in tiles."""
-    widest = max(layer.widest for layer in shape.layers)
-    return Memory(
-        float(shape.parameters * bytes_per_number), float(token_budget * (widest + 2 * shape.width) * bytes_per_number)
-    )
+def scoring_memory(shape: Shape, tokens: int, bytes_per_number: int, found: bool = False) -> Memory:
+    """Count the weights and the widest place that a micro-batch passes: inside a layer, or at the head.
 
-
-def training_memory(shape: Shape, token_budget: int, gpus: int, checkpointing: bool, trained: int | None) -> Memory:
-    """Count a share of the float32 masters, gradients and moments (FSDP), one unsharded unit, and the activations.
-
-    `trained` is the number of trainable parameters if that is not all of them (LoRA): the frozen ones stay as stored.
+    Logits only exist in chunks; where candidates are to be `found`, a chunk is kept beside its exponentials.
     """
+    weights = float(shape.parameters * bytes_per_number)
+    head = shape.width * shape.vocabulary
+    chunk = min(LOGITS, 4 * tokens * shape.vocabulary)
+    layers = tokens * max(_passing(layer, shape.width, bytes_per_number) for layer in shape.layers)
+    at_head = tokens * (2 * shape.width * bytes_per_number + BATCH) + chunk * (2.1 if found else 1)
+    # Before any work the head is compared with the model's own logits, in float32.
+    probe = 4 * head if bytes_per_number < 4 else 0
+    return Memory(weights, float(max(layers, at_head)), weights + probe)
+
+
+def _passing(layer: Layer, width: int, size: int) -> int:
+    """Bytes per token where a layer is widest, when nothing is kept for a backward pass."""
+    stream = 4 * width * size + 2 * HEAD_SIZE * size  # the row itself, what was added to it, its norm, its positions
+    if layer.routed:
+        return stream + layer.routed * (4 * width * size + 40)  # sent, answered, weighted, and in order again
+    return stream + 3 * layer.inner * size
+
+
+def training_memory(
+    shape: Shape, tokens: int, gpus: int, checkpointing: bool, trained: int | None, bytes_per_number: int = 2
+) -> Memory:
+    """Count what is held at the moments of an update that can be its peak, and take the largest.
+
+    Masters, gradients and moments are float32 and divided over the GPUs (FSDP), which gather one layer after another in
+    the dtype of the computation; one GPU in float32 gathers nothing. `trained` is the number of trainable parameters if
+    that is not all of them (LoRA): the frozen ones stay as stored.
+    """
+    size = bytes_per_number
     learning = shape.parameters if trained is None else trained
-    frozen = 0 if trained is None else shape.parameters
-    sharded = (shape.bytes_per_weight * frozen + (MASTER + GRADIENT + OPTIMIZER) * learning) / gpus
-    largest = max(shape.width * shape.vocabulary, max(layer.parameters for layer in shape.layers))
-    gathered = 2 * 2 * largest if gpus > 1 else 0  # bfloat16, this unit and the next
-    head = 4 * shape.width * shape.vocabulary  # its gradient comes with the loss, in float32
-    stored = [shape.width if checkpointing else layer.widest for layer in shape.layers]
-    in_flight = max(layer.widest for layer in shape.layers) if checkpointing else 0
-    activations = 2 * token_budget * (sum(stored) + 2 * in_flight)
-    return Memory(sharded + gathered, float(head + activations))
+    frozen = 0 if trained is None else shape.bytes_per_weight * shape.parameters
+    state = (frozen + (MASTER + OPTIMIZER) * learning) / gpus
+    head = shape.width * shape.vocabulary
+    root = head * (1 if shape.tied else 2)  # embedding and head: gathered once, and held from beginning to end
+    of_root = root if trained is None else 0  # of these, trained
+    of_head = head if trained is None else 0
+    gathered = gpus > 1 or size < 4
+    whole = size * root if gathered else 0
+    unit = max(layer.parameters for layer in shape.layers) if gathered else 0
+
+    kept = [_kept(layer, shape.width, size) for layer in shape.layers]
+    stored = len(kept) * size * shape.width if checkpointing else sum(kept)
+    again = max(kept) if checkpointing else 0  # of the layer that is computed again
+    back = max(_going_back(layer, shape.width, size) for layer in shape.layers)
+    of_layers = GRADIENT * (learning - of_root) / gpus
+    # Both uses of a tied matrix have a gradient, and their sum is a third.
+    of_both = (3 if shape.tied else 2) * size * of_head
+    # When embedding and head are reduced, their weights are given up.
+    reduced = (4 + max(size, 4 / gpus if gpus > 1 else 0)) * of_root - whole if gathered else 0.0
+    moments = {
+        "loss": tokens * (stored + (8 + 3 * size) * shape.width + BATCH) + size * unit,
+        "last layer": tokens * (stored + again + back) + size * of_head + 3 * size * unit,
+        "first layer": tokens * (max(kept) + back) + size * of_head + (3 * size + 4) * unit + of_layers,
+        "embedding": of_both + 4 * unit + of_layers,
+        "reduction": reduced + 4 * unit + of_layers,
+        "step": GRADIENT * learning / gpus - whole,
+    }
+    moments["loss"] += _at_loss(shape, tokens, of_head, size)
+    # Its head is compared with its own logits, in float32, when its weights have been read.
+    looked_at = whole + size * unit + (4 * head if size < 4 else 0)
+    return Memory(state, float(whole + max(moments.values())), (frozen + MASTER * learning) / gpus + looked_at)
+
+
+def _at_loss(shape: Shape, tokens: int, of_head: int, size: int) -> float:
+    """Bytes of logits and of the head's gradient, which is float32 and may have to be rounded or added up."""
+    logits = 4 * tokens * shape.vocabulary
+    if size == 4:
+        return 4 * of_head + min(LOGITS, logits)
+    if logits <= LOGITS:
+        return 6 * of_head + logits
+    return 8 * of_head + 1.5 * LOGITS  # the product of a chunk, before it is added; the chunk in 16 bits
+
+
+def _kept(layer: Layer, width: int, size: int) -> int:
+    """Bytes per token that a layer keeps for its backward pass: the inputs of norms, products and attention.
+
+    Norms compute in float32 and keep their input so, and what they scale, in 16 bits beside it.
+    """
+    norm = 4 + size if size < 4 else 2 * size
+    norms = 2 * (norm + size) * width
+    heads = (layer.query + layer.key) * norm if layer.normed else 0
+    repeated = layer.query if size == 4 else layer.key  # keys and values as attention reads them
+    attention = size * (3 * layer.query + 2 * repeated)  # its output once more, put together from rows
+    if layer.routed:
+        fed = layer.routed * (size * (2 * width + 4 * layer.inner) + 40)
+    else:
+        fed = size * 4 * layer.inner
+    return norms + heads + attention + fed
+
+
+def _going_back(layer: Layer, width: int, size: int) -> int:
+    """Bytes per token that the backward pass of a layer holds beside what was kept, where it is widest."""
+    if layer.routed:
+        return size * (4 * width + 3 * layer.routed * width)
+    return size * (4 * width + 2 * layer.inner)
+
+
+def online_memory(student: Shape, training: Memory, anchors: float, sampling: Memory) -> Memory:
+    """Count training with the student as it was (in float32) and the anchors beside it, and what sampling holds."""
+    beside = 4.0 * student.parameters + anchors
+    working = max(training.working, sampling.total)  # it samples with all weights whole on every GPU
+    return Memory(training.weights + beside, working, training.loading + beside)
 
 
 def lora_parameters(shape: Shape, rank: int) -> int:
     """Count the parameters of a low-rank update of every matrix: rank x (inputs + outputs)."""
-    # The inputs and outputs of a layer's seven matrices add up to `widest` and three more widths.
-    return sum(rank * (layer.widest + 3 * shape.width) for layer in shape.layers)
+    return sum(rank * layer.adapted for layer in shape.layers)
 
 
 def cache_bytes(prompt_tokens: float, response_tokens: float, trajectories: int, candidates: int) -> dict[str, float]:

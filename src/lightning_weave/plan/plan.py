@@ -32,9 +32,11 @@ def _stage_table(plan: Plan) -> Table:
 
 
 def _memory_table(plan: Plan) -> Table:
-    table = Table("stage", "what", "weights", "working", "each GPU", "", title=f"Memory, {plan.gpu}", box=None)
+    table = Table(
+        "stage", "what", "loading", "weights", "working", "each GPU", "", title=f"Memory, {plan.gpu}", box=None
+    )
     for row in plan.memory:
-        sizes = [_size(size) for size in (row.weights, row.working, row.weights + row.working)]
+        sizes = [_size(size) for size in (row.loading, row.weights, row.working, row.weights + row.working)]
         table.add_row(row.stage, row.what, *sizes, "fits" if row.fits else "does not fit")
     return table
 

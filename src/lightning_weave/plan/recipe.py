@@ -9,19 +9,24 @@ from lightning_weave.config import Composition, Dtype, Online, Recipe, Sequentia
 from lightning_weave.plan.architecture import Shape
 from lightning_weave.plan.calibration import calibrate
 from lightning_weave.plan.costs import (
+    HOUR,
     Constants,
     Hours,
     PlannedMachine,
+    StageProducts,
     Workload,
+    live_hours,
+    live_sampling_hours,
     offline_hours,
-    online_hours,
     sampling_hours,
 )
 from lightning_weave.plan.find import find_shape
+from lightning_weave.plan.gpus import Products
 from lightning_weave.plan.memory import (
     Memory,
     cache_bytes,
     lora_parameters,
+    online_memory,
     sampling_memory,
     scoring_memory,
     training_bytes,
@@ -53,6 +58,7 @@ class MemoryPlan:
     what: str
     weights: float
     working: float
+    loading: float  # most, until the model stands ready
     fits: bool
 
 
@@ -83,9 +89,10 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | No
     student = find_shape(recipe.student.model, recipe.student.revision)
     models = _scored_models(recipe)
     load = _workload(recipe, prompt_tokens)
-    hours = offline_hours(student, list(models.values()), load, constants, machine)
+    hours = offline_hours(student, list(models.values()), load, constants, machine, products=_products(recipe, student))
+    sampling = _live_sampling(recipe, student, load, machine)
     trainings = {
-        name: _training_hours(recipe, section, hours, models, load, constants=constants, machine=machine)
+        name: _training_hours(recipe, section, hours, models, load, sampling=sampling)
         for name, section in recipe.compositions.items()
     }
     offline = {name: cost for name, cost in trainings.items() if recipe.compositions[name].method != "online"}
@@ -102,7 +109,7 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | No
         one_composition=hours.total,
         compositions=len(offline),
         all_compositions=hours.cache + sum(offline.values()),
-        online=online_hours(hours, load, constants, machine),
+        online=live_hours(hours, load, sampling),
         evaluation=sampling_hours(student, _evaluation_tokens(recipe), constants, machine),
         constants=constants,
     )
@@ -129,6 +136,27 @@ def _workload(recipe: Recipe, prompt_tokens: float | None) -> Workload:
     )
 
 
+def _products(recipe: Recipe, student: Shape) -> StageProducts:
+    """What the products of each stage are computed in."""
+    full: Products = "tf32" if recipe.machine.tf32 else "float32"
+    return StageProducts(
+        reference=full if _bytes(recipe.reference.dtype, student) == 4 else "bfloat16",
+        score=full if recipe.score.dtype == "float32" else "bfloat16",
+        train=full if recipe.train.dtype == "float32" else "bfloat16",
+    )
+
+
+def _live_sampling(recipe: Recipe, student: Shape, load: Workload, machine: PlannedMachine) -> float:
+    """GPU hours of sampling all trajectories with the model that is being trained, as online training does."""
+    if machine.tokens_per_second is not None:
+        return load.trajectories * load.response_tokens / machine.tokens_per_second / HOUR
+    return live_sampling_hours(student, load, recipe.rollout.batch_size, _trained_bytes(recipe), machine)
+
+
+def _trained_bytes(recipe: Recipe) -> int:
+    return 4 if recipe.train.dtype == "float32" else 2
+
+
 def _composition_load(load: Workload, composition: Composition) -> Workload:
     """The workload of a composition that may have its own number of epochs."""
     epochs = composition.epochs or load.epochs
@@ -141,8 +169,7 @@ def _training_hours(
     hours: Hours,
     models: dict[str, Shape],
     load: Workload,
-    constants: Constants,
-    machine: PlannedMachine,
+    sampling: float,
 ) -> float:
     """GPU hours of one composition beyond the shared cache."""
     costs = dict(zip(models, hours.score, strict=True))
@@ -156,7 +183,7 @@ def _training_hours(
     match composition:
         case Online():
             live = Hours(hours.rollout, hours.reference, scoring(composition.used), training)
-            return online_hours(live, composition_load, constants, machine)
+            return live_hours(live, composition_load, sampling)
         case Sequential(resample=True):
             # Every later leg samples, and scores under its own anchor, its share of the trajectories.
             legs = len(composition.sequence)
@@ -210,30 +237,42 @@ def _memory_plans(
     lora = recipe.train.lora
     sequences = _sequences(recipe, student, machine)
     longest = recipe.prompts.max_tokens + recipe.rollout.max_tokens
+    sizes = {model: _bytes(recipe.score.dtype, shape) for model, shape in models.items()}
+    budget = recipe.score.token_budget
+    training = training_memory(
+        student,
+        max(recipe.train.token_budget, longest),
+        min(machine.gpus, recipe.train.shard_ranks or machine.gpus),
+        recipe.train.gradient_checkpointing,
+        None if lora is None else lora_parameters(student, lora.rank),
+        bytes_per_number=_trained_bytes(recipe),
+    )
+    gpus = f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}"
     plans = {
         ("rollout", f"{sequences} sequences at once"): sampling_memory(
             student, longest, sequences, _bytes(recipe.rollout.dtype, student)
         ),
         ("reference", recipe.student.model): scoring_memory(
-            student, recipe.reference.token_budget, _bytes(recipe.reference.dtype, student)
+            student, max(recipe.reference.token_budget, longest), _bytes(recipe.reference.dtype, student), found=True
         ),
         **{
-            ("score", model): scoring_memory(shape, recipe.score.token_budget, _bytes(recipe.score.dtype, shape))
+            ("score", model): scoring_memory(shape, max(budget, longest), sizes[model])
             for model, shape in models.items()
         },
-        (
-            "train",
-            f"{'LoRA' if lora else 'all weights'}, {machine.gpus} GPU{'s' * (machine.gpus > 1)}",
-        ): training_memory(
-            student,
-            recipe.train.token_budget,
-            machine.gpus,
-            recipe.train.gradient_checkpointing,
-            None if lora is None else lora_parameters(student, lora.rank),
-        ),
+        ("train", f"{'LoRA' if lora else 'all weights'}, {gpus}"): training,
     }
+    for name, composition in recipe.compositions.items():
+        if isinstance(composition, Online):
+            pairs = [recipe.anchors[anchor] for anchor in composition.used]
+            anchors = [models[model].parameters * sizes[model] for pair in pairs for model in {pair.post, pair.pre}]
+            plans["train", f"{name} online, {gpus}"] = online_memory(
+                student,
+                training,
+                sum(anchors) if recipe.train.keep_anchors else max(anchors),
+                sampling_memory(student, longest, recipe.rollout.batch_size, _trained_bytes(recipe)),
+            )
     return [
-        MemoryPlan(stage, what, memory.weights, memory.working, _fits(memory, machine))
+        MemoryPlan(stage, what, memory.weights, memory.working, memory.loading, fits=_fits(memory, machine))
         for (stage, what), memory in plans.items()
     ]
 
@@ -252,4 +291,4 @@ def _bytes(dtype: Dtype, shape: Shape) -> int:
 
 
 def _fits(memory: Memory, machine: PlannedMachine) -> bool:
-    return memory.total <= USABLE * machine.gpu.memory
+    return max(memory.total, memory.loading) <= USABLE * machine.gpu.memory

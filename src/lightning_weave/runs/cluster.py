@@ -67,7 +67,7 @@ def _do_on_ray(job: Job, steps: Steps, progress: Progress) -> None:
         measure(steps.store.run_dir, job.stage, job.name, fingerprint=job.fingerprint) as meter,
         progress.bar(job.label, len(job.pending), job.unit) as bar,
     ):
-        meter.devices = plan.workers
+        meter.devices = plan.devices
 
         def count(made: Made) -> None:
             meter.add(tokens=made.tokens, written=made.written)
@@ -87,6 +87,11 @@ class WorkerPlan:
     workers: int
     cpus: float
     gpus: float
+
+    @property
+    def devices(self) -> float:
+        """How many devices are taken by all of them together."""
+        return self.workers * (self.gpus or 1.0)
 
 
 def plan_workers(machine: Machine, resources: dict[str, float], shards: int) -> WorkerPlan:

@@ -197,6 +197,8 @@ def _few_prompts(steps: Steps, checkpoint: Checkpoint) -> list[list[int]]:
 
 def gpus_of(section: Rollout | Eval | Reference | Score) -> int:
     """Count the GPUs that one engine takes."""
+    if section.engine == "hf":
+        return 1
     return int(section.options.get("tensor_parallel_size", 1)) * int(section.options.get("pipeline_parallel_size", 1))
 
 

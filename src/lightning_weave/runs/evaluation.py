@@ -29,7 +29,7 @@ from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import ask, chatml, encode, livecodebench, render
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.engines import longest_context, open_sampler
+from lightning_weave.runs.engines import gpus_of, longest_context, open_sampler
 from lightning_weave.runs.grade import Grader
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.stream import Journal, sample_shards
@@ -97,7 +97,9 @@ def evaluate(
     opener = partial(open_exam, policy=policy, benchmark=benchmark, settings=settings, todo=todo, folder=folder)
     name = f"{policy.name}/{stage.folder.name}"
     pending = pending_blocks(folder, len(todo))
-    do(Job(booked, name, "block", pending, opener, fingerprint=stage.step.fingerprint), steps, progress)
+    devices = gpus_of(steps.recipe.eval)
+    job = Job(booked, name, "block", pending, opener, fingerprint=stage.step.fingerprint, devices=devices)
+    do(job, steps, progress)
     if is_first():  # the blocks go when they are merged: one rank does it
         while pending_blocks(folder, len(todo)):
             time.sleep(0.2)

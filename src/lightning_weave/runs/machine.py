@@ -19,7 +19,8 @@ def set_up(recipe: Recipe, store: Store) -> torch.device:
 
 
 def choose_device(recipe: Recipe) -> torch.device:
-    """Take the device that the recipe names, or the best there is."""
+    """Take the device that the recipe names, or the best there is, with the products that the recipe wants."""
+    devices.allow_tf32(recipe.machine.tf32)
     return devices.choose_device(recipe.machine.device)
 
 

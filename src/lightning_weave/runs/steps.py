@@ -201,6 +201,7 @@ class Steps:
     def reference(self) -> Step:
         section = self.recipe.reference
         settings = {"candidates": section.candidates, "dtype": section.dtype, **_engine_settings(section)}
+        settings |= self._rounding
         settings["student"] = self.identity_of(self.student)
         return self._step(Step("reference", settings, (self.rollout,), self._command("reference")))
 
@@ -213,6 +214,7 @@ class Steps:
             "untrained": scored.untrained,
             "bos": scored.bos,
             "prompt": scored.prompt,
+            **self._rounding,
         }
         if scored.template is not None:
             settings["template"] = template_identity(scored.template.light_path)
@@ -252,6 +254,7 @@ class Steps:
             "anchors": {anchor: self._shift_settings(anchor) for anchor in used},
             "student": self.identity_of(self.student),
             **self._method_settings(composition),
+            **self._rounding,
         }
         scores = {step.path: step for anchor in used for step in self.scores_of(anchor)}
         cached = (self.reference, *scores.values())
@@ -284,6 +287,11 @@ class Steps:
             return alpha
         stage = self.store.stage(self.train(name))
         return float(stage.require()["alpha"]) if stage.state() == "done" else None
+
+    @property
+    def _rounding(self) -> dict[str, Any]:
+        """What the machine does to numbers, where that is not left at its best."""
+        return {"tf32": True} if self.recipe.machine.tf32 else {}
 
     def _method_settings(self, composition: Composition) -> dict[str, Any]:
         """What decides the outcome of the ways of training that are not the paper's own."""

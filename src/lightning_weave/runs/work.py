@@ -43,6 +43,7 @@ class Job:
     pending: Sequence[int]
     open: Callable[[Steps], Worker]
     fingerprint: str = ""  # of the step, for the ledger
+    devices: int = 1  # that one worker in this process computes on
 
     @property
     def label(self) -> str:
@@ -61,6 +62,7 @@ def do_here(job: Job, steps: Steps, progress: Progress) -> None:
         measure(steps.store.run_dir, job.stage, job.name, fingerprint=job.fingerprint) as meter,
         progress.bar(job.label, len(pending), job.unit) as bar,
     ):
+        meter.devices = job.devices
         worker = job.open(steps)
         try:
             for made in worker.make(pending):

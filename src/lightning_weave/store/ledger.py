@@ -29,7 +29,7 @@ class Meter:
     path: Path
     stage: str
     name: str
-    devices: int = 1
+    devices: float = 1.0
     tokens: int = 0
     written: int = 0
     extra: dict[str, Any] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_weave.errors import InputError, Mismatch
-from lightning_weave.models.attention import repeat_heads_in_float32
+from lightning_weave.models.attention import spare_memory
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.load import room_for_weights
 from lightning_weave.models.memory import free_memory
@@ -67,7 +67,7 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     sharded = ranks.world > 1 or needs_sharding(steps, context.dtype)
     layout = checkpoint.layout
     model = checkpoint.without_weights(torch.float32 if section.lora is None else checkpoint.dtype).train()
-    repeat_heads_in_float32(model, context.dtype, ranks.device)
+    spare_memory(model)
     freeze_all_but_text(model)
     decoder, others = blocks_of(model)
     if section.lora is not None:

@@ -1,0 +1,295 @@
+"""Score and train models of full size on the fake device, with the product's own code, and say what memory it took.
+
+A program of its own, as the fake device wants: it reads a list of settings from stdin and writes what it measured, one
+line each. `measure` starts it.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "dtype": "bfloat16"}
+# From the hub, as far as sizes are concerned; the others come with the package.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-32B": {
+        **QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3-30B-A3B": {
+        **QWEN3,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "google/gemma-3-4b-it": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "max_position_embeddings": 131072,
+        "dtype": "bfloat16",
+        "tie_word_embeddings": True,
+    },
+}
+CANDIDATES = 16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model at work."""
+
+    stage: str  # "score", "reference" or "train"
+    model: str
+    dtype: str
+    world: int = 1
+    checkpointing: bool = False
+    layers: int | None = None  # instead of all
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes on one device."""
+
+    setting: Setting
+    loading: int  # most, until the model stands ready
+    ready: int  # held then
+    largest: int  # the largest storage held then
+    peaks: dict[int, int]  # most, at work on one row, by its number of tokens
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """Give the configuration of a model."""
+    if model in CONFIGS:
+        return CONFIGS[model]
+    shipped = files("lightning_weave.plan") / "configs" / f"{model.replace('/', '--')}.json"
+    return json.loads(shipped.read_text(encoding="utf-8"))
+
+
+def measure(settings: Sequence[Setting], lengths: Sequence[int]) -> list[Measured]:
+    """Measure in a process of its own."""
+    asked = json.dumps({"lengths": lengths, "settings": [asdict(setting) for setting in settings]})
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", __file__]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise AssertionError(done.stderr)
+    return [read(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def read(line: dict[str, Any]) -> Measured:
+    """Read a line of what was measured."""
+    peaks = {int(tokens): peak for tokens, peak in line["peaks"].items()}
+    return Measured(**{**line, "setting": Setting(**line["setting"]), "peaks": peaks})
+
+
+# What follows runs in the program.
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    for setting in asked["settings"]:
+        print(json.dumps({"setting": setting, **run(Setting(**setting), asked["lengths"])}), flush=True)
+
+
+def run(setting: Setting, lengths: Sequence[int]) -> dict[str, Any]:
+    """Load a model and put it to work, on ever longer rows."""
+    from transformers import masking_utils
+
+    from fake_device import fake_device
+
+    masking_utils.is_tracing = lambda *arguments: False  # it takes tensors without numbers for a compiler's
+    with fake_device() as device:
+        works = _trainings(setting, device) if setting.stage == "train" else _scorings(setting, device)
+        with works as work:
+            gc.collect()
+            figures = {"loading": device.peak, "ready": device.live, "largest": device.largest, "peaks": {}}
+            for tokens in sorted(lengths):
+                gc.collect()
+                device.peak = device.live
+                work(tokens)
+                figures["peaks"][tokens] = device.peak
+    return figures
+
+
+def _config(setting: Setting) -> Any:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(**config_of(setting.model))
+    config.num_hidden_layers = setting.layers or config.num_hidden_layers
+    return config
+
+
+def _vocabulary(setting: Setting) -> int:
+    return int(config_of(setting.model)["vocab_size"])
+
+
+@contextmanager
+def _scorings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]:
+    """Load a scorer; give what scores a row."""
+    import numpy as np
+    import torch
+
+    from lightning_weave.models.attention import spare_memory
+    from lightning_weave.models.hf import ScoreRow, hf_scorer
+    from lightning_weave.models.load import skeleton
+
+    model = skeleton(_config(setting)).to(getattr(torch, setting.dtype))
+    model.to_empty(device=device.device)
+    model.tie_weights()
+    spare_memory(model)
+    device.peak = device.live  # a tied matrix was there twice
+    model.eval().requires_grad_(False)
+    scorer = hf_scorer(model, _vocabulary(setting), token_budget=1)
+
+    def reference(tokens: int) -> object:
+        return scorer.candidates([([0], [0] * tokens)], CANDIDATES)
+
+    def score(tokens: int) -> object:
+        ids_TC = np.tile(np.arange(CANDIDATES, dtype=np.int32), (tokens, 1))
+        mapped_TC = np.ones_like(ids_TC, dtype=np.bool_)
+        return scorer.score([ScoreRow(np.zeros(tokens, np.int32), np.arange(tokens), ids_TC, mapped_TC)])
+
+    yield reference if setting.stage == "reference" else score
+
+
+@contextmanager
+def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]:
+    """Load a student with its optimizer's moments; give what updates it on one row per rank."""
+    import torch
+
+    from lightning_weave.models.load import without_weights
+    from lightning_weave.train import training
+    from lightning_weave.train.loop import Fit, adam
+    from lightning_weave.train.objectives import Loss
+    from lightning_weave.train.parallel import Ranks
+    from lightning_weave.train.training import TrainContext, open_trainee
+
+    section = SimpleNamespace(
+        lora=None, gradient_checkpointing=setting.checkpointing, compile=False, seed=0, shard_ranks=None
+    )
+
+    def student_on_device(dtype: Any) -> Any:
+        model = without_weights(Path(), _config(setting), dtype)
+        for module in model.modules():  # FSDP2 would move them in a way that only numbers can be moved
+            module._buffers = {name: buffer.to(device.device) for name, buffer in module._buffers.items()}
+        return model
+
+    student = SimpleNamespace(
+        layout=None,
+        path=Path(),
+        vocabulary=_vocabulary(setting),
+        without_weights=student_on_device,
+    )
+    training.read_weights = lambda trainee, layout: None  # there are no files
+    steps: Any = SimpleNamespace(recipe=SimpleNamespace(train=section), student=student)
+    unused: Any = None
+    with _fake_ranks(setting.world):
+        ranks = Ranks(0, setting.world, device.device)
+        trainee = open_trainee(steps, TrainContext(ranks, getattr(torch, setting.dtype), unused, unused))
+        optimizer = adam(trainee, 1e-6, (0.9, 0.999), 0.01)
+
+        def update(tokens: int) -> object:
+            if not optimizer.state:  # as after a first update
+                for parameter in trainee.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            fit = Fit(
+                trainee=trainee,
+                optimizer=optimizer,
+                cache=_Rows(tokens),
+                loss=Loss("tilted", 2.0),
+                clip=1.0,
+                token_budget=tokens,
+                seed=0,
+                ranks=ranks,
+                folder=Path(),
+            )
+            return fit.update(2, range(setting.world))
+
+        yield update
+
+
+class _Rows:
+    """Trajectories of one length, valid everywhere."""
+
+    weights = (1.0,)
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def length(self, number: int) -> int:
+        return self.tokens
+
+    def block(self, rows: Sequence[int]) -> Any:
+        import numpy as np
+
+        from lightning_weave.cache.block import Block
+        from lightning_weave.types import Candidates, Ragged, Rollouts
+
+        decisions = self.tokens  # the last token is a decision, and nothing is read after it
+        total = decisions * len(rows)
+
+        def each(values: Any) -> Ragged:
+            return Ragged(values, np.arange(len(rows) + 1) * decisions)
+
+        counted = np.arange(len(rows), dtype=np.int32)
+        prompts = Ragged(np.zeros(len(rows), np.int32), np.arange(len(rows) + 1))
+        chance = np.full((total, CANDIDATES), -4.0, np.float32)
+        ids_PC = np.tile(np.arange(CANDIDATES, dtype=np.int32), (total, 1))
+        return Block(
+            number_R=np.array(rows),
+            rollouts=Rollouts(counted, counted, counted, prompts, each(np.zeros(total, np.int32))),
+            candidates=Candidates(counted, each(ids_PC), each(chance), each(chance[:, 0]), each(chance[:, 0])),
+            r_KPC=np.zeros((1, total, CANDIDATES), np.float32),
+            mapped_KPC=np.ones((1, total, CANDIDATES), np.bool_),
+            valid_KP=np.ones((1, total), np.bool_),
+        )
+
+
+@contextmanager
+def _fake_ranks(world: int) -> Iterator[None]:
+    """Be rank 0 of so many, whose messages nobody answers."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from lightning_weave.train import parallel
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    parallel._hosts = lambda: None
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The real scorer and trainer at full width on a device without numbers: where tensors are, and what they take."""
+
+import pytest
+
+from fake_runs import Measured, Setting, measure
+from plan_table import BEGIN, END, LENGTHS, PAGE, planned, recorded, settings, shape_of, table
+
+MEASURED = recorded()
+LOOKED_AT = (  # again, in every run of the slow tests
+    Setting("reference", "Qwen/Qwen3-1.7B", "bfloat16", layers=4),
+    Setting("train", "Qwen/Qwen3-4B", "bfloat16", 8, layers=4),
+    Setting("train", "Qwen/Qwen3-8B-Base", "float32", 1, checkpointing=True, layers=4),
+    Setting("train", "Qwen/Qwen3-30B-A3B", "bfloat16", 64, checkpointing=True, layers=4),
+)
+
+
+@pytest.mark.parametrize("one", MEASURED, ids=lambda one: str(one.setting))
+def test_plan_predicts_what_was_measured(one: Measured) -> None:
+    assert planned(one.setting, 1).loading == pytest.approx(one.loading, rel=0.1)
+    for tokens, peak in one.peaks.items():
+        assert planned(one.setting, tokens).total == pytest.approx(peak, rel=0.1), tokens
+
+
+def test_what_was_measured_is_on_the_page() -> None:
+    known = {one.setting for one in MEASURED}
+    assert [one.setting for one in MEASURED] == [setting for setting in settings() if setting in known]
+    assert all(set(one.peaks) == set(LENGTHS) for one in MEASURED)
+    for name in ("stage", "model", "dtype", "world", "checkpointing"):  # of each, everything at least once
+        assert {getattr(one, name) for one in known} == {getattr(one, name) for one in settings()}
+    assert PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0] == table(MEASURED)
+
+
+@pytest.mark.parametrize(
+    "one", [one for one in MEASURED if one.setting.stage == "train"], ids=lambda one: str(one.setting)
+)
+def test_nothing_whole_is_left_after_sharding(one: Measured) -> None:
+    shape = shape_of(one.setting)
+    world = one.setting.world
+    assert one.ready == pytest.approx(4 * shape.parameters / world, rel=0.01)  # float32 masters, and no more
+    largest = max(shape.width * shape.vocabulary, *(layer.parameters for layer in shape.layers))
+    assert one.largest <= 4 * largest / world * 1.01
+
+
+@pytest.mark.slow
+def test_the_device_measures_the_same_again() -> None:
+    known = {one.setting: one for one in MEASURED}
+    for one in measure(LOOKED_AT, LENGTHS[:2]):
+        expected = known[one.setting]
+        assert one.ready == expected.ready
+        assert one.peaks == {tokens: pytest.approx(expected.peaks[tokens], rel=0.01) for tokens in LENGTHS[:2]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["allenai/Olmo-3-7B-Think", "google/gemma-3-4b-it"])
+def test_layers_with_a_window_keep_no_square_of_a_long_row(model: str) -> None:
+    """A mask of T x T would be 1 GB at 32k tokens, and three times that as the kernel reads it."""
+    (one,) = measure([Setting("score", model, "bfloat16", layers=6)], [32768])
+    assert one.peaks[32768] - one.ready < 4.5e9
