@@ -2,20 +2,49 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lightning_weave.bench.summary import Overall
 from lightning_weave.config import Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.report.results import PolicySummaries
+from lightning_weave.report.results import PolicySummaries, overalls, policy_rows
 from lightning_weave.report.tables import BenchmarkScore, PolicyRow
 from lightning_weave.runs.steps import Steps
 
 Meaning = tuple[Any, ...]
 VARIANTS = {"online": "Online DOPD", "direct-opd": "Naive Offline", "tilted": "Tilted-Target (ours)"}
+
+
+@dataclass(frozen=True)
+class StudentResults:
+    """What was evaluated of one student, over all its runs."""
+
+    name: str
+    runs: Sequence[Steps]
+    policies: PolicySummaries  # joined over runs; some may lack a benchmark
+    whole: PolicySummaries  # those with every benchmark
+    combined: Mapping[str, Overall]
+    rows: Sequence[PolicyRow]  # of `whole`
+
+
+def students(
+    runs: Sequence[Steps], evaluated: Mapping[str, PolicySummaries], stale: Collection[str]
+) -> list[StudentResults]:
+    """Join what was evaluated, by student; `evaluated` is by run directory."""
+    groups = by_student(runs)
+    joined = [join(group, [evaluated[str(steps.store.run_dir)] for steps in group]) for group in groups]
+    labels = benchmark_labels(joined)
+    found = []
+    for group, name, policies in zip(groups, student_names(groups), joined, strict=True):
+        whole = complete(policies, labels)
+        combined = overalls(whole)
+        rows = policy_rows(whole, combined, stale=stale)
+        found.append(StudentResults(name, group, policies, whole, combined=combined, rows=rows))
+    return found
 
 
 def by_student(runs: Sequence[Steps]) -> list[list[Steps]]:

@@ -1,12 +1,11 @@
 """`lweave report`: one page that opens from disk, with its figures, tables and points as files beside it."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lightning_weave import __version__
-from lightning_weave.bench.summary import Overall
 from lightning_weave.checks.findings import Finding
 from lightning_weave.checks.watch import check_results, check_rollouts, check_scores
 from lightning_weave.config import slug
@@ -85,24 +84,12 @@ FIGURES = {  # name -> title, caption (unless it depends on what is drawn), desc
 }
 
 
-@dataclass(frozen=True)
-class StudentResults:
-    """What was evaluated of one student, over all its runs."""
-
-    name: str
-    runs: Sequence[Steps]
-    policies: PolicySummaries  # joined over runs; some may lack a benchmark
-    whole: PolicySummaries  # those with every benchmark
-    combined: Mapping[str, Overall]
-    rows: Sequence[tables.PolicyRow]  # of `whole`
-
-
 def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, benchmark: str | None = None) -> Path:
     """Write the report of one run, or of several: of one student on several domains, or of several students."""
     given = [with_known(with_sweep(steps)) for steps in recipes]
     changed = [differing(steps) for steps in given]
     runs = [as_it_stands(steps) for steps in given]
-    folder = out or _folder(runs)
+    folder = _folder(runs, out)
     for steps in runs:
         read_cases.check_cases(steps)
         anchors.check_students(steps)
@@ -113,13 +100,7 @@ def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, b
     if others and not any(evaluated.values()):  # the page is of the protocol with the most policies
         main = max(others, key=lambda label: len(others[label]))
         shown = {str(runs[0].store.run_dir): others.pop(main)}
-    stale = {
-        policy
-        for steps, paths in zip(runs, changed, strict=True)
-        for policy in steps.policies
-        if any(_is_of(policy, path) for path in paths)
-    }
-    students = _students(runs, shown, stale)
+    students = across.students(runs, shown, _stale(runs, changed))
     labels = across.benchmark_labels([student.policies for student in students])
     several = len(students) > 1
     hues = policy_hues(policy for steps in runs for policy in steps.policies)
@@ -131,7 +112,9 @@ def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, b
         for student in students
         for row in across.block(student.name if several else group, student.policies, student.rows, labels)
     ]
-    beside = [row for label, found in others.items() for row in policy_rows(found, group=label, stale=stale)]
+    beside = [
+        row for label, found in others.items() for row in policy_rows(found, group=label, stale=_stale(runs, changed))
+    ]
     rows += [row for row in beside if rows and _columns(row) == _columns(rows[0])]
     results = [figure for student in students for figure in writer.figures_of(student, several)]
     if rows:
@@ -158,7 +141,7 @@ def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, b
         )
     subject, result, lead = _headline(students, labels)
     page = Page(
-        title=" + ".join(across.run_names(runs)),
+        title=" + ".join(across.run_names(runs) if not several else (student.name for student in students)),
         subject=subject,
         headline=result,
         lead=lead,
@@ -181,35 +164,19 @@ def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, b
     return path
 
 
-def _folder(runs: Sequence[Steps]) -> Path:
+def _folder(runs: Sequence[Steps], out: Path | None) -> Path:
     """Where a report goes: into its run, or of several into report/ beside them, so that it replaces no run's own."""
     folders = [steps.store.run_dir for steps in runs]
     if twice := [str(folder) for folder in folders if folders.count(folder) > 1]:
         raise InputError(f"{twice[0]} is given twice; name each run once")
-    if len(runs) == 1:
-        return folders[0] / "report"
-    beside = across.shared_folder(runs) / "report"
-    if (beside / "recipe.toml").exists():
-        raise InputError(f"{beside} is a run. Say where the report goes: --out DIR")
-    return beside
+    folder = out or (folders[0] if len(runs) == 1 else across.shared_folder(runs)) / "report"
+    others = [part for part in ("figures", "tables", "recipe.toml") if (folder / part).exists()]
+    if others and not (folder / "index.html").exists():
+        raise InputError(f"{folder} holds {others[0]} but no report; say where the report goes: --out DIR")
+    return folder
 
 
-def _students(
-    runs: Sequence[Steps], evaluated: Mapping[str, PolicySummaries], stale: Collection[str]
-) -> list[StudentResults]:
-    groups = across.by_student(runs)
-    joined = [across.join(group, [evaluated[str(steps.store.run_dir)] for steps in group]) for group in groups]
-    labels = across.benchmark_labels(joined)
-    students = []
-    for group, name, policies in zip(groups, across.student_names(groups), joined, strict=True):
-        whole = across.complete(policies, labels)
-        combined = overalls(whole)
-        rows = policy_rows(whole, combined, stale=stale)
-        students.append(StudentResults(name, group, policies, whole, combined=combined, rows=rows))
-    return students
-
-
-def _headline(students: Sequence[StudentResults], labels: Sequence[str]) -> tuple[str, str, str]:
+def _headline(students: Sequence[across.StudentResults], labels: Sequence[str]) -> tuple[str, str, str]:
     """State the result of the best policy, or the best policy of each of several students."""
     if len(students) == 1:
         return headline.headline(students[0].runs[0].recipe, students[0].rows)
@@ -248,7 +215,7 @@ class Writer:
             self.written |= set(save(drawing, self.folder / "figures", f"{name}{suffix}"))
         return figures
 
-    def write_tables(self, rows: Sequence[tables.PolicyRow], students: Sequence[StudentResults]) -> None:
+    def write_tables(self, rows: Sequence[tables.PolicyRow], students: Sequence[across.StudentResults]) -> None:
         """Write the results, and the ablation where there is one, as tables, and the policies as points."""
         self.table("results", rows)
         blocks = [row for student in students for row in across.ablation(student.runs[0], student.rows)]
@@ -262,7 +229,7 @@ class Writer:
         self.text(f"tables/{name}.tex", f"% {tables.legend(rows)}\n{tables.latex(rows)}")
         self.text(f"tables/{name}.csv", tables.to_csv(rows))
 
-    def costs(self, students: Sequence[StudentResults]) -> None:
+    def costs(self, students: Sequence[across.StudentResults]) -> None:
         """Write the paper's cost table from the ledgers."""
         columns = [
             column
@@ -275,7 +242,7 @@ class Writer:
             self.text("tables/cost.tex", cost_table.latex(columns))
             self.text("tables/cost.csv", cost_table.to_csv(columns))
 
-    def figures_of(self, student: StudentResults, several: bool) -> list[Figure]:
+    def figures_of(self, student: across.StudentResults, several: bool) -> list[Figure]:
         """Draw the results of one student: frontier, profile, budgets; and a frontier of each benchmark as files."""
         if not student.whole:
             return []
@@ -314,7 +281,7 @@ class Writer:
                     path.unlink()
 
 
-def _points(student: StudentResults, students: Sequence[StudentResults]) -> list[dict[str, Any]]:
+def _points(student: across.StudentResults, students: Sequence[across.StudentResults]) -> list[dict[str, Any]]:
     found = points(student.runs[0], student.rows)
     return [{"student": student.name, **point} for point in found] if len(students) > 1 else found
 
@@ -392,6 +359,16 @@ def _facts(runs: Sequence[Steps]) -> list[Fact]:
     return facts
 
 
+def _stale(runs: Sequence[Steps], changed: Sequence[Mapping[str, str]]) -> set[str]:
+    """The policies that were trained or evaluated by another recipe than the present one."""
+    return {
+        policy
+        for steps, paths in zip(runs, changed, strict=True)
+        for policy in steps.policies
+        if any(_is_of(policy, path) for path in paths)
+    }
+
+
 def _is_of(policy: str, path: str) -> bool:
     return path == f"train/{policy}" or path.startswith(f"eval/{policy}/")
 
@@ -418,7 +395,7 @@ def _changes(given: Sequence[Steps], changed: Sequence[Mapping[str, str]], main:
 def _missing(
     runs: Sequence[Steps],
     evaluated: Mapping[str, PolicySummaries],
-    students: Sequence[StudentResults],
+    students: Sequence[across.StudentResults],
     labels: Sequence[str],
 ) -> list[str]:
     """Name the policies that are not on the page, the command that evaluates them, and those without an average."""
@@ -446,7 +423,7 @@ def _footer(runs: Sequence[Steps]) -> list[str]:
     lines = [
         f"Made by Lightning Weave {__version__}: lweave report {' --run '.join(steps.arguments for steps in runs)}"
     ]
-    for steps in runs:
+    for steps, name in zip(runs, across.run_names(runs), strict=True):
         if steps.recipe.anchors:
-            lines.append(f"{steps.store.run_dir}: cache {steps.reference.fingerprint}")
+            lines.append(f"{name}: cache {steps.reference.fingerprint}")
     return lines

@@ -79,7 +79,7 @@ def setup(steps: Steps, ledger: list[dict[str, Any]]) -> Setup:
         settings={section: _settings(steps, section) for section in SECTIONS},
         stages=_stages(ledger),
         commands=_commands(steps),
-        recipe=dump_recipe(steps.recipe),
+        recipe=re.sub(r"^runs = .*\n", "", dump_recipe(steps.recipe), flags=re.MULTILINE),  # where, not what
     )
 
 
