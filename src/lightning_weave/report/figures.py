@@ -121,7 +121,7 @@ def frontier(points: Sequence[FrontierPoint]) -> Any:
         handles = [(*MARKERS[kind], 30) for kind in kinds] + [("*", "highest AES", 70)] * any(p.best for p in points)
         for marker, meaning, size in handles:
             axes.scatter([], [], marker=marker, color=INK, s=size, label=meaning)
-        columns = {"ncols": 2 if crowd == 1 else 5, "handletextpad": 0.1, "columnspacing": 0.9}
+        columns = {"ncols": 2 if crowd < 1.4 else 5, "handletextpad": 0.1, "columnspacing": 0.9}
         figure.legend(loc="outside lower center", **columns)
         axes.set_xlabel("mean response tokens (fewer is better)")
         axes.set_ylabel("accuracy, %")
