@@ -50,12 +50,12 @@ def _load_runs(recipe: list[str], others: list[str] | None, sets: list[str] | No
     directories = [name for name in recipe if Path(name).is_dir()]
     if directories and len(directories) < len(recipe):
         raise InputError(f"{directories[0]} is a directory: give run directories, or recipe files that merge into one")
-    from lightning_weave.api import Run
-
     named = [[name] for name in directories] or [recipe]
     loaded = []
     for files in (*named, *([other] for other in others or ())):
         if len(files) == 1 and Path(files[0]).is_dir():
+            from lightning_weave.api import Run
+
             loaded.append(replace(Run.open(files[0], sets or ()).steps, arguments=files[0]))
         else:
             loaded.append(load_steps(files, sets))
