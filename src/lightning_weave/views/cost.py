@@ -63,6 +63,7 @@ def _compare(runs: Sequence[Steps], console: Console, json: bool) -> None:
         return
     header, *lines = table_lines(columns)
     table = Table(*header, title="Cost of one composition, device time", box=None)
+    table.columns[0].overflow = "fold"
     for column in table.columns[1:]:
         column.justify = "right"
     for line in lines:
