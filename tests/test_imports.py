@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runs": MODELS,
     "train": MODELS | {"runs"},
     "checks": MODELS | {"runs"},
-    "report": MODELS | {"runs"},
+    "report": MODELS | {"runs", "checks"},
     "pipeline": MODELS | {"runs", "train", "checks", "report"},
     "views": MODELS | {"runs", "train", "checks", "report", "plan"},
     "world": MODELS | {"runs", "report", "pipeline"},

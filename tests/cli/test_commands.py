@@ -11,6 +11,7 @@ import pytest
 import tomli_w
 
 from lightning_weave import __version__
+from lightning_weave.errors import InputError
 from tiny import make_world
 
 LIGHT = """
@@ -93,16 +94,22 @@ def test_an_unreachable_hub_is_asked_once_and_the_answer_names_the_model(tmp_pat
     assert "Retrying" not in ended.stderr
 
 
-def test_report_merges_files_and_takes_other_runs_by_name(
+def test_report_merges_files_and_takes_other_runs_by_name_or_directory(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lightning_weave import cli
     from lightning_weave.report import report
 
     seen: list[list[str]] = []
-    monkeypatch.setattr(report, "run", lambda runs, progress: seen.append([steps.recipe.name for steps in runs]))
+    monkeypatch.setattr(report, "run", lambda runs, *_: seen.append([steps.recipe.name for steps in runs]))
     over = tmp_path / "over.toml"
     over.write_text('name = "over"\n')
     cli.app(["report", str(recipe), str(over)], standalone_mode=False)
     cli.app(["report", str(recipe), "--run", str(recipe), "--run", str(recipe)], standalone_mode=False)
-    assert seen == [["over"], ["tiny", "tiny", "tiny"]]
+    for name in ("math", "code"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.toml").write_bytes(recipe.read_bytes())
+    cli.app(["report", str(tmp_path / "math"), str(tmp_path / "code"), "--run", str(recipe)], standalone_mode=False)
+    assert seen == [["over"], ["tiny", "tiny", "tiny"], ["math", "code", "tiny"]]
+    with pytest.raises(InputError, match="give run directories, or recipe files that merge into one"):
+        cli.app(["report", str(tmp_path / "math"), str(recipe)], standalone_mode=False)

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from lightning_weave.checks.findings import Bounds, Finding
 from lightning_weave.report.cases import Excerpt, Panel, Shown
 from lightning_weave.report.loom import longest_that_fits
 from lightning_weave.report.page import (
@@ -22,6 +23,7 @@ from lightning_weave.report.page import (
     token,
     visible,
 )
+from lightning_weave.report.setup import KeyValue, Model, Setup, StageRun, Trained
 from lightning_weave.report.tables import BenchmarkScore, PolicyRow
 
 HOSTILE = '</script></textarea><!--<script>alert(1)</script><img src=x onerror="alert(2)">\u2028&lt;{{ 7*7 }}'
@@ -43,6 +45,17 @@ class Elements(HTMLParser):
         self.text.append(data)
 
 
+def hostile_setup() -> Setup:
+    return Setup(
+        models=[Model(HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
+        compositions=[Trained(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 2)],
+        settings={"rollout": [KeyValue(HOSTILE, HOSTILE, own=True)]},
+        stages=[StageRun(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
+        commands=[(HOSTILE, HOSTILE)],
+        recipe=HOSTILE,
+    )
+
+
 def hostile_page() -> Page:
     shown = Shown(HOSTILE, False, HOSTILE, 9, Excerpt(HOSTILE, HOSTILE, 9))
     scores = (BenchmarkScore(HOSTILE, 1.0, 2.0), BenchmarkScore("two", 1.0, 2.0))
@@ -55,7 +68,9 @@ def hostile_page() -> Page:
         rows=[PolicyRow(HOSTILE, scores, 1.0, 2.0, -0.5, -1.0, 0.0)],
         results=[],
         runs=[RunView(HOSTILE, {"texts": [HOSTILE]}, pushes=[AnchorPushes(HOSTILE, [Push(HOSTILE, 1.0, 1.0)], [])],
-                      notes=[HOSTILE], cost_lines=[HOSTILE])],
+                      notes=[HOSTILE], cost_lines=[HOSTILE], setup=hostile_setup(),
+                      findings=[Finding(HOSTILE, HOSTILE, "warning", HOSTILE, bounds=Bounds(0.5, False))],
+                      examples=[CaseGroup(HOSTILE, HOSTILE, [Panel("better", "b", "p", 0, HOSTILE, "", (shown,))])])],
         cases=[CaseGroup(HOSTILE, HOSTILE, [Panel("c", HOSTILE, HOSTILE, 0, HOSTILE, HOSTILE, (shown,))])],
         notes=[HOSTILE],
         footer=[HOSTILE],
@@ -68,7 +83,7 @@ def test_what_a_model_wrote_is_text() -> None:
     scripts = [attrs for tag, attrs in elements.tags if tag == "script"]
     assert scripts == [{"type": "application/json", "id": "loom-data-1"}, {}]
     assert not [attrs for _, attrs in elements.tags if any(name.startswith("on") for name in attrs)]
-    assert elements.text.count(HOSTILE) >= 12
+    assert elements.text.count(HOSTILE) >= 30
     assert "49" not in "".join(text for text in elements.text if "7*7" in text)
 
 

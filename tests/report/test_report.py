@@ -1,6 +1,7 @@
 """`lweave report` over a small run with real caches: what it writes, merges, refuses, and how it looks."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from markupsafe import escape
 
 from lightning_weave.bench.samples import read_samples, to_line
+from lightning_weave.checks.watch import check_results, check_rollouts, check_scores
 from lightning_weave.errors import InputError
 from lightning_weave.maths import aes
 from lightning_weave.models.load import load_model, load_tokenizer, vocabulary_size
@@ -63,8 +66,8 @@ def test_everything_is_written(page: Path) -> None:
     ]
     assert names == {
         "index.html", "points.json", "tables/cases.tex",
-        *(f"tables/results.{suffix}" for suffix in ("md", "tex", "csv")),
-        *(f"figures/{name}.{suffix}" for name in figures for suffix in ("svg", "png")),
+        *(f"tables/{name}.{suffix}" for name in ("results", "cost") for suffix in ("md", "tex", "csv")),
+        *(f"figures/{name}.{suffix}" for name in figures for suffix in ("svg", "pdf", "png")),
     }  # fmt: skip
     assert page.stat().st_size < 5e6
 
@@ -163,6 +166,40 @@ def test_cases_do_not_depend_on_what_was_written(recipe: dict[str, Any], tmp_pat
     assert choose(case, read_cases.outcomes(steps, case)) == before
 
 
+def test_a_reader_finds_what_the_run_was_and_what_its_checks_found(recipe: dict[str, Any], page: Path) -> None:
+    text = page.read_text()
+    steps = steps_of(recipe)
+    for model in (recipe["student"]["model"], recipe["anchors"]["acc"]["post"], recipe["anchors"]["brief"]["pre"]):
+        assert model in text
+    assert steps.identity_of(steps.student)[:12] in text
+    assert re.search(r"<dt>train.learning_rate</dt><dd>[\d.e-]+</dd>", text)
+    assert re.search(r"<th scope=.row.>reference</th><td>\d{4}-\d\d-\d\d \d\d:\d\d to", text)
+    assert f"torch {torch.__version__}" in text
+    for finding in [*check_rollouts(steps), *check_scores(steps), *check_results(steps)]:
+        assert str(escape(finding.text)) in text
+        assert finding.bounds is None or finding.bounds.words in text
+    assert {"rollout", "anchors.acc", "compositions.both", "eval base/sums"} <= set(
+        re.findall(r"<tr class=.\w+.><th scope=.row.>([^<]*)</th>", text)
+    )
+
+
+def test_a_report_outlives_the_file_of_its_questions(recipe: dict[str, Any], page: Path, tmp_path: Path) -> None:
+    runs = _copy(recipe, tmp_path)
+    steps_of({**recipe, "runs": runs}).remember()
+    made = steps_of({**recipe, "runs": runs})
+    for policy in POLICIES:
+        made.eval(policy, made.recipe.eval.benchmarks[0])
+    made.remember()
+    questions = Path(recipe["eval"]["benchmarks"][0].removeprefix("file:"))
+    hidden = questions.rename(tmp_path / "hidden.jsonl")
+    try:
+        text = report.run([steps_of({**recipe, "runs": runs})], QUIET).read_text()
+    finally:
+        hidden.rename(questions)
+    assert str(escape(read_cases.GONE)) in text
+    assert (page.parent / "points.json").read_text() == (Path(runs) / "tiny" / "report" / "points.json").read_text()
+
+
 def test_two_runs_of_one_student_are_one_row(recipe: dict[str, Any], page: Path, tmp_path: Path) -> None:
     code = {**recipe, "name": "code", "runs": str(tmp_path / "runs"), "report": {"trajectories": 0}}
     code["eval"] = {"benchmarks": [f"file:{save_prompts(tmp_path / 'more.jsonl', 9, seed=3)}"]}
@@ -175,7 +212,13 @@ def test_two_runs_of_one_student_are_one_row(recipe: dict[str, Any], page: Path,
     lines = (merged.parent / "tables/results.csv").read_text().splitlines()
     assert lines[0].startswith("Group,Policy,sums Acc.,sums #Tok.,more Acc.,more #Tok.,Average")
     assert rows["both"]["accuracy"] != alone["both"]["accuracy"]
-    assert "Only in tiny, so not in the table: acc-only." in merged.read_text()
+    assert "Not on all 2 benchmarks, so without an average: acc-only." in merged.read_text()
+    partial = next(line for line in lines if ",acc-only," in line)
+    assert partial.endswith(",,,,,,,")  # nothing on the other benchmark, no average, no AES
+    assert merged.parent == tmp_path / "report"  # beside both runs: it replaces the page of neither
+    assert {path.name for path in (merged.parent / "figures").glob("frontier*.pdf")} == {
+        "frontier.pdf", "frontier-sums.pdf", "frontier-more.pdf"
+    }  # fmt: skip
 
 
 def test_a_benchmark_counts_once(recipe: dict[str, Any]) -> None:
@@ -188,12 +231,6 @@ def test_a_benchmark_counts_once(recipe: dict[str, Any]) -> None:
 def _copy(recipe: dict[str, Any], folder: Path) -> str:
     shutil.copytree(recipe["runs"], folder / "copied")
     return str(folder / "copied")
-
-
-def test_different_students_are_not_merged(recipe: dict[str, Any]) -> None:
-    other = {**recipe, "name": "other", "student": {"model": recipe["anchors"]["acc"]["pre"]}}
-    with pytest.raises(InputError, match="different students"):
-        report.run([steps_of(recipe), steps_of(other)], QUIET)
 
 
 def test_a_cache_without_evaluations_is_still_worth_a_page(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -235,8 +272,10 @@ def test_the_page_in_a_browser(page: Path) -> None:
                     assert box["width"] >= 250
                     assert box["height"] >= 60
                 assert shown.locator("table.results tbody tr").count() == 4
-                assert shown.locator(".case .shown").count() == 6
-                assert shown.locator(".case .shown pre").first.inner_text().startswith(HOSTILE)
+                assert shown.locator("#cases .shown").count() == 6
+                assert shown.locator("#cases .shown pre").first.inner_text().startswith(HOSTILE)
+                assert shown.locator("#responses-1 .shown").count() == 18  # three of three policies, and the base's
+                assert shown.locator("#responses-1 details[open]").count() == 1
                 shown.locator(".weave .t").nth(2).click()
                 assert shown.locator(".decision tbody tr").count() == 5
                 heights = "[...document.querySelectorAll('svg text')].map((one) => one.getBoundingClientRect().height)"

@@ -14,6 +14,7 @@ from forked import Forked, kill_at
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.pipeline.flow import make_cache, make_students
+from lightning_weave.report.colours import policy_hues
 from lightning_weave.report.costs import training_figures
 from lightning_weave.store import read_lines
 from lightning_weave.store.ledger import read_ledger
@@ -47,7 +48,7 @@ def test_a_sequence_is_trained_on_matched_budgets(recipe: dict) -> None:
     assert updates == [6, 6], "half of the 12 updates each"
     first = next(iter(read_lines(folder / "leg-2" / "train" / "forth.leg-2" / "metrics.jsonl")))
     assert first["reverse_kl"] < 1, "the second leg starts from the first one's student, on its own samples"
-    curve = training_figures(steps_of({**recipe, "compositions": {"forth": FORTH}}))
+    curve = training_figures(steps_of({**recipe, "compositions": {"forth": FORTH}}), policy_hues(["forth"]))
     (line,) = [line for line in curve["training-reverse_kl"].axes[0].lines if len(line.get_xdata()) > 1]
     assert line.get_xdata().tolist() == list(range(1, 13)), "one leg's curve after the other's"
     rows = [row for row in read_lines(Path(recipe["runs"]) / "tiny" / "ledger.jsonl") if row["name"] == "forth"]

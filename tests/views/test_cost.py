@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from lightning_weave.errors import InputError
+from lightning_weave.report import cost_table
 from lightning_weave.report.costs import variants_table
 from lightning_weave.runs import costs
 from lightning_weave.store import append_line
@@ -88,11 +89,12 @@ def test_rows_of_one_stage_are_added_up() -> None:
 def test_the_table_is_printed_from_the_runs_ledger(tmp_path: Path) -> None:
     steps = steps_of(make_world(tmp_path))
     with pytest.raises(InputError, match=r"nothing measured yet. Start with: lweave run tiny\.toml"):
-        cost.run(steps, Console(quiet=True))
+        cost.run([steps], Console(quiet=True))
+    (steps.store.run_dir / "train" / "x").mkdir(parents=True)  # what is not there is counted apart
     for stage, hours in PAPER.items():
         append_line(steps.store.run_dir / "ledger.jsonl", row(stage, "x", hours, method="joint"))
     out = Console(record=True, width=140, file=(tmp_path / "out").open("w"))
-    cost.run(steps, out)
+    cost.run([steps], out)
     text = out.export_text()
     out.file.close()
     assert "11 h 33 m" in text
@@ -102,8 +104,43 @@ def test_the_table_is_printed_from_the_runs_ledger(tmp_path: Path) -> None:
 def test_json_gives_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = steps_of(make_world(tmp_path))
     append_line(steps.store.run_dir / "ledger.jsonl", row("rollout", "", 1.0))
-    cost.run(steps, Console(quiet=True), json=True)
+    cost.run([steps], Console(quiet=True), json=True)
     said = json.loads(capsys.readouterr().out)
     sizes = {"tokens": 1000, "written": 2_000_000, "peak_memory": 3_000_000_000}
     assert said["stages"] == [{"stage": "rollout", "name": "", "seconds": 3600.0, **sizes}]
     assert (said["seconds"], said["summary"]) == (3600.0, [])
+
+
+def test_several_runs_make_the_papers_table(tmp_path: Path) -> None:
+    one, two = {"weights": {"acc": 1.0}}, {"weights": {"brief": 0.5, "acc": 0.5}}
+    live = {"live-1": {**one, "method": "online"}, "live-2": {**two, "method": "online"}}
+    ways = {"one": one, "two": two, "again": EVEN, **live}
+    steps = steps_of({**make_world(tmp_path), "compositions": ways})
+    small = steps_of({**make_world(tmp_path), "name": "small", "compositions": {"two": two}})
+    anchors = {"acc": 1.76, "brief": 1.17}  # Qwen3-4B of tab. training-cost
+    rows = [row("rollout", "", 3.50), row("reference", "", 0.62)]
+    rows += [row("score", name, anchors[name.split("-")[0]] / 2) for name in steps.score_names.values()]
+    rows += [row("train", "one", 2.43, method="joint"), row("train", "live-1", 15.49, method="online")]
+    rows += [row("train", "two", 2.50, method="joint"), row("train", "again", 2.56, method="joint")]
+    rows += [row("train", "live-2", 17.64, method="online")]
+    for made in (steps, small):
+        for name in made.recipe.compositions:
+            (made.store.run_dir / "train" / name).mkdir(parents=True)  # what is not there is counted apart
+    for line in rows:
+        append_line(steps.store.run_dir / "ledger.jsonl", line)
+    for line in (row("rollout", "", 1.0), row("train", "two", 2.0, method="joint")):
+        append_line(small.store.run_dir / "ledger.jsonl", line)
+    out = Console(record=True, width=140, file=(tmp_path / "out").open("w"))
+    cost.run([steps, small], out)
+    out.file.close()
+    found = {line[:28].strip(): line[28:].split() for line in out.export_text().splitlines() if line.strip()}
+    assert found["Number of anchors"] == ["1", "2", "2"]
+    assert found["Online DOPD, h"] == ["15.49", "17.64", "–"]
+    assert found["Lightning Weave, h"] == ["8.31", "9.58", "3.00"]
+    assert found["Online/offline cost ratio"] == ["1.86", "1.84", "–"]
+    assert found["Anchor scoring"] == ["1.76", "2.93", "0.00"]
+    assert found["Student-only training"] == ["2.43", "2.53", "2.00"]
+    columns = cost_table.cost_columns(steps, rows, "Qwen_3")
+    assert "Qwen\\_3" in cost_table.latex(columns)
+    assert cost_table.markdown(columns).splitlines()[1] == "| :--- | ---: | ---: |"
+    assert cost_table.to_csv(columns).splitlines()[2] == "Number of anchors,1,2"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_weave.cache.reader import Cache
 from lightning_weave.cache.sources import valid_positions
-from lightning_weave.checks.findings import Finding, listed, percent, visible
+from lightning_weave.checks.findings import Bounds, Finding, listed, percent, visible
 from lightning_weave.checks.sample import STOP, spread
 from lightning_weave.models.untrained import untrained_specials
 from lightning_weave.runs.caches import anchor_pair
@@ -89,10 +89,12 @@ def judge_ends(steps: Steps, anchor: str, ends: Ends) -> Finding:
     share = 1 - float(supervised_R.mean())
     figures: dict[str, Any] = {"masked": share, "finished": finished}
     text = f"{percent(share)} of the end-of-turn decisions of {finished:,} finished rows are masked"
+    bounds = Bounds(MASKED_SHARE, False)
     if share <= MASKED_SHARE:
-        return Finding(about, check, "note" if share else "ok", text, figures)
+        return Finding(about, check, "note" if share else "ok", text, figures, bounds=bounds)
     advice, found = _advice(steps, anchor, ends.only(~supervised_R), finished)
-    return Finding(about, check, "warning", f"{text}: stopping is not supervised there. {advice}", figures | found)
+    text = f"{text}: stopping is not supervised there. {advice}"
+    return Finding(about, check, "warning", text, figures | found, bounds=bounds)
 
 
 def judge_stops(steps: Steps, anchor: str) -> Finding:

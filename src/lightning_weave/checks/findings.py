@@ -4,7 +4,34 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_weave.config import Threshold
+
 Level = Literal["ok", "note", "warning", "error"]  # an error: it cannot work, or it would be wasted
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """When a figure is worth a warning and when a run stops; false is never."""
+
+    warn: Threshold
+    stop: Threshold
+    below: bool = False  # it is the small figures that are bad
+    share: bool = True
+
+    @property
+    def words(self) -> str:
+        """State both.
+
+        >>> Bounds(0.5, 0.95).words, Bounds(1.05, False, share=False).words, Bounds(False, 0.001, below=True).words
+        ('warns above 50 %, stops above 95 %', 'warns above 1.05', 'stops below 0.1 %')
+        """
+        side = "below" if self.below else "above"
+        said = [
+            f"{verb} {side} {f'{100 * limit:g} %' if self.share else f'{limit:g}'}"
+            for verb, limit in (("warns", self.warn), ("stops", self.stop))
+            if limit is not False
+        ]
+        return ", ".join(said) or "off"
 
 
 @dataclass(frozen=True)
@@ -17,6 +44,7 @@ class Finding:
     text: str
     figures: dict[str, Any] = field(default_factory=dict)
     judged: bool = False  # an error that `lweave run --force` overrides
+    bounds: Bounds | None = None  # of [checks], where a figure was compared with them
 
     @property
     def line(self) -> str:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.reader import Cache
-from lightning_weave.checks.findings import Finding, Level
+from lightning_weave.checks.findings import Bounds, Finding, Level
 from lightning_weave.checks.sample import spread
 from lightning_weave.config import Threshold
 from lightning_weave.grading.math import grade
@@ -60,7 +60,8 @@ def _judge(about: str, graded: GradedShifts, stops: Threshold) -> Finding:
     text += f"{adjusted:.2f} ± {adjusted_error:.2f} at equal length; {length}"
     if verdict in ("warning", "error"):
         text += ". Are post and pre swapped?"
-    return Finding(about, "separation", verdict, text, figures, judged=True)
+    bounds = Bounds(False, stops, below=True, share=False)
+    return Finding(about, "separation", verdict, text, figures, judged=True, bounds=bounds)
 
 
 def _words(figures: dict[str, float], stops: Threshold) -> tuple[Level, str]:

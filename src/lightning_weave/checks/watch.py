@@ -12,7 +12,7 @@ import numpy as np
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.cache.reader import Cache
 from lightning_weave.checks.end_of_turn import warn_if_masked
-from lightning_weave.checks.findings import Finding, Level, percent
+from lightning_weave.checks.findings import Bounds, Finding, Level, percent
 from lightning_weave.checks.sample import ROWS as SURVIVAL_ROWS
 from lightning_weave.checks.sample import STOP, rollout_rows, spread
 from lightning_weave.checks.separation import judge_separation
@@ -63,17 +63,19 @@ def stop(check: Check, made: bool, progress: Progress) -> None:
         )
 
 
-def judge(value: float, warns: Threshold, stops: Threshold, count: int, below: bool = False) -> Level:
-    """Compare a figure with its two thresholds; `false` is none.
+def judge(value: float, bounds: Bounds, count: int) -> Level:
+    """Compare a figure with its two thresholds; with few rows nothing is stopped.
 
-    >>> judge(0.6, 0.5, 0.9, 100), judge(0.95, 0.5, 0.9, 100), judge(0.95, 0.5, 0.9, 3), judge(0.95, False, False, 100)
+    >>> some = Bounds(0.5, 0.9)
+    >>> judge(0.6, some, 100), judge(0.95, some, 100), judge(0.95, some, 3), judge(0.95, Bounds(False, False), 100)
     ('warning', 'error', 'warning', 'ok')
     """
 
     def beyond(threshold: Threshold) -> bool:
-        return threshold is not False and (value < threshold if below else value > threshold)
+        return threshold is not False and (value < threshold if bounds.below else value > threshold)
 
-    return "error" if count >= FEW and beyond(stops) else "warning" if beyond(warns) or beyond(stops) else "ok"
+    stops = beyond(bounds.stop)
+    return "error" if count >= FEW and stops else "warning" if beyond(bounds.warn) or stops else "ok"
 
 
 def check_rollouts(steps: Steps) -> list[Finding]:
@@ -84,25 +86,26 @@ def check_rollouts(steps: Steps) -> list[Finding]:
     rows = list(rollout_rows(steps, ROWS))
     own = steps.recipe.rollout.from_ is not None  # then the finish is what the user's file says
     cut = float(np.mean([row.finish_R[0] != STOP for row in rows]))
-    verdict = judge(cut, limits.truncated_warn, False if own else limits.truncated_stop, len(rows))
+    bounds = Bounds(limits.truncated_warn, False if own else limits.truncated_stop)
     fact = f"{percent(cut)} of {len(rows):,} sampled responses are cut off at {steps.recipe.rollout.max_tokens} tokens"
     advice = (
         "Raise rollout.max_tokens, or give prompts the form that the student expects (prompts.format, prompts.chat)"
     )
-    truncated = _finding("rollout", "truncated", verdict, (fact, advice), cut)
+    truncated = _finding("rollout", "truncated", (fact, advice), cut, bounds=bounds, count=len(rows))
     length = float(np.mean([len(row.response_ids[0]) for row in rows]))
     findings = [replace(truncated, figures={"share": cut, "tokens": length}), *_check_answers(steps)]
     loops = float(np.mean([is_repetitive(row.response_ids[0].tolist()) for row in rows]))
-    verdict = judge(loops, limits.repeated_warn, limits.repeated_stop, len(rows))
     fact = f"{percent(loops)} of {len(rows):,} sampled responses repeat themselves"
     advice = "Check the form of the prompts (prompts.format, prompts.chat)"
-    return [*findings, _finding("rollout", "repetition", verdict, (fact, advice), loops)]
+    bounds = Bounds(limits.repeated_warn, limits.repeated_stop)
+    return [*findings, _finding("rollout", "repetition", (fact, advice), loops, bounds=bounds, count=len(rows))]
 
 
-def _finding(about: str, check: str, verdict: Level, words: tuple[str, str], share: float) -> Finding:
-    """Give a fact, and advice where it is needed."""
+def _finding(about: str, check: str, words: tuple[str, str], share: float, *, bounds: Bounds, count: int) -> Finding:
+    """Judge a share of so many, and give the fact, with advice where it is needed."""
+    verdict = judge(share, bounds, count)
     text = words[0] if verdict == "ok" else ". ".join(words)
-    return Finding(about, check, verdict, text, {"share": share}, judged=True)
+    return Finding(about, check, verdict, text, {"share": share}, judged=True, bounds=bounds)
 
 
 def _check_answers(steps: Steps) -> list[Finding]:
@@ -120,14 +123,14 @@ def _check_answers(steps: Steps) -> list[Finding]:
         return []
     unanswered, right = np.mean(graded, axis=0).tolist()
     count = len(graded)
-    verdict = judge(unanswered, limits.unanswered_warn, limits.unanswered_stop, count)
     fact = f"{percent(unanswered)} of {count:,} sampled responses have no \\boxed{{}} answer"
     advice = "Let the prompt ask for one (prompts.format)"
-    answered = _finding("rollout", "unanswered", verdict, (fact, advice), unanswered)
-    verdict = judge(right, limits.right_warn, limits.right_stop, count, below=True)
+    bounds = Bounds(limits.unanswered_warn, limits.unanswered_stop)
+    answered = _finding("rollout", "unanswered", (fact, advice), unanswered, bounds=bounds, count=count)
     fact = f"{percent(right)} of {count:,} sampled responses are right"
     advice = "No pair can be seen to prefer right ones: check prompts and answers, or take easier problems"
-    return [answered, _finding("rollout", "right", verdict, (fact, advice), right)]
+    bounds = Bounds(limits.right_warn, limits.right_stop, below=True)
+    return [answered, _finding("rollout", "right", (fact, advice), right, bounds=bounds, count=count)]
 
 
 def is_repetitive(ids: Sequence[int]) -> bool:
@@ -167,10 +170,10 @@ def _check_survival(steps: Steps, anchor: str) -> Finding:
     rows = spread(len(cache), SURVIVAL_ROWS)
     valid_P = cache.block(rows).valid_KP[0]
     share = float(valid_P.mean()) if len(valid_P) else 0.0
-    verdict = judge(share, limits.surviving_warn, limits.surviving_stop, len(rows), below=True)
     fact = f"its shift is valid at {percent(share)} of {len(valid_P):,} positions; the others teach nothing"
     advice = f"lweave doctor {steps.arguments} names the tokens that mask them"
-    return _finding(f"anchors.{anchor}", "positions", verdict, (fact, advice), share)
+    bounds = Bounds(limits.surviving_warn, limits.surviving_stop, below=True)
+    return _finding(f"anchors.{anchor}", "positions", (fact, advice), share, bounds=bounds, count=len(rows))
 
 
 def check_training(steps: Steps, name: str) -> list[Finding]:
@@ -188,13 +191,16 @@ def check_training(steps: Steps, name: str) -> list[Finding]:
         rise, lowest, step = kl_rise(curve)
         # Only these objectives aim at this target; the naive one is known to drift.
         stops = limits.kl_rise_stop if steps.objective(name) != "direct-opd" else False
-        verdict = judge(rise, limits.kl_rise_warn, stops, len(curve))
+        bounds = Bounds(limits.kl_rise_warn, stops, share=False)
+        verdict = judge(rise, bounds, len(curve))
         text = f"KL to the target went from {curve[0][1]:.4f} to {curve[-1][1]:.4f} nats per token"
         if verdict != "ok":
             text += f", lowest ({lowest:.4f}) about update {step}. The student left its target after that: lower "
             text += "train.learning_rate or train.epochs, or raise alpha"
         figures = {"rise": rise, "lowest": lowest, "step": step}
-        findings.append(Finding(f"compositions.{name}", "KL to the target", verdict, text, figures, judged=True))
+        findings.append(
+            Finding(f"compositions.{name}", "KL to the target", verdict, text, figures, judged=True, bounds=bounds)
+        )
     return findings
 
 
@@ -232,9 +238,9 @@ def check_evaluation(steps: Steps, policy: str) -> list[Finding]:
         }
         for check, share in shares.items():
             stops: Threshold = getattr(limits, f"{check}_stop") if policy == "base" else False
-            verdict = judge(share, getattr(limits, f"{check}_warn"), stops, len(samples))
+            bounds = Bounds(getattr(limits, f"{check}_warn"), stops)
             fact = f"{percent(share)} of {len(samples):,} responses {ANSWERS[check][0]}"
-            findings.append(_finding(about, check, verdict, (fact, ANSWERS[check][1]), share))
+            findings.append(_finding(about, check, (fact, ANSWERS[check][1]), share, bounds=bounds, count=len(samples)))
     return findings
 
 

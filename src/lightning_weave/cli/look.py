@@ -1,30 +1,65 @@
 """What a run is, what came of it, and what it costs."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lightning_weave.cli.options import Files, Json, Sets, load_steps, open_console, open_progress
 from lightning_weave.errors import InputError
 
+if TYPE_CHECKING:
+    from lightning_weave.runs.steps import Steps
+
 app = typer.Typer()
+Runs = Annotated[
+    list[str], typer.Argument(metavar="RECIPE", help="recipe files (TOML), merged into one; or run directories")
+]
+OtherRuns = Annotated[
+    list[str] | None,
+    typer.Option("--run", metavar="RECIPE", help="another run, by recipe or directory; may be repeated"),
+]
 
 
 @app.command()
 def report(
-    recipe: Files,
+    recipe: Runs,
     set_: Sets = None,
-    run: Annotated[
-        list[str] | None,
-        typer.Option("--run", metavar="RECIPE", help="another run of the same student to show beside; may be repeated"),
+    run: OtherRuns = None,
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="default: report/ in the run directory, or beside several"),
+    ] = None,
+    benchmark: Annotated[
+        str | None, typer.Option(metavar="NAME", help="draw the frontier on this one instead of the average")
     ] = None,
 ) -> None:
-    """Draw what happened and why: one page that opens from disk."""
-    runs = [load_steps(files, set_) for files in (recipe, *([file] for file in run or ()))]
+    """Draw what happened and why: one page that opens from disk.
+
+    Several run directories make one report: domains of a student join, students become blocks of a table.
+    """
+    runs = _load_runs(recipe, run, set_)
     from lightning_weave.report import report as stage
 
-    stage.run(runs, open_progress())
+    stage.run(runs, open_progress(), Path(out) if out else None, benchmark)
+
+
+def _load_runs(recipe: list[str], others: list[str] | None, sets: list[str] | None) -> "list[Steps]":
+    """Take each directory as a run of its own, and files together as one recipe."""
+    directories = [name for name in recipe if Path(name).is_dir()]
+    if directories and len(directories) < len(recipe):
+        raise InputError(f"{directories[0]} is a directory: give run directories, or recipe files that merge into one")
+    named = [[name] for name in directories] or [recipe]
+    loaded = []
+    for files in (*named, *([other] for other in others or ())):
+        if len(files) == 1 and Path(files[0]).is_dir():
+            from lightning_weave.api import Run
+
+            loaded.append(replace(Run.open(files[0], sets or ()).steps, arguments=files[0]))
+        else:
+            loaded.append(load_steps(files, sets))
+    return loaded
 
 
 @app.command()
@@ -203,9 +238,12 @@ def forget(
 
 
 @app.command()
-def cost(recipe: Files, set_: Sets = None, json: Json = False) -> None:
-    """Print what every stage cost, from what was measured."""
-    steps = load_steps(recipe, set_)
+def cost(recipe: Runs, set_: Sets = None, run: OtherRuns = None, json: Json = False) -> None:
+    """Print what every stage cost, from what was measured.
+
+    Of several runs, the paper's table: a column for each student and set of anchors.
+    """
+    runs = _load_runs(recipe, run, set_)
     from lightning_weave.views import cost as stage
 
-    stage.run(steps, open_console(), json)
+    stage.run(runs, open_console(), json)

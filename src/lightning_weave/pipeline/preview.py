@@ -101,7 +101,9 @@ def run(
     allow_discards(steps, previews, yes)
     summaries = {name: _evaluate(steps, name, problems, loaded, progress) for name in names}
     out.print(console(policy_rows(summaries)))
-    out.print("Sampled from the targets themselves: no student was trained for this.")
+    out.print(
+        "Bold: best. Underlined: second best. Sampled from the targets themselves: no student was trained for this."
+    )
     return summaries
 
 

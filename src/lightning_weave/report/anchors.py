@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.models.hf import ScoreRow, hf_scorer
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
-from lightning_weave.report.figures import BLUE, GREEN, GREY, ORANGE, PALETTE, VERMILION
+from lightning_weave.report.colours import Hues, part_hues
 from lightning_weave.report.kinds import KINDS, TokenKind, Vocabulary
 from lightning_weave.report.loom import Setting, Thread, bytes_per_decision, draw_rows, longest_that_fits, pack
 from lightning_weave.report.page import AnchorPushes, PairView, Push
@@ -25,7 +24,7 @@ from lightning_weave.runs.steps import Steps
 from lightning_weave.types import FINISH_REASONS, Rollouts
 
 SMALLEST_PUSH = 0.05  # tokens per 1,000 decisions
-REASON_COLOURS = dict(zip(REASONS, (BLUE, GREEN, VERMILION, ORANGE, GREY), strict=True))
+SHARED = "masked by one of its anchors"
 
 
 def student_vocabulary(steps: Steps) -> Vocabulary:
@@ -79,15 +78,14 @@ def positions_figure(survey: Survey) -> Any:
     rows: dict[str, dict[str, float]] = {}
     for anchor, counts in zip(survey.anchors, survey.reasons_KR, strict=True):
         rows[anchor] = dict(zip(REASONS, counts.tolist(), strict=True))
-    colours = {**REASON_COLOURS, "masked by one of its anchors": "#9aa0a6"}
     for name, kept in survey.kept.items():  # compositions of the same anchors have the same mask
         used = [anchor for anchor, weight in zip(survey.anchors, survey.compositions[name], strict=True) if weight]
         if len(used) > 1:
-            rows[" + ".join(used)] = {"kept": kept, "masked by one of its anchors": survey.decisions - kept}
-    return stacked(rows, colours, "share of all decisions, %", shares=True)
+            rows[" + ".join(used)] = {"kept": kept, SHARED: survey.decisions - kept}
+    return stacked(rows, part_hues((*REASONS, SHARED)), "share of all decisions, %", shares=True)
 
 
-def kinds_figure(survey: Survey) -> Any:
+def kinds_figure(survey: Survey, hues: Hues) -> Any:
     """Draw the mean size of each anchor's pull by kind of token."""
     sizes = {anchor: survey.size_by_kind(anchor) for anchor in survey.anchors}
     rows: dict[str, dict[str, float]] = {
@@ -95,8 +93,21 @@ def kinds_figure(survey: Survey) -> Any:
         for kind in KINDS
         if any(kind in by_kind for by_kind in sizes.values())
     }
-    colours = dict(zip(survey.anchors, cycle(PALETTE), strict=False))
-    return grouped(rows, colours, "mean size of the pull on the sampled token, nats")
+    return grouped(rows, _anchor_hues(survey, hues), "mean size of the pull, nats")
+
+
+def _anchor_hues(survey: Survey, hues: Hues) -> Hues:
+    """An anchor has the colour of the policy that it alone makes, if there is one."""
+    parts = part_hues(survey.anchors)
+    return {anchor: hues.get(_alone(survey, anchor), parts[anchor]) for anchor in survey.anchors}
+
+
+def _alone(survey: Survey, anchor: str) -> str:
+    place = survey.anchors.index(anchor)
+    alone = (
+        name for name, weights in survey.compositions.items() if [k for k, w in enumerate(weights) if w] == [place]
+    )
+    return next(alone, "")
 
 
 def _with_agreement(survey: Survey, kind: TokenKind) -> str:

@@ -79,7 +79,7 @@ def choose(case: Case, outcomes: Iterable[SampleOutcome]) -> list[Place]:
             by_place[outcome.benchmark, outcome.problem, outcome.sample][outcome.policy] = outcome
     fitting = [place for place, by_policy in by_place.items() if by_policy.keys() == named and _meets(case, by_policy)]
     chosen: list[Place] = []
-    for place in sorted(fitting, key=lambda place: _random_key(case.seed, place)):
+    for place in sorted(fitting, key=lambda place: random_key(case.seed, place)):
         if place[:2] not in {other[:2] for other in chosen}:  # one sample of a problem is enough
             chosen.append(place)
     return chosen[: case.count]
@@ -93,7 +93,7 @@ def _meets(case: Case, by_policy: Mapping[str, SampleOutcome]) -> bool:
     return case.shortest is None or by_policy[case.shortest].tokens == shortest
 
 
-def _random_key(seed: int, place: Place) -> bytes:
+def random_key(seed: int, place: Place) -> bytes:
     """A random number that only depends on the seed and the place."""
     benchmark, problem, sample = place
     return hashlib.sha256(f"({seed}, {benchmark!r}, {problem!r}, {sample})".encode()).digest()

@@ -6,13 +6,13 @@ from typing import Any
 from rich.table import Table
 
 from lightning_weave.progress import duration
-from lightning_weave.report.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
+from lightning_weave.report.colours import Hues, part_hues
 from lightning_weave.report.plots import Line, amortised, lines, stacked
 from lightning_weave.runs.costs import offline_cost, online_costs, training_rows
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
 
-COLOURS = {"rollout": BLUE, "reference": SKY, "score": GREEN, "train": ORANGE, "online": PURPLE}
+HUES = part_hues(("rollout", "reference", "score", "train", "online"))
 UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
 CURVES = {"reverse_kl": "KL to the target, nats", "loss": "loss"}
 WINDOWS = 25  # the window of the running mean is this part of a training
@@ -30,14 +30,14 @@ def variants_table(steps: Steps, ledger: list[dict[str, Any]]) -> Table:
     return table
 
 
-def training_figures(steps: Steps) -> dict[str, Any]:
+def training_figures(steps: Steps, hues: Hues) -> dict[str, Any]:
     """Draw the KL to the target and the loss of every composition whose training has started."""
     figures = {}
     for key, title in CURVES.items():
         curves = {name: _curve(steps, name, key) for name in steps.recipe.compositions}
         started = {name: curve for name, curve in curves.items() if curve}
         if started:
-            figures[f"training-{key}"] = lines({"": started}, "update", title, logarithmic=True)
+            figures[f"training-{key}"] = lines({"": started}, "update", title, hues, logarithmic=True)
     return figures
 
 
@@ -72,7 +72,7 @@ def cost_figures(steps: Steps, ledger: list[dict[str, Any]]) -> dict[str, Any]:
         bars["online, one"] = {"online": online}
     scaled = {name: {stage: seconds / divisor for stage, seconds in parts.items()} for name, parts in bars.items()}
     return {
-        "cost": stacked(scaled, COLOURS, f"device time, {unit}"),
+        "cost": stacked(scaled, HUES, f"device time, {unit}"),
         "amortised": amortised(
             offline.of(0) / divisor, offline.train / divisor, online and online / divisor, number, unit
         ),

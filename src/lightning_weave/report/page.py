@@ -17,9 +17,13 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
+from lightning_weave.checks.findings import Finding
 from lightning_weave.report.cases import Panel
+from lightning_weave.report.colours import Hue, Hues
 from lightning_weave.report.figures import CROWD
+from lightning_weave.report.setup import Setup
 from lightning_weave.report.tables import MISSING, Cell, PolicyRow, cells
+from lightning_weave.report.tables import legend as table_legend
 
 TEMPLATES = files("lightning_weave.report") / "templates"
 ESCAPES = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
@@ -76,6 +80,15 @@ class PairView:
 
 
 @dataclass(frozen=True)
+class CaseGroup:
+    """A rule for choosing samples, and the panels that it chose."""
+
+    name: str
+    rule: str
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True)
 class RunView:
     """The parts of the page about one run."""
 
@@ -87,15 +100,9 @@ class RunView:
     training_and_cost: Sequence[Figure] = ()
     cost_lines: Sequence[str] = ()
     notes: Sequence[str] = ()  # what is missing, and the command that makes it
-
-
-@dataclass(frozen=True)
-class CaseGroup:
-    """A rule for choosing samples, and the panels that it chose."""
-
-    name: str
-    rule: str
-    panels: Sequence[Panel]
+    setup: Setup | None = None
+    findings: Sequence[Finding] = ()
+    examples: Sequence[CaseGroup] = ()  # by policy
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,7 @@ class Page:
     cases: Sequence[CaseGroup] = ()
     notes: Sequence[str] = ()
     footer: Sequence[str] = field(default_factory=list)
+    hues: Hues = field(default_factory=dict)
 
 
 def render(page: Page) -> str:
@@ -127,6 +135,8 @@ def render(page: Page) -> str:
             lines=list(zip(page.rows, cells(page.rows), strict=True)) if page.rows else [],
             wide=bool(page.rows) and len(page.rows[0].scores) > 1,
             crowded=len(page.rows) > CROWD,
+            hue=lambda policy: page.hues.get(policy, Hue("grey")).css,
+            legend=table_legend(page.rows),
             style=Markup(_read("page.css")),
             script=Markup(script),
             script_hash=Markup(f"'sha256-{digest}'"),

@@ -6,22 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave import __version__
-from lightning_weave.bench.summary import Overall
+from lightning_weave.checks.findings import Finding
+from lightning_weave.checks.watch import check_results, check_rollouts, check_scores
+from lightning_weave.config import slug
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress, duration
-from lightning_weave.report import anchors, costs, headline, read_cases, tables
+from lightning_weave.report import across, anchors, cost_table, costs, headline, read_cases, tables
 from lightning_weave.report.cases import latex_panels
+from lightning_weave.report.colours import Hues, policy_hues
+from lightning_weave.report.examples import examples
 from lightning_weave.report.figures import frontier, inline, save
 from lightning_weave.report.page import Fact, Figure, Page, RunView, render
 from lightning_weave.report.results import (
     PolicySummaries,
-    merge,
     other_protocols,
     overalls,
     points,
     policy_rows,
     summaries,
 )
+from lightning_weave.report.setup import setup
 from lightning_weave.runs.caches import open_scored
 from lightning_weave.runs.costs import read_spent
 from lightning_weave.runs.costs import summary as cost_summary
@@ -31,16 +35,15 @@ from lightning_weave.runs.sweeps import with_sweep
 from lightning_weave.store import write_atomic, write_json
 
 OWN = "as the recipe says"  # where results by other protocols stand beside
-FIGURES = {  # name -> title, caption, description
+FIGURES = {  # name -> title, caption (unless it depends on what is drawn), description
     "frontier": (
         "Accuracy against tokens",
-        "Filled: policies on the frontier, joined by the solid line. Hollow and dashed: dominated by another policy. A "
-        "dashed line joins a sweep of weights. Bars: one standard error, clustered by problem.",
+        "",
         "Accuracy against mean response tokens.",
     ),
     "profile": (
         "AES and accuracy by benchmark",
-        "AES with its 95 % interval; accuracies with one standard error, clustered by problem.",
+        "",
         "Dot plot of AES and of the accuracy on every benchmark.",
     ),
     "budgets": (
@@ -50,7 +53,7 @@ FIGURES = {  # name -> title, caption, description
     ),
     "kinds": (
         "Size of each anchor's pull",
-        "Mean over the cache, by the kind of the sampled token.",
+        "Pull on the sampled token, by its kind; mean over the cache.",
         "Mean size of each anchor's pull by kind of token.",
     ),
     "positions": (
@@ -65,7 +68,7 @@ FIGURES = {  # name -> title, caption, description
     ),
     "amortised": (
         "Cost per composition",
-        "Rollouts and scores are shared, so another setting of the weights only costs its training.",
+        "Rollouts and scores are shared, so another setting of the weights only costs its training. Circled: this run.",
         "Cost per composition against the number of compositions that share a cache.",
     ),
     "training-reverse_kl": (
@@ -75,61 +78,84 @@ FIGURES = {  # name -> title, caption, description
     ),
     "training-loss": (
         "Loss",
-        "Running mean of the objective. It scales with alpha and the dose; the direct-opd loss can be negative.",
+        "Running mean of the objective. It scales with alpha and the dose.",
         "Training curves of every composition: loss by update.",
     ),
 }
 
 
-def run(recipes: Sequence[Steps], progress: Progress) -> Path:
-    """Write the report of one run, or of several runs of one student, into the first run's folder."""
+def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, benchmark: str | None = None) -> Path:
+    """Write the report of one run, or of several: of one student on several domains, or of several students."""
     given = [with_known(with_sweep(steps)) for steps in recipes]
-    _check_one_student(given)
     changed = [differing(steps) for steps in given]
     runs = [as_it_stands(steps) for steps in given]
+    folder = _folder(runs, out)
     for steps in runs:
         read_cases.check_cases(steps)
         anchors.check_students(steps)
-    evaluated = [summaries(steps) for steps in runs]
-    merged = merge(evaluated)
+    evaluated = {str(steps.store.run_dir): summaries(steps) for steps in runs}
     others = other_protocols(given[0]) if len(runs) == 1 else {}
     main = ""
-    if not merged and others:  # nothing by the recipe's own protocol: the page is of the one with the most policies
+    shown = dict(evaluated)
+    if others and not any(evaluated.values()):  # the page is of the protocol with the most policies
         main = max(others, key=lambda label: len(others[label]))
-        merged = others.pop(main)
-    writer = Writer(runs[0].store.run_dir / "report")
-    combined = overalls(merged)
-    stale = {policy for paths in changed for policy in merged if any(_is_of(policy, path) for path in paths)}
-    rows = policy_rows(merged, combined, main or (OWN if others else ""), stale)
-    beside = [row for label, found in others.items() for row in policy_rows(found, group=label, stale=stale)]
-    tabled = [*rows, *(row for row in beside if _columns(row) == _columns(rows[0]))]
-    results = writer.results(runs[0], merged, combined, tabled) if rows else []
-    groups = [
-        group
-        for steps, policies in zip(runs, evaluated, strict=True)
-        for group in read_cases.case_groups(steps, policies, progress)
+        shown = {str(runs[0].store.run_dir): others.pop(main)}
+    students = across.students(runs, shown, _stale(runs, changed))
+    labels = across.benchmark_labels([student.policies for student in students])
+    several = len(students) > 1
+    hues = policy_hues(policy for steps in runs for policy in steps.policies)
+    hues |= policy_hues([*hues, *across.colours_of([student.policies for student in students])])
+    writer = Writer(folder, hues, across.find_benchmark(benchmark, [student.policies for student in students]))
+    group = main or (OWN if others else "")
+    rows = [
+        row
+        for student in students
+        for row in across.block(student.name if several else group, student.policies, student.rows, labels)
     ]
-    views = [_run_view(steps, rows, writer, progress, len(runs) > 1) for steps in runs]
+    beside = [
+        row for label, found in others.items() for row in policy_rows(found, group=label, stale=_stale(runs, changed))
+    ]
+    rows += [row for row in beside if rows and _columns(row) == _columns(rows[0])]
+    results = [figure for student in students for figure in writer.figures_of(student, several)]
+    if rows:
+        writer.write_tables(rows, students)
+    writer.costs(students)
+    cases = [
+        case for steps in runs for case in read_cases.case_groups(steps, evaluated[str(steps.store.run_dir)], progress)
+    ]
+    views = [
+        _run_view(
+            steps,
+            name if len(runs) > 1 else "",
+            students[0].rows,
+            list(evaluated[str(steps.store.run_dir)]),
+            writer=writer,
+            progress=progress,
+            deep=not several,
+        )
+        for steps, name in zip(runs, across.run_names(runs), strict=True)
+    ]
     if not rows and not any(view.loom or view.training_and_cost for view in views):
         raise InputError(
             f"{runs[0].store.run_dir}: there is nothing to report yet. Start with: lweave run {runs[0].arguments}"
         )
-    subject, result, lead = headline.headline(runs[0].recipe, rows)
+    subject, result, lead = _headline(students, labels)
     page = Page(
-        title=" + ".join(steps.recipe.name for steps in runs),
+        title=" + ".join(across.run_names(runs) if not several else (student.name for student in students)),
         subject=subject,
         headline=result,
         lead=lead,
         facts=_facts(runs),
-        rows=tabled,
+        rows=rows,
         results=results,
         runs=views,
-        cases=groups,
-        notes=[*_changes(given, changed, main), *_missing(runs, evaluated, merged)],
+        cases=cases,
+        notes=[*_changes(given, changed, main), *_missing(runs, shown, students, labels)],
         footer=_footer(runs),
+        hues=hues,
     )
     writer.text("index.html", render(page))
-    panels = [panel for group in groups for panel in group.panels]
+    panels = [panel for case in cases for panel in case.panels]
     if panels:
         writer.text("tables/cases.tex", latex_panels(panels))
     writer.clear()
@@ -138,47 +164,114 @@ def run(recipes: Sequence[Steps], progress: Progress) -> Path:
     return path
 
 
+def _folder(runs: Sequence[Steps], out: Path | None) -> Path:
+    """Where a report goes: into its run, or of several into report/ beside them, so that it replaces no run's own."""
+    folders = [steps.store.run_dir for steps in runs]
+    if twice := [str(folder) for folder in folders if folders.count(folder) > 1]:
+        raise InputError(f"{twice[0]} is given twice; name each run once")
+    folder = out or (folders[0] if len(runs) == 1 else across.shared_folder(runs)) / "report"
+    others = [part for part in ("figures", "tables", "recipe.toml") if (folder / part).exists()]
+    if others and not (folder / "index.html").exists():
+        raise InputError(f"{folder} holds {others[0]} but no report; say where the report goes: --out DIR")
+    return folder
+
+
+def _headline(students: Sequence[across.StudentResults], labels: Sequence[str]) -> tuple[str, str, str]:
+    """State the result of the best policy, or the best policy of each of several students."""
+    if len(students) == 1:
+        return headline.headline(students[0].runs[0].recipe, students[0].rows)
+    parts = []
+    for student in students:
+        subject, _, _ = headline.headline(student.runs[0].recipe, student.rows)
+        row = next((row for row in student.rows if row.policy == subject), None)
+        if row is not None and row.aes is not None:
+            parts.append(f"{student.name}: {row.policy} ({row.aes:+.2f})")
+    lead = f"Highest AES: {'; '.join(parts)}." if parts else "No trained policy has every benchmark yet."
+    return "", f"{len(students)} students on {len(labels)} benchmarks", lead
+
+
 class Writer:
     """The report folder: files of an earlier report that this one does not write are removed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hues: Hues, benchmark: str | None = None) -> None:
         self.folder = folder
+        self.hues = hues
+        self.benchmark = benchmark  # that the page's frontier is of; else of the average
         self.written: set[Path] = set()
 
     def text(self, name: str, text: str) -> None:
         write_atomic(self.folder / name, text.encode())
         self.written.add(self.folder / name)
 
-    def figures(self, drawings: Mapping[str, Any], suffix: str = "", data: str = "") -> list[Figure]:
+    def figures(
+        self, drawings: Mapping[str, Any], suffix: str = "", data: str = "", captions: Mapping[str, str] | None = None
+    ) -> list[Figure]:
         """Save figures as files and prepare them for the page; `data` is added to their descriptions."""
         figures = []
         for name, drawing in drawings.items():
-            title, caption, alt = FIGURES[name]
+            title, usual, alt = FIGURES[name]
+            caption = (captions or {}).get(name, usual)
             figures.append(Figure(f"{name}{suffix}", inline(drawing), title, caption, f"{alt} {data}".strip()))
             self.written |= set(save(drawing, self.folder / "figures", f"{name}{suffix}"))
         return figures
 
-    def results(
-        self,
-        steps: Steps,
-        evaluated: PolicySummaries,
-        combined: Mapping[str, Overall],
-        tabled: Sequence[tables.PolicyRow],
-    ) -> list[Figure]:
-        """Write the tables, points and figures of the results; other protocols are in the tables only."""
-        rows = tabled[: len(evaluated)]
-        self.text("tables/results.md", tables.markdown(tabled))
-        self.text("tables/results.tex", tables.latex(tabled))
-        self.text("tables/results.csv", tables.to_csv(tabled))
-        write_json(self.folder / "points.json", points(steps, rows))
-        drawings = {
-            "frontier": frontier(headline.frontier_points(steps, combined)),
-            "profile": headline.profile_figure(rows, evaluated),
+    def write_tables(self, rows: Sequence[tables.PolicyRow], students: Sequence[across.StudentResults]) -> None:
+        """Write the results, and the ablation where there is one, as tables, and the policies as points."""
+        self.table("results", rows)
+        blocks = [row for student in students for row in across.ablation(student.runs[0], student.rows)]
+        if blocks and len(students) == 1:
+            self.table("ablation", blocks)
+        write_json(self.folder / "points.json", [one for student in students for one in _points(student, students)])
+
+    def table(self, name: str, rows: Sequence[tables.PolicyRow]) -> None:
+        """Write a table in every form, with what explains its marks."""
+        self.text(f"tables/{name}.md", f"{tables.markdown(rows)}\n{tables.legend(rows)}\n")
+        self.text(f"tables/{name}.tex", f"% {tables.legend(rows)}\n{tables.latex(rows)}")
+        self.text(f"tables/{name}.csv", tables.to_csv(rows))
+
+    def costs(self, students: Sequence[across.StudentResults]) -> None:
+        """Write the paper's cost table from the ledgers."""
+        columns = [
+            column
+            for student in students
+            for steps in student.runs
+            for column in cost_table.cost_columns(steps, read_spent(steps.store.run_dir).kept, student.name)
+        ]
+        if columns:
+            self.text("tables/cost.md", cost_table.markdown(columns))
+            self.text("tables/cost.tex", cost_table.latex(columns))
+            self.text("tables/cost.csv", cost_table.to_csv(columns))
+
+    def figures_of(self, student: across.StudentResults, several: bool) -> list[Figure]:
+        """Draw the results of one student: frontier, profile, budgets; and a frontier of each benchmark as files."""
+        if not student.whole:
+            return []
+        steps = student.runs[0]
+        suffix = f"-{slug(student.name)}" if several else ""
+        by_benchmark = {
+            result.label: overalls({policy: [results[at]] for policy, results in student.whole.items()})
+            for at, result in enumerate(next(iter(student.whole.values())))
         }
-        if (budgets := headline.budgets_figure(evaluated)) is not None:
+        for label, combined in by_benchmark.items():
+            if len(by_benchmark) > 1:
+                drawing = frontier(headline.frontier_points(steps, combined, self.hues))
+                self.written |= set(save(drawing, self.folder / "figures", f"frontier{suffix}-{slug(label)}"))
+        shown = student.combined if self.benchmark is None else by_benchmark[self.benchmark]
+        drawn = headline.frontier_points(steps, shown, self.hues)
+        drawings = {
+            "frontier": frontier(drawn),
+            "profile": headline.profile_figure(student.rows, student.whole, self.hues),
+        }
+        if (budgets := headline.budgets_figure(student.whole, self.hues)) is not None:
             drawings["budgets"] = budgets
-        data = "; ".join(f"{row.policy}: {row.accuracy:.1f} % at {row.tokens:,.0f} tokens" for row in rows)
-        return self.figures(drawings, data=f"{data}.")
+        where = f"On {self.benchmark}. " if self.benchmark else ""
+        captions = {
+            "frontier": where + headline.frontier_caption(drawn),
+            "profile": headline.profile_caption(student.rows),
+        }
+        data = "; ".join(f"{row.policy}: {row.accuracy:.1f} % at {row.tokens:,.0f} tokens" for row in student.rows)
+        made = self.figures(drawings, suffix, data=f"{data}.", captions=captions)
+        return [replace(one, title=f"{one.title}: {student.name}") for one in made] if several else made
 
     def clear(self) -> None:
         """Remove figures and tables of an earlier report that this one does not have."""
@@ -188,53 +281,72 @@ class Writer:
                     path.unlink()
 
 
+def _points(student: across.StudentResults, students: Sequence[across.StudentResults]) -> list[dict[str, Any]]:
+    found = points(student.runs[0], student.rows)
+    return [{"student": student.name, **point} for point in found] if len(students) > 1 else found
+
+
 def _run_view(
-    steps: Steps, rows: Sequence[tables.PolicyRow], writer: Writer, progress: Progress, several: bool
+    steps: Steps,
+    name: str,
+    rows: Sequence[tables.PolicyRow],
+    evaluated: Sequence[str],
+    *,
+    writer: Writer,
+    progress: Progress,
+    deep: bool,
 ) -> RunView:
-    """Make the parts of the page about one run."""
-    suffix = f"-{steps.recipe.name}" if several else ""
+    """Make the parts of the page about one run; `deep` reads its cache too. A name tells it from other runs."""
+    suffix = f"-{slug(name)}" if name else ""
     ledger = read_spent(steps.store.run_dir).kept
-    drawings = {**costs.cost_figures(steps, ledger), **costs.training_figures(steps)}
+    drawings = {**costs.cost_figures(steps, ledger), **costs.training_figures(steps, writer.hues)}
     cache = open_scored(steps)
     complete = not steps.recipe.anchors or (cache is not None and len(cache.sources) == len(steps.recipe.anchors))
     next_step = f"The cache is not complete, so some anchors are not shown. Next: lweave score {steps.arguments}"
     view = RunView(
-        name=steps.recipe.name,
+        name=name,
         training_and_cost=writer.figures(drawings, suffix),
         cost_lines=cost_summary(steps, ledger),
         notes=[] if complete else [next_step],
+        setup=setup(steps, ledger),
+        findings=_findings(steps),
+        examples=examples(steps, evaluated),
     )
-    if cache is None or not cache.sources:
+    if not deep or cache is None or not cache.sources:
         return view
     vocabulary = anchors.student_vocabulary(steps)
     survey = anchors.survey_cache(steps, cache, vocabulary, progress)
-    drawings = {"kinds": anchors.kinds_figure(survey), "positions": anchors.positions_figure(survey)}
+    drawings = {"kinds": anchors.kinds_figure(survey, writer.hues), "positions": anchors.positions_figure(survey)}
     start = headline.start_composition(steps.recipe, rows)
     return replace(
         view,
-        loom=anchors.loom_data(steps, cache, vocabulary, start, progress),
+        loom=_with_colours(anchors.loom_data(steps, cache, vocabulary, start, progress), writer.hues),
         pairs=anchors.pair_views(survey),
         pushes=anchors.anchor_pushes(survey),
         anchor_figures=writer.figures(drawings, suffix),
     )
 
 
-def _check_one_student(runs: Sequence[Steps]) -> None:
-    for steps in runs[1:]:
-        if steps.identity_of(steps.student) != runs[0].identity_of(runs[0].student):
-            raise InputError(
-                f"{runs[0].arguments} and {steps.arguments} have different students "
-                f"({runs[0].recipe.student.model}, {steps.recipe.student.model}); report them separately"
-            )
-    names = [steps.recipe.name for steps in runs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InputError(f"two recipes are named {twice[0]!r}; give each run its own name")
+def _with_colours(loom: dict[str, Any] | None, hues: Hues) -> dict[str, Any] | None:
+    """Let the loom show a trained student in its policy's colour."""
+    return loom and {**loom, "colours": {one["name"]: hues[one["name"]].css for one in loom["settings"]}}
+
+
+def _findings(steps: Steps) -> list[Finding]:
+    """Look once more at everything that the stages' own checks look at."""
+    try:
+        return [*check_rollouts(steps), *check_scores(steps), *check_results(steps)]
+    except InputError:  # its models are gone and were never known here
+        return check_results(steps)
 
 
 def _facts(runs: Sequence[Steps]) -> list[Fact]:
-    facts = [Fact("Student", runs[0].recipe.student.model.rstrip("/").split("/")[-1])]
-    for steps in runs:
-        prefix = f"{steps.recipe.name}: " if len(runs) > 1 else ""
+    names = across.student_names(across.by_student(runs))
+    facts = [Fact("Student" if len(names) == 1 else "Students", ", ".join(names))]
+    if len(names) > 1:
+        return facts
+    for steps, name in zip(runs, across.run_names(runs), strict=True):
+        prefix = f"{name}: " if len(runs) > 1 else ""
         if steps.recipe.anchors:
             facts.append(Fact(f"{prefix}Anchors", ", ".join(steps.recipe.anchors)))
         cache = open_scored(steps)
@@ -245,6 +357,16 @@ def _facts(runs: Sequence[Steps]) -> list[Fact]:
         if seconds:
             facts.append(Fact(f"{prefix}Device time", duration(seconds), "including evaluation"))
     return facts
+
+
+def _stale(runs: Sequence[Steps], changed: Sequence[Mapping[str, str]]) -> set[str]:
+    """The policies that were trained or evaluated by another recipe than the present one."""
+    return {
+        policy
+        for steps, paths in zip(runs, changed, strict=True)
+        for policy in steps.policies
+        if any(_is_of(policy, path) for path in paths)
+    }
 
 
 def _is_of(policy: str, path: str) -> bool:
@@ -270,16 +392,30 @@ def _changes(given: Sequence[Steps], changed: Sequence[Mapping[str, str]], main:
     return notes
 
 
-def _missing(runs: Sequence[Steps], evaluated: Sequence[PolicySummaries], merged: PolicySummaries) -> list[str]:
-    """Name the policies that are not on the page, and the command that evaluates them."""
+def _missing(
+    runs: Sequence[Steps],
+    evaluated: Mapping[str, PolicySummaries],
+    students: Sequence[across.StudentResults],
+    labels: Sequence[str],
+) -> list[str]:
+    """Name the policies that are not on the page, the command that evaluates them, and those without an average."""
     notes = []
-    for steps, policies in zip(runs, evaluated, strict=True):
+    for steps in runs:
+        policies = evaluated[str(steps.store.run_dir)]
         waiting = [policy for policy in steps.policies if policy not in policies]
         if waiting:
             notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: lweave eval {steps.arguments}")
-        left_out = [policy for policy in policies if policy not in merged]
-        if left_out:
-            notes.append(f"Only in {steps.recipe.name}, so not in the table: {', '.join(left_out)}.")
+        notes += [
+            f"{policy} on {result.label}: {result.error}"
+            for policy, results in policies.items()
+            for result in results
+            if result.error
+        ]
+    for student in students:
+        partial = [policy for policy in student.policies if policy not in student.whole]
+        if partial:
+            where = f" of {student.name}" if len(students) > 1 else ""
+            notes.append(f"Not on all {len(labels)} benchmarks, so without an average{where}: {', '.join(partial)}.")
     return notes
 
 
@@ -287,7 +423,7 @@ def _footer(runs: Sequence[Steps]) -> list[str]:
     lines = [
         f"Made by Lightning Weave {__version__}: lweave report {' --run '.join(steps.arguments for steps in runs)}"
     ]
-    for steps in runs:
+    for steps, name in zip(runs, across.run_names(runs), strict=True):
         if steps.recipe.anchors:
-            lines.append(f"{steps.recipe.name}: cache {steps.reference.fingerprint}")
+            lines.append(f"{name}: cache {steps.reference.fingerprint}")
     return lines

@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from lightning_weave.bench.summary import Overall, Summary, combine, read_summary
-from lightning_weave.errors import InputError
-from lightning_weave.report.tables import BenchmarkScore, PolicyRow, console, plain
+from lightning_weave.report.tables import BenchmarkScore, PolicyRow, console, fits, plain
 from lightning_weave.runs.known import neighbours
 from lightning_weave.runs.steps import Steps
 
@@ -44,15 +43,6 @@ def _rectangular(policies: PolicySummaries) -> PolicySummaries:
     return {
         policy: results for policy, results in policies.items() if [summary.benchmark for summary in results] == names
     }
-
-
-def merge(runs: Sequence[PolicySummaries]) -> PolicySummaries:
-    """Merge runs of one student: a policy that all of them evaluated becomes one row over all benchmarks."""
-    names = [summary.benchmark for run in runs for summary in next(iter(run.values()), [])]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise InputError(f"two of the recipes evaluate on {twice[0]}; a benchmark counts once. Remove it from one")
-    shared = [policy for policy in runs[0] if all(policy in run for run in runs)]
-    return {policy: [summary for run in runs for summary in run[policy]] for policy in shared}
 
 
 def overalls(evaluated: PolicySummaries) -> dict[str, Overall]:
@@ -118,9 +108,17 @@ def show_results(steps: Steps, out: Console) -> None:
     if rows:
         if out.is_terminal:
             out.print(console(rows, width=out.width))
-            out.print("Bold: best. Underlined: second best.")
+            out.print("Bold: best. Underlined: second best. In brackets: 95 % interval.", highlight=False)
+            if not fits(rows, out.width):
+                count = len(rows[0].scores)
+                out.print(f"Means over {count} benchmarks; a wider terminal, or | cat, shows each.", highlight=False)
         else:
-            out.print(f"{plain(rows)}* best, + second best", soft_wrap=True, markup=False, highlight=False)
+            out.print(
+                f"{plain(rows)}* best, + second best; in brackets: 95 % interval",
+                soft_wrap=True,
+                markup=False,
+                highlight=False,
+            )
         for policy, results in found.items():
             for result in results:
                 if result.error:

@@ -100,6 +100,23 @@ def latex(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
+def legend(rows: Sequence[PolicyRow]) -> str:
+    """Explain the marks and the columns of a table."""
+    where = " of its block" if any(row.group for row in rows) else ""
+    parts = [f"Bold: best{where}. Underlined: second best."] if len(rows) > 1 else []
+    parts.append("Acc.: accuracy in %. #Tok.: mean response tokens.")
+    if any(not _is_missing(row.aes) for row in rows):
+        parts.append(
+            "AES: share of tokens saved plus three times the relative gain in accuracy (or minus five times the loss), "
+            "compared with the base and averaged over benchmarks."
+        )
+    if any(map(_interval, rows)):
+        parts.append("In brackets: 95 % interval, resampling problems for policy and base together.")
+    if any(_is_missing(value) for row in rows for value in (row.accuracy, row.tokens, row.aes)):
+        parts.append(f"{MISSING}: not measured, or undefined.")
+    return " ".join(parts)
+
+
 def to_csv(rows: Sequence[PolicyRow]) -> str:
     """Write the values as CSV: unrounded, unmarked, missing ones empty."""
     names = [f"{name} {what}" for name in (*_benchmarks(rows), "Average") for what in ("Acc.", "#Tok.")]
@@ -137,8 +154,7 @@ def console(rows: Sequence[PolicyRow], marks: Scope = "group", width: int | None
     from rich.text import Text
 
     styles = {"best": "bold", "second": "underline", "": ""}
-    fits = width is None or max(map(len, plain(rows, marks).splitlines())) + 2 * len(_columns(rows)) <= width
-    first = 0 if fits else 2 * len(_benchmarks(rows))
+    first = 0 if width is None or fits(rows, width, marks) else 2 * len(_benchmarks(rows))
     table = Table(box=SIMPLE)
     for name in ["Policy", *_flat_header(_benchmarks(rows))[first:]]:
         table.add_column(name, justify="left" if name == "Policy" else "right", no_wrap=True)
@@ -150,6 +166,11 @@ def console(rows: Sequence[PolicyRow], marks: Scope = "group", width: int | None
             texts = [Text.assemble((cell.text, styles[cell.mark]), f" {cell.interval}".rstrip()) for cell in shown]
             table.add_row(Text(row.label), *texts)
     return table
+
+
+def fits(rows: Sequence[PolicyRow], width: int, marks: Scope = "group") -> bool:
+    """Say whether a terminal has room for every benchmark."""
+    return max(map(len, plain(rows, marks).splitlines())) + 2 * len(_columns(rows)) <= width
 
 
 def cells(rows: Sequence[PolicyRow], marks: Scope = "group") -> list[list[Cell]]:

@@ -111,6 +111,49 @@ def offline_cost(steps: Steps, rows: list[dict[str, Any]], anchors: Iterable[str
     return Offline(cache, sum(trained.values()) / len(trained), len(trained))
 
 
+@dataclass(frozen=True)
+class SettingCost:
+    """Seconds of one composition of these anchors: its cache by stage, its training, and online if it was measured."""
+
+    anchors: tuple[str, ...]
+    cache: dict[str, float]
+    train: float
+    online: float | None
+
+
+def setting_costs(steps: Steps, rows: list[dict[str, Any]]) -> list[SettingCost]:
+    """What a composition costs by the anchors that it uses, the fewest first; training is the mean over these."""
+    compositions = steps.recipe.compositions
+    seconds = {method: _training_seconds(steps, rows, method) for method in ("joint", "online")}
+    tilted = {
+        name: cost
+        for name, cost in seconds["joint"].items()
+        if name in compositions and steps.objective(name) == steps.recipe.train.objective
+    }
+    used = {
+        name: tuple(anchor for anchor in steps.recipe.anchors if anchor in compositions[name].used)
+        for name in compositions
+    }
+    settings = []
+    for anchors in sorted(dict.fromkeys(used[name] for name in tilted), key=len):
+        offline = offline_cost(steps, rows, anchors)
+        assert offline is not None, anchors
+        settings.append(
+            SettingCost(
+                anchors,
+                offline.cache,
+                _mean(cost for name, cost in tilted.items() if used[name] == anchors) or 0.0,
+                _mean(cost for name, cost in seconds["online"].items() if used.get(name) == anchors),
+            )
+        )
+    return settings
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return sum(found) / len(found) if found else None
+
+
 def online_costs(steps: Steps, rows: list[dict[str, Any]]) -> dict[str, tuple[float, Offline]]:
     """What each online composition cost, and what the same anchors cost offline at the same number of updates."""
     seconds = _training_seconds(steps, rows, "online")

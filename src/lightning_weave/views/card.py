@@ -7,7 +7,7 @@ from lightning_weave.config import dump_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.report.results import policy_rows, summaries
-from lightning_weave.report.tables import markdown
+from lightning_weave.report.tables import legend, markdown
 from lightning_weave.runs.known import with_known
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import make_directory, whole_directory
@@ -45,7 +45,8 @@ def evaluation(steps: Steps, composition: str) -> str:
         + ", ".join(f"{key} {value}" for key, value in result.settings.items())
         for result in found[composition]
     )
-    return f"\n## Evaluation\n\n{markdown(policy_rows(shown)).strip()}\n\n{protocol}.\n"
+    rows = policy_rows(shown)
+    return f"\n## Evaluation\n\n{markdown(rows).strip()}\n\n{legend(rows)}\n\n{protocol}.\n"
 
 
 def _check_target(target: Path) -> None:

@@ -1,6 +1,7 @@
 """`lweave cost`: the paper's cost table (tab. training-cost) from what was measured."""
 
 import json as json_format
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,18 +10,20 @@ from rich.table import Table
 
 from lightning_weave.errors import InputError
 from lightning_weave.progress import duration
-from lightning_weave.runs.costs import costs, read_spent, summary
+from lightning_weave.report.cost_table import cost_columns, table_lines
+from lightning_weave.runs.costs import Spent, costs, read_spent, summary
 from lightning_weave.runs.known import with_known
 from lightning_weave.runs.steps import Steps
 
 
-def run(steps: Steps, console: Console, json: bool = False) -> None:
-    """Print what every stage cost, what a composition costs, and what sharing the cache saves."""
-    steps = with_known(steps)
-    spent = read_spent(steps.store.run_dir)
+def run(runs: Sequence[Steps], console: Console, json: bool = False) -> None:
+    """Print what every stage cost and what sharing the cache saves; of several runs, a table to compare them."""
+    if len(runs) > 1:
+        _compare(runs, console, json)
+        return
+    steps = with_known(runs[0])
+    spent = _read(steps)
     rows = spent.kept
-    if not rows and not spent.discarded:
-        raise InputError(f"{steps.store.run_dir}: nothing measured yet. Start with: lweave run {steps.arguments}")
     if json:
         said = {
             "run": str(steps.store.run_dir),
@@ -39,6 +42,35 @@ def run(steps: Steps, console: Console, json: bool = False) -> None:
         console.print(line, soft_wrap=True)
 
 
+def _read(steps: Steps) -> Spent:
+    spent = read_spent(steps.store.run_dir)
+    if not spent.kept and not spent.discarded:
+        raise InputError(f"{steps.store.run_dir}: nothing measured yet. Start with: lweave run {steps.arguments}")
+    return spent
+
+
+def _compare(runs: Sequence[Steps], console: Console, json: bool) -> None:
+    """Print the paper's table: one composition by student and anchors, offline by stage and online."""
+    columns = [
+        column
+        for steps in map(with_known, runs)
+        for column in cost_columns(steps, _read(steps).kept, steps.recipe.student.model.rstrip("/").split("/")[-1])
+    ]
+    if not columns:
+        raise InputError("no composition is trained in any of these runs, so there is nothing to compare")
+    if json:
+        print(json_format.dumps([{**asdict(column), "ratio": column.ratio} for column in columns], indent=2))
+        return
+    header, *lines = table_lines(columns)
+    table = Table(*header, title="Cost of one composition, device time", box=None)
+    table.columns[0].overflow = "fold"
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+
+
 def _stages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     by_name = costs(rows, "stage", "name")
     return [{"stage": stage, "name": name, **asdict(cost)} for (stage, name), cost in by_name.items()]
@@ -50,6 +82,7 @@ def _seconds(rows: list[dict[str, Any]]) -> float:
 
 def _stages_table(rows: list[dict[str, Any]], title: str) -> Table:
     table = Table("stage", "what", "device time", "tokens", "tokens/s", "written", "peak memory", title=title, box=None)
+    table.columns[1].overflow = "fold"  # a name that is cut names nothing
     for (stage, name), cost in costs(rows, "stage", "name").items():
         rate = f"{cost.tokens / cost.seconds:,.0f}" if cost.tokens and cost.seconds else ""
         written = f"{cost.written / 1e6:,.1f} MB" if cost.written else ""

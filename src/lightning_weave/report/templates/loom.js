@@ -38,6 +38,7 @@ class Cache {
     this.mapped = data.mapped.map((text) => decode(text, Uint8Array));
     this.valid = data.valid.map((text) => decode(text, Uint8Array));
     this.students = {};
+    this.colours = data.colours || {}; // of each setting's policy
     for (const [name, student] of Object.entries(data.students)) {
       this.students[name] = { logp: decode(student.logp, Float32Array), mass: decode(student.mass, Float32Array) };
     }
@@ -420,6 +421,7 @@ class Loom {
     table.createTHead().append(head);
     const rows = table.createTBody();
     for (let o = 0; o <= cache.C; o++) rows.append(this.candidateRow(p, o, decision, logB, student));
+    if (cache.colours[this.setting]) rows.style.setProperty("--own", cache.colours[this.setting]);
     const legend = make("p", "caption", "◂ sampled. ≠ the anchors pull this candidate in opposite directions. Shifts in nats.");
     const wrap = make("div", "scroll");
     wrap.append(table);

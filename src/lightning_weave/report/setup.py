@@ -1,0 +1,184 @@
+"""What a run was made of: models, compositions, hyperparameters, dates, versions and commands."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from lightning_weave.config import dump_recipe
+from lightning_weave.errors import InputError
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.progress import duration
+from lightning_weave.runs.steps import TRAIN_EXECUTION, Steps
+
+SECTIONS = ("prompts", "rollout", "reference", "score", "train", "eval")
+EXECUTION = {"token_budget", "batch_size", "prompts_per_shard", "block", "python", "options", "parity", "unsafe_local"}
+ELSEWHERE = {"objective", "benchmarks", "sources"}  # by composition, and in the table of results
+
+
+@dataclass(frozen=True)
+class Model:
+    """One checkpoint and what it is for."""
+
+    role: str
+    name: str
+    revision: str
+    identity: str  # the beginning of its content's
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One composition."""
+
+    name: str
+    method: str
+    weights: str
+    alpha: str
+    objective: str
+    epochs: int
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    """A key of the recipe; `own` if it is not the default."""
+
+    key: str
+    value: str
+    own: bool
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """When and on what a stage was made."""
+
+    stage: str
+    when: str
+    device_time: str
+    device: str
+    versions: str
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything that someone needs to make the run again."""
+
+    models: list[Model]
+    compositions: list[Trained]
+    settings: dict[str, list[KeyValue]]
+    stages: list[StageRun]
+    commands: list[tuple[str, str]]  # time, command
+    recipe: str
+
+
+def setup(steps: Steps, ledger: list[dict[str, Any]]) -> Setup:
+    """Gather it from the recipe, the ledger and the log."""
+    return Setup(
+        models=_models(steps),
+        compositions=[_trained(steps, name) for name in steps.recipe.compositions],
+        settings={section: _settings(steps, section) for section in SECTIONS},
+        stages=_stages(ledger),
+        commands=_commands(steps),
+        recipe=re.sub(r"^runs = .*\n", "", dump_recipe(steps.recipe), flags=re.MULTILINE),  # where, not what
+    )
+
+
+def _models(steps: Steps) -> list[Model]:
+    recipe = steps.recipe
+    named = [("student", steps.student)]
+    for anchor in recipe.anchors:
+        named += [(f"{anchor}, post", steps.anchor(anchor, "post")), (f"{anchor}, pre", steps.anchor(anchor, "pre"))]
+    named += [(policy, Checkpoint.of(section)) for policy, section in recipe.policies.items()]
+    return [Model(role, one.name, one.revision or "", _identity(steps, one)) for role, one in named]
+
+
+def _identity(steps: Steps, checkpoint: Checkpoint) -> str:
+    try:
+        return steps.identity_of(checkpoint)[:12]
+    except InputError:  # it was never scored here, and is not here now
+        return ""
+
+
+def _trained(steps: Steps, name: str) -> Trained:
+    composition = steps.recipe.compositions[name]
+    alpha = steps.alpha(name)
+    budget = getattr(composition, "kl_budget", None)
+    words = ("" if alpha is None else f"{alpha:g}", "" if budget is None else f"for {budget:g} nats")
+    return Trained(
+        name=name,
+        method=composition.method,
+        weights=", ".join(f"{anchor} {weight:g}" for anchor, weight in composition.used.items()),
+        alpha=" ".join(words).strip(),
+        objective=steps.objective(name),
+        epochs=steps.train_section(name).epochs,
+    )
+
+
+def _settings(steps: Steps, section: str) -> list[KeyValue]:
+    """List the keys that decide what a stage makes."""
+    part = getattr(steps.recipe, section)
+    left_out = EXECUTION | ELSEWHERE | (TRAIN_EXECUTION if section == "train" else set())
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in type(part).model_fields.items()}
+    return [
+        KeyValue(f"{section}.{key.rstrip('_')}", _shown(value), value != defaults[key])
+        for key, value in part
+        if key not in left_out and value not in (None, [], {})
+    ]
+
+
+def _shown(value: Any) -> str:
+    """Write a value as people read it.
+
+    >>> _shown(0.0005), _shown(True), _shown([0.9, 0.999]), _shown("hf")
+    ('0.0005', 'true', '0.9, 0.999', 'hf')
+    """
+    match value:
+        case bool():
+            return str(value).lower()
+        case list():
+            return ", ".join(map(_shown, value))
+        case dict():
+            return ", ".join(f"{key} = {_shown(item)}" for key, item in value.items())
+        case float():
+            return f"{value:g}"
+        case _ if hasattr(value, "model_dump"):
+            return _shown(value.model_dump(exclude_none=True))
+        case _:
+            return str(value)
+
+
+def _stages(ledger: list[dict[str, Any]]) -> list[StageRun]:
+    stages: dict[str, list[dict[str, Any]]] = {}
+    for row in ledger:
+        stages.setdefault(row["stage"], []).append(row)
+    return [
+        StageRun(
+            stage=stage,
+            when=_period([row["time"] - row["device_seconds"] for row in rows], [row["time"] for row in rows]),
+            device_time=duration(sum(row["device_seconds"] for row in rows)),
+            device=_each(row["device"] for row in rows),
+            versions=_each(", ".join(f"{name} {version}" for name, version in row["versions"].items()) for row in rows),
+        )
+        for stage, rows in stages.items()
+    ]
+
+
+def _period(starts: Iterable[float], ends: Iterable[float]) -> str:
+    """Say from when to when, in UTC.
+
+    >>> _period([0.0], [60.0]), _period([0.0], [86400.0])
+    ('1970-01-01 00:00 to 00:01', '1970-01-01 00:00 to 1970-01-02 00:00')
+    """
+    first, last = (datetime.fromtimestamp(time, UTC) for time in (min(starts), max(ends)))
+    return f"{first:%Y-%m-%d %H:%M} to {last:{'%H:%M' if first.date() == last.date() else '%Y-%m-%d %H:%M'}}"
+
+
+def _each(values: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(values))
+
+
+def _commands(steps: Steps) -> list[tuple[str, str]]:
+    """The commands that wrote to this run, from its log."""
+    path = steps.store.run_dir / "log.txt"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return re.findall(r"^(\S+ \S+) \$ (.*)$", text, flags=re.MULTILINE)

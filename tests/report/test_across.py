@@ -1,0 +1,124 @@
+"""Several runs in one report: policies join by what they are, students are blocks, ablations stand as in the paper."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_weave.errors import InputError
+from lightning_weave.progress import Progress
+from lightning_weave.report import across, report
+from lightning_weave.report.tables import BenchmarkScore, PolicyRow
+from report.evaluated import write_evaluations
+from tiny import make_world, save_prompts, steps_of
+
+QUIET = Progress(quiet=True)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> dict[str, Any]:
+    return make_world(tmp_path, prompts=2)
+
+
+def test_what_a_policy_is_does_not_depend_on_names(world: dict[str, Any]) -> None:
+    renamed = {
+        **world,
+        "name": "other",
+        "anchors": {"right": world["anchors"]["acc"], "short": world["anchors"]["brief"]},
+    }
+    renamed["compositions"] = {
+        "half": {"weights": {"short": 0.5, "right": 0.5}},
+        "strong": {"weights": {"right": 0.5, "short": 0.5}, "alpha": 1.0},
+        "naive": {"weights": {"right": 0.5, "short": 0.5}, "objective": "direct-opd"},
+        "there": {"weights": {"right": 0.5, "short": 0.5}, "method": "sequential", "sequence": ["right", "short"]},
+        "back": {"weights": {"right": 0.5, "short": 0.5}, "method": "sequential", "sequence": ["short", "right"]},
+    }
+    one, two = steps_of(world), steps_of(renamed)
+    assert across.meaning(one, "both") == across.meaning(two, "half")
+    assert across.meaning(one, "base") == across.meaning(two, "base")
+    others = [across.meaning(two, name) for name in ("half", "strong", "naive", "there", "back")]
+    assert len(set(others)) == 5
+    assert across.meaning(one, "acc-only") not in others
+
+
+@pytest.mark.slow
+def test_students_and_domains_are_one_table(world: dict[str, Any], tmp_path: Path) -> None:
+    files = {name: f"file:{save_prompts(tmp_path / f'{name}.jsonl', 8, seed=len(name))}" for name in ("sums", "code")}
+    students = {"small": world["student"]["model"], "large": world["anchors"]["acc"]["pre"]}
+    renamed = {"both": "even", "acc-only": "acc-only", "brief-only": "brief-only"}
+    runs = []
+    for student, model in students.items():
+        for domain, file in files.items():
+            own = {**world, "runs": str(tmp_path / domain), "name": student, "student": {"model": model}}
+            own["eval"] = {"benchmarks": [file]}
+            if domain == "code":  # the same compositions by other names
+                own["compositions"] = {renamed[name]: one for name, one in world["compositions"].items()}
+            policies = {"base": (0.5, 300), "acc-only": (0.7, 350), "both" if domain == "sums" else "even": (0.7, 200)}
+            if domain == "sums":
+                policies["brief-only"] = (0.4, 150)
+            write_evaluations(steps_of(own), policies)
+            runs.append(steps_of(own))
+    page = report.run(runs, QUIET)
+    assert page == tmp_path / "report" / "index.html"
+    with (page.parent / "tables" / "results.csv").open() as file:
+        header, *lines = list(csv.reader(file))
+    assert header[:8] == [
+        "Group",
+        "Policy",
+        "sums Acc.",
+        "sums #Tok.",
+        "code Acc.",
+        "code #Tok.",
+        "Average Acc.",
+        "Average #Tok.",
+    ]
+    found = {(line[0], line[1]): line for line in lines}
+    groups = [across.student_names([[steps]])[0] for steps in (runs[0], runs[2])]
+    assert list(found) == [(group, name) for group in groups for name in ("base", "acc-only", "brief-only", "both")]
+    assert all(found[group, "brief-only"][4:] == [""] * 7 for group in groups)
+    tex = (page.parent / "tables" / "results.tex").read_text()
+    for block in tex.split(r"\multicolumn{8}{l}")[1:]:
+        assert r"\textbf{" in block.split("}}}", 1)[1]  # marks within each student
+    points = json.loads((page.parent / "points.json").read_text())
+    assert [(point["student"], point["policy"]) for point in points] == [key for key in found if key[1] != "brief-only"]
+    names = {path.name for path in (page.parent / "figures").glob("frontier*.svg")}
+    assert len(names) == 6  # for each student the average and two benchmarks
+    text = page.read_text()
+    assert text.count('class="group"') == 2
+    assert "2 students on 2 benchmarks" in text
+    one = report.run(runs, QUIET, tmp_path / "chosen", "code")
+    assert "On code. " in one.read_text()
+    with pytest.raises(InputError, match="--benchmark nothing: not evaluated on that; there is sums, code"):
+        report.run(runs, QUIET, None, "nothing")
+    with pytest.raises(InputError, match="is given twice"):
+        report.run([runs[0], runs[0]], QUIET)
+
+
+def test_ablations_stand_in_the_papers_blocks(world: dict[str, Any]) -> None:
+    even = {"weights": {"acc": 0.5, "brief": 0.5}}
+    single = {"weights": {"acc": 1.0}}
+    world["compositions"] = {
+        "acc": single,
+        "acc-naive": {**single, "objective": "direct-opd"},
+        "acc-online": {**single, "method": "online"},
+        "both": even,
+        "mixture": {**even, "method": "mixture"},
+        "forth": {**even, "method": "sequential", "sequence": ["acc", "brief"]},
+        "lonely": {"weights": {"brief": 1.0}},
+    }
+    steps = steps_of(world)
+    rows = [PolicyRow(name, (BenchmarkScore("b", n, n),), n, n) for n, name in enumerate(steps.policies)]
+    numbers = {row.policy: row.accuracy for row in rows}
+    found = [(row.group, row.policy, row.accuracy) for row in across.ablation(steps, rows)]
+    assert found == [
+        ("", "Base", numbers["base"]),
+        ("(a) Tilted-target correction: acc", "Online DOPD", numbers["acc-online"]),
+        ("(a) Tilted-target correction: acc", "Naive Offline", numbers["acc-naive"]),
+        ("(a) Tilted-target correction: acc", "Tilted-Target (ours)", numbers["acc"]),
+        ("(b) Composition: acc + brief", "Data Mixture", numbers["mixture"]),
+        ("(b) Composition: acc + brief", "acc → brief", numbers["forth"]),
+        ("(b) Composition: acc + brief", "Tilted-Target (ours)", numbers["both"]),
+    ]
+    assert across.ablation(steps, rows[:2]) == []
