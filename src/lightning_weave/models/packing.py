@@ -121,9 +121,7 @@ def _attend_by_row(
         return attend_sparing(module, query, key, value, attention_mask, **kwargs)
     rows = zip(*(heads.split(attention_mask.lengths, dim=2) for heads in (query, key, value)), strict=True)
     masked = zip(rows, attention_mask.masks, strict=True)
-    return torch.cat(
-        [attend_sparing(module, *row, attention_mask=mask, **kwargs)[0] for row, mask in masked], dim=1
-    ), None
+    return torch.cat([attend_sparing(module, *row, mask, **kwargs)[0] for row, mask in masked], dim=1), None
 
 
 @contextmanager

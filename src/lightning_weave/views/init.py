@@ -7,7 +7,7 @@ import json
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -24,7 +24,7 @@ from lightning_weave.devices import choose_device, memory_of
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.plan.costs import PlannedMachine
-from lightning_weave.plan.gpus import CALIBRATED, GPU
+from lightning_weave.plan.gpus import CALIBRATED
 from lightning_weave.plan.recipe import MemoryPlan, make_plan
 from lightning_weave.prompts import EXPECTS, build_prompts, expected_of, guess_columns, read_rows
 from lightning_weave.runs.steps import ROLES, Steps
@@ -235,7 +235,7 @@ def _fit_memory(draft: Draft, steps: Steps, machine: PlannedMachine | None) -> N
     """Give up what costs memory until every stage fits, and say what never does."""
     device = choose_device(draft.recipe().machine.device)
     if machine is None:
-        own = GPU(f"this {device.type}", CALIBRATED.peak, memory_of(device), CALIBRATED.bandwidth)
+        own = replace(CALIBRATED, name=f"this {device.type}", memory=memory_of(device))
         machine = PlannedMachine(own, 1)
     saved = str(steps.student.dtype).removeprefix("torch.")
     draft.note(f"dtype = auto: float32 on a CPU, else as saved; the student is saved in {saved}")
