@@ -120,8 +120,11 @@ def _attend_by_row(
     if not isinstance(attention_mask, RowMasks):
         return attend_sparing(module, query, key, value, attention_mask, **kwargs)
     rows = zip(*(heads.split(attention_mask.lengths, dim=2) for heads in (query, key, value)), strict=True)
-    masked = zip(rows, attention_mask.masks, strict=True)
-    return torch.cat([attend_sparing(module, *row, mask, **kwargs)[0] for row, mask in masked], dim=1), None
+    outputs = [
+        attend_sparing(module, q, k, v, mask, **kwargs)[0]
+        for (q, k, v), mask in zip(rows, attention_mask.masks, strict=True)
+    ]
+    return torch.cat(outputs, dim=1), None
 
 
 @contextmanager
