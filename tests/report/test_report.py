@@ -179,7 +179,7 @@ def test_a_reader_finds_what_the_run_was_and_what_its_checks_found(recipe: dict[
         assert str(escape(finding.text)) in text
         assert finding.bounds is None or finding.bounds.words in text
     assert {"rollout", "anchors.acc", "compositions.both", "eval base/sums"} <= set(
-        re.findall(r"<tr class=.\w+.><th scope=.row.>([^<]*)</th>", text)
+        re.findall(r"<tr class=.found-\w+.><th scope=.row.>([^<]*)</th>", text)
     )
 
 
