@@ -97,7 +97,7 @@ def training_memory(
     }
     moments["loss"] += _at_loss(shape, tokens, of_head, size)
     # Its head is compared with its own logits, in float32, when its weights have been read.
-    looked_at = whole + size * unit + (4 * head if size < 4 else 0)
+    looked_at = whole + size * unit + max(whole + size * unit, 4 * head if size < 4 else 0)
     return Memory(state, float(whole + max(moments.values())), (frozen + MASTER * learning) / gpus + looked_at)
 
 
