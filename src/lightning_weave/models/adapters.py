@@ -1,5 +1,6 @@
 """LoRA adapters (PEFT): what lies in their directory, and how one is put on its base model and taken off."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,7 +69,8 @@ def attach(model: Any, name: str, path: Path) -> None:
     config.init_lora_weights = False  # all of them are read from the file; some ways to begin change the base
     config.inference_mode = True
     tensors = {key.removeprefix(_OF_THE_MODEL): value for key, value in load_file(path / WEIGHTS).items()}
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several on one base are meant
         try:
             inject_adapter_in_model(config, model, adapter_name=name)
         except ValueError as error:
