@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_weave.models.hf import ScoreRow, hf_scorer
 from lightning_weave.models.load import load_model, load_tokenizer
 from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.steps import ScoredModel, Steps
+from lightning_weave.runs.steps import ROLES, ScoredModel, Steps
 from lightning_weave.train.loop import Fit
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.training import make_fit, open_trainee
@@ -75,9 +75,9 @@ def make_scored_run(root: Path) -> Steps:
         for role, path in enumerate((section.post, section.pre)):
             save_student(Path(path), seed=10 + 2 * seed + role, dtype=torch.float32, vocab_size=VOCABULARY)
     steps = Steps(steps.recipe, steps.arguments)  # the anchors' identities have changed
-    for section in steps.recipe.anchors.values():
-        for role in ("post", "pre"):
-            score_all(steps, ScoredModel.of(section, role))
+    for name in steps.recipe.anchors:
+        for role in ROLES:
+            score_all(steps, steps.side(name, role))
     return steps
 
 

@@ -82,6 +82,7 @@ class Response:
 
     ids: list[int]
     finish: FinishReason
+    decided: list[bool] | None = None  # of a logged run: which of them the student wrote; None: all
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Rollouts:
     finish_R: NDArray[np.uint8]  # index into FINISH_REASONS
     prompt_ids: Ragged  # int32
     response_ids: Ragged  # int32
+    decided: Ragged | None = None  # bool: the student wrote this token, the others are context; None: it wrote all
 
     def trajectories(self) -> NDArray[np.uint32]:
         """Name each row by its tokens, so that two caches are only ever joined on the same trajectory."""
@@ -152,12 +154,16 @@ def _each_field(kind: type[T], value: Callable[[str], Any]) -> T:
 
 
 def _pick(values: Any, rows: Sequence[int]) -> Any:
+    if values is None:
+        return None
     if not isinstance(values, Ragged):
         return values[list(rows)]
     return Ragged.of([values[row] for row in rows]) if len(rows) else Ragged(values.flat[:0], values.offsets[:1])
 
 
 def _join(parts: Sequence[Any]) -> Any:
+    if parts[0] is None:
+        return None
     if not isinstance(parts[0], Ragged):
         return np.concatenate(parts)
     ends = np.cumsum([0, *(part.offsets[-1] for part in parts)])

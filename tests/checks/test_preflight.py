@@ -64,7 +64,7 @@ def _trainer(folder: Path) -> None:
 
 
 DIRECTORIES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "adapter": (_adapter, "a LoRA adapter of org/base, not a whole model. Merge it"),
+    "adapter": (_adapter, "a LoRA adapter whose base cannot be used: model 'org/base'"),
     "gguf": (lambda folder: (folder / "model.Q4_K_M.gguf").touch(), "holds GGUF weights"),
     "trainer": (_trainer, "the output directory of a Trainer. Give one of its 2 checkpoints: "),
     "empty": (lambda folder: None, "an empty directory"),

@@ -108,6 +108,41 @@ WRONG = [
     ),
     ("name='../escape'", ["name", "plain name"]),
     ("anchors.'a/b'={post='x', pre='y'}", ["anchors.a/b", "plain name"]),
+    # contexts
+    ("anchors.x={}", ["anchors.x = {}", "post is missing", "model and post_prompt"]),
+    ("anchors.acc.model='student'", ["anchors.acc", "model stands instead of post and pre"]),
+    ("anchors.x={model='student'}", ["anchors.x", "same context on both sides", "Give post_prompt"]),
+    ("anchors.x={model='m', post_prompt={systm='a'}}", ["anchors.x.post_prompt.systm", "post_prompt.system?"]),
+    ("anchors.x={model='m', post_prompt={template='Hi'}}", ["anchors.x.post_prompt.template", "needs {prompt}"]),
+    (
+        "anchors.x={model='m', post_prompt={template='{prompt'}}",
+        ["x.post_prompt.template", "double literal braces"],
+    ),
+    ("anchors.x={model='m', post_prompt={prefix=''}}", ["anchors.x.post_prompt.prefix", "at least 1"]),
+    ("anchors.x={model='m', post_prompt={prefix='a'}, missing='mask'}", ["anchors.x", "there are none"]),
+    ("anchors.x={model='m', post_prompt={prefix='a'}, missing='drop'}", ["anchors.x.missing", "'refuse' or 'mask'"]),
+    (
+        "anchors.x={model='student', post_prompt={prefix='a'}, post_revision='main'}",
+        ["anchors.x", "takes revision and trust_remote_code from [student]"],
+    ),
+    # rules of shifts
+    ("anchors.acc.shift_clip=0", ["anchors.acc.shift_clip = 0", "greater than 0"]),
+    ("anchors.acc.only_above=-1.0", ["anchors.acc.only_above = -1.0", "greater than 0"]),
+    ("anchors.acc.mass_floor=1.5", ["anchors.acc.mass_floor = 1.5", "less than 1"]),
+    ("anchors.acc.temperature=inf", ["anchors.acc.temperature", "finite"]),
+    # weights by tag
+    ("compositions.both.weights={math={acc=1.0}, acc=0.5}", ["compositions.both", "mix tables by tag", "'acc'"]),
+    ("compositions.both.weights={math={acc=0.7}}", ["compositions.both.weights", "math", "sum to 1"]),
+    ("compositions.both.weights={math={acc=1.0}}", ["compositions.both.weights differ by tag", "add [tags]"]),
+    ("compositions.both.weights={math={acc='x'}}", ["compositions.both.weights.math.acc", "must be a valid number"]),
+    ("compositions.both.weights={math={}}", ["compositions.both.weights", "give each anchor its share"]),
+    ("compositions.both.routes={math={acc=1.0}}", ["compositions.both", "has no key routes; write weights"]),
+    (
+        "compositions.both={method='mixture', weights={math={acc=1.0}}}",
+        ["compositions.both.weights", "weights by tag are for joint training; mixture"],
+    ),
+    ("tags={column='kind', rules={math='x'}}", ["tags", "leave one of them out"]),
+    ("tags.rules={math='('}", ["tags.rules", "not a regular expression"]),
     # names that do not fit together
     ("compositions.both.weights={acc=0.5, klear=0.5}", ["'klear'", "known anchors: acc, brief"]),
     ("policies.base.model='x'", ["policies.base", "the student itself"]),
@@ -216,8 +251,11 @@ WRONG_FILES = [
     ("[student]\nmodel = 'x'", ["name is missing"]),
     ("name = 'x'", ["student is missing"]),
     ("name = 'x'\n[student]\nmodel = ''", ["student.model", "at least 1 character"]),
-    ("name = 'x'\n[student]\nmodel = 'm'\n[anchors.a]\npost = 'p'", ["anchors.a.pre is missing", "trained from"]),
-    ("name = 'x'\n[student]\nmodel = 'm'\n[anchors.a]\npre = 'p'", ["anchors.a.post is missing", "specialist"]),
+    ("name = 'x'\n[student]\nmodel = 'm'\n[anchors.a]\npre = 'p'", ["anchors.a", "post is missing, the specialist"]),
+    (
+        "name = 'x'\nprompts.chat = false\nstudent.model = 'm'\nanchors.a = { model = 'p', post_prompt.system = 's' }",
+        ["anchors.a: system needs a chat template", "Use prefix"],
+    ),
     ("", ["name is missing", "and 1 more"]),
 ]
 

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from lightning_weave.runs.steps import Role, ScoredModel, Steps
+from lightning_weave.runs.steps import Role, Steps
 from lightning_weave.store import Step
 from lightning_weave.types import Candidates, Rollouts, Scores
 from rounding import LOGPROB
@@ -105,7 +105,7 @@ def read_cache(steps: Steps, role: Role | None = "post") -> list[dict[str, Any]]
     """Read every row of rollouts, candidates and the scores of one anchor model, joined by shard and place."""
     stages: list[tuple[Step, type]] = [(steps.rollout, Rollouts), (steps.reference, Candidates)]
     if role is not None:
-        stages.append((steps.score(ScoredModel.of(steps.recipe.anchors["one"], role)), Scores))
+        stages.append((steps.score(steps.side("one", role)), Scores))
     rows = []
     for shard in range(len(steps.store.stage(steps.rollout).require()["shards"])):
         rollouts, candidates, *scores = (steps.store.stage(step).open(kind, shard).read() for step, kind in stages)
@@ -151,7 +151,7 @@ def check_reference(steps: Steps, rows: list[dict[str, Any]], tolerance: float =
 def check_scores(
     steps: Steps,
     rows: list[dict[str, Any]],
-    role: str,
+    role: Role,
     *,
     prompts: Mapping[int, list[int]] | None = None,  # the anchor's own prompts, instead of the student's projected
     bos: tuple[int, ...] = (),
@@ -160,8 +160,7 @@ def check_scores(
     tolerance: float = LOGPROB,
 ) -> tuple[int, int]:
     """Hold every number of one anchor model against whole logits; returns positions with all and with no candidate."""
-    section = steps.recipe.anchors["one"]
-    path = Path(section.post if role == "post" else section.pre)
+    path = steps.anchor("one", role).path
     student, anchor = Words.of(Path(steps.recipe.student.model)), Words.of(path)
     whole = nothing = 0
     for row in rows:

@@ -14,6 +14,7 @@ from lightning_weave.pipeline import preview
 from lightning_weave.pipeline.flow import make_cache
 from lightning_weave.progress import Progress
 from lightning_weave.runs.caches import open_cache
+from lightning_weave.runs.prompts import asked_prompts
 from lightning_weave.store.ledger import read_ledger
 from lightning_weave.train.data import compose, kept_decisions
 from lightning_weave.types import Request
@@ -30,17 +31,23 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
     problems = [{"id": f"q{n}", "problem": f"{n}+1", "answer": str(n + 1)} for n in range(4)]
     (root / "sums.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     bench = f"file:{root / 'sums.jsonl'}"
+    recipe["anchors"]["told"] = {**recipe["anchors"]["acc"], "post_prompt": {"template": "{prompt} {answer}"}}
+    recipe["tags"] = {"rules": {"long": r"\d.\d.\d.\d.\d"}}
+    recipe["compositions"]["routed"] = {"weights": {"long": {"acc": 1.0}, "default": {"acc": 0.25, "brief": 0.75}}}
+    recipe["compositions"]["told"] = {"weights": {"told": 1.0}}
     recipe["eval"] = {"benchmarks": [bench], "samples": 2, "max_tokens": 6, "chat": False}
     return recipe
 
 
-@pytest.mark.parametrize("name", ["acc-only", "both"])
+@pytest.mark.parametrize("name", ["acc-only", "both", "told", "routed"])
 def test_the_live_target_is_the_cached_one(recipe: dict, name: str) -> None:
     """At every decision of real trajectories: candidates, residual, masked positions, non-candidates' odds."""
     steps = steps_of(recipe)
     make_cache(steps, QUIET)
     cache = open_cache(steps, name)
-    target = preview._open_target(steps, name, {})
+    anchors = preview._open_anchors(steps, name, {})
+    anchors.ask(asked_prompts(steps, {"answer"}))
+    target = preview._open_target(steps, name, anchors)
     student = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu"))
     vocabulary, masked = len(make_tokenizer("student")), 0
     for number in range(6):

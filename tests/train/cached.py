@@ -15,7 +15,7 @@ from lightning_weave.config import check_recipe
 from lightning_weave.models.hf import hf_scorer
 from lightning_weave.pipeline.flow import make_cache
 from lightning_weave.progress import Progress
-from lightning_weave.runs.steps import ScoredModel, Steps
+from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.trajectories import find_candidates, pack_rollouts
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.training import TrainContext
@@ -146,7 +146,7 @@ def write_cache(steps: Steps, groups: int, longest: int, valid: Validity, seed: 
         rollout.write(shard, rollouts)
         reference.write(shard, found)
         first = shard * per_shard * responses
-        for anchor, section in recipe.anchors.items():
+        for anchor in recipe.anchors:
             shift = np.random.default_rng([seed, ANCHORS.index(anchor), shard]).normal(0, 1.5, found.logp.flat.shape)
             masks = [valid(anchor, first + row, len(logp)) for row, logp in enumerate(found.logp)]
             mapped = np.repeat(np.concatenate(masks)[:, None], recipe.reference.candidates, axis=1)
@@ -158,7 +158,7 @@ def write_cache(steps: Steps, groups: int, longest: int, valid: Validity, seed: 
                     Ragged(mapped, found.logp.offsets),
                     Ragged(np.ones(len(logp), np.float32), found.logp.offsets),
                 )
-                scored = ScoredModel.of(section, role)  # type: ignore[arg-type]
+                scored = steps.side(anchor, role)  # type: ignore[arg-type]
                 store.stage(steps.score(scored)).write(shard, scores)
     rollout.finish(Rollouts, shards)
     reference.finish(Candidates, shards)

@@ -26,13 +26,14 @@ class Block:
     def of(cls, numbers: Sequence[int], rollouts: Rollouts, candidates: Candidates, shifts: Sequence[Shift]) -> "Block":
         """Put rows and the shift of every source together."""
         shape_PC = candidates.ids.flat.shape
+        valid_KP = _stack([shift.valid_P for shift in shifts], np.bool_, shape_PC[:1])
         return cls(
             number_R=np.array(numbers, np.int64),
             rollouts=rollouts,
             candidates=candidates,
             r_KPC=_stack([shift.r_PC for shift in shifts], np.float32, shape_PC),
             mapped_KPC=_stack([shift.mapped_PC for shift in shifts], np.bool_, shape_PC),
-            valid_KP=_stack([shift.valid_P for shift in shifts], np.bool_, shape_PC[:1]),
+            valid_KP=valid_KP if rollouts.decided is None else valid_KP & rollouts.decided.flat,
         )
 
     @classmethod
@@ -49,6 +50,13 @@ class Block:
             valid_KP=np.concatenate([block.valid_KP for block in blocks], axis=1),
         )
 
+    def weighed(self, weight_RK: NDArray[np.float32]) -> "Block":
+        """Weigh the shifts by weights of each row's own: all sources then count 1, one of weight 0 masks nothing."""
+        weight_KP = np.repeat(weight_RK.T, self.decisions_R, axis=1)
+        used_KP = weight_KP != 0
+        r_KPC = np.where(used_KP[..., None], weight_KP[..., None] * self.r_KPC, np.float32(0))
+        return replace(self, r_KPC=r_KPC, valid_KP=(self.valid_KP | ~used_KP) & self.decided_P)
+
     def __len__(self) -> int:
         return len(self.number_R)
 
@@ -56,6 +64,12 @@ class Block:
     def sampled_P(self) -> NDArray[np.int32]:
         """The token that was sampled at each decision."""
         return self.rollouts.response_ids.flat
+
+    @property
+    def decided_P(self) -> NDArray[np.bool_]:
+        """Which tokens the student wrote; the others of a logged run are context, valid for no source."""
+        decided = self.rollouts.decided
+        return np.ones(len(self.sampled_P), np.bool_) if decided is None else decided.flat
 
     @property
     def decisions_R(self) -> NDArray[np.int64]:
@@ -101,7 +115,11 @@ class Block:
         cut_fields: dict[str, Any] = {name: cut(getattr(self.candidates, name)) for name in decided}
         return replace(
             self,
-            rollouts=replace(self.rollouts, response_ids=cut(self.rollouts.response_ids)),
+            rollouts=replace(
+                self.rollouts,
+                response_ids=cut(self.rollouts.response_ids),
+                decided=None if self.rollouts.decided is None else cut(self.rollouts.decided),
+            ),
             candidates=replace(self.candidates, **cut_fields),
             r_KPC=self.r_KPC[:, :decisions],
             mapped_KPC=self.mapped_KPC[:, :decisions],

@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Cache:
     """All trajectories of a run with the shifts of the given sources, addressed by row number.
 
-    `dealt_R` gives each row to one source alone, at full weight (the data mixture).
+    `weight_RK` gives each row weights of its own: by its tag, or one source alone (the data mixture).
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class Cache:
         rollouts: Stage,
         reference: Stage,
         sources: Sequence[ShiftSource] = (),
-        dealt_R: NDArray[np.int64] | None = None,
+        weight_RK: NDArray[np.float32] | None = None,
     ) -> None:
         self.rollouts = rollouts
         self.reference = reference
         self.sources = tuple(sources)
-        self.dealt_R = dealt_R
+        self.weight_RK = weight_RK
         stages = (rollouts, reference, *(stage for source in sources for stage in source.stages))
         for stage in stages:
             stage.require()
@@ -48,7 +48,7 @@ class Cache:
     @property
     def weights(self) -> list[float]:
         """What each source's shift counts."""
-        return [source.weight for source in self.sources] if self.dealt_R is None else [1.0]
+        return [source.weight if self.weight_RK is None else 1.0 for source in self.sources]
 
     @property
     def names(self) -> list[str]:
@@ -73,10 +73,9 @@ class Cache:
     def _runs(self, rows: Sequence[int]) -> Iterator[list[int]]:
         """Group rows that follow one another and can be read together."""
 
-        def key(item: tuple[int, int]) -> tuple[int, int, int]:
+        def key(item: tuple[int, int]) -> tuple[int, int]:
             place, number = item
-            dealt = 0 if self.dealt_R is None else int(self.dealt_R[number])
-            return self.rows.find(number)[0], number - place, dealt
+            return self.rows.find(number)[0], number - place
 
         return ([number for _, number in group] for _, group in groupby(enumerate(rows), key=key))
 
@@ -87,9 +86,9 @@ class Cache:
         self._check_same(trajectory_R, candidates.trajectory_R, self.reference, run)
         for values in (candidates.logp, candidates.other_logp, candidates.sampled_logp):
             self._check_finite(values.flat, candidates.ids.offsets, self.reference, run)
-        sources = self.sources if self.dealt_R is None else [self.sources[self.dealt_R[run[0]]]]
-        shifts = [self._shift(source, candidates, trajectory_R, run) for source in sources]
-        return Block.of(run, rollouts, candidates, shifts)
+        shifts = [self._shift(source, candidates, trajectory_R, run) for source in self.sources]
+        block = Block.of(run, rollouts, candidates, shifts)
+        return block if self.weight_RK is None else block.weighed(self.weight_RK[run])
 
     def _shift(
         self, source: ShiftSource, candidates: Candidates, trajectory_R: NDArray[np.uint32], run: list[int]

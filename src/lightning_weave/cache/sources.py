@@ -4,7 +4,7 @@ All of them are shifts of the student's candidates against `other`, so that one 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -34,11 +34,59 @@ def valid_positions(mapped_PC: NDArray[np.bool_], validity: str) -> NDArray[np.b
     return np.asarray(mapped_PC.all(axis=-1) if validity == "position" else mapped_PC.any(axis=-1))
 
 
-def pair_shift(post: Scores, pre: Scores, validity: str) -> Shift:
-    """Subtract pre from post where both can express the candidate (cross-tokenizer-shift)."""
+@dataclass(frozen=True)
+class ShiftRules:
+    """What of a pair's shift is used: all of it, unless the anchor says otherwise."""
+
+    validity: str = Anchor.model_fields["validity"].default
+    shift_clip: float | None = None
+    only_above: float | None = None
+    mass_floor: float | None = None
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, anchor: Anchor) -> "ShiftRules":
+        """The rules of a section of the recipe."""
+        return cls(**{field.name: getattr(anchor, field.name) for field in fields(cls)})
+
+    @property
+    def said(self) -> dict[str, float]:
+        """The rules that change something, the validity rule aside."""
+        rules = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "validity"}
+        return {name: value for name, value in rules.items() if value != getattr(ShiftRules, name)}
+
+
+def pair_shift(post: Scores, pre: Scores, candidates: Candidates, rules: ShiftRules) -> Shift:
+    """Subtract pre from post where both can express the candidate (cross-tokenizer-shift), by the anchor's rules."""
     mapped_PC = post.mapped.flat & pre.mapped.flat
-    r_PC = np.where(mapped_PC, post.logp.flat - pre.logp.flat, np.float32(0))
-    return Shift(r_PC, mapped_PC, valid_positions(mapped_PC, validity))
+    post_PC, pre_PC = (tempered(scores, rules.temperature) for scores in (post, pre))
+    r_PC = np.where(mapped_PC, post_PC - pre_PC, np.float32(0))
+    valid_P = valid_positions(mapped_PC, rules.validity)
+    if rules.shift_clip is not None:
+        r_PC = np.clip(r_PC, np.float32(-rules.shift_clip), np.float32(rules.shift_clip))
+    if rules.only_above is not None:
+        valid_P = valid_P & (entropy(candidates) >= rules.only_above)
+    if rules.mass_floor is not None:
+        valid_P = valid_P & (np.minimum(post.mass.flat, pre.mass.flat) >= rules.mass_floor)
+    return Shift(r_PC, mapped_PC, valid_P)
+
+
+def tempered(scores: Scores, temperature: float) -> NDArray[np.float32]:
+    """Raise a model's distribution to the power 1 / temperature, on its finite outcomes."""
+    logp_PC: NDArray[np.float32] = scores.logp.flat
+    if temperature == 1.0:
+        return logp_PC
+    other_P1 = np.log(np.maximum(1 - scores.mass.flat, SMALLEST_MASS))[:, None]
+    unmapped_PC = np.where(scores.mapped.flat, logp_PC, -np.inf)
+    outcomes_PO = np.concatenate([unmapped_PC, other_P1], axis=1).astype(np.float64) / temperature
+    total_P1 = np.logaddexp.reduce(outcomes_PO, axis=1, keepdims=True)
+    return np.asarray(np.where(scores.mapped.flat, outcomes_PO[:, :-1] - total_P1, 0), np.float32)
+
+
+def entropy(candidates: Candidates) -> NDArray[np.float64]:
+    """Compute the entropy of the behaviour over its finite outcomes, in nats."""
+    log_b_PO = np.concatenate([candidates.logp.flat, candidates.other_logp.flat[:, None]], axis=1).astype(np.float64)
+    return np.asarray(-(np.exp(log_b_PO) * log_b_PO).sum(axis=1))
 
 
 @dataclass(frozen=True)
@@ -49,7 +97,7 @@ class PairSource:
     post: Stage
     pre: Stage
     weight: float
-    validity: str = Anchor.model_fields["validity"].default
+    rules: ShiftRules = ShiftRules()
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -57,7 +105,7 @@ class PairSource:
 
     def shift(self, candidates: Candidates, scores: Sequence[Scores]) -> Shift:
         """Post minus pre."""
-        return pair_shift(scores[0], scores[1], self.validity)
+        return pair_shift(scores[0], scores[1], candidates, self.rules)
 
 
 @dataclass(frozen=True)

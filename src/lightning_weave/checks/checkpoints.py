@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lightning_weave.checks.findings import Finding
 from lightning_weave.errors import InputError, first_line
+from lightning_weave.models.adapters import check_adapter
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.files import check_weights, checkpoint_json, indexed_files
 from lightning_weave.store.identity import TOKENIZER_FILES
@@ -14,10 +15,15 @@ def check_usable(about: str, checkpoint: Checkpoint) -> Finding | None:
     try:
         if wrong := _not_a_directory(Path(checkpoint.name).expanduser()):
             return Finding(about, "checkpoint", "error", wrong)
+        if checkpoint.base is not None and (of_base := check_usable(about, checkpoint.base)):
+            text = f"{checkpoint.name}: a LoRA adapter whose base cannot be used: {of_base.text}"
+            return Finding(about, "checkpoint", "error", text)
         if checkpoint.is_here:  # else its weights are still on the hub
             if wrong := not_a_checkpoint(checkpoint.path):
                 return Finding(about, "checkpoint", "error", wrong)
             check_weights(checkpoint.path)
+            if checkpoint.base is not None:
+                check_adapter(checkpoint.adapter_path)
         assert checkpoint.config is not None
         assert checkpoint.tokenizer is not None
         checkpoint.skeleton()
@@ -47,8 +53,9 @@ def not_a_checkpoint(path: Path) -> str | None:
     if (path / "adapter_config.json").is_file() and not has_config:
         base = checkpoint_json(path / "adapter_config.json").get("base_model_name_or_path") or "its base model"
         return (
-            f"{path}: a LoRA adapter of {base}, not a whole model. Merge it with peft: AutoPeftModelForCausalLM."
-            "from_pretrained(ADAPTER).merge_and_unload().save_pretrained(OUT), put the tokenizer into OUT, and give OUT"
+            f"{path}: a LoRA adapter of {base}, and here a whole model is needed. Merge it with peft: "
+            "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(OUT), put the "
+            "tokenizer into OUT, and give OUT"
         )
     if any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
         return f"{path}: holds GGUF weights, for llama.cpp. {_SOURCE}"

@@ -1,6 +1,6 @@
 """What doctor asks of a pair: can its anchors follow the student's tokens, and are their shifts to be trusted?"""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,16 @@ from numpy.typing import NDArray
 from lightning_weave.cache.sources import valid_positions
 from lightning_weave.checks.end_of_turn import Ends, judge_ends, judge_stops, warn_if_masked
 from lightning_weave.checks.findings import Finding, Level, listed, percent, visible
+from lightning_weave.checks.leaks import judge_leak
 from lightning_weave.checks.models import check_checkpoint
-from lightning_weave.checks.sample import CheckedRow, CheckedRows
+from lightning_weave.checks.sample import ROWS, CheckedRow, CheckedRows, spread
 from lightning_weave.checks.separation import judge_separation
 from lightning_weave.config import Anchor
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.untrained import untrained_specials
 from lightning_weave.runs.alignment import Alignment
-from lightning_weave.runs.steps import ROLES, Role, ScoredModel, Steps
+from lightning_weave.runs.hygiene import rule_effects, suggestions
+from lightning_weave.runs.steps import ROLES, Role, Steps
 from lightning_weave.tokens import TokenMap, added_without_counterpart, atomic_share, breaking_tokens, same_tokenizer
 
 FEW_SURVIVE = 0.5  # share of positions below which a pair teaches little for its cost
@@ -33,9 +35,9 @@ class PairSample:
     first_ids: tuple[int, ...]  # how the first context begins for the post-anchor
 
     @classmethod
-    def of(cls, steps: Steps, section: Anchor, sample: CheckedRows) -> "PairSample":
+    def of(cls, steps: Steps, name: str, sample: CheckedRows) -> "PairSample":
         """Align a sample with both models."""
-        post, pre = (open_alignment(steps, section, role, sample.kind in ("candidates", "rollouts")) for role in ROLES)
+        post, pre = (open_alignment(steps, name, role, sample.kind in ("candidates", "rollouts")) for role in ROLES)
         read = [(_align(post, row), _align(pre, row)) for row in sample.rows]
         first = tuple(read[0][0].ids[:1].tolist()) if read else ()
         return cls((post, pre), [one.mapped_TC & other.mapped_TC for one, other in read], first)
@@ -51,11 +53,11 @@ def check_pair(steps: Steps, name: str, sample: CheckedRows) -> tuple[list[Findi
     section = steps.recipe.anchors[name]
     about = f"anchors.{name}"
     post, pre = (steps.anchor(name, role) for role in ROLES)
-    pair = PairSample.of(steps, section, sample)
+    pair = PairSample.of(steps, name, sample)
     tokens = pair.alignments[0].tokens
     findings = [_check_tokenizers(steps, about, post, pre)]
-    if post.light_path.resolve() == pre.light_path.resolve():
-        text = "post and pre are the same checkpoint: every shift is zero"
+    if not steps.has_shift(name):
+        text = "post and pre are the same checkpoint in the same context: every shift is zero"
         findings.append(Finding(about, "checkpoints", "error", text, judged=True))
     for role, checkpoint in zip(ROLES, (post, pre), strict=True):
         findings += check_checkpoint(steps, f"{about}.{role}", checkpoint, steps.recipe.score.dtype)
@@ -72,13 +74,17 @@ def check_pair(steps: Steps, name: str, sample: CheckedRows) -> tuple[list[Findi
     findings.append(_check_end_of_turn(steps, name, sample, pair))
     if separation := judge_separation(steps, name) if sample.kind == "candidates" else None:
         findings.append(separation)
+    if sample.kind == "candidates":
+        findings += _check_rules(steps, name)
+    if leak := judge_leak(steps, name) if sample.kind == "candidates" else None:
+        findings.append(leak)
     return findings, valid
 
 
-def open_alignment(steps: Steps, section: Anchor, role: Role, cached: bool) -> Alignment:
-    scored = ScoredModel.of(section, role)
-    if not cached:  # then no prompts.jsonl need be there to be rendered natively
-        scored = replace(scored, prompt="student", template=None)
+def open_alignment(steps: Steps, anchor: str, role: Role, cached: bool) -> Alignment:
+    scored = steps.side(anchor, role)
+    if not cached:  # then no prompts.jsonl need be there to be rendered
+        scored = scored.without_own_prompts()
     checkpoint = scored.checkpoint
     masked: frozenset[int] = frozenset()
     if scored.untrained == "mask":
@@ -163,6 +169,24 @@ def _check_untrained(about: str, pair: PairSample, sample: CheckedRows, pre: Che
     text = f"{len(texts):,} special tokens look untrained in the pre-anchor: {listed(map(visible, texts))}. "
     text += f"{percent(share)} of positions have one among their candidates, where its shift is arbitrary"
     return [Finding(about, "untrained rows", "warning" if share else "note", text, {"tokens": texts, "share": share})]
+
+
+def _check_rules(steps: Steps, name: str) -> list[Finding]:
+    """Say what the rules of an anchor's shift change; without any, which values would change little."""
+    if any(steps.store.stage(step).state() != "done" for step in steps.scores_of(name)):
+        return []
+    rows = spread(steps.store.stage(steps.reference).require()["rows"], ROWS)
+    effects = rule_effects(steps, name, rows)
+    if effects:
+        return [Finding(f"anchors.{name}", one.rule, "note", str(one), asdict(one)) for one in effects]
+    found = suggestions(steps, name, rows)
+    if not found:
+        return []
+    text = (
+        f"no rule cuts its shift. shift_clip = {found['shift_clip']:g} would touch one position in 1,000, mass_floor = "
+        f"{found['mass_floor']:g} one in 100, only_above = {found['only_above']:g} half of them"
+    )
+    return [Finding(f"anchors.{name}", "rules", "ok", text, found)]
 
 
 def _check_template(about: str, tokenizer: Any) -> Finding:

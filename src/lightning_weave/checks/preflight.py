@@ -7,8 +7,9 @@ weights are loaded. What is finished needs nothing, so its models and data may b
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -25,9 +26,11 @@ from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.files import check_trainable
 from lightning_weave.models.untrained import untrained_specials
 from lightning_weave.own import load_function
-from lightning_weave.prompts import Screen, build_prompts, encode, read_prompts
-from lightning_weave.runs.evaluation import prompt_texts
-from lightning_weave.runs.prompts import own_trajectories
+from lightning_weave.prompts import Screen, build_prompts, read_prompts
+from lightning_weave.runs.alignment import own_prompts
+from lightning_weave.runs.caches import routed_weights
+from lightning_weave.runs.evaluation import asked_problems
+from lightning_weave.runs.prompts import asked_prompts, own_trajectories, tag_columns, tag_of
 from lightning_weave.runs.steps import ROLES, ScoredModel, Steps
 from lightning_weave.store import Step
 from lightning_weave.types import Prompt
@@ -91,16 +94,36 @@ def preflight(steps: Steps, todo: Todo) -> list[Finding]:
     if "student" in broken:
         return findings
     for anchor in todo.anchors:
-        if not any(about.startswith(f"anchors.{anchor}.") for about in broken):
+        if not _is_broken(anchor, broken):
             findings += check_anchor(steps, anchor)
+    usable = replace(todo, anchors=[name for name in todo.anchors if not _is_broken(name, broken)])
     if todo.prompts or todo.rollout:
-        findings += _check_prompts(steps, benchmarks)
+        findings += _check_prompts(steps, usable, benchmarks)
+    elif _reads_rows(steps, usable):
+        prompts = read_prompts(steps.prompts_file)
+        findings += [*_check_contexts(steps, usable, prompts), *_check_routes(steps, usable, prompts)]
     return findings
+
+
+def _reads_rows(steps: Steps, todo: Todo) -> bool:
+    """Whether what is to be made depends on the rows that prompts were built from: contexts, or weights by tag."""
+    anchors = [steps.recipe.anchors[name] for name in todo.anchors]
+    in_context = any(anchor.post_prompt or anchor.pre_prompt for anchor in anchors)
+    return in_context or any(steps.recipe.compositions[name].routes for name in todo.compositions)
+
+
+def _is_broken(anchor: str, broken: set[str]) -> bool:
+    return any(about.startswith(f"anchors.{anchor}.") for about in broken)
 
 
 def _check_models(steps: Steps, todo: Todo) -> Iterator[Finding]:
     wanted = {"student": steps.student}
-    wanted |= {f"anchors.{name}.{role}": steps.anchor(name, role) for name in todo.anchors for role in ROLES}
+    for name in todo.anchors:
+        for role in ROLES:
+            try:
+                wanted[f"anchors.{name}.{role}"] = steps.anchor(name, role)
+            except InputError as error:  # nothing says what an adapter's base is
+                yield Finding(f"anchors.{name}.{role}", "checkpoint", "error", str(error))
     others = [name for name in todo.benchmarks if name in steps.recipe.policies]
     wanted |= {f"policies.{name}": steps.policy(name) for name in others}
     checked: dict[Checkpoint, Finding | None] = {}
@@ -124,6 +147,8 @@ def _check_packages(steps: Steps, todo: Todo) -> Iterator[Finding]:
         wanted |= {f"train.trackers: {name}": (name, name) for name in recipe.train.trackers}
     if todo.benchmarks and recipe.eval.profile == "math-verify":
         wanted["eval.profile"] = ("math_verify", "lightning-weave[math-verify]")
+    adapted = [name for name in todo.anchors if recipe.anchors[name].post and recipe.anchors[name].pre is None]
+    wanted |= {f"anchors.{name}.post": ("peft", "lightning-weave[peft]") for name in adapted}
     for about, (package, install) in wanted.items():
         if find_spec(package) is None:
             text = f"{about} needs the package {package}, which is not installed: pip install '{install}'"
@@ -196,14 +221,13 @@ def _check_exams(steps: Steps, todo: Todo, benchmarks: list[Benchmark], broken: 
         checkpoint = steps.policy(policy)
         for benchmark in benchmarks:
             try:
-                texts = prompt_texts(benchmark, checkpoint.tokenizer, section)
+                asked = asked_problems(benchmark, checkpoint.tokenizer, section)
             except InputError as error:
                 text = f"{benchmark.name}: problems cannot be rendered: {error}"
                 yield Finding("eval", f"chat template of {about}", "error", text)
                 break
-            lengths = map(len, encode(texts, checkpoint.tokenizer, benchmark.kind == "code" or section.chat))
             limit = checkpoint.context_limit
-            longest, problem = max(zip(lengths, (one.id for one in benchmark.problems), strict=True))
+            longest, problem = max((len(one.prompt.token_ids), one.prompt.id) for one in asked)
             if limit is not None and longest >= limit:
                 text = (
                     f"{benchmark.name}: problem {problem!r} has {longest} tokens, which leaves no room in the {limit} "
@@ -218,16 +242,16 @@ def check_anchor(steps: Steps, name: str) -> list[Finding]:
     section = steps.recipe.anchors[name]
     try:
         for role in ROLES:
-            open_alignment(steps, section, role, cached=False)
+            open_alignment(steps, name, role, cached=False)
         findings = [judge_stops(steps, name)]
-        _refuse_untrained(ScoredModel.of(section, "pre"))
+        _refuse_untrained(steps.side(name, "pre"))
     except InputError as error:
         return [Finding(about, "aliases", "error", str(error))]
-    post, pre = (steps.anchor(name, role) for role in ROLES)
+    post = steps.anchor(name, "post")
     if section.prompt == "native" and not post.tokenizer.chat_template:
         text = 'its post-anchor has no chat template, but prompt = "native" needs one. Use prompt = "student"'
         findings.append(Finding(about, "chat template", "error", text))
-    if steps.identity_of(post) == steps.identity_of(pre):
+    if not steps.has_shift(name):
         text = "post and pre are the same model, so its shift is zero everywhere"
         findings.append(Finding(about, "checkpoints", "error", text, judged=True))
     return [finding for finding in findings if finding.verdict in ("warning", "error")]
@@ -246,7 +270,7 @@ def _refuse_untrained(pre: ScoredModel) -> None:
             )
 
 
-def _check_prompts(steps: Steps, benchmarks: list[Benchmark]) -> Iterator[Finding]:
+def _check_prompts(steps: Steps, todo: Todo, benchmarks: list[Benchmark]) -> Iterator[Finding]:
     """Build the prompts as the run will, and see whether they fit, overlap with benchmarks, and fill the disk."""
     recipe = steps.recipe
     tokenizer = steps.student.tokenizer
@@ -278,7 +302,41 @@ def _check_prompts(steps: Steps, benchmarks: list[Benchmark]) -> Iterator[Findin
         )
         yield Finding("prompts", "context", "error", text)
     yield from _check_overlap(prompts, benchmarks)
+    yield from _check_contexts(steps, todo, prompts)
+    yield from _check_routes(steps, todo, prompts)
     yield check_disk(steps, len(prompts))
+
+
+def _check_routes(steps: Steps, todo: Todo, prompts: list[Prompt]) -> Iterator[Finding]:
+    """Count the prompts of every tag, and see whether each has weights."""
+    routed = [name for name in todo.compositions if steps.recipe.compositions[name].routes]
+    if not routed:
+        return
+    try:
+        asked = asked_prompts(steps, tag_columns(steps.recipe), prompts)
+        counts = Counter(tag_of(steps.recipe, one) for one in asked)
+        words = listed(f"{tag} {count:,}" for tag, count in counts.most_common())
+        yield Finding("tags", "prompts", "note", f"prompts by tag: {words}", {"tags": dict(counts)})
+        for name in routed:
+            routed_weights(steps, name, asked)
+            for tag in steps.recipe.compositions[name].routes:
+                if tag not in counts:
+                    text = f"no prompt has the tag {tag!r}, so its weights are never used"
+                    yield Finding(f"compositions.{name}.weights.{tag}", "routes", "warning", text)
+    except InputError as error:
+        yield Finding("tags", "routes", "error", str(error))
+
+
+def _check_contexts(steps: Steps, todo: Todo, prompts: list[Prompt]) -> Iterator[Finding]:
+    """Render every prompt in the contexts of the anchors: does each row have the columns that they name?"""
+    for name in todo.anchors:
+        for role in ROLES:
+            side = steps.side(name, role)
+            if side.context:
+                try:
+                    own_prompts(steps, side, asked_prompts(steps, side.context.columns, prompts))
+                except InputError as error:
+                    yield Finding(f"anchors.{name}.{role}_prompt", "context", "error", str(error))
 
 
 def _check_overlap(prompts: list[Prompt], benchmarks: list[Benchmark]) -> Iterator[Finding]:

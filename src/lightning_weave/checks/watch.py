@@ -13,6 +13,7 @@ from lightning_weave.bench.samples import read_samples
 from lightning_weave.cache.reader import Cache
 from lightning_weave.checks.end_of_turn import warn_if_masked
 from lightning_weave.checks.findings import Bounds, Finding, Level, percent
+from lightning_weave.checks.leaks import judge_leak
 from lightning_weave.checks.sample import ROWS as SURVIVAL_ROWS
 from lightning_weave.checks.sample import STOP, rollout_rows, spread
 from lightning_weave.checks.separation import judge_separation
@@ -148,7 +149,7 @@ def check_scores(steps: Steps) -> list[Finding]:
     findings: list[Finding] = []
     for anchor in steps.recipe.anchors:
         about = f"anchors.{anchor}"
-        if steps.identity_of(steps.anchor(anchor, "post")) == steps.identity_of(steps.anchor(anchor, "pre")):
+        if not steps.has_shift(anchor):
             text = "post and pre are the same model, so its shift is zero everywhere"
             findings.append(Finding(about, "checkpoints", "warning", text))
             continue
@@ -156,7 +157,7 @@ def check_scores(steps: Steps) -> list[Finding]:
             continue
         findings.append(_check_survival(steps, anchor))
         try:
-            found = [warn_if_masked(steps, anchor), judge_separation(steps, anchor)]
+            found = [warn_if_masked(steps, anchor), judge_separation(steps, anchor), judge_leak(steps, anchor)]
         except InputError:  # its models are gone since they were scored
             continue
         findings += [finding for finding in found if finding is not None]
@@ -168,7 +169,8 @@ def _check_survival(steps: Steps, anchor: str) -> Finding:
     pair = anchor_pair(steps, anchor)
     cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), [pair])
     rows = spread(len(cache), SURVIVAL_ROWS)
-    valid_P = cache.block(rows).valid_KP[0]
+    block = cache.block(rows)
+    valid_P = block.valid_KP[0][block.decided_P]
     share = float(valid_P.mean()) if len(valid_P) else 0.0
     fact = f"its shift is valid at {percent(share)} of {len(valid_P):,} positions; the others teach nothing"
     advice = f"lweave doctor {steps.arguments} names the tokens that mask them"

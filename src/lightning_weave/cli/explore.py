@@ -100,6 +100,9 @@ def sweep(
         str | None, typer.Option(metavar="NAME", help="the anchor whose share varies; default: the last one")
     ] = None,
     alphas: Annotated[str | None, typer.Option(metavar="A,A,...", help="every share at each of these alphas")] = None,
+    tag: Annotated[
+        str | None, typer.Option(metavar="TAG", help="vary only the weights of this tag, where they differ by tag")
+    ] = None,
     set_: Sets = None,
     yes: Yes = False,
 ) -> None:
@@ -111,7 +114,7 @@ def sweep(
     steps = load_steps(recipe, set_)
     from lightning_weave.runs.sweeps import plan_sweep
 
-    plan = plan_sweep(steps.recipe, wanted[0], anchor, wanted[1])
+    plan = plan_sweep(steps.recipe, wanted[0], anchor, wanted[1], tag)
     from lightning_weave.pipeline import sweep as stage
 
     with writing(steps):

@@ -1,7 +1,9 @@
 """Recipes: pydantic models of the TOML that users write. Importing this never imports torch."""
 
+from lightning_weave.config.anchor import Anchor, PromptContext, Side
 from lightning_weave.config.composition import (
     ALPHA,
+    DEFAULT_TAG,
     Composition,
     Distilled,
     Joint,
@@ -9,6 +11,7 @@ from lightning_weave.config.composition import (
     Online,
     SelfDistilled,
     Sequential,
+    anchors_of,
 )
 from lightning_weave.config.fields import (
     Decay,
@@ -22,7 +25,6 @@ from lightning_weave.config.fields import (
 )
 from lightning_weave.config.load import check_recipe, dump_recipe, load_recipe, merge_overrides, merge_tables
 from lightning_weave.config.sections import (
-    Anchor,
     Case,
     Checks,
     Columns,
@@ -37,5 +39,6 @@ from lightning_weave.config.sections import (
     Rollout,
     Score,
     Student,
+    Tags,
     Train,
 )

@@ -3,12 +3,20 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 
-from lightning_weave.config.fields import Count, Finite, Objective, Strict
+from lightning_weave.config.fields import Count, Finite, Name, Objective, Strict
 from lightning_weave.config.flags import has_flags, read_flags
 
 ALPHA = 2.0  # the paper's
+DEFAULT_TAG = "default"  # of prompts that no column and no rule gives another
 Alpha = Annotated[float, Field(gt=0, allow_inf_nan=False, description="KL strength; larger stays nearer the student")]
 
 
@@ -27,20 +35,59 @@ class _Weighted(_Shared):
 
     subtracts: ClassVar[bool] = False  # a negative weight has a meaning
 
+    routed: ClassVar[bool] = False  # weights may differ by tag
+
     normalize: bool = Field(True, description="insist that weights sum to 1; false allows raw weights")
     allow_negative: bool = Field(False, description="let a weight subtract an anchor's shift")
+    routes: dict[Name, dict[str, Finite]] = Field({}, description="written as tables in weights")
     weights: dict[str, Finite] = Field(
-        description="each anchor's share of the shift, such as weights = { a = 0.5, b = 0.5 }"
+        description="each anchor's share of the shift, such as weights = { a = 0.5, b = 0.5 }, or such a table per tag",
+        json_schema_extra={"additionalProperties": {"type": ["number", "object"]}},
     )
 
     @property
     def used(self) -> dict[str, float]:
-        """The weights of the anchors that take part."""
-        return {anchor: weight for anchor, weight in self.weights.items() if weight != 0}
+        """The weights of the anchors that take part; where they differ by tag, the largest of each."""
+        found: dict[str, float] = {}
+        for shares in (self.weights, *self.routes.values()):
+            for anchor, weight in shares.items():
+                if abs(weight) > abs(found.get(anchor, 0.0)):
+                    found[anchor] = weight
+        return found
+
+    def shares(self, tag: str) -> dict[str, float] | None:
+        """The weights for the prompts of one tag; None where the composition says nothing of it."""
+        return self.routes.get(tag, self.weights or None)
+
+    @property
+    def by_tag(self) -> dict[str, dict[str, float]]:
+        """The weights of every tag; empty where all prompts have the same."""
+        return {**self.routes, **({DEFAULT_TAG: self.weights} if self.weights else {})} if self.routes else {}
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = plain(self)
+        data.pop("routes", None)
+        return {**data, "weights": self.by_tag} if self.routes and "weights" in data else data
+
+    @field_validator("routes")
+    @classmethod
+    def _may_differ(cls, routes: dict[str, dict[str, float]], info: ValidationInfo) -> dict[str, dict[str, float]]:
+        if routes and not cls.routed:
+            method = cls.model_fields["method"].default
+            raise ValueError(f"weights by tag are for joint training; {method} training has one table for all prompts")
+        for tag, weights in routes.items():
+            try:
+                cls._are_shares(weights, info)
+            except ValueError as error:
+                raise ValueError(f"{tag}: {error}") from None
+        return routes
 
     @field_validator("weights")
     @classmethod
     def _are_shares(cls, weights: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        if not weights and info.data.get("routes"):  # every tag has a table of its own
+            return weights
         if not weights:
             raise ValueError("give each anchor its share, such as weights = { a = 0.5, b = 0.5 }")
         if min(weights.values()) < 0 and not cls.subtracts:
@@ -78,6 +125,7 @@ class Joint(_Budgeted):
     """All shifts act together on the cache: the paper's method."""
 
     subtracts = True
+    routed = True
     method: Literal["joint"] = "joint"
 
 
@@ -131,7 +179,9 @@ class SelfDistilled(_Shared):
     """Aim at the student itself at another temperature; no anchors."""
 
     weights: ClassVar[Mapping[str, float]] = {}
+    routes: ClassVar[Mapping[str, Mapping[str, float]]] = {}
     used: ClassVar[Mapping[str, float]] = {}
+    by_tag: ClassVar[Mapping[str, Mapping[str, float]]] = {}
 
     method: Literal["self"] = "self"
     alpha: Alpha = ALPHA
@@ -142,7 +192,28 @@ def _default_method(table: Any) -> Any:
     """Fill in a missing method: joint, or what the flags of an earlier version's recipe.toml mean."""
     if not isinstance(table, Mapping):
         return table
-    return read_flags(table) if has_flags(table) else {"method": "joint", **table}
+    if has_flags(table):
+        return read_flags(table)
+    return {"method": "joint", **_apart(table)}
+
+
+def _apart(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Take weights by tag apart: those of `default`, and the others."""
+    if "routes" in table:
+        raise ValueError("has no key routes; write weights = { TAG = { a = 1.0 }, default = { b = 1.0 } }")
+    weights = table.get("weights")
+    if not isinstance(weights, Mapping) or not any(isinstance(value, Mapping) for value in weights.values()):
+        return dict(table)
+    if plain := [tag for tag, value in weights.items() if not isinstance(value, Mapping)]:
+        raise ValueError(f"weights mix tables by tag with the number of {plain[0]!r}: put that into `default`")
+    routes = {tag: value for tag, value in weights.items() if tag != DEFAULT_TAG}
+    return {**table, "weights": weights.get(DEFAULT_TAG, {}), "routes": routes}
+
+
+def anchors_of(composition: Mapping[str, Any]) -> set[str]:
+    """Name the anchors of a composition as it is written, with weights by tag or not."""
+    weights = composition.get("weights", {})
+    return {anchor for key, value in weights.items() for anchor in (value if isinstance(value, Mapping) else (key,))}
 
 
 _AnyMethod = Joint | Mixture | Online | Sequential | Distilled | SelfDistilled

@@ -67,7 +67,9 @@ def _of_another_method(loc: Loc, composition: Mapping[str, Any]) -> str:
 
 def _without_method(loc: Loc) -> Loc:
     """Leave out the method, which pydantic puts after the name of a composition: it is no part of the key."""
-    return (*loc[:2], *loc[3:]) if loc[:1] == ("compositions",) else loc
+    if loc[:1] != ("compositions",):
+        return loc
+    return (*loc[:2], *("weights" if part == "routes" else part for part in loc[3:]))  # tables of weights by tag
 
 
 def _dotted(path: Loc) -> str:

@@ -1,6 +1,7 @@
 """What the sections of a recipe are made of: checked names and numbers, choices, and the strictness of them all."""
 
 import re
+from string import Formatter
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -63,3 +64,18 @@ def benchmark_folder(benchmark: str) -> str:
     ('aime-2024', 'My-set')
     """
     return slug(benchmark.removeprefix("file:").removesuffix(".jsonl"))
+
+
+def named_columns(template: str) -> set[str]:
+    """List what a template names in braces.
+
+    >>> sorted(named_columns("{prompt} ({unit}) {{}}"))
+    ['prompt', 'unit']
+    """
+    try:
+        names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise ValueError(f"{error}; double literal braces, such as \\boxed{{{{}}}}") from None
+    if not all(re.fullmatch(r"\w+", name) for name in names):
+        raise ValueError("names a column in braces, such as {problem}; double literal braces")
+    return names

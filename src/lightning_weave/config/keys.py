@@ -75,7 +75,15 @@ EXAMPLES: dict[str, Any] = {
     "student.model": "Qwen/Qwen3-4B",
     "anchors.NAME.post": "Kwai-Klear/Klear-Reasoner-8B",
     "anchors.NAME.pre": "Qwen/Qwen3-8B-Base",
+    "anchors.NAME.model": "student",
     "anchors.NAME.untrained": "mask",
+    "anchors.NAME.shift_clip": 5.0,
+    "anchors.NAME.only_above": 0.1,
+    "anchors.NAME.mass_floor": 0.5,
+    "tags.column": "kind",
+    "prefix": "Question: 1+1\nAnswer: 2\n\n",
+    "anchors.NAME.post_prompt.template": "{prompt}\n\nA correct solution: {solution}",
+    "anchors.NAME.pre_prompt.template": "{prompt}\n\nA correct solution: {solution}",
     "policies.NAME.model": "runs/interpolated-0.8",
     "prompts.source": "prompts.jsonl",
     "prompts.name": "default",
@@ -109,6 +117,7 @@ EXAMPLES: dict[str, Any] = {
 TABLES = {
     "aliases": '{ "<|im_end|>" = "</s>" }',
     "weights": "{ acc = 0.5, brief = 0.5 }",
+    "rules": '{ code = "def |class ", proof = "(?i)prove" }',
     "options": "{ tensor_parallel_size = 2 }",
     "sources": '{ aime-2024 = "aime.jsonl" }',
 }
@@ -156,6 +165,8 @@ def _composition_keys(prefix: str) -> Iterator[Key]:
             found.setdefault(key.name, key)
             having.setdefault(key.name, []).append(method)
     for name, key in found.items():
+        if name == f"{prefix}routes":  # how tables in weights are kept
+            continue
         if name == f"{prefix}method":
             choices = " | ".join(map(json.dumps, METHODS))
             yield replace(key, type=choices, default='"joint"', example='method = "joint"')

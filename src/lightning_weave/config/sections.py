@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from string import Formatter
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from lightning_weave.config.composition import Composition
+from lightning_weave.config.anchor import STUDENT, Anchor, Side
+from lightning_weave.config.composition import DEFAULT_TAG, Composition
 from lightning_weave.config.fields import (
     Count,
     Decay,
@@ -23,6 +23,7 @@ from lightning_weave.config.fields import (
     Threshold,
     benchmark_folder,
     is_own_function,
+    named_columns,
 )
 
 
@@ -34,25 +35,35 @@ class Student(Strict):
     trust_remote_code: bool = False
 
 
-class Anchor(Strict):
-    """A specialist and the checkpoint it was post-trained from."""
+class Tags(Strict):
+    """Kinds of prompts, for weights that differ by kind."""
 
-    post: str = Field(min_length=1, description="the specialist, a directory or a hub name")
-    pre: str = Field(min_length=1, description="the checkpoint it was trained from")
-    post_revision: str | None = None
-    pre_revision: str | None = None
-    trust_remote_code: bool = False
-    aliases: dict[str, str] = Field({}, description="student token -> anchor token, for candidates only")
-    untrained: Literal["keep", "mask"] | None = Field(
-        None, description="what to do where an alias leads to an output row that the pre-anchor never trained"
+    column: str | None = Field(None, min_length=1, description="column of the row that says the tag")
+    rules: dict[Name, str] = Field(
+        {}, description="tag -> regular expression; the first that is found in the user's turn gives the tag"
     )
-    bos: bool = Field(False, description="put the anchor's beginning-of-sequence token before the prompt")
-    prompt: Literal["student", "native"] = Field(
-        "student", description="the student's rendered prompt, or the messages in the anchor's own chat template"
-    )
-    validity: Literal["position", "candidate"] = Field(
-        "position", description="an unmappable candidate masks its position, or only gets shift 0 itself"
-    )
+
+    @field_validator("rules")
+    @classmethod
+    def _are_expressions(cls, rules: dict[str, str]) -> dict[str, str]:
+        for tag, rule in rules.items():
+            try:
+                re.compile(rule)
+            except re.error as error:
+                raise ValueError(f"{tag} = {rule!r} is not a regular expression: {error}") from None
+        return rules
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Self:
+        if self.column is not None and self.rules:
+            raise ValueError("column and rules both say what a tag is: leave one of them out")
+        return self
+
+    def of(self, text: str, columns: Mapping[str, Any]) -> str:
+        """The tag of one prompt."""
+        if self.column is not None:
+            return str(columns.get(self.column, DEFAULT_TAG))
+        return next((tag for tag, rule in self.rules.items() if re.search(rule, text)), DEFAULT_TAG)
 
 
 class Columns(Strict):
@@ -76,11 +87,7 @@ class _Asked(Strict):
     @field_validator("template")
     @classmethod
     def _has_columns(cls, template: str | None) -> str | None:
-        try:
-            names = [name for _, name, _, _ in Formatter().parse(template or "{problem}") if name is not None]
-        except ValueError as error:
-            raise ValueError(f"{error}; double literal braces, such as \\boxed{{{{}}}}") from None
-        if not names or not all(re.fullmatch(r"\w+", name) for name in names):
+        if template is not None and not named_columns(template):
             raise ValueError("needs {problem} or another column; double literal braces")
         return template
 
@@ -133,7 +140,9 @@ class Rollout(_Engine):
     max_tokens: Count = 2048
     seed: Seed = 42
     from_: str | None = Field(
-        None, alias="from", description="your own trajectories as token ids: JSONL, Parquet or dataset directory"
+        None,
+        alias="from",
+        description="your own trajectories, as token ids or messages: JSONL, Parquet or directory",
     )
     prompts_per_shard: Count = 16
     batch_size: Count = 64
@@ -382,6 +391,7 @@ class Recipe(Strict):
     runs: str = Field("runs", description="directory that holds run directories")
     student: Student
     anchors: dict[Name, Anchor] = Field({})
+    tags: Tags = Tags()
     compositions: dict[Name, Composition] = Field({})
     policies: dict[Name, Policy] = Field({})
     prompts: Prompts = Prompts()
@@ -415,10 +425,37 @@ class Recipe(Strict):
         evaluation = {key: prompts[key] for key in inherited & prompts.keys()} | evaluation
         return {**data, "prompts": prompts, "eval": evaluation}
 
+    def side(self, anchor: str, role: Literal["post", "pre"]) -> Side:
+        """One of the two models of an anchor, and what it reads."""
+        section = self.anchors[anchor]
+        is_post = role == "post"
+        context = section.post_prompt if is_post else section.pre_prompt
+        if section.model == STUDENT:
+            return Side(self.student.model, self.student.revision, self.student.trust_remote_code, context)
+        model = section.model or (section.post if is_post else section.pre)
+        revision = section.post_revision if is_post else section.pre_revision
+        return Side(model, revision, section.trust_remote_code, context)
+
+    @model_validator(mode="after")
+    def _contexts_can_be_read(self) -> Self:
+        for name, anchor in self.anchors.items():
+            has_system = anchor.post_prompt.system or anchor.pre_prompt.system
+            if has_system and anchor.prompt == "student" and not self.prompts.chat:
+                raise ValueError(
+                    f"anchors.{name}: system needs a chat template, but prompts.chat = false. Use prefix, which is "
+                    "plain text before the prompt"
+                )
+        return self
+
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
         for name, composition in self.compositions.items():
-            for anchor in composition.weights:
+            if composition.routes and self.tags == Tags():
+                raise ValueError(
+                    f"compositions.{name}.weights differ by tag, but nothing gives a prompt its tag: add [tags] with "
+                    "column or rules"
+                )
+            for anchor in (*composition.weights, *(one for route in composition.routes.values() for one in route)):
                 if anchor not in self.anchors:
                     known = ", ".join(self.anchors) or "none"
                     raise ValueError(f"compositions.{name}.weights names the anchor {anchor!r}; known anchors: {known}")

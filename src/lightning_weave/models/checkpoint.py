@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_weave.config import Dtype, Policy, Student
+from lightning_weave.models.adapters import adapter_config, base_name, merged
 from lightning_weave.models.hub import absent_weights, resolve_model
 from lightning_weave.store import model_identity
+from lightning_weave.store.identity import fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -15,9 +17,15 @@ if TYPE_CHECKING:
     from lightning_weave.models.layout import Layout
 
 
+_NAMES_THE_BASE = ("base_model_name_or_path", "revision")  # where it lies, not what it is
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model directory or hub name. Nothing is downloaded or read before it is needed."""
+    """A model directory or hub name, or a LoRA adapter and with it the base that it names.
+
+    Nothing is downloaded or read before it is needed.
+    """
 
     name: str
     revision: str | None = None
@@ -36,26 +44,49 @@ class Checkpoint:
         return f"{self.name}@{self.revision}" if self.revision else self.name
 
     @cached_property
+    def base(self) -> "Checkpoint | None":
+        """The checkpoint that a LoRA adapter was trained on, from its configuration; None of a whole model."""
+        folder = self._folder(weights=False)
+        config = adapter_config(folder)
+        if config is None:
+            return None
+        return replace(self, name=base_name(folder, config), revision=config.get("revision"))
+
+    @cached_property
+    def adapter_path(self) -> Path:
+        """The local directory of an adapter, weights and all."""
+        return self._folder(weights=True)
+
+    @cached_property
     def path(self) -> Path:
-        """The local directory; a hub name is downloaded, weights and all."""
-        local = Path(self.name).expanduser()
-        return local if local.is_dir() else resolve_model(self.name, self.revision)
+        """The local directory of the model, an adapter's base; a hub name is downloaded, weights and all."""
+        folder = self._folder(weights=True)
+        return folder if adapter_config(folder) is None or self.base is None else self.base.path
 
     @cached_property
     def light_path(self) -> Path:
         """The same directory, for whoever reads configuration and tokenizer: no weights are downloaded for it."""
+        folder = self._folder(weights=False)
+        return folder if self.base is None else self.base.light_path
+
+    def _folder(self, weights: bool) -> Path:
         local = Path(self.name).expanduser()
-        return local if local.is_dir() else resolve_model(self.name, self.revision, weights=False)
+        return local if local.is_dir() else resolve_model(self.name, self.revision, weights=weights)
 
     @property
     def is_here(self) -> bool:
         """Whether the weights are on this disk, or a part of the work still has to fetch them from the hub."""
-        return not absent_weights(self.name, self.light_path)
+        return not absent_weights(self.name, self._folder(weights=False)) and (self.base is None or self.base.is_here)
 
     @property
     def identity(self) -> str:
         """What the checkpoint is, by content; of weights that are still on the hub, by the sha256 that it gives."""
-        return model_identity(self.light_path, absent_weights(self.name, self.light_path))
+        folder = self._folder(weights=False)
+        own = model_identity(folder, absent_weights(self.name, folder))
+        if self.base is None:
+            return own
+        config = {key: value for key, value in (adapter_config(folder) or {}).items() if key not in _NAMES_THE_BASE}
+        return fingerprint({"adapter": own, "config": config, "base": self.base.identity})
 
     @property
     def tokenizer(self) -> Any:
@@ -102,7 +133,9 @@ class Checkpoint:
         return torch.float32 if device.type == "cpu" else self.dtype
 
     def load(self, dtype: "torch.dtype", device: "torch.device") -> Any:
-        """Load the weights for inference."""
+        """Load the weights for inference; an adapter is merged into its base."""
+        if self.base is not None:
+            return merged(self.base.load(dtype, device), self.adapter_path)
         return _loading().load_model(self.path, dtype=dtype, device=device, trust_remote_code=self.trust_remote_code)
 
     def without_weights(self, dtype: "torch.dtype") -> Any:

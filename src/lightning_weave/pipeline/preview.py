@@ -7,6 +7,7 @@ step, so this is for a few problems and short answers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,8 +26,9 @@ from lightning_weave.progress import Progress
 from lightning_weave.report.results import policy_rows
 from lightning_weave.report.tables import console
 from lightning_weave.runs.anchors import AnchorScorer, LiveAnchors
+from lightning_weave.runs.caches import routed_weights
 from lightning_weave.runs.discard import allow_discards
-from lightning_weave.runs.evaluation import Evaluated, evaluate
+from lightning_weave.runs.evaluation import Evaluated, asked_problems, evaluate
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import ScoredModel, Steps
 from lightning_weave.runs.trajectories import pack_rollouts
@@ -110,13 +112,11 @@ def run(
 def _why_not(steps: Steps, name: str) -> str:
     """Say why a composition's target cannot be sampled from; nothing if it can."""
     composition = steps.recipe.compositions[name]
-    anchors = steps.recipe.anchors
     if composition.method != "joint":
         return f"its method is {composition.method}; only shifts that act together have a target to sample from"
     if composition.kl_budget is not None:
         return f"compositions.{name}.kl_budget is solved on the cache, and a preview has none: set alpha"
-    native = [anchor for anchor in composition.used if anchors[anchor].prompt == "native"]
-    return f'anchors.{native[0]}.prompt = "native": a preview can only project the student\'s prompt' if native else ""
+    return ""
 
 
 def _listed(whys: dict[str, str]) -> str:
@@ -129,12 +129,15 @@ def _evaluate(
     section = steps.recipe.eval
     summaries = []
     policy = None
+    anchors = None
     for benchmark_name in section.benchmarks:
         stage = steps.store.stage(preview_step(steps, name, benchmark_name, problems))
         if stage.state() != "done":
             whole = load_benchmark(benchmark_name, section.sources.get(benchmark_name))
             benchmark = replace(whole, problems=whole.problems[:problems])
-            policy = policy or _open_policy(steps, name, loaded)
+            anchors = anchors or _open_anchors(steps, name, loaded)
+            anchors.ask(asked_problems(benchmark, steps.student.tokenizer, section))
+            policy = policy or _open_policy(steps, name, anchors)
             evaluate(steps, policy, benchmark, stage, progress, booked="preview")
         summaries.append(read_summary(stage.folder / "summary.json"))
     return summaries
@@ -146,22 +149,32 @@ def preview_step(steps: Steps, name: str, benchmark: str, problems: int) -> Step
     settings = {**base.settings, "problems": problems, "candidates": steps.recipe.reference.candidates}
     if name != "base":
         step = steps.train(name)
-        settings["target"] = {key: step.settings[key] for key in ("weights", "alpha", "anchors")}
+        keys = ("weights", "alpha", "anchors", "routes")
+        settings["target"] = {key: step.settings[key] for key in keys if key in step.settings}
     return Step(f"preview/{name}/{benchmark_folder(benchmark)}", settings, (), f"lweave preview {steps.arguments}")
 
 
-def _open_policy(steps: Steps, name: str, loaded: dict[ScoredModel, AnchorScorer]) -> Evaluated:
+def _open_anchors(steps: Steps, name: str, loaded: dict[ScoredModel, AnchorScorer]) -> LiveAnchors:
+    if name == "base":
+        return LiveAnchors(steps, {}, loaded=loaded)
+    composition = steps.recipe.compositions[name]
+    if composition.routes:
+        weigh = partial(routed_weights, steps, name)
+        return LiveAnchors(steps, dict.fromkeys(sorted(composition.used), 1.0), loaded=loaded, weigh=weigh)
+    return LiveAnchors(steps, dict(sorted(composition.used.items())), loaded=loaded)
+
+
+def _open_policy(steps: Steps, name: str, anchors: LiveAnchors) -> Evaluated:
     student = steps.student
     section = steps.recipe.eval
     device = set_up(steps.recipe, steps.store)
     model = student.load(student.compute_dtype(section.dtype, device), device)
-    tilt = None if name == "base" else _open_target(steps, name, loaded)
+    tilt = None if name == "base" else _open_target(steps, name, anchors)
     sampler = HFSampler(model, student.stop_ids, student.vocabulary, section.batch_size, tilt=tilt)
     return Evaluated(name, student, sampler)
 
 
-def _open_target(steps: Steps, name: str, loaded: dict[ScoredModel, AnchorScorer]) -> Target:
+def _open_target(steps: Steps, name: str, anchors: LiveAnchors) -> Target:
     composition = steps.recipe.compositions[name]
     assert composition.alpha is not None, "a KL budget has no preview"
-    anchors = LiveAnchors(steps, dict(sorted(composition.used.items())), loaded=loaded)
     return Target(composition.alpha, steps.recipe.reference.candidates, anchors)

@@ -6,8 +6,9 @@ from functools import partial
 
 from lightning_weave.checks.watch import Watch, check_scores, warn
 from lightning_weave.errors import InputError
+from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
-from lightning_weave.runs.anchors import AnchorScorer
+from lightning_weave.runs.anchors import AnchorScorer, Bases
 from lightning_weave.runs.engines import gpus_of
 from lightning_weave.runs.steps import ScoredModel, Steps
 from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
@@ -22,18 +23,32 @@ def run(
     if unknown := sorted(set(only or ()) - set(names.values())):
         raise InputError(f"--only {unknown[0]}: no such model; this recipe scores {', '.join(names.values())}")
     made = any(steps.store.stage(steps.score(scored)).state() != "done" for scored in names)
-    for scored, name in names.items():
-        if only is None or name in only:
-            score_model(steps, scored, progress, do)
+    bases: Bases = {}
+    for whole, sides in _by_model([scored for scored, name in names.items() if only is None or name in only]).items():
+        for scored in sides:
+            score_model(steps, scored, progress, do, bases)
+        bases.pop(whole, None)
     watch(lambda: check_scores(steps), made, progress)
 
 
-def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do = do_here) -> None:
+def _by_model(wanted: Sequence[ScoredModel]) -> dict[Checkpoint, list[ScoredModel]]:
+    """Put those together that one load serves: contexts of one checkpoint, adapters of one base."""
+    found: dict[Checkpoint, list[ScoredModel]] = {}
+    for scored in wanted:
+        try:
+            whole = scored.checkpoint.base or scored.checkpoint
+        except InputError:  # gone since it was scored
+            whole = scored.checkpoint
+        found.setdefault(whole, []).append(scored)
+    return found
+
+
+def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do, bases: Bases) -> None:
     """Score every pending shard under one model."""
     shards = len(steps.store.stage(steps.reference).require()["shards"])
     stage = steps.store.stage(steps.score(scored))
     make_room(stage)
-    opener = partial(open_worker, scored=scored)
+    opener = partial(open_worker, scored=scored, bases=bases)
     name = steps.score_names[scored]
     pending = stage.pending(shards)
     devices = gpus_of(steps.recipe.score)
@@ -67,6 +82,6 @@ class ScoreWorker:
         self.scorer.close()
 
 
-def open_worker(steps: Steps, scored: ScoredModel) -> ScoreWorker:
+def open_worker(steps: Steps, scored: ScoredModel, bases: Bases) -> ScoreWorker:
     """Load one anchor model."""
-    return ScoreWorker(steps, scored, AnchorScorer.open(steps, scored))
+    return ScoreWorker(steps, scored, AnchorScorer.open(steps, scored, bases))

@@ -13,11 +13,14 @@ from lightning_weave.plan.architecture import Shape, read_shape
 def find_shape(model: str, revision: str | None = None) -> Shape:
     """Read the sizes of a model without any of its weights."""
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        return read_shape(_read(folder / "config.json"), str(folder))
-    if (shipped := _shipped(model)) is not None:
-        return read_shape(shipped, model)
-    return read_shape(_read(_fetch(model, revision)), model)
+    if not folder.is_dir():
+        if (shipped := _shipped(model)) is not None:
+            return read_shape(shipped, model)
+        folder = _fetch(model, revision)
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file() and not (folder / "config.json").is_file():  # of a LoRA: its updates are small
+        return find_shape(str(_read(adapter).get("base_model_name_or_path")))
+    return read_shape(_read(folder / "config.json"), model)
 
 
 @cache
@@ -44,7 +47,8 @@ def _fetch(model: str, revision: str | None) -> Path:
 
     try:
         # hf_hub_download would try an unreachable hub again and again, for 25 seconds.
-        return Path(snapshot_download(model, revision=revision, allow_patterns="config.json")) / "config.json"
+        wanted = ["config.json", "adapter_config.json"]
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = first_line(error)
         raise InputError(

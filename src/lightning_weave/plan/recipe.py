@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from lightning_weave.bench.definitions import KNOWN, MAX_TOKENS, SAMPLES, BenchmarkKind
 from lightning_weave.config import Composition, Dtype, Online, Recipe, Sequential
@@ -33,6 +34,7 @@ from lightning_weave.plan.memory import (
     training_memory,
 )
 
+ROLES: tuple[Literal["post"], Literal["pre"]] = ("post", "pre")
 PROMPT_SHARE = 0.15  # mean length of a prompt, as a share of prompts.max_tokens
 USABLE = 0.9  # of a GPU's memory: the rest goes to the allocator and the driver
 MOST_SEQUENCES = 256  # vLLM's default for one batch
@@ -116,11 +118,22 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | No
 
 
 def _scored_models(recipe: Recipe) -> dict[str, Shape]:
-    """List every checkpoint to score, once."""
-    named: dict[str, str | None] = {}
-    for anchor in recipe.anchors.values():
-        named |= {anchor.post: anchor.post_revision, anchor.pre: anchor.pre_revision}
-    return {model: find_shape(model, revision) for model, revision in named.items()}
+    """List everything to score, once: a checkpoint, or a checkpoint in a context."""
+    shapes = {}
+    for anchor in recipe.anchors:
+        for role in ROLES:
+            side = recipe.side(anchor, role)
+            if side.model is None:  # the base of an adapter, which has its shape
+                side = recipe.side(anchor, "post")
+            assert side.model is not None, "an anchor has a post"
+            shapes[_name(recipe, anchor, role)] = find_shape(side.model, side.revision)
+    return shapes
+
+
+def _name(recipe: Recipe, anchor: str, role: Literal["post", "pre"]) -> str:
+    side = recipe.side(anchor, role)
+    model = side.model or f"base of {recipe.anchors[anchor].post}"
+    return f"{model} with {side.context}" if side.context else model
 
 
 def _workload(recipe: Recipe, prompt_tokens: float | None) -> Workload:
@@ -175,8 +188,8 @@ def _training_hours(
     costs = dict(zip(models, hours.score, strict=True))
 
     def scoring(anchors: Iterable[str]) -> tuple[float, ...]:
-        pairs = [recipe.anchors[name] for name in anchors]
-        return tuple(costs[model] for model in {pair.post for pair in pairs} | {pair.pre for pair in pairs})
+        names = {_name(recipe, anchor, role) for anchor in anchors for role in ROLES}
+        return tuple(costs[name] for name in names)
 
     composition_load = _composition_load(load, composition)
     training = hours.train * composition_load.epochs / load.epochs

@@ -3,11 +3,12 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lightning_weave.config import Prompts
 from lightning_weave.config.fields import PromptFormat
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.prompts.decontaminate import Screen
@@ -55,12 +56,11 @@ def build_prompts(
     by_template = chat and format != "livecodebench"  # LiveCodeBench prompts are always rendered as ChatML
     if by_template and not knows_thinking(tokenizer) and not thinking:  # fails here if there is no template
         report.notes.append("prompts.thinking = false has no effect: the chat template has no thinking switch")
-    named = {key: column for key, column in (columns or {}).items() if column is not None}
     others = frozenset(template_columns(template))
-    answer = str(named.get("answer", "")).split(".")[0]
+    column_names = _column_names(columns, format, others)
+    answer = (column_names.answer or "").split(".")[0]
     if answer in others:
         raise InputError(f"prompts.template names {{{answer}}}, which holds the answer. Leave it out of the template.")
-    column_names = ColumnNames(**named, starter="starter_code" if format == "livecodebench" else None, others=others)
     rows = read_rows(source, split=split, name=name, revision=revision, columns=column_names.roots())
     distinct = _deduplicated(_questions(rows, column_names, str(source), report), dedup, report)
     screened = _screened(_with_unique_ids(distinct, report), screen, report)
@@ -87,6 +87,25 @@ def build_prompts(
             "prompts.screen_against." + "".join(f" The first bad one: {row.where}: {row.why}" for row in report.bad[:1])
         )
     return taken, report
+
+
+def _column_names(
+    columns: Mapping[str, str | None] | None, format: PromptFormat, others: frozenset[str]
+) -> ColumnNames:
+    named = {key: column for key, column in (columns or {}).items() if column is not None}
+    return ColumnNames(**named, starter="starter_code" if format == "livecodebench" else None, others=others)
+
+
+def read_columns(names: Collection[str], prompts: Prompts) -> dict[str, dict[str, Any]]:
+    """Read columns of the rows that prompts are built from: prompt id -> column -> value."""
+    assert prompts.source is not None, "the prompts were built from it"
+    report = PromptReport()
+    columns = _column_names(prompts.columns.model_dump(), prompts.format, frozenset(names))
+    where = {"split": prompts.split, "name": prompts.name, "revision": prompts.revision}
+    rows = read_rows(prompts.source, **where, columns=columns.roots())
+    distinct = _deduplicated(_questions(rows, columns, prompts.source, report), prompts.dedup, report)
+    found = {question.id: question.columns for question in _with_unique_ids(distinct, report)}
+    return {id: dict(row) for id, row in found.items()}
 
 
 def read_prompts(path: Path) -> list[Prompt]:

@@ -1,10 +1,10 @@
 """Prompt formats. Models react to every character of these strings: do not reword them."""
 
 from collections.abc import Mapping
-from string import Formatter
 from typing import Any, assert_never
 
-from lightning_weave.config.fields import PromptFormat
+from lightning_weave.config import PromptContext
+from lightning_weave.config.fields import PromptFormat, named_columns
 from lightning_weave.errors import InputError
 
 _DAPO_BEFORE = (
@@ -85,7 +85,7 @@ def ask(
 
 def template_columns(template: str | None) -> set[str]:
     """List the columns that a template names, beside the problem itself."""
-    return {name for _, name, _, _ in Formatter().parse(template or "") if name} - {"problem"}
+    return named_columns(template or "") - {"problem"}
 
 
 def fill_template(template: str, problem: str, columns: Mapping[str, Any]) -> str:
@@ -98,6 +98,24 @@ def fill_template(template: str, problem: str, columns: Mapping[str, Any]) -> st
         if columns.get(name) is None:
             raise InputError(f"no column {name!r}, which the template names")
     return template.format(**{**columns, "problem": problem})
+
+
+def in_context(
+    messages: list[dict[str, str]], context: PromptContext, columns: Mapping[str, Any]
+) -> list[dict[str, str]]:
+    """Put what the student is asked into the context of one side of an anchor.
+
+    >>> in_context([{"role": "user", "content": "2+2?"}], PromptContext(template="{prompt} (It is {sum}.)"), {"sum": 4})
+    [{'role': 'user', 'content': '2+2? (It is 4.)'}]
+    """
+    *before, last = messages
+    turn = last["content"]
+    if context.template is not None:
+        turn = context.template.format(**{**columns, "prompt": turn})
+    if context.system is not None:
+        others = [message for message in before if message["role"] != "system"]
+        before = [{"role": "system", "content": context.system}, *others]
+    return [*before, {**last, "content": f"{context.prefix or ''}{turn}"}]
 
 
 def boxed(problem: str) -> str:

@@ -19,10 +19,12 @@ from lightning_weave.report.loom import Setting, Thread, bytes_per_decision, dra
 from lightning_weave.report.page import AnchorPushes, PairView, Push
 from lightning_weave.report.plots import grouped, stacked
 from lightning_weave.report.survey import REASONS, Survey
+from lightning_weave.runs.hygiene import rule_effects
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
 from lightning_weave.types import FINISH_REASONS, Rollouts
 
+RULE_ROWS = 256  # on which the effect of a rule is measured
 SMALLEST_PUSH = 0.05  # tokens per 1,000 decisions
 SHARED = "masked by one of its anchors"
 
@@ -40,6 +42,14 @@ def survey_cache(steps: Steps, cache: Cache, vocabulary: Vocabulary, progress: P
             survey.add(cache.block(cache.shard_rows(shard)))
             bar.advance()
     return survey
+
+
+def rule_notes(steps: Steps, cache: Cache | None) -> list[str]:
+    """Say what the rules of the anchors' shifts change, on some rows of the cache."""
+    if cache is None:
+        return []
+    rows = range(0, len(cache), max(1, len(cache) // RULE_ROWS))
+    return [f"anchors.{name}: {effect}" for name in cache.names for effect in rule_effects(steps, name, rows)]
 
 
 def pair_views(survey: Survey) -> list[PairView]:
@@ -164,11 +174,12 @@ def _cut(steps: Steps, blocks: Sequence[Block], anchors: int, students: int) -> 
 
 
 def _joint_weights(steps: Steps, cache: Cache) -> dict[str, dict[str, float]]:
-    """The weights of the joint compositions whose anchors are all in the cache."""
+    """The weights of the joint compositions whose anchors are all in the cache, those by tag each for itself."""
     return {
-        name: composition.weights
+        f"{name} ({tag})" if tag else name: weights
         for name, composition in steps.recipe.compositions.items()
         if composition.method == "joint" and composition.used.keys() <= set(cache.names)
+        for tag, weights in (composition.by_tag or {"": composition.weights}).items()
     }
 
 
@@ -177,7 +188,7 @@ def _settings(steps: Steps, cache: Cache) -> list[Setting]:
     return [
         Setting(name, weights, alpha)
         for name, weights in _joint_weights(steps, cache).items()
-        if (alpha := steps.alpha(name)) is not None
+        if (alpha := steps.alpha(name.partition(" (")[0])) is not None
     ]
 
 

@@ -80,7 +80,7 @@ def _family(steps: Steps, policy: str) -> tuple[str, float]:
     assert isinstance(composition, Joint), composition.method
     pair = list(steps.recipe.anchors)[:2]
     weights = [composition.weights.get(anchor, 0.0) for anchor in pair]
-    if not composition.used.keys() <= set(pair):
+    if composition.routes or not composition.used.keys() <= set(pair):
         return "", 0.0
     return f"{composition.alpha} {composition.kl_budget} {composition.epochs} {sum(weights):g}", weights[1]
 

@@ -24,6 +24,7 @@ from lightning_weave.report.results import (
     points,
     policy_rows,
     summaries,
+    tag_rows,
 )
 from lightning_weave.report.setup import setup
 from lightning_weave.runs.caches import open_scored
@@ -221,6 +222,9 @@ class Writer:
         blocks = [row for student in students for row in across.ablation(student.runs[0], student.rows)]
         if blocks and len(students) == 1:
             self.table("ablation", blocks)
+        by_tag = tag_rows(students[0].runs[0], students[0].whole) if len(students) == 1 else []
+        if by_tag:
+            self.table("tags", by_tag)
         write_json(self.folder / "points.json", [one for student in students for one in _points(student, students)])
 
     def table(self, name: str, rows: Sequence[tables.PolicyRow]) -> None:
@@ -307,7 +311,7 @@ def _run_view(
         name=name,
         training_and_cost=writer.figures(drawings, suffix),
         cost_lines=cost_summary(steps, ledger),
-        notes=[] if complete else [next_step],
+        notes=[*([] if complete else [next_step]), *anchors.rule_notes(steps, cache)],
         setup=setup(steps, ledger),
         findings=_findings(steps),
         examples=examples(steps, evaluated),

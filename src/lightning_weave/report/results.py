@@ -4,11 +4,16 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
+from lightning_weave.bench.definitions import load_benchmark
 from lightning_weave.bench.summary import Overall, Summary, combine, read_summary
+from lightning_weave.config import Tags
 from lightning_weave.report.tables import BenchmarkScore, PolicyRow, console, fits, plain
+from lightning_weave.runs.evaluation import asked_problems
 from lightning_weave.runs.known import neighbours
+from lightning_weave.runs.prompts import tag_of
 from lightning_weave.runs.steps import Steps
 
 PolicySummaries = dict[str, list[Summary]]  # policy -> its benchmarks
@@ -83,11 +88,36 @@ def points(steps: Steps, rows: Sequence[PolicyRow]) -> list[dict[str, Any]]:
     return [_point(steps, row) for row in rows]
 
 
+def tag_rows(steps: Steps, evaluated: PolicySummaries) -> list[PolicyRow]:
+    """Make one row per policy with a column per tag, over the problems of all benchmarks; none without tags."""
+    if steps.recipe.tags == Tags():
+        return []
+    section = steps.recipe.eval
+    tags: dict[tuple[str, str], str] = {}
+    for name in section.benchmarks:
+        benchmark = load_benchmark(name, section.sources.get(name))
+        asked = asked_problems(benchmark, steps.student.tokenizer, section)
+        tags |= {(benchmark.name, one.prompt.id): tag_of(steps.recipe, one) for one in asked}
+    rows = []
+    for policy, results in evaluated.items():
+        found: dict[str, list[tuple[float, float]]] = {}
+        for result in results:
+            for problem, right, tokens in zip(
+                result.problems, result.problem_accuracy, result.problem_tokens, strict=True
+            ):
+                found.setdefault(tags[result.benchmark, problem], []).append((right, tokens))
+        means = {tag: np.mean(values, axis=0).tolist() for tag, values in sorted(found.items())}
+        every = np.mean([value for values in found.values() for value in values], axis=0).tolist()
+        scores = tuple(BenchmarkScore(tag, right, tokens) for tag, (right, tokens) in means.items())
+        rows.append(PolicyRow(policy=policy, scores=scores, accuracy=every[0], tokens=every[1], aes=None))
+    return rows
+
+
 def _point(steps: Steps, row: PolicyRow) -> dict[str, Any]:
     composition = steps.recipe.compositions.get(row.policy)
     return {
         "policy": row.policy,
-        "weights": composition.weights if composition else {},
+        "weights": (composition.by_tag or composition.weights) if composition else {},
         "alpha": steps.alpha(row.policy) if composition else None,
         "accuracy": row.accuracy,
         "tokens": row.tokens,
@@ -119,6 +149,8 @@ def show_results(steps: Steps, out: Console) -> None:
                 markup=False,
                 highlight=False,
             )
+        if by_tag := tag_rows(steps, found):
+            out.print(f"By tag of the problem:\n{plain(by_tag)}", soft_wrap=True, markup=False, highlight=False)
         for policy, results in found.items():
             for result in results:
                 if result.error:

@@ -26,8 +26,9 @@ REASONS = (
     "masked: no matching end of turn",
     "masked: a candidate is not a single token",
     "masked: beyond the anchor's context",
+    "masked: by a rule of the anchor",
 )
-KEPT, PARTLY_KEPT, NO_END_OF_TURN, NOT_ONE_TOKEN, OUT_OF_CONTEXT = range(len(REASONS))
+KEPT, PARTLY_KEPT, NO_END_OF_TURN, NOT_ONE_TOKEN, OUT_OF_CONTEXT, BY_RULE = range(len(REASONS))
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Survey:
 
     def _add_chunk(self, chunk: Block) -> None:
         ids_PC = chunk.candidates.ids.flat
-        self.decisions += len(chunk.sampled_P)
+        self.decisions += int(chunk.decided_P.sum())
         valid_KP = torch.from_numpy(chunk.valid_KP)
         for name, weights in self.compositions.items():
             _, kept_P = compose_shifts(torch.zeros(*valid_KP.shape, 1), valid_KP, weights)
@@ -110,7 +111,7 @@ class Survey:
 
     def _add_reasons(self, anchor: int, chunk: Block) -> None:
         reasons_P = why_masked(chunk.mapped_KPC[anchor], chunk.valid_KP[anchor], chunk.candidates.ids.flat, self._stops)
-        self.reasons_KR[anchor] += np.bincount(reasons_P, minlength=len(REASONS))
+        self.reasons_KR[anchor] += np.bincount(reasons_P[chunk.decided_P], minlength=len(REASONS))
 
     def _add_pushes(self, anchor: int, chunk: Block, b_PO: Tensor, pull_PO: Tensor) -> None:
         """Add up b(a) (r(a) - E_b[r]): the change in the expected count of each token, per unit of weight / alpha."""
@@ -175,6 +176,7 @@ def why_masked(
     only_stops_P = (~unmapped_PC | np.isin(ids_PC, stops)).all(axis=1)
     masked_P = np.where(only_stops_P, NO_END_OF_TURN, NOT_ONE_TOKEN)
     masked_P = np.where(mapped_PC.any(axis=1), masked_P, OUT_OF_CONTEXT)
+    masked_P = np.where(mapped_PC.all(axis=1), BY_RULE, masked_P)
     return np.where(valid_P, np.where(unmapped_PC.any(axis=1), PARTLY_KEPT, KEPT), masked_P)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,10 +9,19 @@ from numpy.typing import NDArray
 
 from lightning_weave.errors import InputError
 from lightning_weave.models.hf import ScoreRow
-from lightning_weave.prompts import encode, read_prompts, render
+from lightning_weave.prompts import encode, in_context, render
+from lightning_weave.runs.prompts import Asked, asked_prompts
 from lightning_weave.runs.steps import ScoredModel, Steps
 from lightning_weave.tokens import TokenMap
-from lightning_weave.types import Prompt
+
+
+@dataclass(frozen=True)
+class OwnPrompts:
+    """What one side reads in place of the student's prompts, by line of prompts.jsonl."""
+
+    given: Sequence[list[int]]  # what the student reads
+    read: Sequence[list[int] | None]  # None: the row lacks a column, and is masked
+    native: bool  # in the anchor's tokens; else in the student's, and projected
 
 
 @dataclass(frozen=True)
@@ -23,14 +31,19 @@ class Alignment:
     tokens: TokenMap
     limit: int | None  # longest context of the model, in its own tokens
     bos: tuple[int, ...] = ()
-    native_prompts: Sequence[list[int]] | None = None  # by line of prompts.jsonl; None: the student's, projected
+    prompts: OwnPrompts | None = None  # None: the student's, projected
     masked_ids: frozenset[int] = frozenset()  # anchor tokens that a candidate may not be scored as
 
     @classmethod
     def open(
-        cls, steps: Steps, scored: ScoredModel, limit: int | None, masked_ids: frozenset[int] = frozenset()
+        cls,
+        steps: Steps,
+        scored: ScoredModel,
+        limit: int | None,
+        masked_ids: frozenset[int] = frozenset(),
+        asked: Sequence[Asked] | None = None,
     ) -> "Alignment":
-        """Align the tokenizer of one anchor model with the student's."""
+        """Align the tokenizer of one anchor model with the student's; `asked` are the prompts, unless the run's."""
         anchor = scored.checkpoint.tokenizer
         name = scored.checkpoint.name
         if scored.bos and anchor.bos_token_id is None:
@@ -43,14 +56,21 @@ class Alignment:
             tokens,
             limit,
             (anchor.bos_token_id,) if scored.bos else (),
-            _native_prompts(steps, scored, anchor) if scored.prompt == "native" else None,
+            _own_prompts(steps, scored, asked) if scored.reads_own_prompts else None,
             masked_ids,
         )
 
     def align(self, prompt: int, prompt_ids: NDArray, response_ids: NDArray, candidate_ids_TC: NDArray) -> ScoreRow:
         """Put one trajectory and its candidates into this model's tokens, each decision at the student's boundary."""
-        native = self.native_prompts[prompt] if self.native_prompts is not None else []
-        context = response_ids if self.native_prompts is not None else np.concatenate([prompt_ids, response_ids])
+        native: list[int] = []
+        if self.prompts is not None:
+            own = self.prompts.read[prompt]
+            if own is None:
+                return _nothing(prompt_ids, candidate_ids_TC)
+            after = prompt_ids[len(self.prompts.given[prompt]) :]  # a response so far, where a target is sampled from
+            native = own if self.prompts.native else []
+            prompt_ids = after if self.prompts.native else np.concatenate([np.array(own, np.int32), after])
+        context = np.concatenate([prompt_ids, response_ids])
         projected, boundaries = self.tokens.project(context)
         read = [*native, *projected]
         has_bos = tuple(read[: len(self.bos)]) == self.bos  # a prompt may bring its own
@@ -65,24 +85,57 @@ class Alignment:
         return ScoreRow(ids, positions_T, anchor_ids_TC.numpy(), mapped & usable_T[:, None])
 
 
-def _native_prompts(steps: Steps, scored: ScoredModel, anchor: Any) -> list[list[int]]:
-    """Render the prompts in the post-anchor's chat template, so that both models of the pair see the same text."""
-    assert scored.template is not None
-    steps.store.stage(steps.prompts).require()
-    speaker = scored.template.tokenizer
-    if not speaker.chat_template:
+def _nothing(prompt_ids: NDArray, candidate_ids_TC: NDArray) -> ScoreRow:
+    """A row of which nothing is scored."""
+    shape = np.array(candidate_ids_TC).shape
+    return ScoreRow(prompt_ids, np.zeros(shape[0], np.int64), np.zeros(shape, np.int32), np.zeros(shape, np.bool_))
+
+
+def _own_prompts(steps: Steps, scored: ScoredModel, asked: Sequence[Asked] | None) -> OwnPrompts:
+    return own_prompts(steps, scored, asked_prompts(steps, scored.context.columns) if asked is None else asked)
+
+
+def own_prompts(steps: Steps, scored: ScoredModel, asked: Sequence[Asked]) -> OwnPrompts:
+    """Render what one side reads where the student reads its prompts."""
+    if (native := scored.template) is not None and not native.tokenizer.chat_template:
         raise InputError(
-            f'anchors: prompt = "native", but the tokenizer of {scored.template.name} has no chat template. '
+            f'anchors: prompt = "native", but the tokenizer of {native.name} has no chat template. '
             'Use prompt = "student"'
         )
-    prompts = read_prompts(steps.prompts_file)
-    return encode([_native_text(prompt, speaker, steps) for prompt in prompts], anchor, rendered=True)
+    _check_columns(scored, asked)
+    texts: list[str | None] = []
+    for one in asked:
+        if not one.prompt.messages:
+            raise InputError(
+                f"anchors: {_why_messages(scored)}, but the prompt {one.prompt.id} of rollout.from has no messages. "
+                'Add them to its line, or use prompt = "student" without post_prompt and pre_prompt'
+            )
+        if not scored.context.columns <= one.columns.keys():
+            texts.append(None)
+            continue
+        messages = in_context(one.prompt.messages, scored.context, one.columns)
+        own = None if native is None else render(messages, native.tokenizer, True, one.form.thinking)
+        texts.append(one.form.text(messages, steps.student.tokenizer) if own is None else own)
+    reader = steps.student.tokenizer if native is None else scored.checkpoint.tokenizer
+    rendered = native is not None or all(one.form.rendered for one in asked)
+    ids = iter(encode([text for text in texts if text is not None], reader, rendered))
+    read = [None if text is None else next(ids) for text in texts]
+    return OwnPrompts([one.prompt.token_ids for one in asked], read, native is not None)
 
 
-def _native_text(prompt: Prompt, speaker: Any, steps: Steps) -> str:
-    if not prompt.messages:
-        raise InputError(
-            f'anchors: prompt = "native", but the prompt {prompt.id} of rollout.from has no messages. '
-            'Add them to its line, or use prompt = "student"'
-        )
-    return render(prompt.messages, speaker, True, steps.recipe.prompts.thinking)
+def _why_messages(scored: ScoredModel) -> str:
+    return f"a context ({scored.context})" if scored.context else 'prompt = "native"'
+
+
+def _check_columns(scored: ScoredModel, asked: Sequence[Asked]) -> None:
+    """Refuse a template that names a column which no row has, or, unless it is to be masked, one that a row lacks."""
+    for name in sorted(scored.context.columns):
+        lacking = [one.prompt.id for one in asked if name not in one.columns]
+        if lacking and (len(lacking) == len(asked) or not scored.masks_missing):
+            which = "no row has" if len(lacking) == len(asked) else f"the row of prompt {lacking[0]} has not"
+            more = f" (nor have {len(lacking) - 1} others)" if 1 < len(lacking) < len(asked) else ""
+            mask = "" if len(lacking) == len(asked) else ', or set missing = "mask" in that anchor'
+            raise InputError(
+                f"anchors: the template {scored.context.template!r} names {{{name}}}, a column that {which}{more}. "
+                f"Fill it in{mask}"
+            )

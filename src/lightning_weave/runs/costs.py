@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave.progress import duration
-from lightning_weave.runs.steps import ROLES, ScoredModel, Steps
+from lightning_weave.runs.steps import ROLES, Steps
 from lightning_weave.store import recorded
 from lightning_weave.store.ledger import read_ledger
 
@@ -194,6 +194,4 @@ def _training_seconds(steps: Steps, rows: list[dict[str, Any]], method: str) -> 
 
 
 def _models(steps: Steps, anchors: Iterable[str]) -> set[str]:
-    return {
-        steps.score_names[ScoredModel.of(steps.recipe.anchors[anchor], role)] for anchor in anchors for role in ROLES
-    }
+    return {steps.score_names[steps.side(anchor, role)] for anchor in anchors for role in ROLES}

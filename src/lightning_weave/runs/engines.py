@@ -51,6 +51,7 @@ def open_sampler(
     if section.engine == "hf":
         model = checkpoint.load(dtype, device)
         return HFSampler(model, checkpoint.stop_ids, checkpoint.vocabulary, section.batch_size)
+    _refuse_adapter(checkpoint)
     length = longest_context(checkpoint, prompts, max_tokens + 1)  # an engine scores no row that fills it
     start = partial(
         VLLMSampler.open,
@@ -73,6 +74,7 @@ def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score
     dtype = checkpoint.compute_dtype(section.dtype, device)
     if section.engine == "hf":
         return hf_scorer(checkpoint.load(dtype, device), checkpoint.vocabulary, section.token_budget)
+    _refuse_adapter(checkpoint)
     free_memory()
     version = engine_version(section.python)
     check_scoring_version(version)
@@ -165,6 +167,14 @@ def check_scoring_version(version: str) -> None:
         raise InputError(
             f'vLLM {version} cannot score: engine = "vllm" in [reference] and [score] needs '
             f'{OLDEST_SCORER[0]}.{OLDEST_SCORER[1]} or later. Install it there, or set engine = "hf"'
+        )
+
+
+def _refuse_adapter(checkpoint: Checkpoint) -> None:
+    if checkpoint.base is not None:
+        raise InputError(
+            f'{checkpoint.name}: engine = "vllm" reads no LoRA adapter. Merge it into its base with peft, or set '
+            'engine = "hf"'
         )
 
 

@@ -27,15 +27,16 @@ from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.progress import Progress
-from lightning_weave.prompts import ask, chatml, encode, livecodebench, render
+from lightning_weave.prompts import ask, encode, livecodebench
 from lightning_weave.ranks import is_first
 from lightning_weave.runs.engines import gpus_of, longest_context, open_sampler
 from lightning_weave.runs.grade import Grader
+from lightning_weave.runs.prompts import Asked, Form
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.stream import Journal, sample_shards
 from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
 from lightning_weave.store import Stage, write_atomic
-from lightning_weave.types import Request, Response, SamplingSettings
+from lightning_weave.types import Prompt, Request, Response, SamplingSettings
 
 
 @dataclass
@@ -178,7 +179,7 @@ def open_exam(
     """Load a policy and render what it is asked."""
     section = steps.recipe.eval
     tokenizer = policy.checkpoint.tokenizer
-    prompts = encode(prompt_texts(benchmark, tokenizer, section), tokenizer, _is_rendered(benchmark, section))
+    prompts = [one.prompt.token_ids for one in asked_problems(benchmark, tokenizer, section)]
     _check_lengths(policy, benchmark, prompts)
     grader = Grader.of(benchmark, section)
     sampler = policy.sampler(steps, prompts, settings.max_tokens)
@@ -284,14 +285,28 @@ def _summarise(steps: Steps, stage: Stage, benchmark: Benchmark, grader: Grader,
 
 def prompt_texts(benchmark: Benchmark, tokenizer: Any, section: Eval) -> list[str]:
     """Render every problem as the paper does; the LiveCodeBench prompt is already rendered and not wrapped again."""
-    return [_prompt_text(problem, tokenizer, section) for problem in benchmark.problems]
+    return [one.prompt.text for one in asked_problems(benchmark, tokenizer, section)]
 
 
-def _prompt_text(problem: Problem, tokenizer: Any, section: Eval) -> str:
+def asked_problems(benchmark: Benchmark, tokenizer: Any, section: Eval) -> list[Asked]:
+    """Put every problem to a policy."""
+    asked = []
+    for problem in benchmark.problems:
+        is_code = problem.row is not None
+        form = Form(is_code, section.chat, section.thinking, rendered=_is_rendered(benchmark, section))
+        messages = _messages(problem, section)
+        prompt = Prompt(problem.id, messages, form.text(messages, tokenizer), [])
+        columns = {**problem.columns, "answer": problem.answer} if problem.row is None else problem.row
+        asked.append(Asked(prompt, {name: value for name, value in columns.items() if value is not None}, form))
+    ids = encode([one.prompt.text for one in asked], tokenizer, _is_rendered(benchmark, section))
+    return [replace(one, prompt=replace(one.prompt, token_ids=own)) for one, own in zip(asked, ids, strict=True)]
+
+
+def _messages(problem: Problem, section: Eval) -> list[dict[str, str]]:
     if problem.row is not None:
-        return chatml(livecodebench(problem.question, str(problem.row.get("starter_code") or "")))
+        return livecodebench(problem.question, str(problem.row.get("starter_code") or ""))
     try:
-        asked = ask(
+        return ask(
             section.format,
             [{"role": "user", "content": problem.question}],
             template=section.template,
@@ -300,7 +315,6 @@ def _prompt_text(problem: Problem, tokenizer: Any, section: Eval) -> str:
         )
     except InputError as error:
         raise InputError(f"eval.template: problem {problem.id}: {error}") from error
-    return render(asked, tokenizer, section.chat, section.thinking)
 
 
 def _is_rendered(benchmark: Benchmark, section: Eval) -> bool:

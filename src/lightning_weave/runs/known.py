@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli_w
 
-from lightning_weave.config import Composition, check_recipe
+from lightning_weave.config import Composition, anchors_of, check_recipe
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.runs.changes import cause
 from lightning_weave.runs.steps import Steps
@@ -50,7 +50,7 @@ def with_known(steps: Steps) -> Steps:
 def _with(steps: Steps, part: str, name: str, one: Mapping[str, Any], anchors: Mapping[str, Any]) -> Steps:
     """Add one of them, unless it does not fit this recipe or its models cannot be told any more."""
     data = steps.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
-    for anchor in one.get("weights", {}):
+    for anchor in anchors_of(one):
         if anchor in anchors:
             data["anchors"].setdefault(anchor, anchors[anchor])
     data[part] = {**data[part], name: one}
@@ -74,7 +74,7 @@ def _as_trained(standing: Steps, name: str) -> Composition:
     made = standing.train(name).settings
     same_method = made.get("method", "joint") == composition.method
     known = made["weights"].keys() <= standing.recipe.anchors.keys()
-    if not (same_method and known):
+    if not (same_method and known) or composition.routes or "routes" in made:
         return composition
     weights = {} if made["weights"] == dict(composition.used) else {"weights": made["weights"]}
     return composition.model_copy(update={**weights, "alpha": made["alpha"]})

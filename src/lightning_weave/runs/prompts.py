@@ -2,22 +2,22 @@
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lightning_weave.config import Recipe
 from lightning_weave.errors import InputError
-from lightning_weave.prompts import read_rows
+from lightning_weave.prompts import chatml, read_columns, read_prompts, read_rows, render
+from lightning_weave.runs.logged import is_log, read_log
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import make_room
 from lightning_weave.store import write_atomic
 from lightning_weave.store.tables import BadRow, Row, checked_rows
 from lightning_weave.types import FINISH_REASONS, FinishReason, Prompt, Response
-
-COLUMNS = ("prompt_ids", "response_ids", "finish", "id", "prompt", "messages", "answer")
 
 
 def keep_prompts(steps: Steps, prompts: Sequence[Prompt], extra: Mapping[str, Any]) -> None:
@@ -26,6 +26,60 @@ def keep_prompts(steps: Steps, prompts: Sequence[Prompt], extra: Mapping[str, An
     lines = "".join(json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts)
     write_atomic(steps.prompts_file, lines.encode())
     steps.store.stage(steps.prompts).record([steps.prompts_file], {"rows": len(prompts), **extra})
+
+
+@dataclass(frozen=True)
+class Form:
+    """How messages become the text that the student reads."""
+
+    is_code: bool  # LiveCodeBench's own form
+    chat: bool
+    thinking: bool
+    rendered: bool  # the text has all the special tokens that it needs
+
+    def text(self, messages: list[dict[str, str]], tokenizer: Any) -> str:
+        return chatml(messages) if self.is_code else render(messages, tokenizer, self.chat, self.thinking)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, columns of the row that it was built from (those that the row has), and how it is rendered."""
+
+    prompt: Prompt
+    columns: Mapping[str, Any]
+    form: Form
+
+
+def asked_prompts(steps: Steps, names: Collection[str], prompts: Sequence[Prompt] | None = None) -> list[Asked]:
+    """Give the prompts of the run with columns of their rows, which are read from the source again."""
+    if prompts is None:
+        steps.store.stage(steps.prompts).require()
+        prompts = read_prompts(steps.prompts_file)
+    section = steps.recipe.prompts
+    is_code = section.format == "livecodebench"
+    form = Form(is_code, section.chat, section.thinking, rendered=section.chat and not is_code)
+    if not names:
+        return [Asked(prompt, {}, form) for prompt in prompts]
+    if steps.recipe.rollout.from_ is not None:
+        tokenizer = steps.student.tokenizer
+        rows = {group.as_prompt(tokenizer).id: group.row for group in own_trajectories(steps)}
+    else:
+        rows = read_columns(names, section)
+    return [
+        Asked(prompt, {name: rows[prompt.id][name] for name in names if rows[prompt.id].get(name) is not None}, form)
+        for prompt in prompts
+    ]
+
+
+def tag_columns(recipe: Recipe) -> set[str]:
+    """The columns that tags are read from."""
+    return set() if recipe.tags.column is None else {recipe.tags.column}
+
+
+def tag_of(recipe: Recipe, asked: Asked) -> str:
+    """The tag of one prompt, by its column or by its last turn."""
+    messages = asked.prompt.messages
+    return recipe.tags.of(messages[-1]["content"] if messages else asked.prompt.text, asked.columns)
 
 
 @dataclass(frozen=True)
@@ -48,9 +102,10 @@ class OwnGroup:
 
 
 def own_trajectories(steps: Steps) -> list[OwnGroup]:
-    """Read `[rollout] from`: rows of prompt_ids, response_ids and, if known, finish, id, prompt, messages, answer.
+    """Read `[rollout] from`: rows of token ids (prompt_ids, response_ids, perhaps mask) or of messages.
 
-    A JSONL or Parquet file, or a dataset directory, such as `lweave export` and other tools write.
+    If known, also finish, id, prompt, messages beside token ids, answer. A JSONL or Parquet file, or a dataset
+    directory, such as `lweave export` and other tools write.
     """
     path = Path(steps.recipe.rollout.from_ or "").expanduser()
     wanted = steps.recipe.rollout.responses
@@ -58,6 +113,17 @@ def own_trajectories(steps: Steps) -> list[OwnGroup]:
     stops = steps.student.stop_ids
     groups: dict[tuple[int, ...], OwnGroup] = {}
     for row in _rows(path):
+        if is_log(row):
+            run = read_log(row, steps.student.tokenizer, stops)
+            finish = _finish(row, run.response_ids[-1] in stops)
+            plain = all(isinstance(turn["content"], str) and "tool_calls" not in turn for turn in run.asked)
+            digest = zlib.crc32(np.array([*run.prompt_ids, *run.response_ids], "<i4").tobytes())
+            values = {"id": f"log-{digest:08x}", **row.values, "messages": run.asked if plain else []}
+            response = Response(run.response_ids, finish, run.decided)
+            # Every run is a group of its own, unless several were wanted for each prompt.
+            key = tuple(run.prompt_ids) if wanted > 1 else (len(groups), *run.prompt_ids)
+            groups.setdefault(key, OwnGroup(tuple(run.prompt_ids), values, [])).responses.append(response)
+            continue
         prompt_ids = tuple(_ids(row, "prompt_ids", vocabulary))
         if not prompt_ids:
             raise InputError(f"{row.where}: prompt_ids is empty; every prompt needs at least one token")
@@ -67,7 +133,7 @@ def own_trajectories(steps: Steps) -> list[OwnGroup]:
             if not isinstance(row.values.get(key), str | int | float | None):
                 raise InputError(f"{row.where}: {key} = {row.values[key]!r} must be text or a number")
         ended = bool(response_ids) and response_ids[-1] in stops
-        response = Response(response_ids, _finish(row, ended))
+        response = Response(response_ids, _finish(row, ended), _mask(row, len(response_ids)))
         groups.setdefault(prompt_ids, OwnGroup(prompt_ids, row.values, [])).responses.append(response)
     if not groups:
         raise InputError(f"{path}: no trajectory in it; each line is one, with prompt_ids and response_ids")
@@ -79,14 +145,22 @@ def own_trajectories(steps: Steps) -> list[OwnGroup]:
                 f"{path}: the prompt {group.row.get('id', group.prompt_ids[:8])} has {len(group.responses)} responses, "
                 f"but rollout.responses = {wanted}. Give every prompt as many, or set that key"
             )
-    return list(groups.values())
+    found = list(groups.values())
+    if any(response.decided is not None for group in found for response in group.responses):
+        found = [replace(group, responses=[_all_said(one) for one in group.responses]) for group in found]
+    return found
+
+
+def _all_said(response: Response) -> Response:
+    """Say of every token whether the student wrote it: all shards of a run hold the same arrays."""
+    return response if response.decided is not None else replace(response, decided=[True] * len(response.ids))
 
 
 def _rows(path: Path) -> Iterator[Row]:
     if not path.is_dir():
         yield from checked_rows(path)
         return
-    for row in read_rows(path, columns=COLUMNS):
+    for row in read_rows(path):
         if isinstance(row, BadRow):
             raise InputError(f"{row.where}: {row.why}. Fix or remove this row.")
         yield row
@@ -102,6 +176,18 @@ def _ids(row: Row, key: str, vocabulary: int) -> list[int]:
             "Were these tokens made with another tokenizer?"
         )
     return ids
+
+
+def _mask(row: Row, length: int) -> list[bool] | None:
+    """Read which tokens the student wrote; a mask of all is none."""
+    mask = row.values.get("mask")
+    if mask is None:
+        return None
+    if not isinstance(mask, list) or len(mask) != length or any(value not in (0, 1) for value in mask):
+        raise InputError(f"{row.where}: mask must be a list of 0 and 1, one for each of its {length} response_ids")
+    if length and not any(mask):
+        raise InputError(f"{row.where}: mask has no 1, so the student wrote nothing. Leave the line out")
+    return None if all(mask) else [bool(value) for value in mask]
 
 
 def _check_messages(row: Row) -> None:

@@ -5,20 +5,21 @@ threads) are left out: they are recorded elsewhere, never fingerprinted.
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, assert_never
 
 from lightning_weave.config import (
-    Anchor,
     Composition,
     Distilled,
     Joint,
     Mixture,
     Objective,
     Online,
+    PromptContext,
     Recipe,
     Reference,
     Score,
@@ -40,6 +41,7 @@ ROLES: tuple[Role, Role] = ("post", "pre")
 IDENTITIES = "identities.json"
 # Keys of [train] that came later than the first runs, with the values that change nothing.
 LATER = {"warmup": 0, "decay": "constant", "lora.stabilised": False}
+SHIFT_RULES = {"shift_clip", "only_above", "mass_floor", "temperature"}
 TRAIN_EXECUTION = {
     "shard_ranks",
     "token_budget",
@@ -59,7 +61,7 @@ TRAIN_EXECUTION = {
 
 @dataclass(frozen=True)
 class ScoredModel:
-    """One checkpoint as one or more anchors use it; scored once however many pairs share it."""
+    """One side of an anchor: a checkpoint in a context. Scored once however many pairs share it."""
 
     checkpoint: Checkpoint
     aliases: tuple[tuple[str, str], ...]
@@ -68,31 +70,29 @@ class ScoredModel:
     bos: bool
     prompt: Literal["student", "native"]
     template: Checkpoint | None  # whose chat template both models of a pair read natively: the post-anchor's
-
-    @classmethod
-    def of(cls, anchor: Anchor, role: Role) -> "ScoredModel":
-        post = Checkpoint(anchor.post, anchor.post_revision, anchor.trust_remote_code)
-        pre = Checkpoint(anchor.pre, anchor.pre_revision, anchor.trust_remote_code)
-        return cls(
-            checkpoint=post if role == "post" else pre,
-            aliases=tuple(sorted(anchor.aliases.items())),
-            checks_aliases=role == "pre" and bool(anchor.aliases),
-            untrained=anchor.untrained if role == "pre" and anchor.aliases else None,
-            bos=anchor.bos,
-            prompt=anchor.prompt,
-            template=post if anchor.prompt == "native" else None,
-        )
+    context: PromptContext  # empty: the prompt as it is
+    masks_missing: bool  # a row without a column that the context names is masked, not refused
 
     @property
     def text(self) -> str:
         """What distinguishes two scored models of one name. Folders of existing runs are named by it: keep it."""
         template = None if self.template is None else (self.template.name, self.template.revision)
+        context = f", context={self.context}, masks_missing={self.masks_missing}" if self.context else ""
         return (
             f"ScoredModel(model={self.checkpoint.name!r}, revision={self.checkpoint.revision!r}, "
             f"trust_remote_code={self.checkpoint.trust_remote_code!r}, aliases={self.aliases!r}, "
             f"checks_aliases={self.checks_aliases!r}, untrained={self.untrained!r}, bos={self.bos!r}, "
-            f"prompt={self.prompt!r}, template={template!r})"
+            f"prompt={self.prompt!r}, template={template!r}{context})"
         )
+
+    @property
+    def reads_own_prompts(self) -> bool:
+        """Whether it reads something else where the student reads its prompt."""
+        return self.prompt == "native" or bool(self.context)
+
+    def without_own_prompts(self) -> "ScoredModel":
+        """The same checkpoint after the student's prompts: what can be aligned before there are any."""
+        return replace(self, prompt="student", template=None, context=PromptContext(), masks_missing=False)
 
 
 @dataclass(frozen=True)
@@ -218,6 +218,9 @@ class Steps:
         }
         if scored.template is not None:
             settings["template"] = template_identity(scored.template.light_path)
+        if scored.context:
+            settings["context"] = scored.context.model_dump(exclude_none=True)
+            settings |= {"missing": "mask"} if scored.masks_missing else {}
         name = self.score_names[scored]
         command = f"{self._command('score')} --only {name}"
         return self._step(Step(f"score/{name}", settings, (self.reference,), command))
@@ -225,23 +228,68 @@ class Steps:
     @cached_property
     def score_names(self) -> dict[ScoredModel, str]:
         """Folder names of the models to score: short, and distinct where two would clash."""
-        models = [ScoredModel.of(anchor, role) for anchor in self.recipe.anchors.values() for role in ROLES]
+        models = [self.side(anchor, role) for anchor in self.recipe.anchors for role in ROLES]
         names: dict[ScoredModel, str] = {}
         for scored in dict.fromkeys(models):
             name = slug(scored.checkpoint.name)
-            if name in names.values():  # the first keeps it: an anchor that is added later renames no other
+            # The first keeps it: an anchor that is added later renames no other. What is in no context comes first.
+            if scored.context or name in names.values():
                 name = f"{name}-{hashlib.sha256(scored.text.encode()).hexdigest()[:6]}"
             names[scored] = name
         return names
 
+    def side(self, anchor: str, role: Role) -> ScoredModel:
+        """One of the two sides of an anchor, as it is scored."""
+        section = self.recipe.anchors[anchor]
+        context = self.recipe.side(anchor, role).context
+        return ScoredModel(
+            checkpoint=self.anchor(anchor, role),
+            aliases=tuple(sorted(section.aliases.items())),
+            checks_aliases=role == "pre" and bool(section.aliases),
+            untrained=section.untrained if role == "pre" and section.aliases else None,
+            bos=section.bos,
+            prompt=section.prompt,
+            template=self.anchor(anchor, "post") if section.prompt == "native" else None,
+            context=context,
+            masks_missing=section.missing == "mask" and bool(context.columns),
+        )
+
     def anchor(self, name: str, role: Role) -> Checkpoint:
         """One of the two models of an anchor."""
-        return ScoredModel.of(self.recipe.anchors[name], role).checkpoint
+        side = self.recipe.side(name, role)
+        if side.model is None:
+            return self._base(name)
+        return Checkpoint(side.model, side.revision, side.trust_remote_code)
+
+    def _base(self, anchor: str) -> Checkpoint:
+        """The base of an anchor that is an adapter; known to the run even if the adapter is gone."""
+        adapter = self.anchor(anchor, "post")
+        key = f"base of {adapter}"
+        if key not in self._identities:
+            try:
+                base = adapter.base
+            except InputError:
+                if key not in self._remembered:
+                    raise
+                self._identities[key] = self._remembered[key]
+            else:
+                if base is None:
+                    raise InputError(
+                        f"anchors.{anchor}.pre is missing: {adapter.name} is no LoRA adapter that says its base. It "
+                        "is the checkpoint that post was trained from"
+                    )
+                self._identities[key] = json.dumps([base.name, base.revision])
+        name, revision = json.loads(self._identities[key])
+        return replace(adapter, name=name, revision=revision)
+
+    def has_shift(self, anchor: str) -> bool:
+        """Whether the two sides of an anchor differ: another model, or another context."""
+        post, pre = (self.side(anchor, role) for role in ROLES)
+        return post.context != pre.context or self.identity_of(post.checkpoint) != self.identity_of(pre.checkpoint)
 
     def scores_of(self, anchor: str) -> tuple[Step, Step]:
         """The steps of a pair: post, then pre."""
-        section = self.recipe.anchors[anchor]
-        return self.score(ScoredModel.of(section, "post")), self.score(ScoredModel.of(section, "pre"))
+        return self.score(self.side(anchor, "post")), self.score(self.side(anchor, "pre"))
 
     def train(self, name: str) -> Step:
         composition = self.recipe.compositions[name]
@@ -249,13 +297,16 @@ class Steps:
         settings = {
             "train": _without_defaults(self.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION)),
             "objective": self._objective_settings(name),
-            "weights": {anchor: composition.weights[anchor] for anchor in used},
+            "weights": {anchor: composition.weights.get(anchor, 0.0) for anchor in used},
             "alpha": composition.alpha,
             "anchors": {anchor: self._shift_settings(anchor) for anchor in used},
             "student": self.identity_of(self.student),
             **self._method_settings(composition),
             **self._rounding,
         }
+        if composition.routes:
+            tags = self.recipe.tags.model_dump(mode="json", exclude_defaults=True)
+            settings["routes"] = {"tags": tags, "weights": composition.by_tag}
         scores = {step.path: step for anchor in used for step in self.scores_of(anchor)}
         cached = (self.reference, *scores.values())
         inputs = (self.prompts,) if composition.method == "online" else cached
@@ -318,7 +369,8 @@ class Steps:
     def _shift_settings(self, anchor: str) -> dict[str, Any]:
         section = self.recipe.anchors[anchor]
         post, pre = self.scores_of(anchor)
-        return {"post": dict(post.settings), "pre": dict(pre.settings), "validity": section.validity}
+        rules = section.model_dump(mode="json", include=SHIFT_RULES, exclude_defaults=True)
+        return {"post": dict(post.settings), "pre": dict(pre.settings), "validity": section.validity, **rules}
 
     @property
     def policies(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import tomli_w
 
-from lightning_weave.config import ALPHA, Composition, Joint, Recipe, check_recipe
+from lightning_weave.config import ALPHA, DEFAULT_TAG, Composition, Joint, Recipe, anchors_of, check_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import write_atomic
@@ -26,9 +26,16 @@ class Planned:
 
 
 def plan_sweep(
-    recipe: Recipe, shares: Sequence[float], anchor: str | None = None, alphas: Sequence[float] | None = None
+    recipe: Recipe,
+    shares: Sequence[float],
+    anchor: str | None = None,
+    alphas: Sequence[float] | None = None,
+    tag: str | None = None,
 ) -> list[Planned]:
-    """Name every setting: a share of one anchor, the rest of the weight in equal parts to the others, and an alpha."""
+    """Name every setting: a share of one anchor, the rest of the weight in equal parts to the others, and an alpha.
+
+    With a tag, only its weights vary, in the first composition that has weights by tag.
+    """
     if not shares:
         raise InputError("--shares is empty; give numbers from 0 to 1, for example --shares 0.25,0.5,0.75")
     if wrong := [share for share in shares if not 0 <= share <= 1]:
@@ -42,10 +49,11 @@ def plan_sweep(
     chosen = anchor if anchor is not None else list(recipe.anchors)[-1]
     if chosen not in recipe.anchors:
         raise InputError(f"--anchor {chosen}: no such anchor; this recipe has {', '.join(recipe.anchors)}")
+    routed = _routed(recipe, tag) if tag is not None else None
     planned: dict[str, Planned] = {}
     for alpha in alphas or (_usual_alpha(recipe),):
         for share in shares:
-            one = _plan_one(recipe, chosen, share, alpha, bool(alphas))
+            one = _plan_one(recipe, chosen, share, alpha, name_alpha=bool(alphas), tag=tag, routed=routed)
             planned.setdefault(one.name, one)
     return list(planned.values())
 
@@ -56,11 +64,36 @@ def _usual_alpha(recipe: Recipe) -> float:
     return used.pop() if len(used) == 1 else ALPHA
 
 
-def _plan_one(recipe: Recipe, anchor: str, share: float, alpha: float, name_alpha: bool) -> Planned:
+def _routed(recipe: Recipe, tag: str) -> Joint:
+    """Find the composition whose weights of one tag are to vary."""
+    found = [one for one in recipe.compositions.values() if isinstance(one, Joint) and one.routes]
+    if not found:
+        raise InputError(f"--tag {tag}: no composition of this recipe has weights by tag")
+    if tag not in found[0].by_tag:
+        raise InputError(f"--tag {tag}: no such tag in its weights; there are {', '.join(found[0].by_tag)}")
+    return found[0]
+
+
+def _plan_one(
+    recipe: Recipe,
+    anchor: str,
+    share: float,
+    alpha: float,
+    *,
+    name_alpha: bool,
+    tag: str | None,
+    routed: Joint | None,
+) -> Planned:
     others = [name for name in recipe.anchors if name != anchor]
     weights = {**dict.fromkeys(others, (1 - share) / len(others)), anchor: share}
-    composition = Joint(weights={one: weights[one] for one in recipe.anchors}, alpha=float(alpha))
+    ordered = {one: weights[one] for one in recipe.anchors}
     name = f"{anchor}-{_share_text(share)}" + f"-alpha-{alpha:g}" * name_alpha
+    composition = Joint(weights=ordered, alpha=float(alpha))
+    if routed is not None and tag is not None:
+        by_tag = {**routed.by_tag, tag: ordered}
+        plain = by_tag.pop(DEFAULT_TAG, {})
+        composition = Joint(weights=plain, routes=by_tag, alpha=float(alpha))
+        name = f"{tag}-{name}"
     for known, existing in recipe.compositions.items():
         if _same(existing, composition):
             return Planned(known, existing, True)
@@ -80,6 +113,8 @@ def _share_text(share: float) -> str:
 
 def _same(one: Composition, two: Composition) -> bool:
     names = {*one.weights, *two.weights}
+    if one.routes or two.routes:
+        return one.model_dump() == two.model_dump()
     near = all(abs(one.weights.get(name, 0.0) - two.weights.get(name, 0.0)) < 1e-9 for name in names)
     return near and one.model_dump(exclude={"weights"}) == two.model_dump(exclude={"weights"})
 
@@ -114,7 +149,7 @@ def _kept(steps: Steps) -> dict[str, Any]:
         raise InputError(
             f"{path}: broken TOML ({error}). Remove it and sweep again: what was trained is kept"
         ) from None
-    return {name: one for name, one in found.items() if set(one["weights"]) <= set(steps.recipe.anchors)}
+    return {name: one for name, one in found.items() if anchors_of(one) <= set(steps.recipe.anchors)}
 
 
 def _extend(steps: Steps, compositions: dict[str, Any]) -> Steps:

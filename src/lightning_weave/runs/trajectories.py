@@ -11,13 +11,19 @@ from lightning_weave.types import FINISH_REASONS, Candidates, Ragged, Request, R
 
 def pack_rollouts(requests: Sequence[Request], responses: Sequence[Response]) -> Rollouts:
     """Put sampled responses into the arrays of a shard."""
+    logged = any(response.decided is not None for response in responses)
     return Rollouts(
         prompt_R=np.array([request.prompt for request in requests], dtype=np.int32),
         response_R=np.array([request.response for request in requests], dtype=np.int32),
         finish_R=np.array([FINISH_REASONS.index(response.finish) for response in responses], dtype=np.uint8),
         prompt_ids=Ragged.of([np.array(request.prompt_ids, dtype=np.int32) for request in requests]),
         response_ids=Ragged.of([np.array(response.ids, dtype=np.int32) for response in responses]),
+        decided=Ragged.of([_decided(response) for response in responses]) if logged else None,
     )
+
+
+def _decided(response: Response) -> NDArray[np.bool_]:
+    return np.array([True] * len(response.ids) if response.decided is None else response.decided, dtype=np.bool_)
 
 
 def find_candidates(scorer: Scorer, rows: Rollouts, count: int) -> Candidates:

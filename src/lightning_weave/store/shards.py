@@ -8,7 +8,7 @@ import json
 import mmap
 import zlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -31,6 +31,8 @@ def pack(shard: Any, fingerprint: str) -> bytes:
     tensors: dict[str, NDArray] = {}
     for field in fields(shard):
         value = getattr(shard, field.name)
+        if value is None:  # only a field that may be left out
+            continue
         if isinstance(value, Ragged):
             tensors[field.name] = np.ascontiguousarray(value.flat)
             tensors[field.name + OFFSETS] = np.ascontiguousarray(value.offsets, dtype=np.int64)
@@ -54,7 +56,8 @@ class Shard(Generic[T]):
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._tensors, self.fingerprint = _parse(self._map)
             self._names = _ordered({name: value for name, value in self._tensors.items() if name != CRC})
-            expected = {field.name for field in fields(kind)} | {CRC}  # type: ignore[arg-type]
+            required = [field.name for field in fields(kind) if field.default is MISSING]  # type: ignore[arg-type]
+            expected = {*required, CRC}
             missing = expected - self._tensors.keys()
             if missing:
                 raise ValueError(f"no {', '.join(sorted(missing))}")
@@ -74,7 +77,7 @@ class Shard(Generic[T]):
                 raise CorruptData(f"{self.path}: row {row} is damaged (its CRC does not match). {_remedy(self.path)}")
         values = {}
         for field in fields(self.kind):  # type: ignore[arg-type]
-            values[field.name] = self._range(field.name, start, stop)
+            values[field.name] = self._range(field.name, start, stop) if field.name in self._tensors else None
         return self.kind(**values)
 
     def _range(self, name: str, start: int, stop: int) -> NDArray | Ragged:

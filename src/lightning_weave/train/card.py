@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_weave import __version__
 from lightning_weave.config import Composition, Sequential, Train, dump_recipe
-from lightning_weave.runs.steps import Steps
+from lightning_weave.runs.steps import Role, Steps
 from lightning_weave.train.dose import anchor_doses
 
 TAG = "tags: [lightning-weave]"
@@ -21,9 +21,10 @@ def model_card(steps: Steps, name: str, figures: dict[str, Any], evaluation: str
     doses = anchor_doses(composition, _alpha(composition, figures))
     anchors = "\n".join(
         f"| {anchor} | {weight:g} | {f'{doses[anchor]:.4g}' if anchor in doses else 'its own distribution'} | "
-        f"`{recipe.anchors[anchor].post}` | `{recipe.anchors[anchor].pre}` |"
+        f"{_side(steps, anchor, 'post')} | {_side(steps, anchor, 'pre')} |"
         for anchor, weight in composition.used.items()
     )
+    by_tag = "".join(f"\nWeights of the tag `{tag}`: {shares}.\n" for tag, shares in composition.by_tag.items())
     rows = "\n".join(f"| {what} | {value} |" for what, value in _facts(steps, name, figures).items())
     return f"""---
 {base}library_name: transformers
@@ -37,7 +38,7 @@ pipeline_tag: text-generation
 | anchor | weight | dose (weight / alpha) | post-trained | from |
 | --- | --- | --- | --- | --- |
 {anchors}
-
+{by_tag}
 | | |
 | --- | --- |
 {rows}
@@ -48,6 +49,11 @@ The resolved recipe, defaults included:
 {dump_recipe(recipe).strip()}
 ```
 """
+
+
+def _side(steps: Steps, anchor: str, role: Role) -> str:
+    side = steps.side(anchor, role)
+    return f"`{side.checkpoint.name}`" + (f" with {side.context}".replace("|", "\\|") if side.context else "")
 
 
 def _alpha(composition: Composition, figures: dict[str, Any]) -> float:

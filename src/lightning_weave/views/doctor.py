@@ -77,8 +77,7 @@ def show(findings: list[Finding], console: Console) -> None:
 def _check_compositions(steps: Steps, sample: CheckedRows, valid: dict[str, NDArray[np.bool_]]) -> list[Finding]:
     """Say what is left where all anchors of a composition must be valid (mask intersection)."""
     findings = []
-    for name, composition in steps.recipe.compositions.items():
-        used = list(composition.used)
+    for name, used in _masks(steps).items():
         if len(used) < 2 or any(anchor not in valid for anchor in used) or not sample.positions:
             continue
         share = float(np.logical_and.reduce([valid[anchor] for anchor in used]).mean())
@@ -87,6 +86,17 @@ def _check_compositions(steps: Steps, sample: CheckedRows, valid: dict[str, NDAr
         verdict: Level = "warning" if share < FEW_SURVIVE else "ok" if share == 1 else "note"
         findings.append(Finding(f"compositions.{name}", "positions", verdict, text, {"share": share}))
     return findings
+
+
+def _masks(steps: Steps) -> dict[str, list[str]]:
+    """The anchors that must be valid together: those of a composition, or of one of its tags."""
+    found = {}
+    for name, composition in steps.recipe.compositions.items():
+        for tag, weights in composition.by_tag.items():
+            found[f"{name}.weights.{tag}"] = [anchor for anchor, weight in weights.items() if weight]
+        if not composition.by_tag:
+            found[name] = list(composition.used)
+    return found
 
 
 def _check_rollouts(steps: Steps, sample: CheckedRows) -> list[Finding]:

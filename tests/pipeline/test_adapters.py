@@ -1,0 +1,148 @@
+"""LoRA adapters as anchors and as the student: one load, on and off, against merged checkpoints."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_weave.checks.preflight import Todo, preflight
+from lightning_weave.errors import InputError
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.pipeline.flow import make_cache as make_whole_cache
+from lightning_weave.pipeline.flow import make_students
+from lightning_weave.runs.caches import open_cache
+from lightning_weave.runs.steps import Steps
+from pipeline.small_runs import QUIET, make_cache, make_recipe, steps_of
+
+CPU = torch.device("cpu")
+
+
+def save_adapter(folder: Path, base: Path, seed: int, targets: tuple[str, ...] = ("q_proj", "down_proj")) -> Path:
+    """Save a random low-rank update of a checkpoint, whose two factors are both of a size."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=8, target_modules=list(targets)))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's, of an adapter of the head
+        adapted.save_pretrained(folder)
+    return folder
+
+
+def save_merged(folder: Path, adapter: Path, base: Path) -> Path:
+    """What a user without adapters would give: peft's own merge."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> dict[str, Any]:
+    """Two adapters of one base, with layers of their own, and their merged checkpoints as another two pairs."""
+    recipe = make_recipe(tmp_path, "qwen3", "llama", "bytes")
+    base = Path(recipe["anchors"].pop("one")["pre"])
+    for number, targets in enumerate((("q_proj", "down_proj"), ("v_proj", "down_proj"))):
+        adapter = save_adapter(tmp_path / f"lora-{number}", base, seed=number, targets=targets)
+        merged = save_merged(tmp_path / f"merged-{number}", adapter, base)
+        recipe["anchors"][f"lora{number}"] = {"post": str(adapter)}
+        recipe["anchors"][f"merged{number}"] = {"post": str(merged), "pre": str(base)}
+    even = dict.fromkeys(recipe["anchors"], 0.25)
+    recipe["compositions"] = {"all": {"weights": even}}
+    return recipe
+
+
+def test_an_adapter_on_and_off_is_two_merged_checkpoints(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    load = Checkpoint.load
+    monkeypatch.setattr(Checkpoint, "load", lambda self, *rest: (loads.append(self.name), load(self, *rest))[1])
+    steps = make_cache(recipe)
+    assert len(steps.score_names) == 5, "the base is scored once for all four"
+    base = recipe["anchors"]["merged0"]["pre"]
+    assert loads.count(base) == 1, "and loaded once"
+    cache = open_cache(steps, "all")
+    block = cache.block(range(len(cache)))
+    shifts = dict(zip(cache.names, block.r_KPC, strict=True))
+    for number in (0, 1):
+        assert np.abs(shifts[f"lora{number}"]).max() > 0.1
+        np.testing.assert_allclose(shifts[f"lora{number}"], shifts[f"merged{number}"], atol=1e-5, rtol=0)
+    assert not np.allclose(shifts["lora0"], shifts["lora1"], atol=0.01)
+
+
+def test_an_adapter_is_known_by_content_and_its_scores_outlive_it(recipe: dict[str, Any], tmp_path: Path) -> None:
+    steps = make_cache(recipe)
+    post, pre = steps.scores_of("lora0")
+    again = save_adapter(tmp_path / "elsewhere", Path(recipe["anchors"]["merged0"]["pre"]), seed=0)
+    assert Checkpoint(str(again)).identity == steps.identity_of(steps.anchor("lora0", "post"))
+    assert post.settings["model"] != pre.settings["model"] != steps.scores_of("lora1")[0].settings["model"]
+    steps.remember()
+    (tmp_path / "lora-0").rename(tmp_path / "gone")
+    fresh = steps_of(recipe)
+    assert [fresh.store.stage(step).state() for step in fresh.scores_of("lora0")] == ["done", "done"]
+
+
+def test_the_student_may_start_from_an_adapter(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """What is trained and exported is whole, and begins as the merged checkpoint does."""
+    base = Path(recipe["student"]["model"])
+    adapter = save_adapter(tmp_path / "start", base, seed=3)
+    merged = save_merged(tmp_path / "start-merged", adapter, base)
+    models = [Checkpoint(str(path)).load(torch.float32, CPU) for path in (adapter, merged)]
+    assert models[0].state_dict().keys() == models[1].state_dict().keys()
+    for name, tensor in models[0].state_dict().items():
+        torch.testing.assert_close(tensor, models[1].state_dict()[name], atol=1e-6, rtol=0)
+    recipe["student"] = {"model": str(adapter)}
+    recipe["compositions"] = {"only": {"weights": {"lora0": 1.0}}}
+    recipe["train"] = {"epochs": 1, "prompts_per_round": 2, "updates_per_round": 1}
+    steps = steps_of(recipe)
+    make_whole_cache(steps, QUIET)
+    make_students(steps, QUIET)
+    trained = steps.policy("only")
+    assert trained.base is None
+    assert trained.load(torch.float32, CPU).state_dict().keys() == models[1].state_dict().keys()
+
+
+def _said(recipe: dict[str, Any]) -> str:
+    steps: Steps = steps_of(recipe)
+    found = [finding for finding in preflight(steps, Todo.of(steps)) if finding.about.startswith("anchors.")]
+    return " ".join(finding.text for finding in found if finding.verdict == "error")
+
+
+def test_what_is_no_safe_adapter_is_refused_before_anything_is_made(recipe: dict[str, Any], tmp_path: Path) -> None:
+    recipe["anchors"] = {"one": {"post": str(tmp_path / "lora-0")}}
+    recipe["compositions"] = {"only": {"weights": {"one": 1.0}}}
+    assert _said(recipe) == ""
+    weights, config = tmp_path / "lora-0" / "adapter_model.safetensors", tmp_path / "lora-0" / "adapter_config.json"
+    said = json.loads(config.read_text())
+    config.write_text(json.dumps(said | {"peft_type": "IA3"}))
+    assert "an adapter of the kind IA3; only LORA is read" in _said(recipe)
+    config.write_text(json.dumps(said | {"modules_to_save": ["lm_head"]}))
+    assert "trains whole modules" in _said(recipe)
+    config.write_text(json.dumps(said | {"base_model_name_or_path": None}))
+    assert "does not say base_model_name_or_path" in _said(recipe)
+    config.write_text(json.dumps(said))
+    weights.rename(weights.with_suffix(".bin"))
+    assert "adapter_model.bin is pickled" in _said(recipe)
+    with pytest.raises(InputError, match="is pickled"):
+        make_cache(recipe)
+    recipe["anchors"]["one"] = {"post": said["base_model_name_or_path"]}
+    assert "anchors.one.pre is missing" in _said(recipe)
+    assert "is no LoRA adapter" in _said(recipe)
+
+
+def test_an_adapter_of_the_head_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    base = Path(recipe["anchors"]["merged0"]["pre"])
+    adapter = save_adapter(tmp_path / "head", base, seed=5, targets=("q_proj", "lm_head"))
+    recipe["anchors"] = {"one": {"post": str(adapter)}}
+    recipe["compositions"] = {"only": {"weights": {"one": 1.0}}}
+    assert "the head or the embeddings. Merge it" in _said(recipe)

@@ -1,0 +1,147 @@
+"""Logged runs of several turns: what the student wrote is learned from, everything else is context."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from lightning_weave.errors import InputError
+from lightning_weave.maths import log_residual_loss
+from lightning_weave.runs.caches import open_cache
+from lightning_weave.runs.logged import read_log
+from lightning_weave.store.tables import Row
+from lightning_weave.train.data import Batch, compose
+from pipeline.small_runs import make_cache, make_recipe
+from rounding import LOGPROB
+
+TEMPLATE = (
+    "{% if tools %}{% for t in tools %}{{ t.function.name }}\n{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<{{ c.function.name }} {{ c.function.arguments.at }}>{% endfor %}"
+    "{% if m.role == 'assistant' %}<|end|>{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "hat"}'}}
+RUNS = [
+    {
+        "tools": TOOLS,
+        "messages": [
+            {"role": "system", "content": "the"},
+            {"role": "user", "content": "hat ab"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "an ab abc", "tool_call_id": "1"},
+            {"role": "assistant", "content": "the hat"},
+        ],
+    },
+    {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "hat"}]},
+]
+TURNS = [  # of each run: what stands before the student's turn, and the turn
+    [
+        ("look\ns:the\nu:hat ab\na:", "<look hat><|end|>"),
+        ("look\ns:the\nu:hat ab\na:<look hat><|end|>\nt:an ab abc\na:", "the hat<|end|>"),
+    ],
+    [("u:ab\na:", "hat<|end|>")],
+]
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A recipe whose student renders tools, tool calls and tool results."""
+    recipe = make_recipe(tmp_path_factory.mktemp("logged"), "qwen3", "llama", "bytes", stops=1)
+    tokenizer = AutoTokenizer.from_pretrained(recipe["student"]["model"])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(recipe["student"]["model"])
+    return recipe
+
+
+def _from(recipe: dict[str, Any], path: Path, rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {**recipe, "name": name, "rollout": {"from": str(path), "responses": 1, "prompts_per_shard": 1}}
+
+
+def _ids(recipe: dict[str, Any], text: str) -> list[int]:
+    return AutoTokenizer.from_pretrained(recipe["student"]["model"])(text, add_special_tokens=False)["input_ids"]
+
+
+def _whole(recipe: dict[str, Any]) -> tuple[Batch, Any]:
+    cache = open_cache(make_cache(recipe), "only")
+    block = cache.block(range(len(cache)))
+    return compose(block, cache.weights, 2.0), block
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_logged_run_gives_the_losses_of_its_single_turns(
+    student: dict[str, Any], tmp_path: Path, as_ids: bool
+) -> None:
+    """Given as messages, or as token ids with a mask."""
+    turns = [(_ids(student, before), _ids(student, turn)) for run in TURNS for before, turn in run]
+    single = [{"prompt_ids": before, "response_ids": turn, "id": str(n)} for n, (before, turn) in enumerate(turns)]
+    rows: list[dict[str, Any]] = RUNS
+    if as_ids:
+        (first, call), (second, reply), (other, last) = turns
+        between = second[len(first) + len(call) :]
+        mask = [1] * len(call) + [0] * len(between) + [1] * len(reply)
+        rows = [
+            {"prompt_ids": first, "response_ids": [*call, *between, *reply], "mask": mask},
+            {"prompt_ids": other, "response_ids": last},
+        ]
+    logged, block = _whole(_from(student, tmp_path / "log.jsonl", rows, f"logged-{as_ids}"))
+    apart, _ = _whole(_from(student, tmp_path / "single.jsonl", single, "single"))
+    written = [token for _, turn in turns for token in turn]
+    assert block.sampled_P[block.decided_P].tolist() == written
+    assert not block.decided_P.all()
+    assert 0 < len(logged) <= len(written)
+    assert logged.sampled_ids_N.tolist() == apart.sampled_ids_N.tolist()
+    assert torch.equal(logged.candidate_ids_NC, apart.candidate_ids_NC)
+    for name in ("log_b_NO", "log_q_NO", "r_NC"):
+        np.testing.assert_allclose(getattr(logged, name), getattr(apart, name), atol=4 * LOGPROB, err_msg=name)
+    losses = [log_residual_loss(one.log_b_NO, one.log_b_NO, one.log_q_NO, 2.0).sum() for one in (logged, apart)]
+    torch.testing.assert_close(losses[0], losses[1], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [{"role": "user", "content": "ab"}]}, "no turn of the assistant"),
+        ({"messages": [{"role": "robot", "content": "ab"}]}, "message 1 has the role 'robot'"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "message 1 has no content, nor tool_calls"),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, "from = 'bot' must be one of human"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "the arguments of f are no JSON",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "ab"},
+                    {"role": "assistant", "content": "hat", "weight": 0},
+                ]
+            },
+            "no turn of the assistant",
+        ),
+    ],
+)
+def test_what_is_no_log_is_refused_by_its_line(student: dict[str, Any], row: dict[str, Any], message: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(student["student"]["model"])
+    with pytest.raises(InputError, match="log.jsonl:1: .*" + message):
+        read_log(Row("log.jsonl:1", row), tokenizer, {tokenizer.eos_token_id})
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(student: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(student["student"]["model"])
+    kept = "{{ m.content if m.role != 'assistant' or loop.last else '' }}"
+    tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", kept)
+    turns = [{"role": role, "content": "hat"} for role in ("user", "assistant", "user", "assistant")]
+    with pytest.raises(InputError, match=r"writes turn 2 otherwise once more turns follow.*prompt_ids"):
+        read_log(Row("x:1", {"messages": turns}), tokenizer, {tokenizer.eos_token_id})
+
+
+@pytest.mark.parametrize("mask", [[1], [0, 0], [1, 2], "yes"])
+def test_a_mask_that_does_not_fit_is_refused(student: dict[str, Any], tmp_path: Path, mask: Any) -> None:
+    rows = [{"prompt_ids": [5], "response_ids": [6, 7], "mask": mask}]
+    with pytest.raises(InputError, match=r"own.jsonl:1: mask "):
+        make_cache(_from(student, tmp_path / "own.jsonl", rows, "masked"))
