@@ -276,8 +276,8 @@ def _memory_plans(
     }
     for name, composition in recipe.compositions.items():
         if isinstance(composition, Online):
-            pairs = [recipe.anchors[anchor] for anchor in composition.used]
-            anchors = [models[model].parameters * sizes[model] for pair in pairs for model in {pair.post, pair.pre}]
+            used = {_name(recipe, anchor, role) for anchor in composition.used for role in ROLES}
+            anchors = [models[name].parameters * sizes[name] for name in sorted(used)]
             plans["train", f"{name} online, {gpus}"] = online_memory(
                 student,
                 training,

@@ -129,9 +129,9 @@ def own_trajectories(steps: Steps) -> list[OwnGroup]:
             raise InputError(f"{row.where}: prompt_ids is empty; every prompt needs at least one token")
         response_ids = _ids(row, "response_ids", vocabulary)
         _check_messages(row)
-        for key in ("id", "answer"):
-            if not isinstance(row.values.get(key), str | int | float | None):
-                raise InputError(f"{row.where}: {key} = {row.values[key]!r} must be text or a number")
+        for column in ("id", "answer"):
+            if not isinstance(row.values.get(column), str | int | float | None):
+                raise InputError(f"{row.where}: {column} = {row.values[column]!r} must be text or a number")
         ended = bool(response_ids) and response_ids[-1] in stops
         response = Response(response_ids, _finish(row, ended), _mask(row, len(response_ids)))
         groups.setdefault(prompt_ids, OwnGroup(prompt_ids, row.values, [])).responses.append(response)
