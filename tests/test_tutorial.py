@@ -26,5 +26,5 @@ def test_the_notebook_runs_and_shows_what_it_says(tmp_path: Path, monkeypatch: p
     results = {point["policy"]: point for point in names["points"]}
     assert results.keys() == {"base", "mine", "accuracy-only"}
     losses = names["losses"]
-    assert np.mean(losses[-10:]) < np.mean(losses[:10])
+    assert np.mean(losses[-4:]) < np.mean(losses[:4])
     assert len(names["samples"]) == 200
