@@ -121,9 +121,7 @@ def _check_models(steps: Steps, todo: Todo) -> Iterator[Finding]:
     wanted = {"student": steps.student}
     with suppress(InputError):  # that it cannot be read is said below
         if steps.student.base is not None and todo.compositions:
-            text = (
-                f"{steps.student.name}: a LoRA adapter, and a student that is trained must be whole. Merge it with peft"
-            )
+            text = f"{steps.student.name}: an adapter, and a student that is trained must be whole. Merge it with peft"
             yield Finding("student", "checkpoint", "error", text)
     for name in todo.anchors:
         for role in ROLES:
