@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -118,6 +119,10 @@ def _is_broken(anchor: str, broken: set[str]) -> bool:
 
 def _check_models(steps: Steps, todo: Todo) -> Iterator[Finding]:
     wanted = {"student": steps.student}
+    with suppress(InputError):  # that it cannot be read is said below
+        if steps.student.base is not None and todo.compositions:
+            text = f"{steps.student.name}: an adapter, and a student that is trained must be whole. Merge it with peft"
+            yield Finding("student", "checkpoint", "error", text)
     for name in todo.anchors:
         for role in ROLES:
             try:
@@ -304,7 +309,8 @@ def _check_prompts(steps: Steps, todo: Todo, benchmarks: list[Benchmark]) -> Ite
     yield from _check_overlap(prompts, benchmarks)
     yield from _check_contexts(steps, todo, prompts)
     yield from _check_routes(steps, todo, prompts)
-    yield check_disk(steps, len(prompts))
+    with suppress(InputError):  # an anchor whose base is not known, which is said already
+        yield check_disk(steps, len(prompts))
 
 
 def _check_routes(steps: Steps, todo: Todo, prompts: list[Prompt]) -> Iterator[Finding]:
