@@ -27,7 +27,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     labels = torch.full_like(input_ids, -100)  # only for the Trainer, which counts them
     states, candidates, behaviour, target = [], [], [], []
     for number, row in enumerate(rows):
-        kept = torch.tensor(row["mask"]).nonzero().flatten()
+        kept = torch.tensor(row["kept"]).nonzero().flatten()
         place = len(row["prompt_ids"]) + kept
         labels[number, place] = input_ids[number, place]
         states.append(number * input_ids.shape[1] + place - 1)  # a decision is made at the token before it

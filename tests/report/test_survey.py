@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from lightning_weave.cache.block import Block
 from lightning_weave.report.kinds import KINDS, Vocabulary
 from lightning_weave.report.survey import (
+    BY_RULE,
     KEPT,
     NO_END_OF_TURN,
     NOT_ONE_TOKEN,
@@ -47,7 +48,8 @@ def shard(seed: int, positions: int = 40, candidates: int = 4) -> Block:
         logp,
         mapped,
         r_KPC=np.where(mapped, rng.normal(size=mapped.shape), 0).astype(np.float32),
-        valid_KP=np.stack([mapped[0].all(axis=1), mapped[1].any(axis=1)]),  # the second anchor: per candidate
+        # The second anchor counts per candidate; a rule leaves out some positions of the first.
+        valid_KP=np.stack([mapped[0].all(axis=1) & (rng.random(positions) < 0.9), mapped[1].any(axis=1)]),
     )
 
 
@@ -78,6 +80,8 @@ def by_hand(shards: list[Block]) -> dict:
                     for c, id in enumerate(ids):
                         out["push"][k, id] += b[c] * pulls[k][c]
                     out["sizes"][k].setdefault(kinds[sampled], []).append(abs(pulls[k][place]))
+                elif not unmapped:
+                    reason = BY_RULE
                 elif len(unmapped) == len(ids):
                     reason = OUT_OF_CONTEXT
                 else:

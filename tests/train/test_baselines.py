@@ -55,14 +55,14 @@ def test_a_mixture_gives_each_prompt_one_anchor_in_exact_shares(recipe: dict) ->
         matches = [
             anchor
             for anchor, single in singles.items()
-            if np.array_equal(row.r_KTC, read_row(single, number).r_KTC)
-            and np.array_equal(row.valid_KT, read_row(single, number).valid_KT)
+            if np.array_equal(row.r_KTC.sum(axis=0), read_row(single, number).r_KTC[0])
+            and np.array_equal(row.valid_KT.all(axis=0), read_row(single, number).valid_KT[0])
         ]
         assert len(matches) == 1
         found.append(matches[0])
     assert all(found[2 * group] == found[2 * group + 1] for group in range(12)), "prompt groups stay together"
     assert found.count("acc") == 6, "a quarter of 12 prompts x 2 responses"
-    assert cache.weights == [1.0]
+    assert cache.weights == [1.0, 1.0], "what each row is given is in its shifts"
 
 
 def test_dealing_is_exact_and_by_seed() -> None:

@@ -26,6 +26,8 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 class Table(nn.Module):
     """Logits of every decision of a cache; a decision's hidden state is its own unit vector."""
 
+    packs = True
+
     def __init__(self, rows: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)

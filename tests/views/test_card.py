@@ -52,5 +52,5 @@ def test_nothing_else_is_replaced(trained: Steps, tmp_path: Path) -> None:
     assert sorted(run_dir.rglob("*")) == before
     with pytest.raises(InputError, match="no directory can be made there"):
         card.run(trained, "both", run_dir / "recipe.toml" / "x", QUIET)
-    with pytest.raises(InputError, match="no such composition; this recipe has both"):
+    with pytest.raises(InputError, match="no such composition; this run has both"):
         card.run(trained, "bot", None, QUIET)

@@ -55,14 +55,14 @@ def test_the_rows_hold_what_training_composes(steps: Steps, tmp_path: Path, name
     assert len(rows) == len(cache) == 12
     for row in rows:
         batch = compose(cache.block([int(row["row"])]), cache.weights, alpha)
-        kept = np.flatnonzero(row["mask"])
+        kept = np.flatnonzero(row["kept"])
         np.testing.assert_array_equal(kept, batch.places_N)
         for column, expected in (("behaviour", batch.log_b_NO), ("target", batch.log_q_NO)):
             found = np.column_stack([np.stack(row[column]), row[f"{column}_other"]])
             np.testing.assert_allclose(found[kept], expected.numpy(), atol=1e-6)  # alone or beside others
             np.testing.assert_allclose(np.exp(found).sum(1), 1, atol=1e-5)
         np.testing.assert_array_equal(np.stack(row["candidate_ids"])[kept], batch.candidate_ids_NC)
-        np.testing.assert_array_equal(np.stack(row["behaviour"])[~row["mask"]], np.stack(row["target"])[~row["mask"]])
+        np.testing.assert_array_equal(np.stack(row["behaviour"])[~row["kept"]], np.stack(row["target"])[~row["kept"]])
     card = (out / "README.md").read_text()
     assert f"composition `{name}`" in card
 

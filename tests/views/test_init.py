@@ -195,7 +195,7 @@ def test_what_is_missing_is_said_before_anything_is_written(world: Path, tmp_pat
     (tmp_path / "model.gguf").touch()
     unanswered = rows(tmp_path / "unanswered.jsonl", {"problem": "1+1?"})
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"student": str(_adapter(tmp_path))}, "--student: .*LoRA adapter of org/base"),
+        ({"student": str(_adapter(tmp_path))}, "--student: .*LoRA adapter whose base cannot be used: model 'org/base'"),
         ({"student": str(tmp_path / "model.gguf")}, "a GGUF file"),
         ({"student": str(tmp_path / "empty")}, "an empty directory"),
         ({"student": str(_multimodal(tmp_path, world))}, "not a causal language model"),

@@ -51,11 +51,11 @@ class VLLMBody:
 
     def hidden(self, batch: list[Context]) -> Tensor:
         """Compute the wanted hidden states (N, D), row after row."""
-        file = Path(self._folder.name) / "hidden.npy"
+        file = Path(self._folder.name) / "hidden.float32"
         rows = [context.ids.tolist() for context in batch]
         positions = [context.positions_T.tolist() for context in batch]
-        self._engine.ask({"rows": rows, "positions": positions, "file": str(file)})
-        return torch.from_numpy(np.load(file)).to(self.device)
+        count = self._engine.ask({"rows": rows, "positions": positions, "file": str(file)})["count"]
+        return torch.from_numpy(np.fromfile(file, np.float32).reshape(count, -1)).to(self.device)
 
     def close(self) -> None:
         """Stop the engine."""

@@ -128,7 +128,7 @@ def score(engine: Any, rows: list[list[int]]) -> list[list[float]]:
 
 
 def hidden(engine: Any, job: dict[str, Any]) -> int:
-    """Write the hidden states of the wanted positions of every row to a file, in float32; returns their number."""
+    """Write the hidden states of the wanted positions of every row to a file, as float32; returns their number."""
     vllm = importlib.import_module("vllm")
     numpy = importlib.import_module("numpy")
     params = vllm.PoolingParams(use_activation=False)  # neither normalised nor squashed
@@ -138,7 +138,7 @@ def hidden(engine: Any, job: dict[str, Any]) -> int:
         output.outputs.data[positions].float().cpu().numpy()
         for output, positions in zip(outputs, job["positions"])  # noqa: B905 (Python 3.9)
     ]
-    numpy.save(job["file"], numpy.concatenate(states))
+    numpy.concatenate(states).tofile(job["file"])
     return sum(map(len, states))
 
 

@@ -39,10 +39,10 @@ Made by `lweave export`.
 | `row`, `id`, `response` | the trajectory: its number, its prompt, which response to that |
 | `prompt_ids`, `response_ids`, `finish` | its tokens as they were sampled, and why it ended: stop or length |
 | `answer` | the expected answer, where known |
-| `mask` | per response token: whether the composition has a target there |
+| `kept` | per response token: whether the composition has a target there |
 | `candidate_ids` | per response token: the {candidates} likeliest tokens of the student |
 | `behaviour`, `behaviour_other` | the student's log-probabilities of them, and of all other tokens together |
-| `target`, `target_other` | the target's; where `mask` is false they are the behaviour's |
+| `target`, `target_other` | the target's; where `kept` is false they are the behaviour's |
 
 weights {weights}, alpha {alpha:g}. A decision about response token t is made after the prompt and t response tokens.
 """
@@ -116,7 +116,7 @@ def _table(targets: Targets, prompts: Sequence[Prompt]) -> pa.Table:
             "answer": pa.array([prompt.answer for prompt in of_row], pa.string()),
             "prompt_ids": prompt_ids,
             "response_ids": each(_int32(rollouts.response_ids.flat)),
-            "mask": each(pa.array(targets.valid_P)),
+            "kept": each(pa.array(targets.valid_P)),
             "candidate_ids": each(_rows(block.candidates.ids.flat.astype(np.int32))),
             "behaviour": each(_rows(targets.log_b_PO[:, :-1])),
             "behaviour_other": each(pa.array(targets.log_b_PO[:, -1])),
