@@ -36,6 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> lw.Run:
     return run
 
 
+@pytest.mark.slow
 def test_importing_the_package_is_light_and_its_names_are_there() -> None:
     code = (
         "import sys, lightning_weave as lw\n"

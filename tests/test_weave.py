@@ -66,6 +66,7 @@ def pipeline_updates(folder: Path, trajectories: list, responses: int, candidate
     return figures
 
 
+@pytest.mark.slow
 def test_its_first_update_is_the_pipelines(weave: ModuleType, tmp_path: Path) -> None:
     torch.manual_seed(0)
     student = weave.load("student")

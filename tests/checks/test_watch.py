@@ -51,6 +51,7 @@ def test_a_run_whose_responses_are_all_cut_off_stops_before_the_next_stage(recip
     assert by_check(check_rollouts(steps_of(recipe)))["rollout", "truncated"].verdict == "ok"
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_what_was_made(recipe: dict[str, Any]) -> None:
     steps = steps_of(recipe)
     run.run(steps, QUIET, force=True)

@@ -230,6 +230,7 @@ def test_a_sample_says_where_the_official_runner_judges_otherwise(recipe: dict, 
 @pytest.mark.parametrize(
     "change", [{"profile": "math-verify"}, {"budgets": [3]}, {"profile": "math-verify", "budgets": []}]
 )
+@pytest.mark.slow
 def test_another_grading_samples_nothing_anew(recipe: dict, tmp_path: Path, change: dict) -> None:
     def evaluated(runs: str, **section: object) -> tuple[dict[str, bytes], int]:
         steps = steps_of({**recipe, "runs": str(tmp_path / runs), "eval": {**recipe["eval"], **section}})

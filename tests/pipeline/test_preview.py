@@ -40,6 +40,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.mark.parametrize("name", ["acc-only", "both", "told", "routed"])
+@pytest.mark.slow
 def test_the_live_target_is_the_cached_one(recipe: dict, name: str) -> None:
     """At every decision of real trajectories: candidates, residual, masked positions, non-candidates' odds."""
     steps = steps_of(recipe)

@@ -4,6 +4,8 @@ import os
 import socket
 from pathlib import Path
 
+import pytest
+
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
@@ -23,6 +25,7 @@ def train_with_a_late_view(steps: Steps, rank: int, port: int) -> None:
     make_students(steps, Progress(quiet=True))
 
 
+@pytest.mark.slow
 def test_rank_0_says_what_is_to_be_trained(tmp_path: Path) -> None:
     steps = make_run(tmp_path, groups=4)
     for name in steps.recipe.compositions:

@@ -69,6 +69,7 @@ def test_temperature_zero_is_the_likeliest_token(recipe: dict[str, Any]) -> None
             assert logits_TV[len(prompt) - 1 : -1].argmax(dim=-1).tolist() == response.tolist()
 
 
+@pytest.mark.slow
 def test_nothing_is_sampled_twice_and_a_new_seed_samples_anew(recipe: dict[str, Any]) -> None:
     steps = steps_of(recipe)
     make_rollouts(steps, QUIET)
@@ -83,6 +84,7 @@ def test_nothing_is_sampled_twice_and_a_new_seed_samples_anew(recipe: dict[str, 
     assert not any(same)
 
 
+@pytest.mark.slow
 def test_execution_settings_are_no_reason_to_sample_anew(recipe: dict[str, Any]) -> None:
     steps = steps_of(recipe)
     make_rollouts(steps, QUIET)

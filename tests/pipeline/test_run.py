@@ -33,6 +33,7 @@ def written(steps: Steps) -> dict[str, int]:
     return {str(path.relative_to(steps.store.run_dir)): path.stat().st_mtime_ns for path in files}
 
 
+@pytest.mark.slow
 def test_everything_is_made_once_and_then_only_what_is_stale(recipe: dict[str, Any]) -> None:
     steps = steps_of(recipe)
     run.run(steps, QUIET)

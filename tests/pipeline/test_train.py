@@ -95,6 +95,7 @@ def test_final_is_a_whole_model_directory_nearer_to_its_target(tmp_path: Path) -
     assert steps.store.stage(steps.train("both")).verify() == []
 
 
+@pytest.mark.slow
 def test_an_endpoint_is_the_single_anchor_run_bit_for_bit(tmp_path: Path) -> None:
     def patchy(anchor: str, row: int, decisions: int) -> np.ndarray:
         return np.arange(decisions) % 3 != ("long", "short").index(anchor)
@@ -130,6 +131,7 @@ def test_a_low_rank_run_is_merged_on_export(tmp_path: Path) -> None:
             make_students(with_train(steps, lora={"targets": targets}), Progress(quiet=True))
 
 
+@pytest.mark.slow
 def test_every_way_to_compute_gives_the_same_student(tmp_path: Path) -> None:
     steps = make_run(tmp_path, student={"tie_word_embeddings": False})
     make_students(steps, Progress(quiet=True))
@@ -194,6 +196,7 @@ def test_trackers_get_every_step(tmp_path: Path) -> None:
         make_students(with_train(steps, trackers=["wandb"], epochs=1), Progress(quiet=True))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_recipe_is_not_continued_and_a_broken_one_is_named(tmp_path: Path) -> None:
     steps = make_run(tmp_path, train={"checkpoint_every": 2})
     make_students(steps, Progress(quiet=True))

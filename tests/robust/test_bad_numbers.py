@@ -241,6 +241,7 @@ def test_what_is_not_mapped_is_not_looked_at(make_run: Callable[[str], Recipe]) 
 
 
 @pytest.mark.parametrize("objective", ["tilted", "reverse-kl", "direct-opd"])
+@pytest.mark.slow
 def test_anchors_and_students_without_a_doubt_train_to_finite_weights(
     recipe: Recipe, tmp_path: Path, objective: str
 ) -> None:
@@ -326,6 +327,7 @@ def test_a_problem_that_fills_the_context_is_refused_by_its_name(recipe: Recipe,
 # A gradient.
 
 
+@pytest.mark.slow
 def test_a_gradient_gone_bad_stops_with_its_rows_and_costs_nothing(
     make_run: Callable[[str], Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:

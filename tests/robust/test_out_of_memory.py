@@ -74,6 +74,7 @@ def test_rollouts_are_the_same_tokens(cached: Recipe, recipe: Recipe, caplog: py
     assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_references_and_scores_are_the_same_numbers(
     cached: Recipe, recipe: Recipe, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,6 +95,7 @@ def test_references_and_scores_are_the_same_numbers(
             np.testing.assert_allclose(found, expected, rtol=0, atol=LOGPROB)
 
 
+@pytest.mark.slow
 def test_evaluations_are_the_same_samples(recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     problems = [{"id": f"q{n}", "problem": f"{n}+1", "answer": str(n + 1)} for n in range(6)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
@@ -109,6 +111,7 @@ def test_evaluations_are_the_same_samples(recipe: Recipe, tmp_path: Path, caplog
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_students_are_the_same_up_to_rounding(
     make_run: Callable[[str], Recipe], capsys: pytest.CaptureFixture[str]
 ) -> None:

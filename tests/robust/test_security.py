@@ -158,6 +158,7 @@ def test_code_of_a_checkpoint_is_not_run_unless_the_recipe_says_so(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_code_that_the_recipe_trusts_is_run_with_a_warning_and_trained(
     lweave: Program, recipe: Recipe, own_code: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,6 +25,7 @@ def states(recipe: dict[str, Any]) -> dict[str, str]:
     return {step.path: steps.store.stage(step).state() for step in made}
 
 
+@pytest.mark.slow
 def test_changes_that_do_not_matter_make_nothing_stale(recipe: dict[str, Any], tmp_path: Path) -> None:
     make_students(make_cache(recipe), QUIET)
     there = steps_of(recipe).store.stage(steps_of(recipe).prompts).require()["rows"]
@@ -68,6 +69,7 @@ def test_a_stage_is_set_aside_until_the_next_is_whole_and_put_back_if_it_is_want
     assert changed.aside() == []
 
 
+@pytest.mark.slow
 def test_a_student_that_is_wanted_again_is_put_back_and_not_trained(recipe: dict[str, Any]) -> None:
     steps = make_cache(recipe)
     make_students(steps, QUIET)

@@ -152,6 +152,7 @@ def open_engine(steps: Steps) -> None:
     open_sampler(steps, steps.student, steps.recipe.rollout, prompts, 12).close()
 
 
+@pytest.mark.slow
 def test_an_engine_is_compared_once_per_model_and_version(
     false_engine: tuple[dict, Path], loaded: list[weakref.ref]
 ) -> None:

@@ -21,6 +21,7 @@ from tokens.samples import byte_level
 Align = Callable[[Any, Any], TokenMap]
 
 
+@pytest.mark.slow
 def test_the_atomic_share_is_counted_over_the_vocabulary(qwen3: Any, qwen2: Any, deepseek: Any, align: Align) -> None:
     assert atomic_share(align(qwen3, qwen3)) == 1
     assert atomic_share(align(qwen2, qwen3)) == 1
@@ -44,6 +45,7 @@ def test_the_suggested_line_is_an_alias_that_works(qwen3: Any, deepseek: Any) ->
     assert tokens.candidate_map(torch.tensor(stops[:1]))[0].tolist() == [deepseek.eos_token_id]
 
 
+@pytest.mark.slow
 def test_no_alias_is_suggested_where_none_helps_or_none_is_allowed(qwen3: Any, qwen2: Any, deepseek: Any) -> None:
     end = qwen3.convert_tokens_to_ids("<|im_end|>")
     assert suggest_alias(qwen3, qwen3, [end]) is None

@@ -27,6 +27,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return make_scored(tmp_path_factory.mktemp("baselines"))
 
 
+@pytest.mark.slow
 def test_degenerate_baselines_are_the_single_anchor_run_bit_for_bit(recipe: dict) -> None:
     models = trained(
         recipe,

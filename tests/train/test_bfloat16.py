@@ -53,6 +53,7 @@ def weights(steps: Steps, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.slow
 def test_every_method_trains_as_in_float32(recipe: dict, way: str) -> None:
     ended = {}
     for dtype in ("float32", "bfloat16"):

@@ -38,6 +38,7 @@ def test_the_first_decisions_run_only_the_tokens_that_they_need(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_the_student_is_read_once(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
     read = Layout.read

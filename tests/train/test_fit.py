@@ -91,6 +91,7 @@ def plain_loss_of(logp_V: Tensor, row: Row, t: int, objective: str) -> Tensor:
         ("reverse-kl-full", {}, VOCABULARY),
     ],
 )
+@pytest.mark.slow
 def test_an_update_follows_the_plain_formula_whatever_the_token_budget(
     objective: str, student: dict[str, Any], candidates: int, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ from train.cached import QUIET, context, make_run
 LORA = {"rank": 4, "alpha": 8.0, "stabilised": True, "targets": "all-linear"}
 
 
+@pytest.mark.slow
 def test_a_frozen_student_stays_in_its_own_dtype_and_its_adapter_can_be_served(tmp_path: Path) -> None:
     train = {"lora": LORA, "learning_rate": 1e-2, "epochs": 2}
     steps = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=train)

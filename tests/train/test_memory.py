@@ -25,6 +25,7 @@ from train.measured import measure
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal")
 
 
+@pytest.mark.slow
 def test_no_model_is_alive_when_the_next_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_scored(tmp_path)
     models: list[weakref.ref] = []
@@ -85,6 +86,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("objective", ["tilted", "reverse-kl", "direct-opd"])
+@pytest.mark.slow
 def test_an_update_waits_for_the_device_at_most_twice(tmp_path: Path, dtype: torch.dtype, objective: str) -> None:
     """Once for all that is watched and once for the norm of the gradient, however many micro-batches there are."""
     steps = make_run(tmp_path, train={"objective": objective})

@@ -76,6 +76,7 @@ def test_online_training_is_stale_when_it_would_draw_otherwise(recipe: dict) -> 
         assert other.train("live").fingerprint != steps.train("live").fingerprint, change
 
 
+@pytest.mark.slow
 def test_online_training_alone_makes_no_cache(recipe: dict, tmp_path: Path) -> None:
     live = {**recipe, "runs": str(tmp_path), "compositions": {"live": {"weights": HALF, "method": "online"}}}
     (tmp_path / "sums.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n')

@@ -32,6 +32,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return make_scored(tmp_path_factory.mktemp("sequential"))
 
 
+@pytest.mark.slow
 def test_a_sequence_is_trained_on_matched_budgets(recipe: dict) -> None:
     models = trained(
         recipe,
@@ -60,6 +61,7 @@ def leg_prompts(run_dir: Path, name: str, leg: int) -> list[str]:
 
 
 @pytest.mark.parametrize("take", [9, 1000], ids=["some", "all"])
+@pytest.mark.slow
 def test_every_leg_has_prompts_of_its_own(recipe: dict, tmp_path: Path, take: int) -> None:
     third = {**recipe["anchors"]["acc"], "validity": "candidate"}
     recipe = {
@@ -95,6 +97,7 @@ def test_every_leg_has_prompts_of_its_own(recipe: dict, tmp_path: Path, take: in
         verify.run(steps, QUIET, Console(quiet=True))
 
 
+@pytest.mark.slow
 def test_a_sequence_samples_anew_on_prompts_that_came_with_trajectories(recipe: dict, tmp_path: Path) -> None:
     steps = steps_of(recipe)
     rows = steps.store.stage(steps.rollout)
@@ -126,6 +129,7 @@ def test_too_few_prompts_for_the_legs_are_said(recipe: dict, tmp_path: Path) -> 
         make_students(steps, QUIET)
 
 
+@pytest.mark.slow
 def test_what_a_sequence_cost_is_booked_once(recipe: dict) -> None:
     steps = steps_of({**recipe, "compositions": {"again": FORTH}})
     make_students(steps, QUIET)

@@ -24,6 +24,7 @@ def files_of(run_dir: Path) -> set[str]:
     return {str(path.relative_to(run_dir)) for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
+@pytest.mark.slow
 def test_what_no_recipe_needs_is_listed_and_removed_only_when_agreed(recipe: dict[str, Any]) -> None:
     recipe["compositions"]["second"] = {"weights": {"one": 1.0}, "alpha": 1.0}
     steps = make_cache(recipe)

@@ -111,6 +111,7 @@ def test_unscored_candidates_say_the_same_as_scores(recipe: dict[str, Any]) -> N
     assert ("anchors.one", "separation") not in unscored
 
 
+@pytest.mark.slow
 def test_the_alias_line_does_what_it_promises(recipe: dict[str, Any]) -> None:
     recipe["reference"]["candidates"] = 9
     recipe["rollout"] |= {"responses": 8, "max_tokens": 24}

@@ -97,6 +97,7 @@ def test_chat_and_thinking_students_are_asked_as_they_expect(
     assert not [finding.line for finding in found if finding.verdict == "error"]
 
 
+@pytest.mark.slow
 def test_a_student_larger_than_memory_is_trained_with_lora(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

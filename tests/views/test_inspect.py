@@ -75,6 +75,7 @@ def test_every_number_is_that_of_the_cache(recipe: dict[str, Any]) -> None:
     assert masked > 0
 
 
+@pytest.mark.slow
 def test_targets_are_those_that_training_aims_at(recipe: dict[str, Any]) -> None:
     ways = {
         "opd": {"weights": {"one": 1.0}, "method": "teacher"},

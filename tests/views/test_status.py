@@ -94,6 +94,7 @@ def test_a_changed_model_is_noticed_under_the_same_name(recipe: dict[str, Any]) 
     assert why["score/post"] == "model has changed", "no hash"
 
 
+@pytest.mark.slow
 def test_training_interrupted_after_a_change_is_partial_and_a_deleted_student_is_named(recipe: dict[str, Any]) -> None:
     recipe["train"] = {"prompts_per_round": 2, "updates_per_round": 2, "checkpoint_every": 4, "keep": 9}
     steps = make_cache(recipe)

@@ -15,6 +15,7 @@ from tiny import make_world, steps_of
 QUIET = Progress(quiet=True)
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_is_found_in_every_file_and_mended_by_the_command_named(tmp_path: Path) -> None:
     steps = steps_of(make_world(tmp_path))
     make_rollouts(steps, QUIET)
