@@ -114,6 +114,7 @@ def imported(path: Path) -> set[str]:
     return {name for name in names if name}
 
 
+@pytest.mark.slow
 def test_rooms_import_only_what_the_table_says() -> None:
     wrong = []
     for name, path in modules().items():

@@ -35,6 +35,7 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     return recipe
 
 
+@pytest.mark.slow
 def test_a_run_whose_responses_are_all_cut_off_stops_before_the_next_stage(recipe: dict[str, Any]) -> None:
     recipe["checks"] = {"truncated_stop": 0.6}
     steps = steps_of(recipe)

@@ -187,6 +187,7 @@ def test_nothing_raises(response: str, reference: object) -> None:
 
 
 @given(LATEX)
+@pytest.mark.slow
 def test_an_answer_equals_itself_unless_it_is_blank(answer: str) -> None:
     box = extract_boxed(f"\\boxed{{{answer}}}")
     if box is not None and canonical(box):

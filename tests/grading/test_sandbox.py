@@ -38,6 +38,7 @@ def test_without_bubblewrap_it_refuses_and_says_how_to_install_it(
         open_sandbox()
 
 
+@pytest.mark.slow
 def test_the_unsafe_way_needs_a_word_gives_a_warning_and_still_limits() -> None:
     opened = []
     for seconds in (PATIENT, 1.5):

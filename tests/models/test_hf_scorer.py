@@ -138,6 +138,7 @@ def test_running_out_of_memory_halves_the_budget_and_changes_no_number(caplog: p
             np.testing.assert_allclose(array, other, atol=rounding.LOGPROB, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_row_too_large_for_memory_is_named() -> None:
     model = small_model("llama")
     scorer = hf_scorer(model, VOCABULARY)

@@ -43,6 +43,7 @@ def _in_context(recipe: dict[str, Any], rows: list[dict[str, Any]], texts: dict[
     return [{**row, "prompt_ids": ids[row["prompt"]]} for row in rows]
 
 
+@pytest.mark.slow
 def test_scores_in_a_context_are_those_of_whole_logits_after_its_text(recipe: dict[str, Any]) -> None:
     steps = make_cache(recipe)
     asked = _prompts(recipe)
@@ -71,6 +72,7 @@ def test_contexts_that_read_the_same_have_no_shift(recipe: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("prompt", ["student", "native"])
+@pytest.mark.slow
 def test_a_system_turn_is_rendered_by_the_chat_template(recipe: dict[str, Any], prompt: str) -> None:
     """By the student's, and projected; or by the anchor's own, which writes its BOS."""
     recipe["prompts"]["chat"] = True

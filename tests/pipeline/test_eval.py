@@ -74,6 +74,7 @@ def test_samples_are_what_the_model_said(recipe: dict) -> None:
     assert summary.budgets[0].tokens <= 5
 
 
+@pytest.mark.slow
 def test_a_model_that_answers_is_graded_right(recipe: dict, tmp_path: Path) -> None:
     """Teach a copy of the student one answer by heart, and find exactly that problem solved."""
     path = Path(recipe["student"]["model"])
@@ -100,6 +101,7 @@ def test_a_model_that_answers_is_graded_right(recipe: dict, tmp_path: Path) -> N
     assert not any(sample.correct for sample in others)
 
 
+@pytest.mark.slow
 def test_every_policy_gets_a_row_and_a_point(recipe: dict) -> None:
     steps = steps_of(recipe)
     stage.run(steps, QUIET)
@@ -112,6 +114,7 @@ def test_every_policy_gets_a_row_and_a_point(recipe: dict) -> None:
     out.file.close()
 
 
+@pytest.mark.slow
 def test_up_to_date_evaluations_are_not_touched_and_those_by_another_protocol_stand_beside(recipe: dict) -> None:
     stage.run(steps_of(recipe), QUIET, only=["base"])
     path = folder_of(recipe) / "samples.jsonl"

@@ -33,6 +33,7 @@ def _batch(recipe: dict[str, Any], weights: dict[str, Any], rows: list[int]) -> 
     return compose(cache.block(rows), cache.weights, 2.0)
 
 
+@pytest.mark.slow
 def test_one_tag_for_all_is_the_plain_composition_bit_for_bit(recipe: dict[str, Any]) -> None:
     recipe = {**recipe, "tags": {"rules": {"any": "."}}}
     weights = {"any": HALF, "default": {"acc": 1.0}}

@@ -135,6 +135,7 @@ def untrain(folder: Path, ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("untrained", ["keep", "mask"])
+@pytest.mark.slow
 def test_an_alias_onto_an_untrained_row_needs_a_word(recipe: dict[str, Any], untrained: str) -> None:
     recipe["anchors"]["one"]["aliases"] = {"<|end|>": "</s>"}
     recipe["reference"]["candidates"] = 200
@@ -223,6 +224,7 @@ def test_candidates_of_another_trajectory_are_refused(recipe: dict[str, Any]) ->
         score.run(steps, QUIET)
 
 
+@pytest.mark.slow
 def test_masked_ends_are_said_after_scoring(recipe: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     recipe["reference"]["candidates"] = 200  # so that the end of turn is always among them
     recipe["prompts"]["take"] = 2

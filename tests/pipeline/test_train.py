@@ -52,6 +52,7 @@ def with_train(steps: Steps, **settings: Any) -> Steps:
     return Steps(check_recipe({**recipe, "train": recipe["train"] | settings}), steps.arguments)
 
 
+@pytest.mark.slow
 def test_final_is_a_whole_model_directory_nearer_to_its_target(tmp_path: Path) -> None:
     refused = {"temperature": 0.6, "do_sample": False, "eos_token_id": [1, 2]}  # transformers will not write this
     student = {"dtype": torch.bfloat16, "generation": refused}
@@ -112,6 +113,7 @@ def test_an_endpoint_is_the_single_anchor_run_bit_for_bit(tmp_path: Path) -> Non
     assert not all(torch.equal(both[key], tensor) for key, tensor in alone.items())
 
 
+@pytest.mark.slow
 def test_a_low_rank_run_is_merged_on_export(tmp_path: Path) -> None:
     lora = {"rank": 2, "targets": ["q_proj", "down_proj"]}
     steps = make_run(tmp_path, train={"lora": lora, "learning_rate": 1e-2, "epochs": 6, "checkpoint_every": 5})
@@ -164,6 +166,7 @@ def test_compiled_blocks_give_the_same_student(tmp_path: Path) -> None:
     assert_same_weights(found.weights, expected.weights, updates=updates, learning_rate=1e-3, apart=1e-4)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_no_plain_product_is_trained_and_it_is_said_once(tmp_path: Path) -> None:
     steps = make_run(tmp_path, student={"family": "gemma3", "final_logit_softcapping": 4.0})
     progress = Heard()
@@ -173,6 +176,7 @@ def test_a_head_that_is_no_plain_product_is_trained_and_it_is_said_once(tmp_path
     assert mean_kl(rows[3:]) < mean_kl(rows[:3])
 
 
+@pytest.mark.slow
 def test_disagreement_stops_the_run_unless_it_is_allowed(tmp_path: Path) -> None:
     steps = make_run(tmp_path, train={"agreement": 1e-30})
     with pytest.raises(Mismatch, match=r"over 1e-30 \(train.agreement\)(.|\n)*train.allow_disagreement = true"):
@@ -184,6 +188,7 @@ def test_disagreement_stops_the_run_unless_it_is_allowed(tmp_path: Path) -> None
     assert (folder(steps) / "final").exists()
 
 
+@pytest.mark.slow
 def test_trackers_get_every_step(tmp_path: Path) -> None:
     steps = make_run(tmp_path, train={"trackers": ["tensorboard"]})
     make_students(steps, Progress(quiet=True))
@@ -227,6 +232,7 @@ def test_wrong_wishes_are_refused_with_what_to_do(tmp_path: Path) -> None:
     assert json.loads((steps.student.path / "config.json").read_text())["vocab_size"] > VOCABULARY
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_costs_nothing_that_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_weave.train import export
 

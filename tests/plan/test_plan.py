@@ -145,6 +145,7 @@ def test_the_command_answers_without_torch(tmp_path: Path) -> None:
     assert (plan["gpu"], plan["gpus"], len(plan["stages"])) == ("A100", 4, 2 + 6 + 1)
 
 
+@pytest.mark.slow
 def test_disk_is_what_a_real_run_takes(tmp_path: Path) -> None:
     world = tiny.make_world(tmp_path, prompts=32)
     world["rollout"] |= {"prompts_per_shard": 32, "responses": 4, "max_tokens": 64}

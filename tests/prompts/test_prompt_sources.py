@@ -80,6 +80,7 @@ def test_a_directory_without_data_and_one_with_a_broken_file_are_the_users_error
         list(read_rows(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_hub_name_that_cannot_be_reached_is_the_users_error(tmp_path):
     script = "from lightning_weave.prompts import read_rows\nread_rows('nobody/no-such-dataset', split='train')"
     offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

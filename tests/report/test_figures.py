@@ -96,6 +96,7 @@ def test_a_policy_has_one_colour_in_every_figure() -> None:
         pyplot.close(figure)
 
 
+@pytest.mark.slow
 def test_same_points_same_files(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         save(frontier(POINTS), tmp_path / folder, "frontier")

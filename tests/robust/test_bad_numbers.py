@@ -72,6 +72,7 @@ def own(recipe: Recipe, path: Path, rows: list[tuple[list[int], list[list[int]]]
 # A model's logits.
 
 
+@pytest.mark.slow
 def test_logits_gone_bad_stop_the_sampler_and_only_the_shard_in_flight(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text("".join(f'{{"problem": "{n}+{n}", "id": "{n}"}}\n' for n in range(8)))
     recipe["prompts"] |= {"source": str(tmp_path / "own.jsonl"), "columns": {"prompt": "problem", "id": "id"}}
@@ -201,6 +202,7 @@ def plant(steps: Steps, where: str, value: float) -> Path:
     ("where", "value"),
     [("post", math.nan), ("pre", -math.inf), ("mass", math.inf), ("logp", math.nan), ("sampled_logp", -math.inf)],
 )
+@pytest.mark.slow
 def test_a_cached_number_gone_bad_is_named_and_the_remedy_works(
     make_run: Callable[[str], Recipe], where: str, value: float
 ) -> None:

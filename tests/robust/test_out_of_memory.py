@@ -64,6 +64,7 @@ def fields_of(steps: Steps, step: Any, kind: type) -> list[np.ndarray]:
     return [np.asarray(getattr(value, "flat", value)) for shard in shards for value in shard.values()]
 
 
+@pytest.mark.slow
 def test_rollouts_are_the_same_tokens(cached: Recipe, recipe: Recipe, caplog: pytest.LogCaptureFixture) -> None:
     steps, undisturbed = steps_of(recipe), steps_of(cached)
     with caplog.at_level(logging.WARNING, "lightning_weave"), room_for(25) as failed:

@@ -178,6 +178,7 @@ def test_code_that_the_recipe_trusts_is_run_with_a_warning_and_trained(
 # A run directory that somebody else made.
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_holds_more_than_one_is_not_resumed_from(
     make_run: Callable[[str], Recipe], tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def test_changes_that_do_not_matter_make_nothing_stale(recipe: dict[str, Any], t
     assert states(recipe)["prompts"] == "stale"
 
 
+@pytest.mark.slow
 def test_a_stage_is_set_aside_until_the_next_is_whole_and_put_back_if_it_is_wanted_again(
     recipe: dict[str, Any],
 ) -> None:

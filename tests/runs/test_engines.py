@@ -194,6 +194,7 @@ def test_the_scorer_is_gone_when_the_engine_starts(
     open_engine(tiny.steps_of(recipe))
 
 
+@pytest.mark.slow
 def test_a_policy_is_gone_when_the_next_is_loaded(tmp_path: Path, loaded: list[weakref.ref]) -> None:
     recipe = make_recipe(tmp_path, "")
     recipe["eval"] |= {"engine": "hf", "python": None, "options": {}, "samples": 1}
@@ -232,6 +233,7 @@ def test_an_engine_that_agrees_may_sample(false_engine: tuple[dict, Path], caplo
     assert {tuple(ids) for ids in rows.response_ids} == {(1, 2, 3)}
 
 
+@pytest.mark.slow
 def test_an_engine_that_disagrees_is_refused_with_the_figure(false_engine: tuple[dict, Path]) -> None:
     recipe, known = false_engine
     write_known(recipe, known, error=-0.25)

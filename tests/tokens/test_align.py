@@ -134,6 +134,7 @@ def test_bytes_that_the_anchor_cannot_write_end_a_context() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "small_bytes", "small_pieces"])
+@pytest.mark.slow
 def test_the_same_tokenizer_is_the_identity(name: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue(name)
     twin = fast(Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()))

@@ -31,6 +31,7 @@ def test_the_atomic_share_is_counted_over_the_vocabulary(qwen3: Any, qwen2: Any,
     assert atomic_share(align(qwen3, deepseek)) == pytest.approx(shared / 151669)
 
 
+@pytest.mark.slow
 def test_added_tokens_without_counterpart_are_named(qwen3: Any, qwen2: Any, align: Align) -> None:
     alone = added_without_counterpart(align(qwen3, qwen2))
     assert alone == ["<tool_response>", "</tool_response>", "<think>", "</think>"]

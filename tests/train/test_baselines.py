@@ -138,6 +138,7 @@ def test_the_dose_is_what_each_anchor_acts_with(way: dict, doses: dict) -> None:
     assert anchor_doses(TypeAdapter(Composition).validate_python(way), 2.0) == doses
 
 
+@pytest.mark.slow
 def test_self_distillation_without_anchors_is_a_whole_run(recipe: dict, tmp_path: Path) -> None:
     alone = {key: value for key, value in recipe.items() if key != "anchors"}
     steps = steps_of({**alone, "runs": str(tmp_path), "compositions": {"self": {"method": "self", "sharpen": 0.5}}})

@@ -219,6 +219,7 @@ def test_too_little_memory_halves_the_micro_batches_and_not_the_loss(tmp_path: P
     assert f"halved to {fit.token_budget}" in fit.notes[-1]
 
 
+@pytest.mark.slow
 def test_no_memory_for_a_single_row_is_said(tmp_path: Path) -> None:
     fit = open_fit(make_run(tmp_path))
 

@@ -121,6 +121,7 @@ def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:
     assert changed, "the current student draws"
 
 
+@pytest.mark.slow
 def test_an_online_run_is_validated_on_the_rows_held_out(recipe: dict) -> None:
     live = {**recipe, "train": {**recipe["train"], "validation": 0.25}}
     steps = steps_of({**live, "compositions": {"watched": {"weights": HALF, "method": "online"}}})

@@ -40,6 +40,7 @@ class Table(nn.Module):
 
 
 @pytest.mark.parametrize("objective", ["tilted", "reverse-kl"])
+@pytest.mark.slow
 def test_a_tabular_student_reaches_the_composed_target_and_stays(objective: str, tmp_path: Path) -> None:
     steps = make_run(tmp_path, groups=4, longest=LONGEST, train={"prompts_per_round": 4})
     cache = open_cache(steps, "both")

@@ -59,6 +59,7 @@ def test_what_no_recipe_needs_is_listed_and_removed_only_when_agreed(recipe: dic
     assert files_of(run_dir) == left
 
 
+@pytest.mark.slow
 def test_checkpoints_that_a_training_will_resume_from_are_kept(recipe: dict[str, Any]) -> None:
     steps = make_cache(recipe)
     make_students(steps, QUIET)

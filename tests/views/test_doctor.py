@@ -67,6 +67,7 @@ def test_before_anything_is_cached(recipe: dict[str, Any]) -> None:
     assert not (Path(recipe["runs"]) / "small").exists()
 
 
+@pytest.mark.slow
 def test_a_cached_run_is_measured(recipe: dict[str, Any]) -> None:
     steps = make_cache(recipe)
     found = look(recipe)
@@ -99,6 +100,7 @@ def test_a_cached_run_is_measured(recipe: dict[str, Any]) -> None:
     assert disk["written"] == sum(shard.stat().st_size for shard in shards)
 
 
+@pytest.mark.slow
 def test_unscored_candidates_say_the_same_as_scores(recipe: dict[str, Any]) -> None:
     steps = make_cache(recipe)
     scored = look(recipe)
@@ -127,6 +129,7 @@ def test_the_alias_line_does_what_it_promises(recipe: dict[str, Any]) -> None:
     assert "alias" not in after.figures
 
 
+@pytest.mark.slow
 def test_a_warning_needs_more_than_five_percent(recipe: dict[str, Any]) -> None:
     recipe["anchors"]["one"]["validity"] = "candidate"
     recipe["rollout"] |= {"responses": 8, "max_tokens": 24}
@@ -141,6 +144,7 @@ def test_a_warning_needs_more_than_five_percent(recipe: dict[str, Any]) -> None:
     assert (finding.verdict == "warning") == (share > 0.05)
 
 
+@pytest.mark.slow
 def test_the_same_tokenizer_has_nothing_to_say(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, "llama", "qwen3", "student")
     make_cache(recipe)
@@ -203,6 +207,7 @@ def test_dtypes_are_read_from_the_checkpoint(recipe: dict[str, Any]) -> None:
     assert look(recipe)["anchors.one.post", "dtype"].figures["saved"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_untrained_rows_are_reported_where_candidates_meet_them(recipe: dict[str, Any]) -> None:
     folder = Path(recipe["anchors"]["one"]["pre"])
     anchor = AutoTokenizer.from_pretrained(folder)

@@ -27,6 +27,7 @@ def states(recipe: dict[str, Any]) -> tuple[dict[str, str], dict[str, str], str]
     return {one.step.path: one.state for one in found}, {one.step.path: one.why for one in found}, out.getvalue()
 
 
+@pytest.mark.slow
 def test_a_run_grows_stage_by_stage(recipe: dict[str, Any]) -> None:
     seen, why, text = states(recipe)
     cache = ["prompts", "rollout", "reference", "score/post", "score/pre"]
@@ -59,6 +60,7 @@ def test_an_unfinished_stage_says_how_far_it_got(recipe: dict[str, Any]) -> None
     assert "Next: lweave reference small.toml" in text
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_under_way_are_unfinished_not_missing(recipe: dict[str, Any]) -> None:
     steps = make_cache(recipe)
     make_students(steps, QUIET)
@@ -76,6 +78,7 @@ def test_training_and_evaluation_under_way_are_unfinished_not_missing(recipe: di
     assert (seen[exam.path], why[exam.path]) == ("partial", "1 block so far")
 
 
+@pytest.mark.slow
 def test_a_changed_recipe_is_told_by_its_key(recipe: dict[str, Any]) -> None:
     make_cache(recipe)
     recipe["rollout"]["max_tokens"] = 10
@@ -112,6 +115,7 @@ def test_training_interrupted_after_a_change_is_partial_and_a_deleted_student_is
     assert (seen["train/only"], why["train/only"]) == ("partial", "4 of 12 updates")
 
 
+@pytest.mark.slow
 def test_changes_are_said_by_key_without_hashes_or_tables_of_python(recipe: dict[str, Any]) -> None:
     make_students(make_cache(recipe), QUIET)
     anchor = recipe["anchors"].pop("one")

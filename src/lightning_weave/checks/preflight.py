@@ -119,10 +119,6 @@ def _is_broken(anchor: str, broken: set[str]) -> bool:
 
 def _check_models(steps: Steps, todo: Todo) -> Iterator[Finding]:
     wanted = {"student": steps.student}
-    with suppress(InputError):  # that it cannot be read is said below
-        if steps.student.base is not None and todo.compositions:
-            text = f"{steps.student.name}: an adapter, and a student that is trained must be whole. Merge it with peft"
-            yield Finding("student", "checkpoint", "error", text)
     for name in todo.anchors:
         for role in ROLES:
             try:
@@ -139,6 +135,10 @@ def _check_models(steps: Steps, todo: Todo) -> Iterator[Finding]:
             yield Finding(about, found.check, found.verdict, found.text)
     if todo.compositions and not checked[steps.student]:
         try:
+            if steps.student.base is not None:
+                raise InputError(
+                    f"{steps.student.name}: an adapter, and a student that is trained must be whole. Merge it with peft"
+                )
             check_trainable(steps.student.light_path)
         except InputError as error:
             yield Finding("student", "checkpoint", "error", str(error))
