@@ -11,7 +11,7 @@ WORKERS ?= 2
 HERE = not real and not vllm and not ray and not peers and not faults
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo docs docs-site claims test test-real test-vllm test-peers test-ray test-faults check format lint bench install dev clean
+.PHONY: help demo docs docs-site claims test coverage test-real test-vllm test-peers test-ray test-faults check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -19,7 +19,10 @@ help:            ## what can be made
 demo: install    ## the whole method on a tiny world, in minutes
 	$(VENV)/bin/lweave demo
 
-test: dev        ## every test that needs no extra environment, with coverage
+test: dev        ## every test that needs no extra environment
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "$(HERE)" tests
+
+coverage: dev    ## the same, and which lines of the package they run
 	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "$(HERE)" --cov --cov-report=term tests
 
 test-real: dev   ## a real checkpoint end to end; fetches 100 MB the first time

@@ -1,5 +1,7 @@
 """`lweave run`: check what can be known, then bring every missing or stale stage up to date, in order."""
 
+from dataclasses import replace
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -64,6 +66,16 @@ def look_ahead(steps: Steps, todo: Todo) -> list[Finding]:
         except InputError as error:
             findings.append(Finding("train.lora", "targets", "error", str(error)))
     return findings
+
+
+def refuse_what_cannot_work(steps: Steps, verb: str) -> None:
+    """Raise where one stage of the recipe, and what it needs, cannot be made."""
+    todo = Todo.of(steps)
+    if verb != "train":
+        todo = replace(todo, compositions=[])
+    if verb != "eval":
+        todo = replace(todo, benchmarks={})
+    refuse(look_ahead(steps, todo), force=True)
 
 
 def refuse(findings: list[Finding], force: bool) -> None:

@@ -46,13 +46,13 @@ def allow_discards(steps: Steps, wanted: Iterable[Step], yes: bool) -> None:
     """Ask before stale stages are made again, or refuse where nobody can be asked. Every rank decides the same."""
     wanted = list(wanted)
     if found := discards(steps, wanted):
-        _require_inputs(steps, wanted)
+        require_inputs(steps, wanted)
         title = f"The recipe has changed since these were made in {steps.store.run_dir}. Making them again discards:"
         keep = "To keep them, give this recipe a name of its own: --set name=NAME"
         agree([title, *listing(found, steps.store.run_dir)], yes, f"Nothing was made. To discard them: --yes. {keep}")
 
 
-def _require_inputs(steps: Steps, wanted: Sequence[Step]) -> None:
+def require_inputs(steps: Steps, wanted: Sequence[Step]) -> None:
     """Refuse first what cannot be made again, for want of an input that another command makes."""
     paths = {step.path for step in wanted}
     for step in wanted:
