@@ -20,7 +20,7 @@ demo: install    ## the whole method on a tiny world, in minutes
 	$(VENV)/bin/lweave demo
 
 test: dev        ## every test that needs no extra environment
-	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "$(HERE)" tests
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadfile -m "$(HERE)" tests
 
 coverage: dev    ## the same, and which lines of the package they run
 	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "$(HERE)" --cov --cov-report=term tests
@@ -47,7 +47,7 @@ test-faults: dev ## kill, fill, flip and change, and look what is left
 	OMP_NUM_THREADS=1 $(PYTEST) -q -m faults tests/faults
 
 check: dev lint  ## format, lint, types and the fast tests
-	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m "not slow and $(HERE)" tests
+	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow and $(HERE)" tests
 
 lint: dev
 	$(VENV)/bin/ruff format --check .

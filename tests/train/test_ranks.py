@@ -18,7 +18,7 @@ from train.launch import Plan, lopsided, start, torchrun
 
 pytestmark = pytest.mark.slow
 
-UNEVEN = {"prompts_per_round": 3, "updates_per_round": 1, "token_budget": 1, "epochs": 2}
+UNEVEN = {"prompts_per_round": 3, "updates_per_round": 1, "token_budget": 1, "epochs": 1}
 
 
 def patchy(anchor: str, row: int, decisions: int) -> np.ndarray:
@@ -50,7 +50,6 @@ def assert_same(one: Steps, other: Steps, updates: int) -> None:
 def runs(root: Path) -> list[Steps]:
     """Both heads, every way of training, and a second composition in the same processes."""
     shared: dict[str, Any] = {"groups": 12, "valid": patchy}
-    short = {**UNEVEN, "epochs": 1}
     naive = {"weights": {"long": 1.0}, "objective": "direct-opd"}
     both = {"weights": {"long": 0.5, "short": 0.5}}
     untied = {"tie_word_embeddings": False}
@@ -60,10 +59,10 @@ def runs(root: Path) -> list[Steps]:
             root / "untied",
             **shared,
             compositions={"both": both, "naive": naive},
-            train={**short, "gradient_checkpointing": True, "validation": 0.1, "shard_ranks": 1},  # two copies
+            train={**UNEVEN, "gradient_checkpointing": True, "validation": 0.1, "shard_ranks": 1},  # two copies
             student=untied,
         ),
-        make_run(root / "lora", **shared, train={**short, "lora": {"rank": 2}, "objective": "reverse-kl"}),
+        make_run(root / "lora", **shared, train={**UNEVEN, "lora": {"rank": 2}, "objective": "reverse-kl"}),
     ]
 
 
@@ -71,13 +70,13 @@ def test_two_ranks_train_as_one_process(tmp_path: Path) -> None:
     alone, together = runs(tmp_path / "alone"), runs(tmp_path / "together")
     assert start(Plan(alone)) == [0]
     assert start(Plan(together, lopsided=True), ranks=2) == [0, 0]
-    for one, other, updates in zip(alone, together, (8, 4, 4), strict=True):
-        assert_same(one, other, updates)
+    for one, other in zip(alone, together, strict=True):
+        assert_same(one, other, updates=4)
 
     # Rank 0 ran one row against five, and at some updates that one had nothing to learn from.
     cache = open_cache(alone[0], "both")
     schedule = make_schedule(alone[0].recipe, groups=12)
-    lengths = [[cache.length(row) for row in schedule.rows(update)] for update in range(8)]
+    lengths = [[cache.length(row) for row in schedule.rows(update)] for update in range(4)]
     dealt = [lopsided(each, 2, 1, width=16) for each in lengths]
     assert {len([row for batch in share for row in batch]) for share, _ in dealt} == {1}
     longest = [schedule.rows(update)[share[0][0]] for update, (share, _) in enumerate(dealt)]
