@@ -65,7 +65,7 @@ class WeaveTrainer(Trainer):
 def main(student: str, targets: str, out: str, **settings: Any) -> WeaveTrainer:
     model = AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32)  # master weights
     tokenizer = AutoTokenizer.from_pretrained(student)
-    rows = datasets.load_dataset(targets, split="train")
+    rows = datasets.load_dataset("parquet", data_files=f"{targets}/data/*.parquet", split="train")
     usual = {"learning_rate": 1e-6, "num_train_epochs": 2, "max_grad_norm": 1.0, "lr_scheduler_type": "constant"}
     arguments = TrainingArguments(out, remove_unused_columns=False, report_to=[], **{**usual, **settings})
     trainer = WeaveTrainer(model, arguments, data_collator=collate, train_dataset=rows, processing_class=tokenizer)

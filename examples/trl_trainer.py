@@ -44,7 +44,7 @@ def main(student: str, targets: str, out: str, rank: int = 16, **settings: Any) 
         AutoModelForCausalLM.from_pretrained(student, dtype=torch.float32),
         arguments,
         data_collator=collate,
-        train_dataset=datasets.load_dataset(targets, split="train"),
+        train_dataset=datasets.load_dataset("parquet", data_files=f"{targets}/data/*.parquet", split="train"),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
