@@ -48,9 +48,12 @@ class Todo:
     benchmarks: dict[str, list[str]]  # policy -> benchmarks
 
     @classmethod
-    def of(cls, steps: Steps) -> "Todo":
+    def of(cls, steps: Steps, verb: str = "run") -> "Todo":
+        """Look at all of the run, or at no more than one of its commands and the cache need."""
         recipe = steps.recipe
-        compositions = [name for name in recipe.compositions if is_pending(steps, partial(steps.train, name))]
+        trained = recipe.compositions if verb in ("run", "train") else ()
+        evaluated = steps.policies if verb in ("run", "eval") else ()
+        compositions = [name for name in trained if is_pending(steps, partial(steps.train, name))]
         online = [name for name in compositions if recipe.compositions[name].method == "online"]
         cached = steps.needs_cache
         anchors = [
@@ -61,7 +64,7 @@ class Todo:
         ]
         benchmarks = {
             policy: [name for name in recipe.eval.benchmarks if is_pending(steps, partial(steps.eval, policy, name))]
-            for policy in steps.policies
+            for policy in evaluated
         }
         rollout = cached and is_pending(steps, lambda: steps.rollout)
         prompts = (rollout or bool(online)) and is_pending(steps, lambda: steps.prompts)

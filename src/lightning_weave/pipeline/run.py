@@ -1,7 +1,5 @@
 """`lweave run`: check what can be known, then bring every missing or stale stage up to date, in order."""
 
-from dataclasses import replace
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -70,12 +68,7 @@ def look_ahead(steps: Steps, todo: Todo) -> list[Finding]:
 
 def refuse_what_cannot_work(steps: Steps, verb: str) -> None:
     """Raise where one stage of the recipe, and what it needs, cannot be made."""
-    todo = Todo.of(steps)
-    if verb != "train":
-        todo = replace(todo, compositions=[])
-    if verb != "eval":
-        todo = replace(todo, benchmarks={})
-    refuse(look_ahead(steps, todo), force=True)
+    refuse(look_ahead(steps, Todo.of(steps, verb)), force=True)
 
 
 def refuse(findings: list[Finding], force: bool) -> None:

@@ -1,7 +1,7 @@
 """What a run directory knows beside the recipe: every composition and policy that any command made in it."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ def remember(steps: Steps) -> None:
     """Keep what this recipe names; what other commands named stays, unless it has the same name."""
     run_dir = steps.store.run_dir
     own = steps.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
-    kept = {part: {**found, **own[part]} for part, found in _tables(run_dir).items()}
+    before = _tables(run_dir, ("recipe.toml", FILE))  # sweeps have a file of their own
+    kept = {part: {**found, **own[part]} for part, found in before.items()}
     write_atomic(run_dir / FILE, tomli_w.dumps(kept).encode())
 
 
@@ -110,9 +111,9 @@ def _protocol(own: Stage, other: Stage) -> str:
     return ", ".join(parts) or "another format"
 
 
-def _tables(run_dir: Path) -> dict[str, dict[str, Any]]:
+def _tables(run_dir: Path, names: Sequence[str] = ("recipe.toml", SWEEP, FILE)) -> dict[str, dict[str, Any]]:
     """What is kept; of a run that an earlier version made, its last recipe and its sweeps."""
-    tables = [read_table(run_dir / name) for name in ("recipe.toml", SWEEP, FILE)]
+    tables = [read_table(run_dir / name) for name in names]
     return {part: {name: one for table in tables for name, one in table.get(part, {}).items()} for part in NAMED}
 
 
