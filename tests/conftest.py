@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,3 +54,12 @@ def forked() -> Iterator[Forked]:
     """Run commands in processes that may be killed."""
     with serve() as program:
         yield program
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The Python of the environment with vLLM, for tests that are marked vllm."""
+    python = os.environ.get("LWEAVE_VLLM_PYTHON")
+    if not python:
+        pytest.fail("LWEAVE_VLLM_PYTHON does not name the Python of an environment with vLLM: make test-vllm")
+    return python

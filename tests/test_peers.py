@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lightning_weave.models.hf import ScoreRow, hf_scorer
 from lightning_weave.models.load import load_model, load_tokenizer
 from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.steps import ROLES, ScoredModel, Steps
+from lightning_weave.runs.scored import ROLES, ScoredModel
+from lightning_weave.runs.steps import Steps
 from lightning_weave.train.loop import Fit
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.training import make_fit, open_trainee

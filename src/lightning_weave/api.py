@@ -70,7 +70,7 @@ class Run:
     # Making
 
     def run(self, force: bool = False) -> None:
-        """Make all that is missing or stale, in order; `force` goes on where a check would stop it."""
+        """Make all that is missing or stale, in order; `force` continues where a check would stop it."""
         from lightning_weave.pipeline import run as stage
 
         with self._writing("run"):
@@ -200,10 +200,10 @@ class Run:
     @contextmanager
     def _making(self, verb: str, only: Sequence[str] = ()) -> Iterator[None]:
         """Hold the run directory, and discard nothing that was not agreed to."""
-        from lightning_weave.runs.discard import allow_discards
+        from lightning_weave.pipeline.run import allow
 
         with self._writing(verb):
-            allow_discards(self.steps, self.steps.made_by(verb, list(only) or None), self.yes)
+            allow(self.steps, verb, list(only) or None, self.yes)
             yield
 
     def __repr__(self) -> str:

@@ -1,6 +1,5 @@
 """Scoring through vLLM: its hidden states and our head give what transformers gives."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +65,10 @@ def hf_of(checkpoint: Checkpoint) -> Scorer:
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_scores_as_transformers_does(kind: str, tmp_path: Path) -> None:
+def test_an_engine_scores_as_transformers_does(kind: str, tmp_path: Path, vllm_python: str) -> None:
     checkpoint = save(tmp_path / "model", kind)
     rows = some_rows(checkpoint.vocabulary)
-    python = os.environ.get("LWEAVE_VLLM_PYTHON")
-    if not python:
-        pytest.skip("LWEAVE_VLLM_PYTHON does not name the Python of an environment with vLLM")
-    body = VLLMBody(checkpoint, "float32", CPU, max_length=128, python=python, options={"enforce_eager": True})
+    body = VLLMBody(checkpoint, "float32", CPU, max_length=128, python=vllm_python, options={"enforce_eager": True})
     engine = Scorer(body)
     try:
         assert engine.limit == 128

@@ -1,7 +1,6 @@
 """The vLLM engine: for real where its environment is there (`make test-vllm`), its ways to fail everywhere."""
 
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,12 +39,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sampler(checkpoint: Path) -> Iterator[VLLMSampler]:
-    python = os.environ.get("LWEAVE_VLLM_PYTHON")
-    if not python:
-        pytest.skip("LWEAVE_VLLM_PYTHON does not name the Python of an environment with vLLM")
+def sampler(checkpoint: Path, vllm_python: str) -> Iterator[VLLMSampler]:
     with VLLMSampler(
-        checkpoint, STOP, VOCABULARY, "float32", python=python, options={"enforce_eager": True}
+        checkpoint, STOP, VOCABULARY, "float32", python=vllm_python, options={"enforce_eager": True}
     ) as sampler:
         yield sampler
 

@@ -16,7 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from lightning_weave.runs.steps import Role, Steps
+from lightning_weave.runs.scored import Role
+from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Step
 from lightning_weave.types import Candidates, Rollouts, Scores
 from rounding import LOGPROB

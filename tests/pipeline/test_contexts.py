@@ -14,7 +14,7 @@ from lightning_weave.checks.preflight import Todo, preflight
 from lightning_weave.errors import InputError
 from lightning_weave.pipeline import preview
 from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.steps import Role
+from lightning_weave.runs.scored import Role
 from lightning_weave.store.ledger import read_ledger
 from lightning_weave.views.doctor import examine
 from pipeline.expected import check_scores, read_cache

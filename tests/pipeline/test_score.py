@@ -14,7 +14,8 @@ from lightning_weave.errors import InputError, Mismatch, StaleInput
 from lightning_weave.pipeline import flow, reference, score
 from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
-from lightning_weave.runs.steps import Role, Steps
+from lightning_weave.runs.scored import Role
+from lightning_weave.runs.steps import Steps
 from lightning_weave.store.ledger import read_ledger
 from lightning_weave.types import Candidates
 from models.small_models import small_model

@@ -116,4 +116,4 @@ def test_on_a_terminal_it_is_asked(
     else:
         with pytest.raises(InputError, match="nothing was discarded"):
             discard.agree(["rollout"], False, "refused")
-    assert capsys.readouterr().err == "rollout\nGo on? [y/N] "
+    assert capsys.readouterr().err == "rollout\nContinue? [y/N] "

@@ -260,14 +260,6 @@ def test_room_is_made_for_the_longest_prompt_and_never_beyond_the_model(tmp_path
     assert longest_context(student, [[1] * 250], 40) == 256
 
 
-@pytest.fixture(scope="module")
-def vllm_python() -> str:
-    python = os.environ.get("LWEAVE_VLLM_PYTHON")
-    if not python:
-        pytest.skip("LWEAVE_VLLM_PYTHON does not name the Python of an environment with vLLM")
-    return python
-
-
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_vllm_samples_trajectories_that_the_reference_accepts(

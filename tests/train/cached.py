@@ -39,6 +39,21 @@ def everywhere(anchor: str, row: int, decisions: int) -> np.ndarray:
     return np.ones(decisions, dtype=bool)
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": PADDED,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+}
+
+
 def save_student(
     folder: Path,
     *,
@@ -49,20 +64,7 @@ def save_student(
     **config: Any,
 ) -> Path:
     """Save a small random model whose next-token distributions are neither flat nor certain."""
-    shape = {
-        "vocab_size": PADDED,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 1,
-        **config,
-    }
+    shape = {**SHAPE, **config}
     torch.manual_seed(seed)
     made = Qwen3Config(**shape) if family == "qwen3" else Gemma3TextConfig(**shape, sliding_window=8)
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)

@@ -9,21 +9,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from train.cached import PADDED, save_tokenizer
+from train.cached import SHAPE, save_tokenizer
 
-_TEXT: dict[str, Any] = {
-    "vocab_size": PADDED,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 1,
-}
 _SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LINEAR = {
@@ -82,7 +69,7 @@ def _as(architecture: str, config: Any) -> Callable[[Path], None]:
 
 
 def _in_several_files(folder: Path) -> None:
-    model = _random(transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**_TEXT)))
+    model = _random(transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE)))
     model.save_pretrained(folder, max_shard_size="3KB")
     assert (folder / "model.safetensors.index.json").exists()
 
@@ -94,26 +81,26 @@ def _with_more(folder: Path, **tensors: torch.Tensor) -> None:
 
 
 def _tied_but_stored_twice(folder: Path) -> None:
-    _plain(transformers.Qwen3Config(**_TEXT, tie_word_embeddings=True))(folder)
+    _plain(transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True))(folder)
     head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
     _with_more(folder, **{"lm_head.weight": head})
 
 
 def _of_two_dtypes(folder: Path) -> None:
-    _plain(transformers.Qwen3Config(**_TEXT))(folder)
+    _plain(transformers.Qwen3Config(**SHAPE))(folder)
     norm = load_file(folder / "model.safetensors")["model.norm.weight"].float()
     _with_more(folder, **{"model.norm.weight": norm})
 
 
 def _multimodal_qwen(folder: Path) -> None:
-    config = transformers.Qwen3_5Config(text_config={**_TEXT, **_LINEAR}, vision_config=_QWEN_SEES)
+    config = transformers.Qwen3_5Config(text_config={**SHAPE, **_LINEAR}, vision_config=_QWEN_SEES)
     _as("Qwen3_5ForConditionalGeneration", config)(folder)
     _with_more(folder, **{"mtp.norm.weight": torch.randn(16, dtype=torch.bfloat16)})  # predicts further tokens
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessorFast"}')
 
 
 def _with_own_code(folder: Path) -> None:
-    _plain(transformers.LlamaConfig(**_TEXT))(folder)
+    _plain(transformers.LlamaConfig(**SHAPE))(folder)
     _with_more(folder, **{"unused.weight": torch.randn(4, 4).bfloat16(), "unused.bias": torch.randn(4).bfloat16()})
     config = json.loads((folder / "config.json").read_text())
     names = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
@@ -123,25 +110,25 @@ def _with_own_code(folder: Path) -> None:
 
 
 LAYOUTS: dict[str, Callable[[Path], None]] = {
-    "tied": _plain(transformers.Qwen3Config(**_TEXT, tie_word_embeddings=True)),
+    "tied": _plain(transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True)),
     "tied but stored twice": _tied_but_stored_twice,
     "of two dtypes": _of_two_dtypes,
     "in several files": _in_several_files,
-    "OLMo 3": _plain(transformers.Olmo3Config(**_TEXT, **_SLIDING)),
-    "Gemma 3": _plain(transformers.Gemma3TextConfig(**_TEXT, **_SLIDING)),
+    "OLMo 3": _plain(transformers.Olmo3Config(**SHAPE, **_SLIDING)),
+    "Gemma 3": _plain(transformers.Gemma3TextConfig(**SHAPE, **_SLIDING)),
     "multimodal Gemma 3": _as(
         "Gemma3ForConditionalGeneration",
-        transformers.Gemma3Config(text_config={**_TEXT, **_SLIDING}, vision_config=_GEMMA_SEES, **_GEMMA_IDS),
+        transformers.Gemma3Config(text_config={**SHAPE, **_SLIDING}, vision_config=_GEMMA_SEES, **_GEMMA_IDS),
     ),
     "multimodal Qwen3.5": _multimodal_qwen,
     "multimodal Qwen3.5 with experts": _as(
         "Qwen3_5MoeForConditionalGeneration",
         transformers.Qwen3_5MoeConfig(
-            text_config={**_TEXT, **_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 24},
+            text_config={**SHAPE, **_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 24},
             vision_config=_QWEN_SEES,
         ),
     ),
-    "experts": _plain(transformers.Qwen3MoeConfig(**_TEXT, **_EXPERTS)),
+    "experts": _plain(transformers.Qwen3MoeConfig(**SHAPE, **_EXPERTS)),
     "own code": _with_own_code,
 }
 
@@ -162,7 +149,7 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def save_quantised(folder: Path) -> dict[str, torch.Tensor]:
     """Save a checkpoint in FP8 with a scale beside each weight; returns what the weights stand for."""
     torch.manual_seed(0)
-    _plain(transformers.Qwen3Config(**_TEXT))(folder)
+    _plain(transformers.Qwen3Config(**SHAPE))(folder)
     save_tokenizer(folder)
     meant = load_file(folder / "model.safetensors")
     stored = dict(meant)

@@ -19,7 +19,8 @@ from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.untrained import untrained_specials
 from lightning_weave.runs.alignment import Alignment
 from lightning_weave.runs.hygiene import rule_effects, suggestions
-from lightning_weave.runs.steps import ROLES, Role, Steps
+from lightning_weave.runs.scored import ROLES, Role
+from lightning_weave.runs.steps import Steps
 from lightning_weave.tokens import TokenMap, added_without_counterpart, atomic_share, breaking_tokens, same_tokenizer
 
 FEW_SURVIVE = 0.5  # share of positions below which a pair teaches little for its cost

@@ -32,7 +32,8 @@ from lightning_weave.runs.alignment import own_prompts
 from lightning_weave.runs.caches import routed_weights
 from lightning_weave.runs.evaluation import asked_problems
 from lightning_weave.runs.prompts import asked_prompts, own_trajectories, tag_columns, tag_of
-from lightning_weave.runs.steps import ROLES, ScoredModel, Steps
+from lightning_weave.runs.scored import ROLES, ScoredModel
+from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Step
 from lightning_weave.types import Prompt
 

@@ -34,9 +34,10 @@ def rollout(
     """Sample the student's own trajectories."""
     steps = load_steps(recipe, set_)
     from lightning_weave.pipeline.flow import make_rollouts
+    from lightning_weave.pipeline.run import allow
 
     with writing(steps):
-        _allow_discards(steps, "rollout", None, yes)
+        allow(steps, "rollout", None, yes)
         make_rollouts(steps, open_progress(), choose_workers(cluster, address))
 
 
@@ -47,9 +48,10 @@ def reference(
     """Find the student's candidates on its own trajectories."""
     steps = load_steps(recipe, set_)
     from lightning_weave.pipeline import reference as stage
+    from lightning_weave.pipeline.run import allow
 
     with writing(steps):
-        _allow_discards(steps, "reference", None, yes)
+        allow(steps, "reference", None, yes)
         stage.run(steps, open_progress(), choose_workers(cluster, address))
 
 
@@ -65,9 +67,10 @@ def score(
     """Score the cached candidates under every anchor model."""
     steps = load_steps(recipe, set_)
     from lightning_weave.pipeline import score as stage
+    from lightning_weave.pipeline.run import allow
 
     with writing(steps):
-        _allow_discards(steps, "score", only, yes)
+        allow(steps, "score", only, yes)
         stage.run(steps, open_progress(), only, choose_workers(cluster, address))
 
 
@@ -76,9 +79,10 @@ def train(recipe: Files, set_: Sets = None, only: Only = None, yes: Yes = False)
     """Fit the student to every composition of the cached shifts."""
     steps = load_steps(recipe, set_)
     from lightning_weave.pipeline.flow import make_students
+    from lightning_weave.pipeline.run import allow
 
     with writing(steps):
-        _allow_discards(steps, "train", only, yes)
+        allow(steps, "train", only, yes)
         make_students(steps, open_progress(), only)
 
 
@@ -114,24 +118,14 @@ def evaluate(
 
     if lm_eval:  # before anything is sampled
         make_directory(Path(lm_eval), f"--lm-eval {lm_eval}")
+    from lightning_weave.pipeline.run import allow
+
     with writing(steps):
-        _allow_discards(steps, "eval", only, yes)
+        allow(steps, "eval", only, yes)
         stage.run(steps, open_progress(), only, choose_workers(cluster, address))
         if lm_eval:
             stage.export_lm_eval(steps, Path(lm_eval), datetime.now())
     show_results(steps, open_console())
-
-
-def _allow_discards(steps: "Steps", verb: str, only: list[str] | None, yes: bool) -> None:
-    """Ask before what another recipe has made is discarded; a recipe that cannot work is refused first."""
-    from lightning_weave.pipeline.run import refuse_what_cannot_work
-    from lightning_weave.runs.discard import allow_discards, discards, require_inputs
-
-    wanted = steps.made_by(verb, only)
-    if discards(steps, wanted):
-        require_inputs(steps, wanted)
-        refuse_what_cannot_work(steps, verb)
-    allow_discards(steps, wanted, yes)
 
 
 def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list[str] | None) -> "Steps":

@@ -24,6 +24,7 @@ from lightning_weave.config.fields import (
     slug,
 )
 from lightning_weave.config.load import check_recipe, dump_recipe, load_recipe, merge_overrides, merge_tables
+from lightning_weave.config.recipe import Recipe
 from lightning_weave.config.sections import (
     Case,
     Checks,
@@ -34,7 +35,6 @@ from lightning_weave.config.sections import (
     Machine,
     Policy,
     Prompts,
-    Recipe,
     Reference,
     Rollout,
     Score,

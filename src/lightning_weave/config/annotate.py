@@ -7,7 +7,7 @@ from typing import Any
 import tomli_w
 
 from lightning_weave.config.load import read_layers
-from lightning_weave.config.sections import Recipe
+from lightning_weave.config.recipe import Recipe
 
 WIDEST = 60  # of a key and its value, up to which remarks are aligned
 

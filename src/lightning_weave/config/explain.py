@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lightning_weave.config.composition import METHODS
-from lightning_weave.config.sections import Recipe
+from lightning_weave.config.recipe import Recipe
 
 Loc = tuple[int | str, ...]
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lightning_weave.config.composition import ALPHA, METHODS
-from lightning_weave.config.sections import Recipe
+from lightning_weave.config.recipe import Recipe
 
 WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 # Of keys whose name and default say nearly all, for all sections that have them.

@@ -10,7 +10,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from lightning_weave.config.explain import explain
-from lightning_weave.config.sections import Recipe
+from lightning_weave.config.recipe import Recipe
 from lightning_weave.errors import InputError
 
 # A later file replaces these tables whole: half of one set of weights and half of another is never meant.

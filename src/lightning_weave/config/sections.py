@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from lightning_weave.config.anchor import STUDENT, Anchor, Side
-from lightning_weave.config.composition import DEFAULT_TAG, Composition
+from lightning_weave.config.composition import DEFAULT_TAG
 from lightning_weave.config.fields import (
     Count,
     Decay,
@@ -382,109 +381,3 @@ class Machine(Strict):
     )
     workers: Count | None = Field(None, description="on a Ray cluster: how many; default: as many as its GPUs or CPUs")
     gpus_per_worker: float = Field(1.0, ge=0, description="on a Ray cluster with GPUs")
-
-
-class Recipe(Strict):
-    """One experiment."""
-
-    name: Name
-    runs: str = Field("runs", description="directory that holds run directories")
-    student: Student
-    anchors: dict[Name, Anchor] = Field({})
-    tags: Tags = Tags()
-    compositions: dict[Name, Composition] = Field({})
-    policies: dict[Name, Policy] = Field({})
-    prompts: Prompts = Prompts()
-    rollout: Rollout = Rollout()
-    reference: Reference = Reference()
-    score: Score = Score()
-    train: Train = Train()
-    eval: Eval = Eval()
-    report: Report = Report()
-    checks: Checks = Checks()
-    machine: Machine = Machine()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _asks_alike(cls, data: Any) -> Any:
-        """Write out what is default: [eval] asks as [prompts] does, and for a box where answers are to be graded."""
-        sections = [data.get(name, {}) for name in ("prompts", "eval")] if isinstance(data, Mapping) else [data]
-        if not all(isinstance(section, Mapping) for section in sections):
-            return data
-        prompts = dict(sections[0])
-        evaluation = dict(sections[1])
-        columns = prompts.get("columns")
-        answers = isinstance(columns, Mapping) and columns.get("answer") is not None
-        asked = "template" if "template" in prompts else prompts.get("format", "boxed")
-        if not evaluation.keys() & {"format", "template"}:
-            evaluation["format"] = asked if asked in get_args(EvalFormat) else "boxed"
-            evaluation |= {"template": prompts["template"]} if asked == "template" and "template" in prompts else {}
-        evaluation.setdefault("format", "template")
-        prompts.setdefault("format", asked if answers or asked == "template" else "plain")
-        inherited = {"chat", "thinking"} | ({"system"} if evaluation.get("chat", True) else set())
-        evaluation = {key: prompts[key] for key in inherited & prompts.keys()} | evaluation
-        return {**data, "prompts": prompts, "eval": evaluation}
-
-    def side(self, anchor: str, role: Literal["post", "pre"]) -> Side:
-        """One of the two models of an anchor, and what it reads."""
-        section = self.anchors[anchor]
-        is_post = role == "post"
-        context = section.post_prompt if is_post else section.pre_prompt
-        if section.model == STUDENT:
-            return Side(self.student.model, self.student.revision, self.student.trust_remote_code, context)
-        model = section.model or (section.post if is_post else section.pre)
-        revision = section.post_revision if is_post else section.pre_revision
-        return Side(model, revision, section.trust_remote_code, context)
-
-    @model_validator(mode="after")
-    def _contexts_can_be_read(self) -> Self:
-        for name, anchor in self.anchors.items():
-            has_system = anchor.post_prompt.system or anchor.pre_prompt.system
-            if has_system and anchor.prompt == "student" and not self.prompts.chat:
-                raise ValueError(
-                    f"anchors.{name}: system needs a chat template, but prompts.chat = false. Use prefix, which is "
-                    "plain text before the prompt"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _names_exist(self) -> Self:
-        for name, composition in self.compositions.items():
-            if composition.routes and self.tags == Tags():
-                raise ValueError(
-                    f"compositions.{name}.weights differ by tag, but nothing gives a prompt its tag: add [tags] with "
-                    "column or rules"
-                )
-            for anchor in (*composition.weights, *(one for route in composition.routes.values() for one in route)):
-                if anchor not in self.anchors:
-                    known = ", ".join(self.anchors) or "none"
-                    raise ValueError(f"compositions.{name}.weights names the anchor {anchor!r}; known anchors: {known}")
-        taken = {"base": "the student itself", **dict.fromkeys(self.compositions, "a composition")}
-        for name in self.policies:
-            if name in taken:
-                raise ValueError(f"policies.{name} has the name of {taken[name]}; give it another one")
-        if "base" in self.compositions:
-            raise ValueError("compositions.base has the name of the student itself; give it another one")
-        return self
-
-    @model_validator(mode="after")
-    def _own_objectives_are_trusted(self) -> Self:
-        named = {"train": self.train.objective}
-        named |= {f"compositions.{name}": section.objective or "" for name, section in self.compositions.items()}
-        for where, objective in named.items():
-            if is_own_function(objective) and not self.train.trust:
-                raise ValueError(
-                    f"{where}.objective = {objective!r} would run here with all your rights; if you wrote it, add "
-                    "trust = true to [train]"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _batches_come_out_even(self) -> Self:
-        rows = self.train.prompts_per_round * self.rollout.responses
-        if rows % self.train.updates_per_round:
-            raise ValueError(
-                f"train.updates_per_round is {self.train.updates_per_round}, which does not divide a round of "
-                f"{self.train.prompts_per_round} prompts x {self.rollout.responses} responses = {rows} trajectories"
-            )
-        return self

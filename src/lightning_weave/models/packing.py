@@ -2,7 +2,7 @@
 
 Transformers asks for a mask once per kind of layer and hands it to attention as it is. Here that mask says where the
 rows lie, and attention runs row by row: no T x T mask, and torch's fast causal kernels. Everything else in the model
-sees one row of tokens whose positions begin anew.
+sees one row of tokens whose positions start at 0 in every row.
 """
 
 from collections.abc import Iterator, Sequence

@@ -30,7 +30,8 @@ from lightning_weave.runs.caches import routed_weights
 from lightning_weave.runs.discard import allow_discards
 from lightning_weave.runs.evaluation import Evaluated, asked_problems, evaluate
 from lightning_weave.runs.machine import set_up
-from lightning_weave.runs.steps import ScoredModel, Steps
+from lightning_weave.runs.scored import ScoredModel
+from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.trajectories import pack_rollouts
 from lightning_weave.store import Step
 from lightning_weave.types import Candidates, Ragged, Request, Response

@@ -1,5 +1,7 @@
 """`lweave run`: check what can be known, then bring every missing or stale stage up to date, in order."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -66,9 +68,13 @@ def look_ahead(steps: Steps, todo: Todo) -> list[Finding]:
     return findings
 
 
-def refuse_what_cannot_work(steps: Steps, verb: str) -> None:
-    """Raise where one stage of the recipe, and what it needs, cannot be made."""
-    refuse(look_ahead(steps, Todo.of(steps, verb)), force=True)
+def allow(steps: Steps, verb: str, only: Sequence[str] | None, yes: bool) -> None:
+    """Ask before a command discards what another recipe has made; a recipe that cannot work is refused first."""
+
+    def check() -> None:
+        refuse(look_ahead(steps, Todo.of(steps, verb)), force=True)
+
+    allow_discards(steps, steps.made_by(verb, only), yes, check)
 
 
 def refuse(findings: list[Finding], force: bool) -> None:

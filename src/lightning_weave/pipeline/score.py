@@ -10,7 +10,8 @@ from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
 from lightning_weave.runs.anchors import AnchorScorer, Bases
 from lightning_weave.runs.engines import gpus_of
-from lightning_weave.runs.steps import ScoredModel, Steps
+from lightning_weave.runs.scored import ScoredModel
+from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
 from lightning_weave.types import Candidates, Rollouts, Scores
 

@@ -10,7 +10,8 @@ from lightning_weave.config import dump_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import duration
-from lightning_weave.runs.steps import TRAIN_EXECUTION, Steps
+from lightning_weave.runs.settings import TRAIN_EXECUTION
+from lightning_weave.runs.steps import Steps
 
 SECTIONS = ("prompts", "rollout", "reference", "score", "train", "eval")
 EXECUTION = {"token_budget", "batch_size", "prompts_per_shard", "block", "python", "options", "parity", "unsafe_local"}

@@ -11,7 +11,8 @@ from lightning_weave.errors import InputError
 from lightning_weave.models.hf import ScoreRow
 from lightning_weave.prompts import encode, in_context, render
 from lightning_weave.runs.prompts import Asked, asked_prompts
-from lightning_weave.runs.steps import ScoredModel, Steps
+from lightning_weave.runs.scored import ScoredModel
+from lightning_weave.runs.steps import Steps
 from lightning_weave.tokens import TokenMap
 
 

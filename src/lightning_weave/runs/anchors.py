@@ -20,7 +20,8 @@ from lightning_weave.runs.alignment import Alignment
 from lightning_weave.runs.engines import open_scorer
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.prompts import Asked
-from lightning_weave.runs.steps import Role, ScoredModel, Steps
+from lightning_weave.runs.scored import Role, ScoredModel
+from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.trajectories import row_names
 from lightning_weave.types import Candidates, Ragged, Rollouts, Scores
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave.progress import duration
-from lightning_weave.runs.steps import ROLES, Steps
+from lightning_weave.runs.scored import ROLES
+from lightning_weave.runs.steps import Steps
 from lightning_weave.store import recorded
 from lightning_weave.store.ledger import read_ledger
 

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,17 +42,21 @@ def discards(steps: Steps, wanted: Iterable[Step]) -> list[Doomed]:
     ]
 
 
-def allow_discards(steps: Steps, wanted: Iterable[Step], yes: bool) -> None:
-    """Ask before stale stages are made again, or refuse where nobody can be asked. Every rank decides the same."""
+def allow_discards(steps: Steps, wanted: Iterable[Step], yes: bool, check: Callable[[], None] = lambda: None) -> None:
+    """Ask before stale stages are made again, or refuse where nobody can be asked. Every rank decides the same.
+
+    `check` raises first if the new ones cannot be made at all.
+    """
     wanted = list(wanted)
     if found := discards(steps, wanted):
-        require_inputs(steps, wanted)
+        _require_inputs(steps, wanted)
+        check()
         title = f"The recipe has changed since these were made in {steps.store.run_dir}. Making them again discards:"
         keep = "To keep them, give this recipe a name of its own: --set name=NAME"
         agree([title, *listing(found, steps.store.run_dir)], yes, f"Nothing was made. To discard them: --yes. {keep}")
 
 
-def require_inputs(steps: Steps, wanted: Sequence[Step]) -> None:
+def _require_inputs(steps: Steps, wanted: Sequence[Step]) -> None:
     """Refuse first what cannot be made again, for want of an input that another command makes."""
     paths = {step.path for step in wanted}
     for step in wanted:
@@ -87,14 +91,14 @@ def _amount(size: int, costs: Sequence[Cost]) -> str:
 
 
 def agree(lines: Sequence[str], yes: bool, refusal: str) -> None:
-    """Go on if the user said so before, or says so now on a terminal; else refuse."""
+    """Continue if the user agreed before, or agrees now on a terminal; else refuse."""
     text = "\n".join(lines)
     if yes:
         log.info(text)
         return
     if not (is_alone() and sys.stdin.isatty() and sys.stderr.isatty()):
         raise InputError(f"{text}\n{refusal}")
-    print(text, "Go on? [y/N] ", sep="\n", end="", file=sys.stderr, flush=True)
+    print(text, "Continue? [y/N] ", sep="\n", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise InputError("nothing was discarded")
 

@@ -126,32 +126,29 @@ class ParityCheck:
         if (known := parity.remembered()) is None:
             with parity.alone():
                 if (known := parity.remembered()) is None:
-                    return self._start_compared(start, few, compare, parity)
+                    expected = self._expected(few)
+                    engine = start()
+                    try:
+                        if expected is not None:
+                            parity.accept(self.section, self.checkpoint, compare(engine, expected))
+                    except BaseException:
+                        engine.close()
+                        raise
+                    return engine
         judge(known, self.section, self.checkpoint)
         return start()
 
-    def _start_compared(
-        self,
-        start: Callable[[], Compared],
-        few: Callable[[], list[ScoredRow]],
-        compare: Callable[[Compared, Sequence[ScoredRow]], Agreement],
-        parity: Parity,
-    ) -> Compared:
+    def _expected(self, few: Callable[[], list[ScoredRow]]) -> list[ScoredRow] | None:
+        """Score a few rows with transformers; None, and a warning, where it cannot load the model."""
         try:
-            expected = few()
+            return few()
         except WeaveError as error:
             if not self._may_be_too_much_for_transformers(error):
                 raise
             log.warning("warning: vLLM is not compared with transformers, which cannot load this model here: %s", error)
-            return start()
-        free_memory()
-        engine = start()
-        try:
-            parity.accept(self.section, self.checkpoint, compare(engine, expected))
-        except BaseException:
-            engine.close()
-            raise
-        return engine
+            return None
+        finally:
+            free_memory()
 
     def _may_be_too_much_for_transformers(self, error: WeaveError) -> bool:
         """Say whether the engine may do what the scorer cannot: more GPUs than one, or quantised weights."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Any, assert_never
 
 from lightning_weave.config import (
     Composition,
@@ -19,10 +19,7 @@ from lightning_weave.config import (
     Mixture,
     Objective,
     Online,
-    PromptContext,
     Recipe,
-    Reference,
-    Score,
     SelfDistilled,
     Sequential,
     Train,
@@ -34,65 +31,20 @@ from lightning_weave.errors import InputError
 from lightning_weave.grading.graders import grading_of
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.runs.changes import as_made
-from lightning_weave.store import MANIFEST, Step, Store, file_identities, file_identity, read_json, recorded, write_json
+from lightning_weave.runs.scored import ROLES, Role, ScoredModel
+from lightning_weave.runs.settings import (
+    SHIFT_RULES,
+    TRAIN_EXECUTION,
+    data_identity,
+    engine_settings,
+    own_content,
+    template_identity,
+    without_defaults,
+    without_unset,
+)
+from lightning_weave.store import MANIFEST, Step, Store, read_json, recorded, write_json
 
-Role = Literal["post", "pre"]
-ROLES: tuple[Role, Role] = ("post", "pre")
 IDENTITIES = "identities.json"
-# Keys of [train] that came later than the first runs, with the values that change nothing.
-LATER = {"warmup": 0, "decay": "constant", "lora.stabilised": False}
-SHIFT_RULES = {"shift_clip", "only_above", "mass_floor", "temperature"}
-TRAIN_EXECUTION = {
-    "shard_ranks",
-    "token_budget",
-    "checkpoint_every",
-    "keep",
-    "gradient_checkpointing",
-    "compile",
-    "validate_every",
-    "agreement",
-    "allow_disagreement",
-    "trackers",
-    "keep_anchors",
-    "objective",  # the composition's own, resolved
-    "trust",
-}
-
-
-@dataclass(frozen=True)
-class ScoredModel:
-    """One side of an anchor: a checkpoint in a context. Scored once however many pairs share it."""
-
-    checkpoint: Checkpoint
-    aliases: tuple[tuple[str, str], ...]
-    checks_aliases: bool  # a pre-anchor: an alias may lead to a row that it never trained
-    untrained: Literal["keep", "mask"] | None  # of a pre-anchor with aliases; None elsewhere
-    bos: bool
-    prompt: Literal["student", "native"]
-    template: Checkpoint | None  # whose chat template both models of a pair read natively: the post-anchor's
-    context: PromptContext  # empty: the prompt as it is
-    masks_missing: bool  # a row without a column that the context names is masked, not refused
-
-    @property
-    def text(self) -> str:
-        """What distinguishes two scored models of one name. Folders of existing runs are named by it: keep it."""
-        template = None if self.template is None else (self.template.name, self.template.revision)
-        context = f", context={self.context}, masks_missing={self.masks_missing}" if self.context else ""
-        return (
-            f"ScoredModel(model={self.checkpoint.name!r}, revision={self.checkpoint.revision!r}, "
-            f"trust_remote_code={self.checkpoint.trust_remote_code!r}, aliases={self.aliases!r}, "
-            f"checks_aliases={self.checks_aliases!r}, untrained={self.untrained!r}, bos={self.bos!r}, "
-            f"prompt={self.prompt!r}, template={template!r}{context})"
-        )
-
-    @property
-    def reads_own_prompts(self) -> bool:
-        """Whether it reads something else where the student reads its prompt."""
-        return self.prompt == "native" or bool(self.context)
-
-    def without_own_prompts(self) -> "ScoredModel":
-        """The same checkpoint after the student's prompts: what can be aligned before there are any."""
-        return replace(self, prompt="student", template=None, context=PromptContext(), masks_missing=False)
 
 
 @dataclass(frozen=True)
@@ -137,7 +89,7 @@ class Steps:
         if source not in self._identities:
             gone = not Path(source).expanduser().exists()
             known = self._remembered.get(source) if gone else None
-            self._identities[source] = known or _data_identity(source, key)
+            self._identities[source] = known or data_identity(source, key)
         return self._identities[source]
 
     @cached_property
@@ -166,7 +118,7 @@ class Steps:
                 raise InputError(
                     "prompts.source is missing: a JSONL or Parquet file, a dataset directory or a hub name"
                 )
-            settings = _without_unset(self.recipe.prompts.model_dump(mode="json"))
+            settings = without_unset(self.recipe.prompts.model_dump(mode="json"))
             settings["source"] = self._data_identity(self.recipe.prompts.source, "prompts.source")
             settings["screen_against"] = [
                 self._data_identity(name, "prompts.screen_against") for name in self.recipe.prompts.screen_against
@@ -200,7 +152,7 @@ class Steps:
     @cached_property
     def reference(self) -> Step:
         section = self.recipe.reference
-        settings = {"candidates": section.candidates, "dtype": section.dtype, **_engine_settings(section)}
+        settings = {"candidates": section.candidates, "dtype": section.dtype, **engine_settings(section)}
         settings |= self._rounding
         settings["student"] = self.identity_of(self.student)
         return self._step(Step("reference", settings, (self.rollout,), self._command("reference")))
@@ -208,7 +160,7 @@ class Steps:
     def score(self, scored: ScoredModel) -> Step:
         settings = {
             "dtype": self.recipe.score.dtype,
-            **_engine_settings(self.recipe.score),
+            **engine_settings(self.recipe.score),
             "model": self.identity_of(scored.checkpoint),
             "aliases": dict(scored.aliases),
             "untrained": scored.untrained,
@@ -295,7 +247,7 @@ class Steps:
         composition = self.recipe.compositions[name]
         used = sorted(composition.used)
         settings = {
-            "train": _without_defaults(self.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION)),
+            "train": without_defaults(self.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION)),
             "objective": self._objective_settings(name),
             "weights": {anchor: composition.weights.get(anchor, 0.0) for anchor in used},
             "alpha": composition.alpha,
@@ -381,7 +333,7 @@ class Steps:
         section = self.recipe.eval
         execution = {"python", "options", "parity", "batch_size", "unsafe_local"}
         settings = section.model_dump(mode="json", exclude={"benchmarks", "sources", "graders", *execution})
-        settings = _without_unset(settings) | {"profile": self._grading(benchmark)}
+        settings = without_unset(settings) | {"profile": self._grading(benchmark)}
         source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
         key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
         settings["benchmark"] = self._data_identity(source, key)
@@ -445,50 +397,3 @@ class Steps:
 
     def _command(self, verb: str) -> str:
         return f"lweave {verb} {self.arguments}"
-
-
-def _engine_settings(section: Reference | Score) -> dict[str, Any]:
-    """What an engine other than transformers changes in the numbers; steps of earlier versions stay the same."""
-    if section.engine == "hf":
-        return {}
-    return {"engine": section.engine, "quantization": section.options.get("quantization")}
-
-
-def _without_unset(settings: dict[str, Any]) -> dict[str, Any]:
-    """Leave out how to ask where the recipe does not say it: steps of earlier versions stay the same."""
-    return {key: value for key, value in settings.items() if key not in ("template", "system") or value is not None}
-
-
-def _without_defaults(train: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what came later than the first runs, where it is not used: they stay done."""
-    lora = train["lora"]
-    kept = lora and {key: value for key, value in lora.items() if LATER.get(f"lora.{key}", ...) != value}
-    return {key: value for key, value in train.items() if LATER.get(key, ...) != value} | {"lora": kept}
-
-
-def own_content(function: str, where: str) -> dict[str, str]:
-    """Name a user's own function by its name and by what is in its file."""
-    path, _, name = function.rpartition(":")
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise InputError(f"{where} = {function!r}: no such file. Give FILE.py:NAME")
-    return {"function": name, "content": file_identity(file)}
-
-
-def template_identity(model: Path) -> str:
-    """Name a checkpoint's chat template by the files that can hold it."""
-    files = sorted({*model.glob("chat_template*"), *model.glob("tokenizer_config.json")})
-    return hashlib.sha256("".join(file_identities(files)).encode()).hexdigest()[:16]
-
-
-def _data_identity(source: str, key: str) -> str:
-    """Name data by content where it is a file, by name where it lives on a hub."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        return file_identity(path)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        return hashlib.sha256("".join(file_identities(files)).encode()).hexdigest()
-    if path.suffix in {".jsonl", ".json", ".parquet"} or source.startswith((".", "/", "~")):
-        raise InputError(f"{key} = {source!r}: no such file. Give a JSONL or Parquet file, a directory or a hub name")
-    return source

@@ -5,7 +5,8 @@ from typing import Any
 
 from lightning_weave import __version__
 from lightning_weave.config import Composition, Sequential, Train, dump_recipe
-from lightning_weave.runs.steps import Role, Steps
+from lightning_weave.runs.scored import Role
+from lightning_weave.runs.steps import Steps
 from lightning_weave.train.dose import anchor_doses
 
 TAG = "tags: [lightning-weave]"

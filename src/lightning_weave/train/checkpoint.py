@@ -1,4 +1,4 @@
-"""Checkpoints: a folder per update, whole or not there, the last few kept; written while training goes on."""
+"""Checkpoints: a folder per update, whole or not there, the last few kept; written while training continues."""
 
 import shutil
 import time

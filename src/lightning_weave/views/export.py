@@ -89,7 +89,7 @@ def _describe(steps: Steps, name: str, reader: TargetReader) -> dict[str, Any]:
 
 
 def _check_target(out: Path, made_from: Mapping[str, Any]) -> None:
-    """Go on only with what an earlier call has begun, from the same cache with the same weights."""
+    """Continue only what an earlier call has begun, from the same cache with the same weights."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / MADE_FROM).is_file():

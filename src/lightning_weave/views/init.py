@@ -27,7 +27,8 @@ from lightning_weave.plan.costs import PlannedMachine
 from lightning_weave.plan.gpus import CALIBRATED
 from lightning_weave.plan.recipe import MemoryPlan, make_plan
 from lightning_weave.prompts import EXPECTS, build_prompts, expected_of, guess_columns, read_rows
-from lightning_weave.runs.steps import ROLES, Steps
+from lightning_weave.runs.scored import ROLES
+from lightning_weave.runs.steps import Steps
 from lightning_weave.store import write_atomic
 from lightning_weave.store.tables import Row
 
