@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -47,6 +48,13 @@ def _torch_as_new() -> Iterator[None]:
     torch.manual_seed(random.getrandbits(32))
     yield
     torch.set_num_threads(THREADS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collections() -> None:
+    """Let the collector pass over what is imported: the commands collect after every model, half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
