@@ -109,6 +109,13 @@ def test_a_composition_may_train_longer_or_sample_again() -> None:
     pair = hours["pixas/DECS_1.5B"] + hours["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"]
     assert hours["klear-then-decs"] == pytest.approx(hours["klear-decs"] + (student + pair) / 2)
     assert plan.compositions == 9  # online ones need no cache
+    # Two epochs in four parts: three times half of the prompts again, and two students read them.
+    recipe["compositions"]["klear-decs"]["refresh"] = 4
+    refreshed = {row.what: row.gpu_hours for row in make_plan(check_recipe(recipe), EIGHT).stages}
+    (reference,) = [row.gpu_hours for row in plan.stages if row.stage == "reference"]
+    anchors = sum(row.gpu_hours for row in plan.stages if row.stage == "score")
+    again = 3 / 2 * (student + reference + anchors)
+    assert refreshed["klear-decs"] == pytest.approx(hours["klear-decs"] + again)
 
 
 @pytest.mark.parametrize("kind", ["math", "code"])

@@ -127,6 +127,9 @@ class Joint(_Budgeted):
     subtracts = True
     routed = True
     method: Literal["joint"] = "joint"
+    refresh: Count = Field(
+        1, description="split the updates into so many parts; before each later part the current student samples again"
+    )
 
 
 class Mixture(_Budgeted):

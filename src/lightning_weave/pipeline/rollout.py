@@ -82,7 +82,7 @@ def open_worker(steps: Steps) -> RolloutWorker:
         return RolloutWorker(steps, prompts, look_up)
     _check_lengths(steps, prompts)
     texts = [prompt.token_ids for prompt in prompts]
-    sampler = open_sampler(steps, steps.student, section, texts, section.max_tokens)
+    sampler = open_sampler(steps, steps.sampler or steps.student, section, texts, section.max_tokens)
     settings = SamplingSettings(section.temperature, section.top_p, section.max_tokens, section.seed)
     journal = _journal(steps.store.stage(steps.rollout))
     return RolloutWorker(steps, prompts, lambda shards: sample_shards(sampler, settings, shards, journal), sampler)

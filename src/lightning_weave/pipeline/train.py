@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from lightning_weave.checks.watch import Watch, check_training, warn
-from lightning_weave.config import Recipe
+from lightning_weave.config import Joint, Online, Recipe, Sequential
 from lightning_weave.devices import has_bfloat16
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
@@ -17,6 +17,7 @@ from lightning_weave.runs.work import make_room
 from lightning_weave.train.offline import train_offline
 from lightning_weave.train.online import train_online
 from lightning_weave.train.parallel import join
+from lightning_weave.train.refreshed import train_refreshed
 from lightning_weave.train.sequential import train_in_sequence
 from lightning_weave.train.training import TrainContext, give_back, needs_sharding
 
@@ -61,11 +62,13 @@ def train_composition(steps: Steps, name: str, context: TrainContext) -> None:
     make_room(stage)
     if any(context.ranks.gathered([stage.state() == "done"] if context.ranks.first else [])):
         return  # it had been set aside
-    match steps.recipe.compositions[name].method:
-        case "sequential":
+    match steps.recipe.compositions[name]:
+        case Sequential():
             train_in_sequence(steps, name, context)
-        case "online":
+        case Online():
             train_online(steps, name, context)
+        case Joint(refresh=parts) if parts > 1:
+            train_refreshed(steps, name, context)
         case _:
             train_offline(steps, name, context)
 

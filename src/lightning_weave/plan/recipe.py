@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from lightning_weave.bench.definitions import KNOWN, MAX_TOKENS, SAMPLES, BenchmarkKind
-from lightning_weave.config import Composition, Dtype, Online, Recipe, Sequential
+from lightning_weave.config import Composition, Dtype, Joint, Online, Recipe, Sequential
 from lightning_weave.plan.architecture import Shape
 from lightning_weave.plan.calibration import calibrate
 from lightning_weave.plan.costs import (
@@ -202,6 +202,10 @@ def _training_hours(
             legs = len(composition.sequence)
             resampling = [hours.rollout + hours.reference + sum(scoring([name])) for name in composition.sequence[1:]]
             return training + sum(resampling) / legs
+        case Joint(refresh=parts) if parts > 1:
+            # A later part samples the prompts that its updates use; two models read them before the anchors do.
+            again = hours.rollout + 2 * hours.reference + sum(scoring(composition.used))
+            return training + (parts - 1) * min(1.0, composition_load.epochs / parts) * again
         case _:
             return training
 

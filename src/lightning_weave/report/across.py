@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave.bench.summary import Overall
-from lightning_weave.config import Sequential
+from lightning_weave.config import Joint, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.report.results import PolicySummaries, overalls, policy_rows
@@ -180,6 +180,8 @@ def _variant(steps: Steps, name: str) -> str:
     match composition:
         case Sequential():
             return " → ".join(composition.sequence)
+        case Joint(refresh=parts) if parts > 1:
+            return f"Refreshed ({parts} parts)"
         case _ if composition.method == "mixture":
             return "Data Mixture"
         case _ if composition.method == "online":

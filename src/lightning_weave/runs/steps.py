@@ -54,6 +54,7 @@ class Steps:
     recipe: Recipe
     arguments: str = "RECIPE"
     standing: bool = False  # take what is finished as it is on disk, whatever the recipe says now
+    sampler: Checkpoint | None = None  # what samples in the student's place: the student as training has left it
     _identities: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -146,16 +147,25 @@ class Steps:
         if self.recipe.rollout.from_ is not None:
             names = {"prompts_per_shard"}
         settings = self.recipe.rollout.model_dump(mode="json", include=names)
-        settings["student"] = self.identity_of(self.student)
+        settings["student"] = self.identity_of(self.sampler or self.student)
         return self._step(Step("rollout", settings, (self.prompts,), self._command("rollout")))
 
     @cached_property
+    def proposal(self) -> Step:
+        """The candidates of what samples in the student's place; the reference says what the student makes of them."""
+        assert self.sampler is not None, "the student proposes its own"
+        return self._reference("proposal", self.sampler, self.rollout)
+
+    @cached_property
     def reference(self) -> Step:
+        return self._reference("reference", self.student, self.proposal if self.sampler else self.rollout)
+
+    def _reference(self, path: str, model: Checkpoint, before: Step) -> Step:
         section = self.recipe.reference
         settings = {"candidates": section.candidates, "dtype": section.dtype, **engine_settings(section)}
         settings |= self._rounding
-        settings["student"] = self.identity_of(self.student)
-        return self._step(Step("reference", settings, (self.rollout,), self._command("reference")))
+        settings["student"] = self.identity_of(model)
+        return self._step(Step(path, settings, (before,), self._command("reference")))
 
     def score(self, scored: ScoredModel) -> Step:
         settings = {
@@ -302,7 +312,8 @@ class Steps:
         candidates = self.recipe.reference.candidates
         match composition:
             case Joint():
-                return {} if composition.kl_budget is None else {"kl_budget": composition.kl_budget}
+                refreshed = {"refresh": composition.refresh, "rollout": rollout} if composition.refresh > 1 else {}
+                return refreshed | ({} if composition.kl_budget is None else {"kl_budget": composition.kl_budget})
             case Mixture():
                 return {"method": "mixture", "kl_budget": composition.kl_budget}
             case Distilled():
@@ -372,7 +383,7 @@ class Steps:
             case "rollout":
                 return [self.prompts, self.rollout]
             case "reference":
-                return [self.reference]
+                return [*([self.proposal] if self.sampler else []), self.reference]
             case "score":
                 return [self.score(scored) for scored, name in self.score_names.items() if wanted(name)]
             case "train":

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave import __version__
-from lightning_weave.config import Composition, Sequential, Train, dump_recipe
+from lightning_weave.config import Composition, Joint, Sequential, Train, dump_recipe
 from lightning_weave.runs.scored import Role
 from lightning_weave.runs.steps import Steps
 from lightning_weave.train.dose import anchor_doses
@@ -68,6 +68,8 @@ def _method(composition: Composition) -> str:
     match composition:
         case Sequential():
             return f"{composition.method}, {' then '.join(composition.sequence)}"
+        case Joint(refresh=parts) if parts > 1:
+            return f"{composition.method}, on states of the current student in {parts} parts"
         case _:
             return composition.method
 

@@ -4,6 +4,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import assert_never
 
 import numpy as np
@@ -64,6 +65,17 @@ class Schedule:
     def epoch_of(self, update: int) -> int:
         """How often all prompts have been seen before."""
         return update // self._per_epoch
+
+    def parts(self, count: int) -> list[range]:
+        """Split the updates into so many parts of whole rounds, of about one length."""
+        ends = sorted({self.round_of(update)[-1] + 1 for update in range(len(self))})
+        if count > len(ends):
+            raise InputError(
+                f"refresh = {count}: this training has {len(ends)} rounds (train.epochs, train.prompts_per_round), and "
+                f"a part is at least one. Set refresh to {len(ends)} at most"
+            )
+        cuts = [0, *(ends[round(len(ends) * part / count) - 1] for part in range(1, count + 1))]
+        return [range(first, last) for first, last in pairwise(cuts)]
 
     @property
     def _size(self) -> int:

@@ -12,13 +12,13 @@ from pathlib import Path
 from lightning_weave.config import Joint, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.prompts import read_prompts
-from lightning_weave.runs.prompts import keep_prompts
 from lightning_weave.runs.steps import Steps
-from lightning_weave.store import Stage, Step, append_line, whole_directory, write_atomic
-from lightning_weave.store.ledger import LEDGER, read_ledger
+from lightning_weave.store import Stage, Step, whole_directory
 from lightning_weave.train.card import model_card
+from lightning_weave.train.inner import book, make_inner_cache
 from lightning_weave.train.offline import Leg, train_offline
 from lightning_weave.train.training import TrainContext, give_back
+from lightning_weave.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def train_in_sequence(steps: Steps, name: str, context: TrainContext) -> None:
     final = None
     for leg in legs(steps, name):
         if leg.samples:
-            _make_cache(steps, leg, context)
+            make_inner_cache(steps, leg.steps, _share(steps, leg), context)
         if leg.stage.state() != "done":
             train_offline(leg.steps, leg.name, context, leg.leg)
             give_back()
@@ -122,27 +122,10 @@ def _on_own_cache(steps: Steps, name: str, composition: Joint, *, number: int, s
     return Steps(own, steps.arguments)
 
 
-def _make_cache(steps: Steps, leg: LegRun, context: TrainContext) -> None:
-    """Sample and score the leg's own share of the prompts."""
-    _same_threads(steps, leg.steps)
-    if context.ranks.first:
-        _share_prompts(steps, leg)
-    context.ranks.wait()
-    context.make_cache(leg.steps)
-    context.ranks.wait()
-
-
-def _share_prompts(steps: Steps, leg: LegRun) -> None:
-    if leg.steps.store.stage(leg.steps.prompts).state() != "done":
-        everything = read_prompts(steps.prompts_file)
-        first, last = (round(end * len(everything)) for end in leg.part)
-        keep_prompts(leg.steps, everything[first:last], {})
-
-
-def _same_threads(steps: Steps, leg_steps: Steps) -> None:
-    kept = steps.store.run_dir / "machine.json"
-    if kept.exists():
-        write_atomic(leg_steps.store.run_dir / kept.name, kept.read_bytes())
+def _share(steps: Steps, leg: LegRun) -> list[Prompt]:
+    everything = read_prompts(steps.prompts_file)
+    first, last = (round(end * len(everything)) for end in leg.part)
+    return everything[first:last]
 
 
 def _keep(steps: Steps, name: str, final: Path) -> None:
@@ -156,11 +139,5 @@ def _keep(steps: Steps, name: str, final: Path) -> None:
         # Without the last leg's adapter, which is one to the student of the leg before.
         shutil.copytree(final, unfinished, ignore=shutil.ignore_patterns("adapter"), dirs_exist_ok=True)
         (unfinished / "README.md").write_text(model_card(steps, name, {"legs": legs}), encoding="utf-8")
-    booked = read_ledger(steps.store.run_dir)
-    made = {"fingerprint": stage.step.fingerprint}
-    for folder in sorted(stage.folder.glob("leg-*")):
-        for row in read_ledger(folder):
-            spent = {**row, "stage": "train", "name": name, "method": "sequential", **made}
-            if spent not in booked:  # by an earlier training of this composition
-                append_line(steps.store.run_dir / LEDGER, spent)
+    book(steps, name, "sequential", sorted(stage.folder.glob("leg-*")))
     stage.record(sorted(target.iterdir()), {"legs": legs})

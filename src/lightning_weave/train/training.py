@@ -176,19 +176,20 @@ class Training:
             self.say(f"resuming from update {start}")
         return start
 
-    def fit_all(self, start: int, meter: Meter) -> dict[str, float]:
-        """Run all updates that are left; rank 0 returns the last figures."""
+    def fit_all(self, start: int, meter: Meter, end: int | None = None) -> dict[str, float]:
+        """Run all updates that are left, or those up to `end`; rank 0 returns the last figures."""
         train = self.steps.recipe.train
         total = len(self.schedule)
+        end = total if end is None else end
         metrics = self._open_metrics(start) if self.fit.ranks.first else None
         writer = CheckpointWriter(self.checkpoints, self.fit.ranks)
-        with writer, self.progress.bar(f"train {self.name}", total - start, "update") as bar:
-            for step in range(start + 1, total + 1):
+        with writer, self.progress.bar(f"train {self.name}", end - start, "update") as bar:
+            for step in range(start + 1, end + 1):
                 if self.before_round is not None and self.schedule.round_of(step - 1)[0] == step - 1:
                     self.before_round(step - 1)
                 rate = train.learning_rate * rate_share(step, total, train.warmup, train.decay)
                 set_rate(self.fit.optimizer, rate)
-                figures = self.fit.update(step, self.schedule.rows(step - 1), self._upcoming(step))
+                figures = self.fit.update(step, self.schedule.rows(step - 1), self._upcoming(step, end))
                 if step % train.validate_every == 0 or step == total:
                     figures |= self._validate()
                 if metrics:
@@ -196,17 +197,17 @@ class Training:
                     meter.add(tokens=int(figures["tokens"]))  # of all ranks
                 while self.fit.notes:
                     self.say(self.fit.notes.pop(0))
-                if step == total or self._is_checkpoint(step):
+                if step == end or self._is_checkpoint(step):
                     writer.save(step, self.fit.trainee, self.fit.optimizer)
                 bar.advance(note=line(figures))
         if metrics is None:
             return {}
         metrics.close()
-        return {**metrics.last, "updates": total}
+        return {**metrics.last, "updates": end}
 
-    def _upcoming(self, step: int) -> list[int]:
+    def _upcoming(self, step: int, end: int) -> list[int]:
         """The rows of the next update, if they can be read now; an online round's are not there before it begins."""
-        if step == len(self.schedule) or (self.before_round and step not in self.schedule.round_of(step - 1)):
+        if step == end or (self.before_round and step not in self.schedule.round_of(step - 1)):
             return []
         return self.schedule.rows(step)
 
@@ -227,24 +228,28 @@ class Training:
         return {f"validation_{key}": value for key, value in self.fit.distance(held_out).items()} if held_out else {}
 
     def finish(self, figures: dict[str, Any]) -> None:
-        """Round the weights to the student's dtypes, write final/, and say what the rounding cost."""
+        """Export the student as this composition's."""
+        self.export(self.stage, len(self.schedule), figures)
+
+    def export(self, stage: Stage, updates: int, figures: dict[str, Any]) -> None:
+        """Round the weights to the student's dtypes, write final/ after so many updates, and say what rounding cost."""
         student = self.steps.student
         layout = student.layout
         trainee = self.fit.trainee
         ranks = self.fit.ranks
-        lost = round_weights(trainee, layout.dtypes, [batch.to(ranks.device) for batch in self._looked_at()])
+        lost = round_weights(trainee, layout.dtypes, [batch.to(ranks.device) for batch in self._looked_at(updates)])
         figures = {**figures, "export_kl": lost}
-        final = self.stage.folder / "final"
+        final = stage.folder / "final"
         card = model_card(self.steps, self.name, figures) if ranks.first else ""
         files = write_model(final, trainee, layout, card, ranks, adapter=trained_adapter(trainee, student))
         if ranks.first:
-            self.stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
+            stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
             self.say(f"{final} (KL exported || trained {lost:.1e} nats)")
         ranks.wait()
 
-    def _looked_at(self) -> list[Batch]:
+    def _looked_at(self, updates: int) -> list[Batch]:
         """A few decisions of the last update, row by row, on which exported weights are compared with trained ones."""
         rows = self.fit.cache
-        last = self.schedule.rows(len(self.schedule) - 1)
+        last = self.schedule.rows(updates - 1)
         blocks = [rows.block([number]) for number in last[:EXPORT_ROWS]]
         return [compose(block, rows.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS) for block in blocks]

@@ -1,0 +1,181 @@
+"""Refreshed training: later parts learn the first student's target on what the current student draws."""
+
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from forked import Forked, kill_at
+from lightning_weave.config import check_recipe, dump_recipe
+from lightning_weave.errors import CorruptData, InputError
+from lightning_weave.models.load import load_model
+from lightning_weave.pipeline.flow import make_students
+from lightning_weave.runs.caches import open_cache
+from lightning_weave.runs.costs import offline_cost
+from lightning_weave.store import read_lines
+from lightning_weave.store.ledger import read_ledger
+from lightning_weave.train.parallel import Ranks
+from lightning_weave.train.refreshed import Refreshed, parts_of
+from lightning_weave.train.schedule import Schedule
+from lightning_weave.views import verify
+from pipeline.scored import HALF, QUIET, make_scored, same, trained
+from rows import read_row
+from tiny import steps_of
+from train.cached import context
+
+THRICE = {"weights": HALF, "refresh": 3}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    recipe = make_scored(tmp_path_factory.mktemp("refreshed"))
+    return {**recipe, "train": {**recipe["train"], "validation": 0.25, "learning_rate": 0.01}}
+
+
+@pytest.fixture(scope="module")
+def refreshed(recipe: dict) -> Refreshed:
+    steps = steps_of({**recipe, "compositions": {"thrice": THRICE}})
+    make_students(steps, QUIET)
+    return Refreshed(steps, "thrice", context(Ranks(0, 1, torch.device("cpu"))))
+
+
+def test_parts_are_whole_rounds_of_about_one_length() -> None:
+    schedule = Schedule(groups=10, responses=2, epochs=3, prompts_per_round=4, updates_per_round=2, seed=0)
+    assert len(schedule) == 15
+    for count in range(1, 10):
+        parts = schedule.parts(count)
+        assert [update for part in parts for update in part] == list(range(15))
+        assert all(part[0] == schedule.round_of(part[0])[0] for part in parts)
+        rounds = [len({schedule.round_of(update)[0] for update in part}) for part in parts]
+        assert len(parts) == count
+        assert max(rounds) - min(rounds) <= 1
+    with pytest.raises(InputError, match=r"refresh = 10: this training has 9 rounds .* Set refresh to 9 at most"):
+        schedule.parts(10)
+
+
+@pytest.mark.slow
+def test_later_parts_hold_the_first_students_numbers_on_the_current_ones_candidates(refreshed: Refreshed) -> None:
+    """Against plain transformers: who drew, who proposes, and whose distribution is tilted."""
+    steps, vocabulary = refreshed.steps, refreshed.steps.student.vocabulary
+    began = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu"))
+    for part in refreshed.parts[1:]:
+        now = load_model(part.sampler.folder / "final", dtype=torch.float32, device=torch.device("cpu"))
+        rows = refreshed._rows(part)
+        changed = 0
+        for number in refreshed.schedule.rows(part.updates[0]):
+            row = read_row(rows, number)
+            assert row.number == number
+            before = read_row(refreshed.cache, number)
+            assert row.prompt_ids.tolist() == before.prompt_ids.tolist(), "the same prompt as in the first cache"
+            changed += row.response_ids.tolist() != before.response_ids.tolist()
+            ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()[None]
+            with torch.no_grad():
+                began_TV, now_TV = (
+                    model(ids).logits[0, len(row.prompt_ids) - 1 : -1, :vocabulary].log_softmax(-1)
+                    for model in (began, now)
+                )
+            asked_TC = torch.tensor(row.candidate_ids_TC).long()
+            assert np.allclose(row.logp_TC, began_TV.gather(1, asked_TC).numpy(), atol=1e-4)
+            rest_T = began_TV.double().exp().scatter(1, asked_TC, 0.0).sum(-1).log()
+            assert np.allclose(row.other_logp_T, rest_T.numpy(), atol=1e-3)
+            least_T = now_TV.gather(1, asked_TC).min(-1).values
+            others_TV = now_TV.scatter(1, asked_TC, -torch.inf)
+            assert (others_TV.max(-1).values <= least_T + 1e-4).all(), "what the current one finds likely"
+        assert changed, "the current student draws"
+        for number in refreshed.schedule.held_out():
+            kept = read_row(rows, number)
+            assert kept.response_ids.tolist() == read_row(refreshed.cache, number).response_ids.tolist()
+
+
+@pytest.mark.slow
+def test_the_first_part_is_plain_joint_training(refreshed: Refreshed, recipe: dict) -> None:
+    trained(recipe, plain={"weights": HALF})
+    folder = refreshed.steps.store.run_dir / "train"
+    plain, thrice = (list(read_lines(folder / name / "metrics.jsonl")) for name in ("plain", "thrice"))
+    assert [row["step"] for row in thrice] == [row["step"] for row in plain]
+    end = refreshed.parts[0].updates.stop
+    for one, two in zip(plain[:end], thrice[:end], strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+    assert plain[end]["loss"] != thrice[end]["loss"], "from here on the states differ"
+
+
+@pytest.mark.slow
+def test_parts_on_one_cache_are_one_training(
+    recipe: dict, monkeypatch: pytest.MonkeyPatch, refreshed: Refreshed
+) -> None:
+    """Optimizer, schedule and rows go on over the parts: where nothing is drawn again, nothing is different."""
+    expected = trained(recipe, plain={"weights": HALF})["plain"]
+    monkeypatch.setattr(Refreshed, "_rows", lambda self, part: self.cache)
+    monkeypatch.setattr(Refreshed, "sample", lambda self, part: None)
+    found = trained(recipe, parts=THRICE)["parts"]
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_cost_and_damage_of_the_parts_are_the_compositions(refreshed: Refreshed) -> None:
+    steps = refreshed.steps
+    rows = [row for row in read_ledger(steps.store.run_dir) if row["name"] == "thrice"]
+    folders = [part.steps.store.run_dir for part in refreshed.parts[1:]]
+    sampled = [row for folder in folders for row in read_ledger(folder)]
+    assert len(sampled) == 2 * 7, "rollout, proposal, reference, four scored models"
+    assert len(rows) == len(sampled) + 3, "and three stretches of training"
+    assert {row["method"] for row in rows} == {"refreshed"}
+    assert offline_cost(steps, rows) is None, "what a plain composition costs is not to be learned from this one"
+
+    verify.run(steps, QUIET, Console(quiet=True))
+    scored = next((steps.store.run_dir / "train/thrice/part-2").glob("score/*/0*.safetensors"))
+    whole = scored.read_bytes()
+    scored.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:])
+    with pytest.raises(CorruptData, match=r"part-2/score/.* is damaged .*Remove .*train/thrice and train it again"):
+        verify.run(steps, QUIET, Console(quiet=True))
+    scored.write_bytes(whole)
+
+
+@pytest.mark.slow
+def test_weights_by_tag_and_a_budget_stay_those_of_the_first_cache(recipe: dict) -> None:
+    routed = {"weights": {"product": {"acc": 1.0}, "default": {"brief": 1.0}}, "kl_budget": 0.02, "refresh": 2}
+    rules = {"rules": {"product": r"\*"}}
+    steps = steps_of({**recipe, "tags": rules, "compositions": {"routed": routed}})
+    make_students(steps, QUIET)
+    refreshed = Refreshed(steps, "routed", context(Ranks(0, 1, torch.device("cpu"))))
+    later = refreshed._rows(refreshed.parts[1])
+    whole = open_cache(steps, "routed")
+    assert whole.weight_RK is not None
+    for number, place in later.place.items():
+        assert later.own.weight_RK[place].tolist() == whole.weight_RK[number].tolist()
+    assert len(np.unique(whole.weight_RK, axis=0)) == 2
+    alone = steps_of({**recipe, "tags": rules, "compositions": {"routed": {**routed, "refresh": 1}}})
+    assert Refreshed(alone, "routed", refreshed.context).dose.alpha == refreshed.dose.alpha
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "count"),
+    [
+        (r"/part-2/sampler/\.tmp-final$", 1),
+        (r"/part-3/score/.*\.safetensors$", 2),
+    ],
+    ids=["between parts", "scoring"],
+)
+def test_killed_anywhere_it_ends_the_same(
+    refreshed: Refreshed, recipe: dict, tmp_path: Path, forked: Forked, where: str, count: int
+) -> None:
+    expected = load_file(refreshed.steps.store.run_dir / "train/thrice/final/model.safetensors")
+    shutil.copytree(Path(recipe["runs"]), tmp_path / "killed", ignore=shutil.ignore_patterns("train"))
+    file = tmp_path / "thrice.toml"
+    mine = {**recipe, "compositions": {"thrice": THRICE}, "runs": str(tmp_path / "killed")}
+    file.write_text(dump_recipe(check_recipe(mine)))
+    assert forked.lweave("train", file, **kill_at("rename", where, count)).code == -signal.SIGKILL
+    status = forked.lweave("status", file)
+    assert re.search(r"train/thrice +partial", status.said), status.said
+    ended = forked.lweave("train", file)
+    assert ended.code == 0, ended.said
+    assert same(load_file(tmp_path / "killed/tiny/train/thrice/final/model.safetensors"), expected)
+    assert [part.sampler.state() for part in parts_of(steps_of(mine), "thrice")][1:] == ["done", "done"]
