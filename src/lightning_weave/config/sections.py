@@ -201,6 +201,10 @@ class Train(Strict):
     keep: Count = 2
     validation: float = Field(0.0, ge=0, lt=1, description="share of prompts held out")
     validate_every: Count = 50
+    eval_every: int = Field(
+        0, ge=0, description="updates between evaluations during training, on the first of eval.benchmarks; 0: none"
+    )
+    eval_problems: Count = Field(32, description="problems of it that are answered then, one sample each")
     agreement: float = Field(
         1e-4, gt=0, description="largest loss at zero shift before training: trainer against cache"
     )

@@ -14,7 +14,12 @@ from lightning_weave.store import read_lines
 
 HUES = part_hues(("rollout", "reference", "score", "train", "online"))
 UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
-CURVES = {"reverse_kl": "KL to the target, nats", "loss": "loss"}
+CURVES = {
+    "reverse_kl": "KL to the target, nats",
+    "loss": "loss",
+    "eval_accuracy": "accuracy on a few problems, %",
+    "eval_tokens": "tokens on a few problems",
+}
 WINDOWS = 25  # the window of the running mean is this part of a training
 
 
@@ -31,13 +36,14 @@ def variants_table(steps: Steps, ledger: list[dict[str, Any]]) -> Table:
 
 
 def training_figures(steps: Steps, hues: Hues) -> dict[str, Any]:
-    """Draw the KL to the target and the loss of every composition whose training has started."""
+    """Draw what was watched of every composition whose training has started; evaluations where there were any."""
     figures = {}
     for key, title in CURVES.items():
         curves = {name: _curve(steps, name, key) for name in steps.recipe.compositions}
         started = {name: curve for name, curve in curves.items() if curve}
         if started:
-            figures[f"training-{key}"] = lines({"": started}, "update", title, hues, logarithmic=True)
+            logarithmic = not key.startswith("eval_")
+            figures[f"training-{key}"] = lines({"": started}, "update", title, hues, logarithmic=logarithmic)
     return figures
 
 

@@ -60,6 +60,16 @@ FIGURES = {  # name -> title, caption (unless it depends on what is drawn), desc
         "Running mean of the objective. It scales with alpha and the dose.",
         "Training curves of every composition: loss by update.",
     ),
+    "training-eval_accuracy": (
+        "Accuracy during training",
+        "A few problems of the first benchmark, one sample each: a trend, not a result.",
+        "Accuracy of every composition on a few problems by update.",
+    ),
+    "training-eval_tokens": (
+        "Tokens during training",
+        "Mean length of the answers to the same few problems.",
+        "Tokens of every composition on a few problems by update.",
+    ),
 }
 
 

@@ -78,7 +78,7 @@ def evaluate(
     """
     section = steps.recipe.eval
     samples = section.samples or benchmark.samples
-    settings = _sampling(section, benchmark)
+    settings = sampling_settings(section, benchmark)
     grader = Grader.of(benchmark, section)
     if grader.is_strict_for_want_of_math_verify(section) and is_first():
         progress.say(
@@ -109,7 +109,8 @@ def evaluate(
         drop_blocks(stage)
 
 
-def _sampling(section: Eval, benchmark: Benchmark) -> SamplingSettings:
+def sampling_settings(section: Eval, benchmark: Benchmark) -> SamplingSettings:
+    """How a benchmark is sampled: as the recipe says, else as the benchmark does."""
     longest = section.max_tokens or benchmark.max_tokens
     return SamplingSettings(section.temperature, section.top_p, longest, section.seed)
 
@@ -259,7 +260,7 @@ def _grade_again(
 
 def _summarise(steps: Steps, stage: Stage, benchmark: Benchmark, grader: Grader, progress: Progress) -> None:
     section = steps.recipe.eval
-    settings = _sampling(section, benchmark)
+    settings = sampling_settings(section, benchmark)
     target = stage.folder / "samples.jsonl"
     summary = stage.folder / "summary.json"
     problems = {problem.id: problem for problem in benchmark.problems}

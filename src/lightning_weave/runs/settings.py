@@ -19,6 +19,8 @@ TRAIN_EXECUTION = {
     "gradient_checkpointing",
     "compile",
     "validate_every",
+    "eval_every",
+    "eval_problems",
     "agreement",
     "allow_disagreement",
     "trackers",

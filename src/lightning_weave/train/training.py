@@ -24,6 +24,7 @@ from lightning_weave.train.export import read_weights, round_weights, trained_ad
 from lightning_weave.train.loop import BAD_ROWS, Fit, Rows, adam, check_agreement, set_rate
 from lightning_weave.train.objectives import Loss, Trainee
 from lightning_weave.train.parallel import Ranks, give_memory, reshard, shard
+from lightning_weave.train.probe import Probe, with_aes
 from lightning_weave.train.schedule import Schedule, rate_share
 from lightning_weave.train.watch import Metrics, line
 
@@ -182,6 +183,11 @@ class Training:
         total = len(self.schedule)
         end = total if end is None else end
         metrics = self._open_metrics(start) if self.fit.ranks.first else None
+        probe = Probe.of(self.steps) if train.eval_every else None
+        if probe and start == 0:
+            figures = probe.answer(self.fit.trainee, self.fit.ranks)
+            if metrics:
+                metrics.add(0, figures)
         writer = CheckpointWriter(self.checkpoints, self.fit.ranks)
         with writer, self.progress.bar(f"train {self.name}", end - start, "update") as bar:
             for step in range(start + 1, end + 1):
@@ -192,6 +198,8 @@ class Training:
                 figures = self.fit.update(step, self.schedule.rows(step - 1), self._upcoming(step, end))
                 if step % train.validate_every == 0 or step == total:
                     figures |= self._validate()
+                if probe and (step % train.eval_every == 0 or step == total):
+                    figures |= self._evaluate(probe, step, metrics)
                 if metrics:
                     metrics.add(step, figures | {"learning_rate": rate})
                     meter.add(tokens=int(figures["tokens"]))  # of all ranks
@@ -222,6 +230,15 @@ class Training:
     def _open_metrics(self, start: int) -> Metrics:
         name = f"{self.steps.recipe.name}/{self.name}"
         return Metrics(self.stage.folder, start, self.steps.recipe.train.trackers, name, self.checkpoints.fingerprint)
+
+    def _evaluate(self, probe: Probe, step: int, metrics: Metrics | None) -> dict[str, float]:
+        answered = probe.answer(self.fit.trainee, self.fit.ranks)
+        figures = with_aes(answered, metrics.at(0) if metrics else None)
+        score = f", AES {figures['eval_aes']:.2f}" if "eval_aes" in figures else ""
+        accuracy, tokens = figures["eval_accuracy"], figures["eval_tokens"]
+        count = len(probe.requests)
+        self.say(f"update {step}: {accuracy:.1f} % of {count} problems right with {tokens:.0f} tokens{score}")
+        return figures
 
     def _validate(self) -> dict[str, float]:
         held_out = self.schedule.held_out()

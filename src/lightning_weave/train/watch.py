@@ -36,6 +36,10 @@ class Metrics:
         for tracker in self.trackers:
             tracker.log(step, figures)
 
+    def at(self, step: int) -> dict[str, float] | None:
+        """What was written of a step, if anything was."""
+        return next((row for row in read_lines(self.path) if row["step"] == step), None)
+
     def close(self) -> None:
         """Flush the trackers."""
         for tracker in self.trackers:
