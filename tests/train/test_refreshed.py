@@ -62,7 +62,8 @@ def test_parts_are_whole_rounds_of_about_one_length() -> None:
 @pytest.mark.slow
 def test_later_parts_hold_the_first_students_numbers_on_the_current_ones_candidates(refreshed: Refreshed) -> None:
     """Against plain transformers: who drew, who proposes, and whose distribution is tilted."""
-    steps, vocabulary = refreshed.steps, refreshed.steps.student.vocabulary
+    steps = refreshed.steps
+    vocabulary = steps.student.vocabulary
     began = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu"))
     for part in refreshed.parts[1:]:
         now = load_model(part.sampler.folder / "final", dtype=torch.float32, device=torch.device("cpu"))
