@@ -235,9 +235,8 @@ class Training:
         answered = probe.answer(self.fit.trainee, self.fit.ranks)
         figures = with_aes(answered, metrics.at(0) if metrics else None)
         score = f", AES {figures['eval_aes']:.2f}" if "eval_aes" in figures else ""
-        accuracy, tokens = figures["eval_accuracy"], figures["eval_tokens"]
-        count = len(probe.requests)
-        self.say(f"update {step}: {accuracy:.1f} % of {count} problems right with {tokens:.0f} tokens{score}")
+        right = f"{figures['eval_accuracy']:.1f} % of {len(probe.requests)} problems right"
+        self.say(f"update {step}: {right} with {figures['eval_tokens']:.0f} tokens{score}")
         return figures
 
     def _validate(self) -> dict[str, float]:
