@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from lightning_weave.errors import WeaveError
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.models.vllm_process import engine_version
+from lightning_weave.runs.costs import costs
+from lightning_weave.store.ledger import measure, read_ledger
+from lightning_weave.types import Request, SamplingSettings
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = Path(__file__).with_name("engine_rank.py")
@@ -78,3 +82,25 @@ def test_a_harmless_warning_is_not_blamed(tmp_path: Path) -> None:
     python.chmod(0o755)
     with pytest.raises(WeaveError, match=r"first error was RuntimeError: the generator cannot be rewound"):
         VLLMSampler(tmp_path, frozenset({1}), 8, python=str(python))
+
+
+@pytest.mark.usefixtures("records")
+def test_the_ledger_knows_when_an_engine_had_nothing_to_do(tmp_path: Path) -> None:
+    settings = SamplingSettings(1.0, 1.0, 4, 0)
+    with measure(tmp_path, "rollout") as meter:
+        meter.devices = 2
+        with VLLMSampler(tmp_path, frozenset({1}), 8) as engine:
+            for _ in engine.stream([Request([5], 0, 0), Request([5], 1, 0)], settings):
+                pass
+            meter.flush()
+            time.sleep(0.2)  # of whoever uses the engine
+            meter.flush()
+            engine.score([[5, 7]])
+    used, idle, scored = read_ledger(tmp_path)
+    assert used["engine"]["starting"] > used["engine"]["busy"] > 0
+    assert used["engine"]["starting"] + used["engine"]["busy"] <= used["device_seconds"]
+    assert "engine" not in idle
+    assert scored["engine"]["starting"] == 0 < scored["engine"]["busy"]
+    (whole,) = costs([used, idle, scored], "stage").values()
+    assert whole.idle is not None
+    assert whole.idle * whole.seconds >= 2 * 0.2 - 0.01, "two devices wait"

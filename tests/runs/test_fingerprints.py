@@ -8,6 +8,7 @@ import pytest
 from lightning_weave.config import Recipe, check_recipe, dump_recipe, load_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.runs.steps import Steps
+from tiny import make_world, steps_of
 
 COMPOSITIONS = """
 [compositions]
@@ -344,3 +345,20 @@ def test_products_in_tf32_make_other_numbers_and_only_those() -> None:
     for of in (lambda made: made.reference, lambda made: made.scores_of("a")[0], lambda made: made.train("c")):
         assert of(usual).fingerprint == of(threads).fingerprint != of(rounded).fingerprint
     assert usual.rollout.fingerprint == rounded.rollout.fingerprint
+
+
+def test_what_an_engine_makes_of_the_weights_is_part_of_its_samples(tmp_path: Path) -> None:
+    """Only quantization changes the numbers; where an engine runs, and how fast, does not."""
+    (tmp_path / "sums.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    world = make_world(tmp_path)
+
+    def fingerprints(**options: object) -> list[str]:
+        engine = {"engine": "vllm", "options": options}
+        asked = {"benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"], "chat": False}
+        rollout = {**world["rollout"], **engine}
+        steps = steps_of({**world, "rollout": rollout, "eval": {**asked, **engine}})
+        return [steps.rollout.fingerprint, steps.eval("base", steps.recipe.eval.benchmarks[0]).fingerprint]
+
+    plain = fingerprints()
+    assert fingerprints(tensor_parallel_size=2) == plain
+    assert all(one != two for one, two in zip(fingerprints(quantization="fp8"), plain, strict=True))

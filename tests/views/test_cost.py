@@ -1,5 +1,6 @@
 """The cost table adds up what the ledger says, and the summary is the paper's arithmetic."""
 
+import io
 import json
 from pathlib import Path
 
@@ -107,7 +108,8 @@ def test_json_gives_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[st
     cost.run([steps], Console(quiet=True), json=True)
     said = json.loads(capsys.readouterr().out)
     sizes = {"tokens": 1000, "written": 2_000_000, "peak_memory": 3_000_000_000}
-    assert said["stages"] == [{"stage": "rollout", "name": "", "seconds": 3600.0, **sizes}]
+    no_engine = {"starting": 0.0, "busy": 0.0, "idle": None}
+    assert said["stages"] == [{"stage": "rollout", "name": "", "seconds": 3600.0, **sizes, **no_engine}]
     assert (said["seconds"], said["summary"]) == (3600.0, [])
 
 
@@ -144,3 +146,14 @@ def test_several_runs_make_the_papers_table(tmp_path: Path) -> None:
     assert "Qwen\\_3" in cost_table.latex(columns)
     assert cost_table.markdown(columns).splitlines()[1] == "| :--- | ---: | ---: |"
     assert cost_table.to_csv(columns).splitlines()[2] == "Number of anchors,1,2"
+
+
+def test_the_idle_share_of_engines_is_shown_where_there_are_any(tmp_path: Path) -> None:
+    steps = steps_of(make_world(tmp_path))
+    ledger = steps.store.run_dir / "ledger.jsonl"
+    append_line(ledger, row("reference", "", 1.0))
+    for busy in (1200, 600):
+        append_line(ledger, row("rollout", "", 0.5, engine={"starting": 360, "busy": busy}))
+    console = Console(width=120, record=True, file=io.StringIO())
+    cost.run([steps], console)
+    assert "idle 30%, start 12 m" in " ".join(console.export_text().split())

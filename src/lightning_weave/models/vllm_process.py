@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.ranks import without_ranks
+from lightning_weave.store.ledger import engine_clock
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 _SECONDS_TO_END = 30
@@ -28,10 +30,14 @@ class EngineProcess:
         self.environment = environment or {}  # beside that of this process, such as the GPUs that are the engine's
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process that writes to it)
         self._process = self._launch()
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()  # each with when it came
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.limit = int(self.ask(settings)["limit"])
+        asked = time.monotonic()
+        self._put(settings)
+        ready, line = self._lines.get()
+        self.limit = int(self._checked(line)["limit"])
+        engine_clock.starting += ready - asked
 
     def close(self) -> None:
         """Stop the engine by closing its input."""
@@ -64,13 +70,23 @@ class EngineProcess:
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Put a question and wait for the answer."""
+        asked = time.monotonic()
         self._put(question)
-        return self._checked(self._lines.get())
+        came, line = self._lines.get()
+        engine_clock.busy += came - asked
+        return self._checked(line)
 
     def stream(self, question: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Put a question and yield its answers as they come; the engine does not wait for whoever reads them."""
+        since = time.monotonic()
         self._put(question)
-        while "end" not in (answer := self._checked(self._lines.get())):
+        while True:
+            came, line = self._lines.get()
+            engine_clock.busy += came - since
+            since = came
+            answer = self._checked(line)
+            if "end" in answer:
+                return
             yield answer
 
     def _put(self, question: dict[str, Any]) -> None:
@@ -82,8 +98,8 @@ class EngineProcess:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put("")
+            self._lines.put((time.monotonic(), line))
+        self._lines.put((time.monotonic(), ""))
 
     def _checked(self, line: str) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}

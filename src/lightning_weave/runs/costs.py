@@ -23,6 +23,13 @@ class Cost:
     tokens: int
     written: int
     peak_memory: int
+    starting: float = 0.0  # device seconds of an engine
+    busy: float = 0.0  # with a request to work on
+
+    @property
+    def idle(self) -> float | None:
+        """The share of the time in which an engine neither started nor had a request; None without one."""
+        return 1 - (self.starting + self.busy) / self.seconds if self.starting + self.busy else None
 
 
 @dataclass(frozen=True)
@@ -84,10 +91,12 @@ def costs(rows: list[dict[str, Any]], *keys: str) -> dict[tuple[str, ...], Cost]
         groups[tuple(str(row.get(key, "")) for key in keys)].append(row)
     return {
         group: Cost(
-            sum(row["device_seconds"] for row in members),
-            sum(row["tokens"] for row in members),
-            sum(row["bytes"] for row in members),
-            max(row["peak_memory"] for row in members),
+            seconds=sum(row["device_seconds"] for row in members),
+            tokens=sum(row["tokens"] for row in members),
+            written=sum(row["bytes"] for row in members),
+            peak_memory=max(row["peak_memory"] for row in members),
+            starting=sum(row.get("engine", {}).get("starting", 0.0) for row in members),
+            busy=sum(row.get("engine", {}).get("busy", 0.0) for row in members),
         )
         for group, members in groups.items()
     }

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from lightning_weave.config import Reference, Score
+from lightning_weave.config import Eval, Reference, Rollout, Score
 from lightning_weave.errors import InputError
 from lightning_weave.store import file_identities, file_identity
 
@@ -35,6 +35,12 @@ def engine_settings(section: Reference | Score) -> dict[str, Any]:
     if section.engine == "hf":
         return {}
     return {"engine": section.engine, "quantization": section.options.get("quantization")}
+
+
+def quantization(section: Rollout | Eval) -> dict[str, Any]:
+    """The option of a sampling engine that changes its numbers; without it, steps of earlier versions stay the same."""
+    chosen = section.options.get("quantization") if section.engine != "hf" else None
+    return {} if chosen is None else {"quantization": chosen}
 
 
 def without_unset(settings: dict[str, Any]) -> dict[str, Any]:

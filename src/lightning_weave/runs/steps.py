@@ -38,6 +38,7 @@ from lightning_weave.runs.settings import (
     data_identity,
     engine_settings,
     own_content,
+    quantization,
     template_identity,
     without_defaults,
     without_unset,
@@ -147,6 +148,7 @@ class Steps:
         if self.recipe.rollout.from_ is not None:
             names = {"prompts_per_shard"}
         settings = self.recipe.rollout.model_dump(mode="json", include=names)
+        settings |= quantization(self.recipe.rollout)
         settings["student"] = self.identity_of(self.sampler or self.student)
         return self._step(Step("rollout", settings, (self.prompts,), self._command("rollout")))
 
@@ -344,7 +346,7 @@ class Steps:
         section = self.recipe.eval
         execution = {"python", "options", "parity", "batch_size", "unsafe_local"}
         settings = section.model_dump(mode="json", exclude={"benchmarks", "sources", "graders", *execution})
-        settings = without_unset(settings) | {"profile": self._grading(benchmark)}
+        settings = without_unset(settings) | {"profile": self._grading(benchmark)} | quantization(section)
         source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
         key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
         settings["benchmark"] = self._data_identity(source, key)

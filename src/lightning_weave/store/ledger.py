@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,17 @@ from lightning_weave.store.files import append_line, read_lines
 
 FLUSH_EVERY = 60.0  # seconds
 LEDGER = "ledger.jsonl"
+
+
+@dataclass
+class EngineClock:
+    """Seconds that the engines of this process have taken to start, and have had a request to work on."""
+
+    starting: float = 0.0
+    busy: float = 0.0
+
+
+engine_clock = EngineClock()
 
 
 @dataclass
@@ -34,6 +45,7 @@ class Meter:
     written: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
     _since: float = field(default_factory=time.monotonic)
+    _clock: EngineClock = field(default_factory=lambda: replace(engine_clock))
 
     def add(self, tokens: int = 0, written: int = 0) -> None:
         """Count tokens processed and bytes written."""
@@ -57,10 +69,19 @@ class Meter:
             "rank": rank(),
             "time": round(time.time(), 1),
             **self.extra,
+            **self._engine(),
             **hardware(),
         }
         self.tokens = self.written = 0
         append_line(self.path, row)
+
+    def _engine(self) -> dict[str, Any]:
+        """Device seconds of engines since the last row, where there was one."""
+        starting = engine_clock.starting - self._clock.starting
+        busy = engine_clock.busy - self._clock.busy
+        self._clock = replace(engine_clock)
+        seconds = {"starting": round(starting * self.devices, 3), "busy": round(busy * self.devices, 3)}
+        return {"engine": seconds} if starting or busy else {}
 
 
 @contextmanager

@@ -72,8 +72,10 @@ def _compare(runs: Sequence[Steps], console: Console, json: bool) -> None:
 
 
 def _stages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    by_name = costs(rows, "stage", "name")
-    return [{"stage": stage, "name": name, **asdict(cost)} for (stage, name), cost in by_name.items()]
+    return [
+        {"stage": stage, "name": name, **asdict(cost), "idle": cost.idle}
+        for (stage, name), cost in costs(rows, "stage", "name").items()
+    ]
 
 
 def _seconds(rows: list[dict[str, Any]]) -> float:
@@ -81,13 +83,17 @@ def _seconds(rows: list[dict[str, Any]]) -> float:
 
 
 def _stages_table(rows: list[dict[str, Any]], title: str) -> Table:
-    table = Table("stage", "what", "device time", "tokens", "tokens/s", "written", "peak memory", title=title, box=None)
+    by_name = costs(rows, "stage", "name")
+    engines = ["engine"] if any(cost.idle is not None for cost in by_name.values()) else []
+    columns = ("stage", "what", "device time", "tokens", "tokens/s", "written", "peak memory", *engines)
+    table = Table(*columns, title=title, box=None)
     table.columns[1].overflow = "fold"  # a name that is cut names nothing
-    for (stage, name), cost in costs(rows, "stage", "name").items():
+    for (stage, name), cost in by_name.items():
         rate = f"{cost.tokens / cost.seconds:,.0f}" if cost.tokens and cost.seconds else ""
         written = f"{cost.written / 1e6:,.1f} MB" if cost.written else ""
-        table.add_row(
-            stage, name, duration(cost.seconds), f"{cost.tokens:,}", rate, written, f"{cost.peak_memory / 1e9:.2f} GB"
-        )
-    table.add_row("total", "", duration(_seconds(rows)), "", "", "", "", style="bold")
+        memory = f"{cost.peak_memory / 1e9:.2f} GB"
+        cells = [stage, name, duration(cost.seconds), f"{cost.tokens:,}", rate, written, memory]
+        engine = "" if cost.idle is None else f"idle {cost.idle:.0%}, start {duration(cost.starting)}"
+        table.add_row(*cells, *([engine] if engines else []))
+    table.add_row("total", "", duration(_seconds(rows)), style="bold")
     return table
