@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"config", "errors", "bench"},
     "runs": MODELS,
     "train": MODELS | {"runs"},
-    "checks": MODELS | {"runs"},
+    "checks": MODELS | {"runs", "plan"},
     "report": MODELS | {"runs", "checks"},
     "pipeline": MODELS | {"runs", "train", "checks", "report"},
     "views": MODELS | {"runs", "train", "checks", "report", "plan"},

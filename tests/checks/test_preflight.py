@@ -1,6 +1,7 @@
 """What `lweave run` refuses before anything is sampled, and that doctor says the same."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from lightning_weave.checks import memory as memory_module
 from lightning_weave.checks import preflight as preflight_module
 from lightning_weave.checks.findings import Finding
 from lightning_weave.checks.preflight import Todo
@@ -17,6 +19,7 @@ from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.pipeline import run
+from lightning_weave.progress import Progress
 from lightning_weave.views import doctor
 from tiny import make_world, save_prompts, steps_of
 
@@ -210,9 +213,61 @@ def test_a_dry_run_says_what_would_be_made_and_writes_nothing(recipe: dict[str, 
     lines = [line.split()[:2] for line in said.splitlines()]
     for path in ("prompts", "rollout", "score/acc-post", "train/acc-only", "eval/base/bench"):
         assert [path, "missing"] in lines
-    assert "10 of 10 would be made." in said
+    rows = {words[0]: words[1:] for words in (line.split() for line in said.splitlines()) if words}
+    assert rows["rollout"] == ["missing", "?", "5.3", "kB"]  # 4 x 2 rows of at most 154 + 12 tokens
+    assert rows["score/acc-post"] == ["missing", "?", "2.3", "kB"]  # 8 x 12 x (5 x 4 + 4)
+    assert "10 of 10 would be made: time unknown, " in said
+    assert "? not known: " in said
     assert not (tmp_path / "runs").exists()
     recipe["eval"]["benchmarks"] = ["file:typo.jsonl"]
     code, said = lweave(recipe, tmp_path, "run", "--dry-run")
     assert code == 2
     assert "eval.benchmarks: benchmark file:typo.jsonl: no such file" in said
+
+
+def test_a_dry_run_on_a_known_gpu_says_how_long(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_module, "device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(memory_module, "memory_of", lambda device: 85_000_000_000)
+    _, said = lweave(recipe, tmp_path, "run", "--dry-run")
+    assert re.search(r"10 of 10 would be made: about \d+ s of device time, [\d.]+ kB on disk", said), said
+    assert "?" not in said
+
+
+@pytest.mark.slow
+def test_a_dry_run_takes_times_from_what_was_measured_and_bytes_from_what_was_sampled(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    run.run(steps_of(recipe), Progress(quiet=True), force=True)
+    recipe["compositions"]["more"] = {"weights": {"acc": 0.5, "brief": 0.5}}
+    recipe["compositions"]["longer"] = {"weights": {"acc": 0.5, "brief": 0.5}, "epochs": 3}
+    code, said = lweave(recipe, tmp_path, "run", "--dry-run")
+    assert code == 0, said
+    rows = {words[0]: words[1:] for words in (line.split() for line in said.splitlines()) if words}
+    assert rows["rollout"] == ["done"]
+    assert rows["train/more"][2].endswith("*") or rows["train/more"][2:4] == ["s*"], rows["train/more"]
+    assert rows["train/longer"][1] == "?"  # three epochs were not measured
+    assert "4 of 14 would be made: about " in said
+    assert "of device time and 1 stages of unknown time" in said
+    assert "* as the same kind of stage took in this run" in said
+    assert "Bytes of the cache" not in said
+
+
+@pytest.mark.parametrize(("memory", "errors"), [(25e3, {"score", "train"}), (1e6, set())])
+def test_memory_that_does_not_suffice_is_said_with_what_helps(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch, memory: float, errors: set[str]
+) -> None:
+    """Student and brief take 24 kB in float32, acc 29 kB, a student in training 71 kB; micro-batches some MB more."""
+    assert not [finding for finding in look_ahead(recipe) if "memory" in finding.check]
+    monkeypatch.setattr(memory_module, "memory_of", lambda device: memory)
+    found = [finding for finding in look_ahead(recipe) if finding.check == "memory"]
+    assert {finding.about for finding in found} == {"rollout", "reference", "score", "train"}
+    assert {finding.about for finding in found if finding.verdict == "error"} == errors
+    for finding in found:
+        assert finding.judged == (finding.verdict == "error")
+        assert ("a smaller model" if finding.verdict == "error" else f"{finding.about}.") in finding.text
+    if errors:
+        with pytest.raises(InputError, match=r"of memory.*(?s:.*)To continue anyway: --force"):
+            run.refuse(found, force=False)
+    assert [one.about for one in look_ahead(recipe) if one.check == "host memory"] == ["train"]

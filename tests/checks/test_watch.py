@@ -1,6 +1,7 @@
 """What is said about what a stage has made, and what stops `lweave run`."""
 
 import json
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from lightning_weave.checks.findings import Finding
+from lightning_weave.checks.length import LengthPreference, judge_preference, prefers_longer
 from lightning_weave.checks.separation import GradedShifts, _judge
 from lightning_weave.checks.watch import check_evaluation, check_rollouts, check_scores, check_training, stop, warn
 from lightning_weave.errors import WeaveError
@@ -111,3 +113,39 @@ def test_a_distance_that_rises_is_said_with_the_update(recipe: dict[str, Any], l
         assert f"about update {found.figures['step']}" in found.text
         [unlimited] = check_training(steps_of(recipe), "acc-only")
         assert unlimited.verdict == "warning", "by default it only warns"
+
+
+def test_the_error_of_a_length_preference_is_that_of_all_orders() -> None:
+    lengths = [np.array([3.0, 5.0, 5.0, 9.0]), np.array([2.0, 1.0, 4.0])]
+    orders = [list(permutations(range(len(length)))) for length in lengths]
+    groups = [
+        [(np.array(order, float), length) for order in some] for some, length in zip(orders, lengths, strict=True)
+    ]
+    shares = [prefers_longer(both) for both in product(*groups)]
+    assert {found.pairs for found in shares} == {5 + 3}
+    assert np.mean([found.share for found in shares]) == pytest.approx(0.5)
+    assert np.std([found.share for found in shares]) == pytest.approx(shares[0].error)
+
+
+@pytest.mark.parametrize(
+    ("share", "equal", "verdict"),
+    [
+        (0.35, None, "ok"),  # a brevity pair
+        (0.35, 0.5, "ok"),
+        (0.65, 0.5, "error"),  # the same, swapped
+        (0.55, 0.5, "warning"),  # perhaps
+        (0.52, 0.5, "ok"),  # chance
+        (0.65, 0.8, "ok"),  # right responses are longer
+        (0.65, None, "warning"),  # nobody knows which are right
+    ],
+)
+def test_a_swapped_brevity_pair_is_found_by_length(share: float, equal: float | None, verdict: str) -> None:
+    figures = {} if equal is None else {"auc_at_equal_length": equal, "equal_error": 0.03}
+    separation = Finding("anchors.x", "separation", "ok", "", figures)
+    found = judge_preference("anchors.x", LengthPreference(share, 0.02, 500), separation, 0.6)
+    assert found.verdict == verdict, found.text
+    assert ("swapped" in found.text) == (verdict in ("warning", "error"))
+    assert judge_preference("anchors.x", LengthPreference(share, 0.02, 500), separation, False).verdict != "error"
+    assert (judge_preference("anchors.x", LengthPreference(share, 0.02, 500), None, 0.6).verdict == "warning") == (
+        share == 0.65
+    )

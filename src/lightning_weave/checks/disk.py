@@ -1,14 +1,19 @@
-"""Does the cache fit on the disk?"""
+"""Does what is to be made fit on the disk?"""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_weave.checks.findings import Finding, Level, size
+from lightning_weave.errors import InputError
+from lightning_weave.plan.costs import PlannedMachine
+from lightning_weave.plan.gpus import CALIBRATED
+from lightning_weave.plan.recipe import make_plan
 from lightning_weave.runs.steps import Steps
 
 
-def check_disk(steps: Steps, prompts: int, mean_length: float | None = None) -> Finding:
-    """Compare what the cache needs (bytes per position x positions) with what is free.
+def check_disk(steps: Steps, prompts: int, mean_length: float | None = None, trainings: Sequence[str] = ()) -> Finding:
+    """Compare what the cache (bytes per position x positions) and these trainings need with what is free.
 
     Once something is sampled the mean length of a response is known; before, each may be as long as it is allowed.
     """
@@ -28,10 +33,32 @@ def check_disk(steps: Steps, prompts: int, mean_length: float | None = None) -> 
     text = (
         f"{most} {size(needed)}: {positions:,} positions of {each} bytes ({candidates} candidates, {models} models); "
     )
+    students = _student_bytes(steps, trainings)
+    if students:
+        text += f"{size(students)} for checkpoints and students of {len(trainings)} compositions; "
     text += f"{size(written)} are written, {size(free)} are free"
-    figures = {"bytes": needed, "free": free, "positions": positions, "bytes_per_position": each, "written": written}
-    verdict: Level = "ok" if needed - written <= free else "warning" if most == "at most" else "error"
+    figures = {
+        "bytes": needed,
+        "free": free,
+        "positions": positions,
+        "bytes_per_position": each,
+        "written": written,
+        "prompts": prompts,
+        "students": students,
+    }
+    verdict: Level = "ok"
+    if needed + students - written > free:
+        verdict = "warning" if most == "at most" and students <= free else "error"
+        text += ". Free some, or set runs to a directory on another disk"
     return Finding("run", "disk", verdict, text, figures, judged=True)
+
+
+def _student_bytes(steps: Steps, trainings: Sequence[str]) -> float:
+    try:
+        plan = make_plan(steps.recipe, PlannedMachine(CALIBRATED, 1)) if trainings else None
+    except InputError:  # an architecture that nobody has described
+        plan = None
+    return sum(row.disk for row in plan.stages if row.stage == "train" and row.what in trainings) if plan else 0.0
 
 
 def _positions(steps: Steps, prompts: int, mean_length: float | None) -> int:

@@ -11,9 +11,9 @@ from lightning_weave.cache.sources import valid_positions
 from lightning_weave.checks.end_of_turn import Ends, judge_ends, judge_stops, warn_if_masked
 from lightning_weave.checks.findings import Finding, Level, listed, percent, visible
 from lightning_weave.checks.leaks import judge_leak
+from lightning_weave.checks.length import judge_direction
 from lightning_weave.checks.models import check_checkpoint
 from lightning_weave.checks.sample import ROWS, CheckedRow, CheckedRows, spread
-from lightning_weave.checks.separation import judge_separation
 from lightning_weave.config import Anchor
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.untrained import untrained_specials
@@ -73,10 +73,8 @@ def check_pair(steps: Steps, name: str, sample: CheckedRows) -> tuple[list[Findi
     if section.prompt == "native":
         findings.append(_check_template(about, post.tokenizer))
     findings.append(_check_end_of_turn(steps, name, sample, pair))
-    if separation := judge_separation(steps, name) if sample.kind == "candidates" else None:
-        findings.append(separation)
     if sample.kind == "candidates":
-        findings += _check_rules(steps, name)
+        findings += [*judge_direction(steps, name), *_check_rules(steps, name)]
     if leak := judge_leak(steps, name) if sample.kind == "candidates" else None:
         findings.append(leak)
     return findings, valid

@@ -19,6 +19,7 @@ from lightning_weave.checks.checkpoints import check_usable
 from lightning_weave.checks.disk import check_disk
 from lightning_weave.checks.end_of_turn import judge_stops
 from lightning_weave.checks.findings import Finding, listed
+from lightning_weave.checks.memory import check_memory
 from lightning_weave.checks.pairs import open_alignment
 from lightning_weave.config import Eval, Reference, Rollout, Score, is_own_function
 from lightning_weave.errors import InputError
@@ -72,6 +73,12 @@ class Todo:
         return cls(prompts, rollout, anchors, compositions, {name: todo for name, todo in benchmarks.items() if todo})
 
     @property
+    def stages(self) -> set[str]:
+        """The stages that load a model. The reference goes with the rollouts."""
+        made = {"rollout": self.rollout, "reference": self.rollout, "score": self.anchors, "train": self.compositions}
+        return {stage for stage, does in made.items() if does}
+
+    @property
     def nothing(self) -> bool:
         return not (self.prompts or self.rollout or self.anchors or self.compositions or self.benchmarks)
 
@@ -107,7 +114,7 @@ def preflight(steps: Steps, todo: Todo) -> list[Finding]:
     elif _reads_rows(steps, usable):
         prompts = read_prompts(steps.prompts_file)
         findings += [*_check_contexts(steps, usable, prompts), *_check_routes(steps, usable, prompts)]
-    return findings
+    return [*findings, *check_memory(steps, usable.stages, usable.anchors)]
 
 
 def _reads_rows(steps: Steps, todo: Todo) -> bool:
@@ -314,7 +321,7 @@ def _check_prompts(steps: Steps, todo: Todo, benchmarks: list[Benchmark]) -> Ite
     yield from _check_contexts(steps, todo, prompts)
     yield from _check_routes(steps, todo, prompts)
     with suppress(InputError):  # an anchor whose base is not known, which is said already
-        yield check_disk(steps, len(prompts))
+        yield check_disk(steps, len(prompts), trainings=todo.compositions)
 
 
 def _check_routes(steps: Steps, todo: Todo, prompts: list[Prompt]) -> Iterator[Finding]:

@@ -14,9 +14,9 @@ from lightning_weave.cache.reader import Cache
 from lightning_weave.checks.end_of_turn import warn_if_masked
 from lightning_weave.checks.findings import Bounds, Finding, Level, percent
 from lightning_weave.checks.leaks import judge_leak
+from lightning_weave.checks.length import judge_direction
 from lightning_weave.checks.sample import ROWS as SURVIVAL_ROWS
 from lightning_weave.checks.sample import STOP, rollout_rows, spread
-from lightning_weave.checks.separation import judge_separation
 from lightning_weave.config import Threshold
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.grading.math import extract_boxed, grade
@@ -145,7 +145,7 @@ def is_repetitive(ids: Sequence[int]) -> bool:
 
 
 def check_scores(steps: Steps) -> list[Finding]:
-    """Look at every pair that is scored: the same model twice, few positions, stopping masked, wrong ones preferred."""
+    """Look at every pair that is scored: the same model twice, few positions, stopping masked, swapped."""
     findings: list[Finding] = []
     for anchor in steps.recipe.anchors:
         about = f"anchors.{anchor}"
@@ -157,7 +157,7 @@ def check_scores(steps: Steps) -> list[Finding]:
             continue
         findings.append(_check_survival(steps, anchor))
         try:
-            found = [warn_if_masked(steps, anchor), judge_separation(steps, anchor), judge_leak(steps, anchor)]
+            found = [warn_if_masked(steps, anchor), *judge_direction(steps, anchor), judge_leak(steps, anchor)]
         except InputError:  # its models are gone since they were scored
             continue
         findings += [finding for finding in found if finding is not None]

@@ -369,6 +369,9 @@ class Checks(Strict):
     separation_stop: Threshold = Field(
         0.35, description="AUC among responses of equal length, below which a pair prefers wrong ones: is it swapped?"
     )
+    longer_stop: Threshold = Field(
+        0.6, description="share of cases in which a pair prefers the longer of two responses, but no right ones"
+    )
     kl_rise_warn: Threshold = Field(1.05, description="KL to the target at the end of training over that at its start")
     kl_rise_stop: Threshold = Field(False, description="the same, where `lweave run` stops")
     empty_warn: Threshold = Field(0.05, description="share of empty responses in an evaluation")

@@ -7,15 +7,17 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_weave.checks.findings import Finding
+from lightning_weave.checks.forecast import Forecast, forecast
 from lightning_weave.checks.preflight import Todo, preflight
 from lightning_weave.checks.watch import say, stop, warn
 from lightning_weave.errors import InputError
 from lightning_weave.pipeline.flow import make_everything
-from lightning_weave.progress import Progress
+from lightning_weave.progress import Progress, duration
 from lightning_weave.runs.changes import why_stale
-from lightning_weave.runs.discard import allow_discards, discards, listing
+from lightning_weave.runs.discard import allow_discards, discards, file_size, listing
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, do_here
+from lightning_weave.store import Stage
 from lightning_weave.train.export import check_lora
 
 
@@ -26,6 +28,8 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, force: bool = False,
     """
     todo = Todo.of(steps)
     findings = look_ahead(steps, todo)
+    if do is not do_here:  # only training runs on this machine
+        findings = [found for found in findings if found.check != "memory" or found.about == "train"]
     refuse(findings, force)
     say(findings, progress)
     allow_discards(steps, steps.everything() if steps.recipe.compositions else steps.made_by("eval"), yes)
@@ -39,14 +43,9 @@ def dry_run(steps: Steps, out: Console) -> None:
         stages = [steps.store.stage(step) for step in steps.everything()]
     except InputError:  # some step has no fingerprint without its models and data, which the findings name
         stages = []
-    table = Table("stage", "state", "", title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
-    for stage in stages:
-        state = stage.state()
-        table.add_row(stage.step.path, state, Text(why_stale(stage) if state == "stale" else ""))
     if stages:
-        out.print(table)
-        todo = sum(stage.state() != "done" for stage in stages)
-        out.print(f"{todo} of {len(stages)} would be made.")
+        prompts = [finding.figures["prompts"] for finding in findings if finding.check == "disk"]
+        _show_stages(steps, stages, forecast(steps, stages, prompts[0] if prompts else None), out)
     if doomed := discards(steps, [stage.step for stage in stages]):
         lines = ["Discarded for it, once each is made again:", *listing(doomed, steps.store.run_dir)]
         out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
@@ -54,6 +53,42 @@ def dry_run(steps: Steps, out: Console) -> None:
         if finding.verdict == "warning":
             out.print(f"warning: {finding.line}", markup=False, highlight=False, soft_wrap=True)
     refuse(findings, force=False)
+
+
+def _show_stages(steps: Steps, stages: Sequence[Stage], taken: dict[str, Forecast], out: Console) -> None:
+    """Print what is there and what is not, with what that will take, and add it up."""
+    table = Table(title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
+    for name in ("stage", "state", "time", "bytes", ""):
+        table.add_column(name, justify="right" if name in ("time", "bytes") else "left")
+    missing = [stage for stage in stages if stage.state() != "done"]
+    for stage in stages:
+        state = stage.state()
+        found = taken[stage.step.path]
+        amounts = ["", ""] if state == "done" or stage.step.path == "prompts" else _amounts(found)
+        table.add_row(stage.step.path, state, *amounts, Text(why_stale(stage) if state == "stale" else ""))
+    out.print(table)
+    costly = [taken[stage.step.path] for stage in missing if stage.step.path != "prompts"]
+    unknown = sum(one.seconds is None for one in costly)
+    seconds = sum(one.seconds or 0.0 for one in costly)
+    time = f"about {duration(seconds)} of device time" if unknown < len(costly) else "time unknown"
+    if 0 < unknown < len(costly):
+        time += f" and {unknown} stages of unknown time"
+    lines = [f"{len(missing)} of {len(stages)} would be made"]
+    if costly:
+        lines[0] += f": {time}, {file_size(round(sum(one.size or 0.0 for one in costly)))} on disk"
+    lines[0] += "."
+    if any(one.measured for one in costly):
+        lines.append("* as the same kind of stage took in this run")
+    if unknown:
+        lines.append("? not known: nothing like it was measured in this run, and lweave plan knows only some GPUs")
+    if any(stage.step.path == "rollout" for stage in missing):
+        lines.append("Bytes of the cache are the most that it can take: every response as long as rollout.max_tokens.")
+    out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _amounts(found: Forecast) -> list[str]:
+    time = "?" if found.seconds is None else duration(found.seconds) + "*" * found.measured
+    return [time, "" if found.size is None else file_size(round(found.size))]
 
 
 def look_ahead(steps: Steps, todo: Todo) -> list[Finding]:

@@ -1,6 +1,6 @@
 """A small table of GPUs: vendors' figures for dense products in bfloat16, TF32 and float32, memory and bandwidth."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_weave.errors import InputError
@@ -47,6 +47,7 @@ GPUS = {
     )
 }
 CALIBRATED = GPUS["H100"]
+SPREAD = 0.2  # by which the memory of one type of GPU may differ from its name's
 
 
 def find_gpu(name: str) -> GPU:
@@ -55,3 +56,21 @@ def find_gpu(name: str) -> GPU:
     if name.lower() not in known:
         raise InputError(f"--gpu {name}: unknown; choose from {', '.join(GPUS)}")
     return known[name.lower()]
+
+
+def recognise(device: str, memory: float) -> GPU | None:
+    """Find the GPU that a driver names, with its own memory; None for one that is not in the table.
+
+    >>> found = recognise("NVIDIA A100-SXM4-40GB", 42e9)
+    >>> found.name, found.memory
+    ('A100-40GB', 42000000000.0)
+    >>> recognise("NVIDIA GeForce RTX 4090", 25.3e9).name, recognise("AMD EPYC", 64e9)
+    ('RTX4090', None)
+    """
+    words = device.replace(" ", "").replace("-", "").upper()
+    for gpu in GPUS.values():
+        model = gpu.name.partition("-")[0].upper()
+        longer = any(model in other.upper() and model != other.upper() and other.upper() in words for other in GPUS)
+        if model in words and not longer and abs(memory / gpu.memory - 1) < SPREAD:
+            return replace(gpu, memory=memory)
+    return None

@@ -157,6 +157,12 @@ def cache_bytes(prompt_tokens: float, response_tokens: float, trajectories: int,
     }
 
 
-def training_bytes(shape: Shape, keep: int) -> float:
-    """Count the bytes on disk of the kept checkpoints (masters and moments) and of the exported model."""
-    return float(shape.parameters * (keep * (MASTER + OPTIMIZER) + shape.bytes_per_weight))
+def checkpoint_bytes(shape: Shape, trained: int | None) -> float:
+    """Count the bytes of what is trained, with its moments: one checkpoint, which is copied to the host first."""
+    return float((MASTER + OPTIMIZER) * (shape.parameters if trained is None else trained))
+
+
+def training_bytes(shape: Shape, keep: int, trained: int | None = None) -> float:
+    """Count the bytes on disk of the kept checkpoints and of the exported model, with its adapter if it has one."""
+    exported = shape.bytes_per_weight * shape.parameters + MASTER * (trained or 0)
+    return keep * checkpoint_bytes(shape, trained) + exported

@@ -26,6 +26,7 @@ from lightning_weave.plan.gpus import Products
 from lightning_weave.plan.memory import (
     Memory,
     cache_bytes,
+    checkpoint_bytes,
     lora_parameters,
     online_memory,
     sampling_memory,
@@ -82,20 +83,31 @@ class Plan:
     all_compositions: float
     online: float  # one composition with all anchors, trained online
     evaluation: float  # per policy
+    benchmarks: dict[str, float]  # the same by benchmark
+    checkpoint: float  # bytes of one of the trainer's, which it copies to the host
     constants: Constants
 
 
-def make_plan(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | None = None) -> Plan:
-    """Predict work, bytes, memory and GPU hours of every stage."""
+def make_plan(
+    recipe: Recipe,
+    machine: PlannedMachine,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+) -> Plan:
+    """Predict work, bytes, memory and GPU hours of every stage; mean lengths may be known."""
     constants = calibrate()
     student = find_shape(recipe.student.model, recipe.student.revision)
     models = _scored_models(recipe)
-    load = _workload(recipe, prompt_tokens)
+    load = _workload(recipe, prompt_tokens, response_tokens)
     hours = offline_hours(student, list(models.values()), load, constants, machine, products=_products(recipe, student))
     sampling = _live_sampling(recipe, student, load, machine)
     trainings = {
         name: _training_hours(recipe, section, hours, models, load, sampling=sampling)
         for name, section in recipe.compositions.items()
+    }
+    benchmarks = {
+        name: sampling_hours(student, _benchmark_tokens(recipe, name), constants, machine)
+        for name in recipe.eval.benchmarks
     }
     offline = {name: cost for name, cost in trainings.items() if recipe.compositions[name].method != "online"}
     return Plan(
@@ -112,7 +124,9 @@ def make_plan(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | No
         compositions=len(offline),
         all_compositions=hours.cache + sum(offline.values()),
         online=live_hours(hours, load, sampling),
-        evaluation=sampling_hours(student, _evaluation_tokens(recipe), constants, machine),
+        evaluation=sum(benchmarks.values()),
+        benchmarks=benchmarks,
+        checkpoint=checkpoint_bytes(student, _trained(recipe, student)),
         constants=constants,
     )
 
@@ -126,23 +140,24 @@ def _scored_models(recipe: Recipe) -> dict[str, Shape]:
             if side.model is None:  # the base of an adapter, which has its shape
                 side = recipe.side(anchor, "post")
             assert side.model is not None, "an anchor has a post"
-            shapes[_name(recipe, anchor, role)] = find_shape(side.model, side.revision)
+            shapes[scored_name(recipe, anchor, role)] = find_shape(side.model, side.revision)
     return shapes
 
 
-def _name(recipe: Recipe, anchor: str, role: Literal["post", "pre"]) -> str:
+def scored_name(recipe: Recipe, anchor: str, role: Literal["post", "pre"]) -> str:
+    """Name one side of an anchor, as the rows of a plan do."""
     side = recipe.side(anchor, role)
     model = side.model or f"base of {recipe.anchors[anchor].post}"
     return f"{model} with {side.context}" if side.context else model
 
 
-def _workload(recipe: Recipe, prompt_tokens: float | None) -> Workload:
+def _workload(recipe: Recipe, prompt_tokens: float | None, response_tokens: float | None) -> Workload:
     prompts = recipe.prompts.take or 3200
     per_round = recipe.train.prompts_per_round
     return Workload(
         trajectories=prompts * recipe.rollout.responses,
         prompt_tokens=prompt_tokens or round(PROMPT_SHARE * recipe.prompts.max_tokens),
-        response_tokens=recipe.rollout.max_tokens,
+        response_tokens=response_tokens or recipe.rollout.max_tokens,
         epochs=recipe.train.epochs,
         rounds=prompts * recipe.train.epochs // per_round,
         trajectories_per_round=per_round * recipe.rollout.responses,
@@ -188,7 +203,7 @@ def _training_hours(
     costs = dict(zip(models, hours.score, strict=True))
 
     def scoring(anchors: Iterable[str]) -> tuple[float, ...]:
-        names = {_name(recipe, anchor, role) for anchor in anchors for role in ROLES}
+        names = {scored_name(recipe, anchor, role) for anchor in anchors for role in ROLES}
         return tuple(costs[name] for name in names)
 
     composition_load = _composition_load(load, composition)
@@ -210,17 +225,19 @@ def _training_hours(
             return training
 
 
-def _evaluation_tokens(recipe: Recipe) -> float:
-    tokens = 0.0
-    for name in recipe.eval.benchmarks:
-        known = KNOWN.get(name)
-        kind: BenchmarkKind = known.kind if known is not None else "math"
-        path = Path(name.removeprefix("file:"))
-        count = known.count if known is not None else path.read_bytes().count(b"\n") if path.is_file() else 0
-        longest = recipe.eval.max_tokens or MAX_TOKENS[kind]
-        samples = recipe.eval.samples or SAMPLES[kind]
-        tokens += count * samples * ANSWER_SHARE * longest
-    return tokens
+def _benchmark_tokens(recipe: Recipe, name: str) -> float:
+    known = KNOWN.get(name)
+    kind: BenchmarkKind = known.kind if known is not None else "math"
+    path = Path(name.removeprefix("file:"))
+    count = known.count if known is not None else path.read_bytes().count(b"\n") if path.is_file() else 0
+    longest = recipe.eval.max_tokens or MAX_TOKENS[kind]
+    samples = recipe.eval.samples or SAMPLES[kind]
+    return count * samples * ANSWER_SHARE * longest
+
+
+def _trained(recipe: Recipe, student: Shape) -> int | None:
+    """Count the trained parameters; None: all."""
+    return None if recipe.train.lora is None else lora_parameters(student, recipe.train.lora.rank)
 
 
 def _stage_plans(
@@ -239,7 +256,7 @@ def _stage_plans(
     ]
     for (model, shape), cost in zip(models.items(), hours.score, strict=True):
         rows.append(StagePlan("score", model, load.forward_work(shape), cost, disk["score"]))
-    stored = training_bytes(student, recipe.train.keep)
+    stored = training_bytes(student, recipe.train.keep, _trained(recipe, student))
     # Forward and backward are three forward passes of work, checkpointing a fourth.
     passes = 4 if recipe.train.gradient_checkpointing else 3
     for name, cost in trainings.items():
@@ -261,7 +278,7 @@ def _memory_plans(
         max(recipe.train.token_budget, longest),
         min(machine.gpus, recipe.train.shard_ranks or machine.gpus),
         recipe.train.gradient_checkpointing,
-        None if lora is None else lora_parameters(student, lora.rank),
+        _trained(recipe, student),
         bytes_per_number=_trained_bytes(recipe),
     )
     gpus = f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}"
@@ -280,7 +297,7 @@ def _memory_plans(
     }
     for name, composition in recipe.compositions.items():
         if isinstance(composition, Online):
-            used = {_name(recipe, anchor, role) for anchor in composition.used for role in ROLES}
+            used = {scored_name(recipe, anchor, role) for anchor in composition.used for role in ROLES}
             anchors = [models[name].parameters * sizes[name] for name in sorted(used)]
             plans["train", f"{name} online, {gpus}"] = online_memory(
                 student,

@@ -7,7 +7,7 @@ import json
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -18,13 +18,12 @@ from rich.console import Console
 from lightning_weave.bench.definitions import KNOWN, load_benchmark
 from lightning_weave.checks.checkpoints import check_usable
 from lightning_weave.checks.end_of_turn import alias_line
+from lightning_weave.checks.memory import this_machine
 from lightning_weave.config import Lora, Recipe, check_recipe, merge_overrides, slug
 from lightning_weave.config.annotate import annotated_toml, dotted_key
-from lightning_weave.devices import choose_device, memory_of
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.plan.costs import PlannedMachine
-from lightning_weave.plan.gpus import CALIBRATED
 from lightning_weave.plan.recipe import MemoryPlan, make_plan
 from lightning_weave.prompts import EXPECTS, build_prompts, expected_of, guess_columns, read_rows
 from lightning_weave.runs.scored import ROLES
@@ -234,10 +233,7 @@ def _align(draft: Draft, where: str) -> None:
 
 def _fit_memory(draft: Draft, steps: Steps, machine: PlannedMachine | None) -> None:
     """Give up what costs memory until every stage fits, and say what never does."""
-    device = choose_device(draft.recipe().machine.device)
-    if machine is None:
-        own = replace(CALIBRATED, name=f"this {device.type}", memory=memory_of(device))
-        machine = PlannedMachine(own, 1)
+    machine = machine or this_machine(draft.recipe())
     saved = str(steps.student.dtype).removeprefix("torch.")
     draft.note(f"dtype = auto: float32 on a CPU, else as saved; the student is saved in {saved}")
     try:

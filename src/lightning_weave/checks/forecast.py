@@ -1,0 +1,93 @@
+"""What the stages of a run will take, as far as that can be known before: device time and bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_weave.checks.memory import as_computed, is_known, this_machine
+from lightning_weave.config import benchmark_folder
+from lightning_weave.errors import InputError
+from lightning_weave.plan.costs import HOUR
+from lightning_weave.plan.recipe import Plan, make_plan, scored_name
+from lightning_weave.runs.costs import cost_of
+from lightning_weave.runs.scored import ROLES
+from lightning_weave.runs.steps import Steps
+from lightning_weave.store import Stage
+from lightning_weave.store.ledger import hardware, read_ledger
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one stage; None is what nobody knows."""
+
+    seconds: float | None = None
+    measured: bool = False  # by stages of the same kind in this run; else predicted for this GPU
+    size: float | None = None  # bytes on disk
+
+
+def forecast(steps: Steps, stages: Sequence[Stage], prompts: int | None) -> dict[str, Forecast]:
+    """Predict every stage by its path; `prompts` is how many there will be, where they were read."""
+    planned = _planned(steps, prompts)
+    rows = [row for row in read_ledger(steps.store.run_dir) if row.get("device") == hardware()["device"]]
+    found = {}
+    for stage in stages:
+        path = stage.step.path
+        alike = [
+            cost.seconds
+            for other in stages
+            if _kind(steps, other.step.path) == _kind(steps, path) and other.state() in ("done", "stale")
+            if (cost := cost_of(other.folder, steps.store.run_dir, rows)) is not None
+        ]
+        seconds, size = planned.get(path, (None, None))
+        if alike:
+            seconds = sum(alike) / len(alike)
+        found[path] = Forecast(seconds, bool(alike), size)
+    return found
+
+
+def _kind(steps: Steps, path: str) -> tuple[str, ...]:
+    """What takes about as long as another: trainings by one method, evaluations on one benchmark."""
+    stage, _, name = path.partition("/")
+    match stage:
+        case "train":
+            composition = steps.recipe.compositions[name]
+            return stage, composition.method, str(composition.epochs)
+        case "eval":
+            return stage, name.partition("/")[2]
+        case _:
+            return (path,)
+
+
+def _planned(steps: Steps, prompts: int | None) -> dict[str, tuple[float | None, float | None]]:
+    """Predict by the models' configurations; hours only for a GPU that `plan` knows."""
+    try:
+        machine = this_machine(steps.recipe)
+        plan = _plan(steps, prompts)
+    except InputError:  # models that are not there, or of an architecture that nobody has described
+        return {}
+    names = {}
+    for anchor in steps.recipe.anchors:
+        for role in ROLES:
+            names[scored_name(steps.recipe, anchor, role)] = f"score/{steps.score_names[steps.side(anchor, role)]}"
+    paths = {"rollout": "rollout", "reference": "reference"}
+    found: dict[str, tuple[float | None, float | None]] = {}
+    for row in plan.stages:
+        path = {**paths, "train": f"train/{row.what}", "score": names.get(row.what, "")}[row.stage]
+        found[path] = (row.gpu_hours * HOUR if is_known(machine) else None, row.disk)
+    for policy in steps.policies:
+        for name, hours in plan.benchmarks.items():
+            path = f"eval/{policy}/{benchmark_folder(name)}"
+            found[path] = (hours * HOUR if is_known(machine) else None, None)
+    return found
+
+
+def _plan(steps: Steps, prompts: int | None) -> Plan:
+    recipe = as_computed(steps.recipe)
+    rollout = steps.store.stage(steps.rollout)
+    length = None
+    if steps.needs_cache and rollout.state() == "done":
+        made = rollout.require()
+        prompts = made["rows"] // recipe.rollout.responses
+        length = made["positions"] / max(made["rows"], 1)
+    if prompts is not None:
+        recipe = recipe.model_copy(update={"prompts": recipe.prompts.model_copy(update={"take": prompts})})
+    return make_plan(recipe, this_machine(recipe), response_tokens=length)

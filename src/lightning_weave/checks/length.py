@@ -1,0 +1,124 @@
+"""What a pair does to length: of two responses to one prompt, does its shift prefer the longer?
+
+A pair that learned brevity cannot be judged by right and wrong, only by length. One that prefers long responses, and
+among responses of equal length no right ones, has nothing to teach: post and pre are probably swapped.
+
+Ranked is the summed pull: r(a) - E_b[r] of every sampled token. Its mean is zero at every decision, whatever was said
+before, so that it does not grow with the length as the summed shift does (under the student's own samples log post/pre
+drifts downwards, however the pair was trained).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_weave.cache.block import Block
+from lightning_weave.cache.reader import Cache
+from lightning_weave.checks.findings import Bounds, Finding, Level, percent
+from lightning_weave.checks.sample import spread
+from lightning_weave.checks.separation import CERTAIN, CHANCE, ROWS, Floats, judge_separation
+from lightning_weave.config import Threshold
+from lightning_weave.runs.caches import anchor_pair
+from lightning_weave.runs.steps import Steps
+
+
+@dataclass(frozen=True)
+class LengthPreference:
+    """How often the longer of two responses to one prompt is preferred; 0.5 is none."""
+
+    share: float
+    error: float  # standard error of a pair to which length means nothing
+    pairs: int
+
+
+def judge_direction(steps: Steps, anchor: str) -> list[Finding]:
+    """Judge a scored pair by right and wrong, and by length."""
+    separation = judge_separation(steps, anchor)
+    found = (separation, judge_length(steps, anchor, separation))
+    return [finding for finding in found if finding is not None]
+
+
+def judge_length(steps: Steps, anchor: str, separation: Finding | None) -> Finding | None:
+    """Judge a scored pair by length; None where nothing is scored or no prompt has responses of different lengths."""
+    pair = anchor_pair(steps, anchor)
+    if any(stage.state() != "done" for stage in pair.stages):
+        return None
+    cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), [pair])
+    responses = steps.recipe.rollout.responses
+    groups = []
+    for prompt in spread(len(cache) // responses, max(ROWS // responses, 1)):
+        block = cache.block(range(prompt * responses, (prompt + 1) * responses))
+        groups.append((summed_pulls(block), block.decisions_R.astype(float)))
+    found = prefers_longer(groups)
+    stops = steps.recipe.checks.longer_stop
+    return judge_preference(f"anchors.{anchor}", found, separation, stops) if found.pairs else None
+
+
+def judge_preference(about: str, found: LengthPreference, separation: Finding | None, stops: Threshold) -> Finding:
+    """Judge by both: longer responses are worth it only to a pair that prefers right ones among equally long ones."""
+    verdict, words = _words(found, separation, stops)
+    text = (
+        f"of two responses to one prompt it prefers the longer in {percent(found.share)} of cases "
+        f"(± {100 * found.error:.1f}, {found.pairs:,} pairs){words}"
+    )
+    bounds = Bounds(False, stops, share=False)
+    figures = {"share": found.share, "error": found.error, "pairs": found.pairs}
+    return Finding(about, "length", verdict, text, figures, judged=True, bounds=bounds)
+
+
+def _words(found: LengthPreference, separation: Finding | None, stops: Threshold) -> tuple[Level, str]:
+    certain = found.share > 0.5 + CERTAIN * found.error
+    figures = separation.figures if separation is not None else {}
+    if found.share < 0.5 - CHANCE * found.error:
+        return "ok", ": it makes responses brief"
+    if "auc_at_equal_length" not in figures:  # nobody knows which are right
+        words = ". If it was trained to be brief, post and pre are swapped"
+        return ("warning", words) if certain else ("ok", "")
+    if found.share <= 0.5 + CHANCE * found.error:
+        return "ok", ""
+    if figures["auc_at_equal_length"] > 0.5 + CHANCE * figures["equal_error"]:
+        return "ok", ", and right ones among those of equal length"
+    words = ", but no right ones among those of equal length. If it was trained to be brief, post and pre are swapped"
+    return ("error" if certain and stops is not False and found.share > stops else "warning"), words
+
+
+def summed_pulls(block: Block) -> Floats:
+    """Add up r(a) - E_b[r] over the sampled tokens of each row where the pair is valid; `other` has shift 0."""
+    log_b_PO = np.column_stack([block.candidates.logp.flat, block.candidates.other_logp.flat]).astype(float)
+    b_PO = np.exp(log_b_PO - log_b_PO.max(axis=1, keepdims=True, initial=-np.inf))
+    b_PC = b_PO[:, :-1] / b_PO.sum(axis=1, keepdims=True)
+    r_PC = np.where(block.valid_KP[0][:, None], block.r_KPC[0], 0.0)
+    sampled_PC = block.candidates.ids.flat == block.sampled_P[:, None]
+    pull_P = np.where(sampled_PC, r_PC, 0.0).sum(axis=1) - (b_PC * r_PC).sum(axis=1)
+    before_P = np.concatenate([[0.0], np.cumsum(pull_P)])
+    return np.asarray(np.diff(before_P[block.rollouts.response_ids.offsets]))
+
+
+def prefers_longer(groups: Sequence[tuple[Floats, Floats]]) -> LengthPreference:
+    """Count pairs of one prompt's responses in which the longer has the larger score (Kendall's S, added over prompts).
+
+    >>> found = prefers_longer([(np.array([1.0, 2.0, 3.0]), np.array([5.0, 6.0, 6.0]))])
+    >>> found.share, round(found.error, 3), found.pairs
+    (1.0, 0.408, 2)
+    """
+    wins = 0.0
+    pairs = 0
+    variance = 0.0
+    for score_R, length_R in groups:
+        one, other = np.triu_indices(len(score_R), 1)
+        longer = np.sign(length_R[one] - length_R[other])
+        wins += float((longer * np.sign(score_R[one] - score_R[other])).sum())
+        pairs += int((longer != 0).sum())
+        variance += _kendall_variance(length_R)
+    return LengthPreference((wins / pairs + 1) / 2, variance**0.5 / pairs / 2, pairs) if pairs else _NONE
+
+
+_NONE = LengthPreference(0.5, 0.5, 0)
+
+
+def _kendall_variance(length_R: Floats) -> float:
+    """The variance of Kendall's S where scores are in random order and lengths may be equal."""
+    _, counts = np.unique(length_R, return_counts=True)
+    sizes = np.array([len(length_R), *(-counts)])
+    return float((sizes * (np.abs(sizes) - 1) * (2 * np.abs(sizes) + 5)).sum()) / 18
