@@ -66,7 +66,7 @@ CANDIDATES = 16
 class Setting:
     """One model at work."""
 
-    stage: str  # "score", "reference" or "train"
+    stage: str  # "score", "reference", "train" or "head", which is the loss and its gradients alone
     model: str
     dtype: str
     world: int = 1
@@ -127,8 +127,8 @@ def run(setting: Setting, lengths: Sequence[int]) -> dict[str, Any]:
 
     masking_utils.is_tracing = lambda *arguments: False  # it takes tensors without numbers for a compiler's
     with fake_device() as device:
-        works = _trainings(setting, device) if setting.stage == "train" else _scorings(setting, device)
-        with works as work:
+        works = {"train": _trainings, "head": _losses}.get(setting.stage, _scorings)
+        with works(setting, device) as work:
             gc.collect()
             figures = {"loading": device.peak, "ready": device.live, "largest": device.largest, "peaks": {}}
             for tokens in sorted(lengths):
@@ -181,6 +181,28 @@ def _scorings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
 
 
 @contextmanager
+def _losses(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]:
+    """Make an output matrix; give what computes the loss and both gradients of so many decisions."""
+    import torch
+
+    from lightning_weave.heads import fused_log_residual_loss
+
+    def empty(*shape: int, dtype: Any = torch.float32) -> Any:
+        return torch.empty(*shape, dtype=dtype, device=device.device)
+
+    dtype, width = getattr(torch, setting.dtype), int(config_of(setting.model)["hidden_size"])
+    weight_VD = empty(_vocabulary(setting), width, dtype=dtype).requires_grad_()
+
+    def loss(tokens: int) -> object:
+        hidden_ND = empty(tokens, width, dtype=dtype).requires_grad_()
+        ids_NC = empty(tokens, CANDIDATES, dtype=torch.int64)
+        log_b_NO, log_q_NO = (empty(tokens, CANDIDATES + 1) for _ in range(2))
+        return fused_log_residual_loss(hidden_ND, weight_VD, ids_NC, log_b_NO, log_q_NO, 2.0, tokens)
+
+    yield loss
+
+
+@contextmanager
 def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]:
     """Load a student with its optimizer's moments; give what updates it on one row per rank."""
     import torch
@@ -204,11 +226,12 @@ def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object
 
     student = SimpleNamespace(
         layout=None,
+        updates={},
         path=Path(),
         vocabulary=_vocabulary(setting),
         without_weights=student_on_device,
     )
-    training.read_weights = lambda trainee, layout: None  # there are no files
+    training.read_weights = lambda *arguments: None  # there are no files
     steps: Any = SimpleNamespace(recipe=SimpleNamespace(train=section), student=student)
     unused: Any = None
     with _fake_ranks(setting.world):

@@ -9,23 +9,28 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_weave.checks.preflight import Todo, preflight
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.pipeline import flow
 from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
-from pipeline.small_runs import make_cache, make_recipe, steps_of
+from pipeline.small_runs import QUIET, make_cache, make_recipe, steps_of
 
 CPU = torch.device("cpu")
+MOVED = "model.layers.0.self_attn.v_proj.weight"
 
 
-def save_adapter(folder: Path, base: Path, seed: int, targets: tuple[str, ...] = ("q_proj", "down_proj")) -> Path:
+def save_adapter(
+    folder: Path, base: Path, seed: int, targets: tuple[str, ...] = ("q_proj", "down_proj"), dora: bool = False
+) -> Path:
     """Save a random low-rank update of a checkpoint, whose two factors are both of a size."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=8, target_modules=list(targets)))
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=8, target_modules=list(targets), use_dora=dora))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
@@ -90,9 +95,7 @@ def test_an_adapter_is_known_by_content_and_its_scores_outlive_it(recipe: dict[s
     assert [fresh.store.stage(step).state() for step in fresh.scores_of("lora0")] == ["done", "done"]
 
 
-def test_a_policy_may_be_an_adapter_and_a_student_that_is_trained_may_not(
-    recipe: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_policy_may_be_an_adapter(recipe: dict[str, Any], tmp_path: Path) -> None:
     """Where it is loaded alone, it is merged as peft merges it."""
     base = Path(recipe["student"]["model"])
     adapter = save_adapter(tmp_path / "start", base, seed=3)
@@ -101,14 +104,57 @@ def test_a_policy_may_be_an_adapter_and_a_student_that_is_trained_may_not(
     assert models[0].state_dict().keys() == models[1].state_dict().keys()
     for name, tensor in models[0].state_dict().items():
         torch.testing.assert_close(tensor, models[1].state_dict()[name], atol=1e-6, rtol=0)
-    steps = steps_of({**recipe, "student": {"model": str(adapter)}})
-    said = [finding.text for finding in preflight(steps, Todo.of(steps)) if finding.about == "student"]
-    assert "a student that is trained must be whole" in said[0]
 
 
-def _said(recipe: dict[str, Any]) -> str:
+@pytest.mark.slow
+def test_a_student_that_begins_as_an_adapter_is_trained_as_the_merged_checkpoint_is(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """All weights, and low-rank: also what this training leaves alone is the merged checkpoint's in the export."""
+    base = Path(recipe["student"]["model"])
+    adapter = save_adapter(tmp_path / "start", base, seed=3)
+    merged = save_merged(tmp_path / "start-merged", adapter, base)
+    recipe["anchors"] = {"one": recipe["anchors"]["merged0"]}
+    rows = {"prompts_per_round": 2, "updates_per_round": 1, "epochs": 1, "learning_rate": 1e-2}
+    ways = {"whole": rows, "low-rank": {**rows, "lora": {"rank": 2, "targets": ["v_proj"]}}}
+    losses: dict[str, list[list[float]]] = {way: [] for way in ways}
+    finals: dict[str, list[Path]] = {way: [] for way in ways}
+    for student in (adapter, merged):
+        asked = {**recipe, "name": student.name, "student": {"model": str(student)}}
+        for way, train in ways.items():
+            steps = make_cache({**asked, "compositions": {way: {"weights": {"one": 1.0}}}, "train": train})
+            assert not [one for one in preflight(steps, Todo.of(steps, "train")) if one.verdict == "error"]
+            flow.make_students(steps, QUIET)
+            folder = steps.store.stage(steps.train(way)).folder
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
+            losses[way].append([json.loads(line)["loss"] for line in lines])
+            finals[way].append(folder / "final")
+    for way in ways:
+        np.testing.assert_allclose(*losses[way], rtol=1e-4)
+        ours, theirs, start = (load_file(path / "model.safetensors") for path in (*finals[way], merged))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[name], atol=1e-5, rtol=0)
+        assert not torch.equal(ours[MOVED], start[MOVED])
+        assert not (finals[way][0] / "adapter").exists(), "its base would be an adapter, which no engine loads"
+
+
+def test_an_adapter_that_is_no_plain_low_rank_update_cannot_be_a_student(
+    recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    base = Path(recipe["student"]["model"])
+    recipe["student"] = {"model": str(save_adapter(tmp_path / "start", base, seed=3))}
+    assert _said(recipe, "student") == ""
+    assert 'rollout.engine = "vllm" reads no LoRA adapter' in _said(
+        {**recipe, "rollout": {**recipe["rollout"], "engine": "vllm"}}, "student"
+    )
+    save_adapter(tmp_path / "start", base, seed=3, dora=True)
+    assert "more than a low-rank update" in _said(recipe, "student")
+
+
+def _said(recipe: dict[str, Any], about: str = "anchors.") -> str:
     steps: Steps = steps_of(recipe)
-    found = [finding for finding in preflight(steps, Todo.of(steps)) if finding.about.startswith("anchors.")]
+    found = [finding for finding in preflight(steps, Todo.of(steps)) if finding.about.startswith(about)]
     return " ".join(finding.text for finding in found if finding.verdict == "error")
 
 

@@ -144,15 +144,32 @@ def _check_models(steps: Steps, todo: Todo) -> Iterator[Finding]:
             checked[checkpoint] = check_usable(about, checkpoint)
         if found := checked[checkpoint]:
             yield Finding(about, found.check, found.verdict, found.text)
+        elif checkpoint.base is not None and (section := _read_by_vllm(steps, todo, about)):
+            text = (
+                f'{checkpoint.name}: {section}.engine = "vllm" reads no LoRA adapter. Merge it with peft, or set "hf"'
+            )
+            yield Finding(about, "checkpoint", "error", text)
     if todo.compositions and not checked[steps.student]:
         try:
-            if steps.student.base is not None:
-                raise InputError(
-                    f"{steps.student.name}: an adapter, and a student that is trained must be whole. Merge it with peft"
-                )
             check_trainable(steps.student.light_path)
+            if steps.student.is_here:
+                assert steps.student.updates is not None  # an adapter that can be added to weights row by row
         except InputError as error:
             yield Finding("student", "checkpoint", "error", str(error))
+
+
+def _read_by_vllm(steps: Steps, todo: Todo, about: str) -> str | None:
+    """Name the first section whose work on this model is left to vLLM."""
+    recipe = steps.recipe
+    sections: dict[str, Rollout | Reference | Score | Eval] = {}
+    if about == "student" and todo.rollout:
+        sections |= {"reference": recipe.reference}
+        sections |= {"rollout": recipe.rollout} if recipe.rollout.from_ is None else {}
+    if about.startswith("anchors."):
+        sections |= {"score": recipe.score}
+    if about.startswith("policies.") or (about == "student" and "base" in todo.benchmarks):
+        sections |= {"eval": recipe.eval}
+    return next((key for key, section in sections.items() if section.engine == "vllm"), None)
 
 
 def _check_packages(steps: Steps, todo: Todo) -> Iterator[Finding]:

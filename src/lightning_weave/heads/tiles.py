@@ -68,12 +68,11 @@ def checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
 
 def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, fresh: bool) -> None:
     """Add a matrix product to `sum_MN`, or overwrite it if `fresh`, in the precision of `sum_MN`."""
+    beta = 0 if fresh else 1
     if a_MK.dtype == sum_MN.dtype:
-        sum_MN.addmm_(a_MK, b_KN, beta=0 if fresh else 1)
-    elif fresh:
-        torch.mm(a_MK, b_KN, out_dtype=sum_MN.dtype, out=sum_MN)
-    else:
-        sum_MN += torch.mm(a_MK, b_KN, out_dtype=sum_MN.dtype)
+        sum_MN.addmm_(a_MK, b_KN, beta=beta)
+    else:  # in place too: a product of its own would be as large as the gradient of the whole matrix
+        torch.addmm(sum_MN, a_MK, b_KN, out_dtype=sum_MN.dtype, beta=beta, out=sum_MN)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,15 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_weave.errors import InputError
 from lightning_weave.models.files import checkpoint_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -56,7 +60,6 @@ def check_adapter(path: Path) -> None:
 def attach(model: Any, name: str, path: Path) -> None:
     """Put an adapter beside the weights of its base, in place and switched off."""
     import torch
-    from safetensors.torch import load_file
 
     if name in getattr(model, "peft_config", {}):
         return
@@ -68,19 +71,19 @@ def attach(model: Any, name: str, path: Path) -> None:
     config = LoraConfig.from_pretrained(str(path))
     config.init_lora_weights = False  # all of them are read from the file; some ways to begin change the base
     config.inference_mode = True
-    tensors = {key.removeprefix(_OF_THE_MODEL): value for key, value in load_file(path / WEIGHTS).items()}
+    tensors = _read(path)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several on one base are meant
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # only the names are wanted
         try:
             inject_adapter_in_model(config, model, adapter_name=name)
+            loaded = set_peft_model_state_dict(model, tensors, adapter_name=name)
         except ValueError as error:
             raise InputError(f"{path}: does not fit its base model ({error})") from None
-    try:
-        loaded = set_peft_model_state_dict(model, tensors, adapter_name=name)
-    except RuntimeError as error:
-        raise InputError(
-            f"{path}: its weights do not fit its base model ({str(error).splitlines()[-1].strip()})"
-        ) from None
+        except RuntimeError as error:
+            raise InputError(
+                f"{path}: its weights do not fit its base model ({str(error).splitlines()[-1].strip()})"
+            ) from None
     absent = [key for key in loaded.missing_keys if f".{name}." in key]
     if wrong := [*loaded.unexpected_keys, *absent]:
         raise InputError(f"{path}: its weights do not fit its base model: {wrong[0]}. Is that the right base?")
@@ -108,6 +111,42 @@ def merged(model: Any, path: Path) -> Any:
         setattr(model.get_submodule(parent), child, layer.get_base_layer())
     del model.peft_config
     return model.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an adapter adds to one matrix of its base: a product of two small ones."""
+
+    a_RI: "Tensor"
+    b_OR: "Tensor"
+    scale: float
+    transposed: bool  # the base keeps the matrix as inputs x outputs
+
+    def rows(self, rows: slice, device: Any) -> "Tensor":
+        """Some rows of it, in float32."""
+        left, right = (self.a_RI.t(), self.b_OR.t()) if self.transposed else (self.b_OR, self.a_RI)
+        return left[rows].to(device).float() @ right.to(device).float() * self.scale
+
+
+def updates(path: Path, skeleton: Any) -> dict[str, Update]:
+    """Read what an adapter adds, by the names of the weights in the model, of which only the shapes are needed."""
+    attach(skeleton, "merged", path)
+    tensors = _read(path)
+    found = {}
+    for place, layer in _layers(skeleton):
+        a_RI, b_OR = (tensors.pop(f"{place}.lora_{factor}.weight", None) for factor in "AB")
+        if a_RI is None or b_OR is None or layer.lora_variant:
+            raise InputError(f"{path}: more than a low-rank update of {place}. {_MERGE}")
+        found[f"{place}.weight"] = Update(a_RI, b_OR, layer.scaling["merged"], layer.fan_in_fan_out)
+    if tensors:
+        raise InputError(f"{path}: {next(iter(tensors))} is more than a low-rank update of a matrix. {_MERGE}")
+    return found
+
+
+def _read(path: Path) -> "dict[str, Tensor]":
+    from safetensors.torch import load_file
+
+    return {key.removeprefix(_OF_THE_MODEL): value for key, value in load_file(path / WEIGHTS).items()}
 
 
 def _switch(model: Any, name: str | None) -> None:

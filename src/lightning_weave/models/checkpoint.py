@@ -1,12 +1,13 @@
 """One handle for a model: where it is, what is known of it without its weights, and how to load it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_weave.config import Dtype, Policy, Student
-from lightning_weave.models.adapters import adapter_config, base_name, merged
+from lightning_weave.models.adapters import Update, adapter_config, base_name, merged, updates
 from lightning_weave.models.hub import absent_weights, resolve_model
 from lightning_weave.store import model_identity
 from lightning_weave.store.identity import fingerprint
@@ -142,9 +143,14 @@ class Checkpoint:
         """The model with buffers but without memory for its weights, to be sharded before they are read."""
         return _loading().without_weights(self.path, self.config, dtype, self.trust_remote_code)
 
+    @cached_property
+    def updates(self) -> Mapping[str, Update]:
+        """What an adapter adds to the weights of its base, by their names in the model; nothing of a whole model."""
+        return {} if self.base is None else updates(self.adapter_path, self.skeleton())
+
     @property
     def layout(self) -> "Layout":
-        """Where its weights are in its files."""
+        """Where its weights are in its files; an adapter's are those of its base."""
         from lightning_weave.models.layout import Layout
 
         return Layout.of(self.path, self.skeleton())

@@ -102,13 +102,11 @@ def training_memory(
 
 
 def _at_loss(shape: Shape, tokens: int, of_head: int, size: int) -> float:
-    """Bytes of logits and of the head's gradient, which is float32 and may have to be rounded or added up."""
-    logits = 4 * tokens * shape.vocabulary
+    """Bytes of logits and of the head's gradient, which is summed in float32 and then rounded."""
+    chunk = min(LOGITS, 4 * tokens * shape.vocabulary)
     if size == 4:
-        return 4 * of_head + min(LOGITS, logits)
-    if logits <= LOGITS:
-        return 6 * of_head + logits
-    return 8 * of_head + 1.5 * LOGITS  # the product of a chunk, before it is added; the chunk in 16 bits
+        return 4 * of_head + chunk
+    return max(6 * of_head + chunk, 4 * of_head + 1.5 * chunk)  # both are rounded: the sum, and a chunk of logits
 
 
 def _kept(layer: Layer, width: int, size: int) -> int:

@@ -1,7 +1,7 @@
 """final/: a complete Hugging Face directory in the student's own dtype, with a card that says how it was made."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_weave.config import Lora
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.maths import reverse_kl
+from lightning_weave.models.adapters import Update
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.files import weight_files
 from lightning_weave.models.layout import Layout
@@ -91,12 +92,15 @@ def student_weights(trainee: Trainee, trained: bool = False) -> dict[str, Tensor
 
 
 @torch.no_grad()
-def read_weights(trainee: Trainee, layout: Layout) -> None:
-    """Read the student's weights from its files, each rank its own rows of them."""
+def read_weights(trainee: Trainee, layout: Layout, updates: Mapping[str, Update]) -> None:
+    """Read the student's weights from its files, each rank its own rows of them; an adapter is added to its base."""
     parts = {name: own_part(tensor) for name, tensor in student_weights(trainee).items()}
     wanted = {name: rows for name, (part, rows) in parts.items() if part.numel()}
     for name, tensor in layout.read(wanted):
         parts[name][0].copy_(tensor)
+    for name in wanted.keys() & updates.keys():
+        part, rows = parts[name]
+        part.copy_(part.float() + updates[name].rows(rows, part.device))
 
 
 @torch.no_grad()
@@ -136,8 +140,11 @@ class Adapter:
 
 
 def trained_adapter(trainee: Trainee, student: Checkpoint) -> Adapter | None:
-    """Gather the trained adapters, if there are any; all ranks ask together."""
-    if not hasattr(trainee.model, "peft_config"):
+    """Gather the trained adapters, if there are any; all ranks ask together.
+
+    One over a student that is an adapter itself has no base that an engine could load, and is not written.
+    """
+    if not hasattr(trainee.model, "peft_config") or student.base is not None:
         return None
     weights = {name: tensor for name, tensor in trainee.model.state_dict().items() if ".lora_" in name}
     settings = trainee.model.peft_config["default"].to_dict() | {
@@ -149,20 +156,28 @@ def trained_adapter(trainee: Trainee, student: Checkpoint) -> Adapter | None:
 
 
 def write_model(
-    folder: Path, trainee: Trainee, layout: Layout, card: str, ranks: Ranks, adapter: Adapter | None = None
+    folder: Path,
+    trainee: Trainee,
+    layout: Layout,
+    card: str,
+    ranks: Ranks,
+    merged: Collection[str] = (),
+    adapter: Adapter | None = None,
 ) -> list[Path]:
     """Write the student's directory with the trained weights in their places; whole or not at all.
 
-    What training has not touched, such as the vision tower of a multimodal student, is the student's to the bit. All
+    Of weights that were not trained, those are written into which the student's own adapter was `merged`. What training
+    has not touched, such as the vision tower of a multimodal student, is the student's to the bit. All
     ranks gather one weight after another, and rank 0 writes.
     """
-    weights = student_weights(trainee, trained=True)
+    weights = student_weights(trainee)
+    changed = {*student_weights(trainee, trained=True), *merged}
     try:
         with whole_directory(folder) if ranks.first else nullcontext() as unfinished:
             if unfinished:
                 _copy_files(layout.folder, unfinished)
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
-            for piece in (piece for piece in layout.pieces if weights.keys() & set(piece.names)):
+            for piece in (piece for piece in layout.pieces if changed & set(piece.names)):
                 gathered = {name: whole_weight(weights[name], layout.dtypes[name]) for name in piece.names}
                 if unfinished:
                     layout.write(unfinished, piece, gathered)

@@ -80,7 +80,7 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
         shard(trainee, decoder + others, ranks, context.dtype, among)
     with room_for_weights(checkpoint.path, ranks.device):
         give_memory(trainee, ranks.device)
-        read_weights(trainee, layout)
+        read_weights(trainee, layout, checkpoint.updates)
     trainee.look(pack=not section.compile)  # compiled layers would be compiled again for every new set of lengths
     reshard(trainee)
     if section.compile:
@@ -257,7 +257,8 @@ class Training:
         figures = {**figures, "export_kl": lost}
         final = stage.folder / "final"
         card = model_card(self.steps, self.name, figures) if ranks.first else ""
-        files = write_model(final, trainee, layout, card, ranks, adapter=trained_adapter(trainee, student))
+        adapter = trained_adapter(trainee, student)
+        files = write_model(final, trainee, layout, card, ranks, student.updates.keys(), adapter)
         if ranks.first:
             stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
             self.say(f"{final} (KL exported || trained {lost:.1e} nats)")
