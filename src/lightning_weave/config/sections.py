@@ -313,6 +313,7 @@ class Policy(Strict):
     model: str = Field(min_length=1)
     revision: str | None = None
     trust_remote_code: bool = False
+    system: str | None = Field(None, min_length=1, description="its own system prompt, in place of that of [eval]")
 
 
 class Case(Strict):
