@@ -165,7 +165,7 @@ def test_a_policy_may_have_a_system_prompt_of_its_own(recipe: dict, tmp_path: Pa
     paths = stage.export_lm_eval(steps_of(recipe), tmp_path / "lm-eval", datetime(2026, 1, 2))
     shown = [json.loads(path.read_text().splitlines()[0])["arguments"]["gen_args_0"]["arg_0"] for path in paths]
     assert shown == ["0+1=\n", "7+7=\n0+1=\n"]
-    with pytest.raises(InputError, match="policies.asked.system needs a chat template"):
+    with pytest.raises(InputError, match=r"policies\.asked\.system needs a chat template"):
         check_recipe({**recipe, "eval": {**recipe["eval"], "chat": False}})
 
 
