@@ -147,6 +147,28 @@ def test_an_evaluation_that_is_wanted_again_is_put_back_and_not_sampled(recipe: 
     assert sampled_tokens(recipe) == sampled > 0
 
 
+def test_a_policy_may_have_a_system_prompt_of_its_own(recipe: dict, tmp_path: Path) -> None:
+    student = recipe["student"]["model"]
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}=\n{% endfor %}"
+    tokenizer.save_pretrained(student)
+    recipe["policies"] = {"asked": {"model": student, "system": "7+7"}}
+    recipe["eval"] |= {"chat": True, "format": "plain"}
+    stage.run(steps_of(recipe), QUIET)
+    everyone = {**recipe, "name": "everyone", "policies": {}, "eval": {**recipe["eval"], "system": "7+7"}}
+    stage.run(steps_of(everyone), QUIET)
+    asked, plain, expected = (
+        (folder_of(one, policy) / "samples.jsonl").read_text()
+        for one, policy in ((recipe, "asked"), (recipe, "base"), (everyone, "base"))
+    )
+    assert asked == expected != plain
+    paths = stage.export_lm_eval(steps_of(recipe), tmp_path / "lm-eval", datetime(2026, 1, 2))
+    shown = [json.loads(path.read_text().splitlines()[0])["arguments"]["gen_args_0"]["arg_0"] for path in paths]
+    assert shown == ["0+1=\n", "7+7=\n0+1=\n"]
+    with pytest.raises(InputError, match=r"policies\.asked\.system needs a chat template"):
+        check_recipe({**recipe, "eval": {**recipe["eval"], "chat": False}})
+
+
 def test_an_untrained_composition_is_refused_with_the_command(recipe: dict, tmp_path: Path) -> None:
     recipe |= {key: make_world(tmp_path / "again")[key] for key in ("anchors", "compositions")}
     with pytest.raises(StaleInput, match=r"lweave train tiny.toml --only both"):

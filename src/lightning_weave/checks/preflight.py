@@ -245,7 +245,6 @@ def _open_benchmarks(steps: Steps, todo: Todo, findings: list[Finding]) -> Itera
 
 def _check_exams(steps: Steps, todo: Todo, benchmarks: list[Benchmark], broken: set[str]) -> Iterator[Finding]:
     """Render every problem for every tokenizer that will read it, and see whether a response still fits."""
-    section = steps.recipe.eval
     for policy in todo.benchmarks:
         other = policy in steps.recipe.policies
         about = f"policies.{policy}" if other else "student"
@@ -254,7 +253,7 @@ def _check_exams(steps: Steps, todo: Todo, benchmarks: list[Benchmark], broken: 
         checkpoint = steps.policy(policy)
         for benchmark in benchmarks:
             try:
-                asked = asked_problems(benchmark, checkpoint.tokenizer, section)
+                asked = asked_problems(benchmark, checkpoint.tokenizer, steps.recipe.asked(policy))
             except InputError as error:
                 text = f"{benchmark.name}: problems cannot be rendered: {error}"
                 yield Finding("eval", f"chat template of {about}", "error", text)

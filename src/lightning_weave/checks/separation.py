@@ -10,7 +10,7 @@ from lightning_weave.cache.reader import Cache
 from lightning_weave.checks.findings import Bounds, Finding, Level
 from lightning_weave.checks.sample import spread
 from lightning_weave.config import Threshold
-from lightning_weave.grading.math import grade
+from lightning_weave.grading.graders import grade_rollout
 from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.caches import anchor_pair
 from lightning_weave.runs.steps import Steps
@@ -91,7 +91,8 @@ def _grade(steps: Steps, cache: Cache) -> GradedShifts | None:
             block = cache.block([number])
             shifts.append(summed_shift(block))
             lengths.append(len(block.sampled_P))
-            rights.append(grade(tokenizer.decode(block.sampled_P.tolist(), skip_special_tokens=True), answer))
+            text = tokenizer.decode(block.sampled_P.tolist(), skip_special_tokens=True)
+            rights.append(grade_rollout(steps.recipe.eval, text, answer)[1])
     if not rights:
         return None
     return GradedShifts(np.array(shifts, float), np.array(lengths, float), np.array(rights, bool))

@@ -19,7 +19,7 @@ from lightning_weave.checks.sample import ROWS as SURVIVAL_ROWS
 from lightning_weave.checks.sample import STOP, rollout_rows, spread
 from lightning_weave.config import Threshold
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.grading.math import extract_boxed, grade
+from lightning_weave.grading.graders import grade_rollout
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.caches import anchor_pair
@@ -114,18 +114,21 @@ def _check_answers(steps: Steps) -> list[Finding]:
     limits = steps.recipe.checks
     prompts = read_prompts(steps.prompts_file)
     tokenizer = steps.student.tokenizer
+    section = steps.recipe.eval
     graded = []
     for row in rollout_rows(steps, ROWS):
         answer = prompts[int(row.prompt_R[0])].answer
         if answer is not None:
             text = tokenizer.decode(row.response_ids[0].tolist(), skip_special_tokens=True)
-            graded.append((extract_boxed(text) is None, grade(text, answer)))
+            found, correct = grade_rollout(section, text, answer)
+            graded.append((found is None, correct))
     if not graded:
         return []
     unanswered, right = np.mean(graded, axis=0).tolist()
     count = len(graded)
-    fact = f"{percent(unanswered)} of {count:,} sampled responses have no \\boxed{{}} answer"
-    advice = "Let the prompt ask for one (prompts.format)"
+    kind = "\\boxed{}" if section.profile in (None, "paper") else section.profile
+    fact = f"{percent(unanswered)} of {count:,} sampled responses have no {kind} answer"
+    advice = "Let the prompt ask for one (prompts.format), or grade otherwise (eval.profile)"
     bounds = Bounds(limits.unanswered_warn, limits.unanswered_stop)
     answered = _finding("rollout", "unanswered", (fact, advice), unanswered, bounds=bounds, count=count)
     fact = f"{percent(right)} of {count:,} sampled responses are right"

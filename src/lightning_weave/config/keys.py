@@ -85,6 +85,7 @@ EXAMPLES: dict[str, Any] = {
     "anchors.NAME.post_prompt.template": "{prompt}\n\nA correct solution: {solution}",
     "anchors.NAME.pre_prompt.template": "{prompt}\n\nA correct solution: {solution}",
     "policies.NAME.model": "runs/interpolated-0.8",
+    "policies.NAME.system": "Answer briefly.",
     "prompts.source": "prompts.jsonl",
     "prompts.name": "default",
     "prompts.columns.answer": "answer",

@@ -76,6 +76,11 @@ class Recipe(Strict):
         revision = section.post_revision if is_post else section.pre_revision
         return Side(model, revision, section.trust_remote_code, context)
 
+    def asked(self, policy: str) -> Eval:
+        """[eval] as one policy is asked: with the system prompt that it has of its own."""
+        own = self.policies[policy].system if policy in self.policies else None
+        return self.eval if own is None else self.eval.model_copy(update={"system": own})
+
     @model_validator(mode="after")
     def _contexts_can_be_read(self) -> Self:
         for name, anchor in self.anchors.items():
@@ -103,6 +108,8 @@ class Recipe(Strict):
         for name in self.policies:
             if name in taken:
                 raise ValueError(f"policies.{name} has the name of {taken[name]}; give it another one")
+            if self.policies[name].system is not None and not self.eval.chat:
+                raise ValueError(f"policies.{name}.system needs a chat template, but eval.chat = false")
         if "base" in self.compositions:
             raise ValueError("compositions.base has the name of the student itself; give it another one")
         return self

@@ -270,8 +270,8 @@ class Eval(_Asked, _Engine):
     max_tokens: Count | None = Field(None, description="default: 32,768 for mathematics, 40,960 for code")
     seed: Seed = 42
     format: EvalFormat = Field("boxed", description="default: as [prompts] asks; boxed if it asks for no graded answer")
-    profile: Literal["paper", "math-verify"] | None = Field(
-        None, description="grader of mathematics; default: the paper's for its benchmarks, math-verify for your files"
+    profile: Literal["paper", "math-verify", "exact", "numeric", "choice"] | None = Field(
+        None, description="grader of answers; default: the paper's for its benchmarks, math-verify for your files"
     )
     graders: dict[str, Grading] = Field({}, description="benchmark -> its grader, instead of the profile")
     unsafe_local: bool = Field(False, description="run generated code without a sandbox")
@@ -317,6 +317,7 @@ class Policy(Strict):
     model: str = Field(min_length=1)
     revision: str | None = None
     trust_remote_code: bool = False
+    system: str | None = Field(None, min_length=1, description="its own system prompt, in place of that of [eval]")
 
 
 class Case(Strict):

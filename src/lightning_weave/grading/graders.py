@@ -30,6 +30,17 @@ def grading_of(section: Eval, benchmark: str) -> Grading:
     return Grading(kind=section.profile or ("math-verify" if forgiving else "paper"))
 
 
+def grade_rollout(section: Eval, response: str, reference: str) -> Answered:
+    """Grade the student's own response to a prompt: by the profile, else by the paper's rule.
+
+    A reference that the grader cannot read, such as a word for numbers, is answered by nothing.
+    """
+    try:
+        return grade_answer(Grading(kind=section.profile or "paper"), response, reference)
+    except InputError:
+        return None, False
+
+
 def has_math_verify() -> bool:
     """Check whether the optional package is installed."""
     return importlib.util.find_spec("math_verify") is not None

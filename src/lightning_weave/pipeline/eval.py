@@ -55,7 +55,7 @@ def export_lm_eval(steps: Steps, folder: Path, when: datetime) -> list[Path]:
             if stage.state() != "done":
                 continue
             benchmark = load_benchmark(name, section.sources.get(name))
-            prompts = prompt_texts(benchmark, steps.policy(policy).tokenizer, section)
+            prompts = prompt_texts(benchmark, steps.policy(policy).tokenizer, steps.recipe.asked(policy))
             samples = read_samples(stage.folder / "samples.jsonl")
             settings = read_summary(stage.folder / "summary.json").settings
             written.append(export_samples(folder / policy, benchmark, prompts, samples, settings=settings, when=when))

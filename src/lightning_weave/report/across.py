@@ -80,7 +80,8 @@ def meaning(steps: Steps, policy: str) -> Meaning:
     """Say what a policy is, whatever it and its anchors are called: method, weights of pairs by content, alpha."""
     recipe = steps.recipe
     if policy in recipe.policies:
-        return "checkpoint", steps.identity_of(Checkpoint.of(recipe.policies[policy]))
+        section = recipe.policies[policy]
+        return "checkpoint", steps.identity_of(Checkpoint.of(section)), section.system
     if policy not in recipe.compositions:
         return ("base",)
     composition = recipe.compositions[policy]

@@ -178,7 +178,7 @@ def open_exam(
     folder: Path,
 ) -> Exam:
     """Load a policy and render what it is asked."""
-    section = steps.recipe.eval
+    section = steps.recipe.asked(policy.name)
     tokenizer = policy.checkpoint.tokenizer
     prompts = [one.prompt.token_ids for one in asked_problems(benchmark, tokenizer, section)]
     _check_lengths(policy, benchmark, prompts)

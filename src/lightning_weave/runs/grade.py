@@ -40,8 +40,8 @@ class Grader:
             has_strict_answers = grader.rule.kind in ("numeric", "choice")
             tried = benchmark.problems if has_strict_answers else benchmark.problems[:1]
             grader.grade([(problem, "") for problem in tried])
-        elif grader.rule.kind not in ("code", "paper", "math-verify"):  # a profile is for mathematics
-            key = f"eval.graders.{benchmark.slug}"
+        elif grader.rule.kind not in ("code", "paper", "math-verify"):  # these profiles are for mathematics
+            key = "eval.profile" if grader.rule.kind == section.profile else f"eval.graders.{benchmark.slug}"
             raise InputError(f"{key} = {grader.rule.kind!r}: the benchmark has programs to run; leave its grader out")
         return grader
 

@@ -343,7 +343,7 @@ class Steps:
         return ["base", *self.recipe.compositions, *self.recipe.policies]
 
     def eval(self, policy: str, benchmark: str) -> Step:
-        section = self.recipe.eval
+        section = self.recipe.asked(policy)
         execution = {"python", "options", "parity", "batch_size", "unsafe_local"}
         settings = section.model_dump(mode="json", exclude={"benchmarks", "sources", "graders", *execution})
         settings = without_unset(settings) | {"profile": self._grading(benchmark)} | quantization(section)

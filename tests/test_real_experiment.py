@@ -1,0 +1,181 @@
+"""What `make real` makes and counts, without a model: its problems, and the arithmetic of its page."""
+
+import importlib.util
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_weave.bench.definitions import load_benchmark
+from lightning_weave.bench.samples import Sample
+from lightning_weave.bench.statistics import ProblemMeans, resample
+from lightning_weave.bench.summary import summarise, write_summary
+from lightning_weave.config import Grading, load_recipe
+from lightning_weave.grading.graders import grade_answer
+from lightning_weave.maths.metrics import aes
+
+ROOT = Path(__file__).resolve().parent.parent
+NUMERIC = Grading(kind="numeric")
+COMPUTED = {
+    "gain": lambda a, b: a + b,
+    "sum": lambda a, b: a + b,
+    "times": lambda a, b: a * b,
+    "double": lambda a: 2 * a,
+    "half": lambda a: a // 2,
+    "larger": max,
+}
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"real_{name}", ROOT / "scripts" / "real" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_problems_have_their_right_answer_and_are_in_one_file_only(tmp_path: Path) -> None:
+    tasks = script("tasks")
+    tasks.write(tmp_path)
+    files = {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("*.jsonl")
+    }
+    assert {name: len(rows) for name, rows in files.items()} == {
+        "same": 96,
+        "other": 48,
+        "prompts": 96,
+        "expert": 192,
+        "everyday": 24,
+    }
+    asked = [row["problem"] for rows in files.values() for row in rows]
+    assert len(asked) == len(set(asked))
+    for row in (row for name, rows in files.items() if name != "everyday" for row in rows):
+        numbers = map(int, re.findall(r"\d+", row["problem"]))
+        assert COMPUTED[row["kind"]](*numbers) == int(row["answer"]), row
+        said = row["solution"] if row["kind"] != "larger" else row["solution"].split(" than")[0]
+        assert grade_answer(NUMERIC, said, row["answer"])[1], row
+        assert not grade_answer(NUMERIC, said, str(int(row["answer"]) + 1))[1]
+    assert {row["kind"] for row in files["other"]}.isdisjoint(row["kind"] for row in files["same"])
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    tasks.write(tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_recipes_are_whole() -> None:
+    parts = [ROOT / "recipes" / name for name in ("real.toml", "real-more.toml")]
+    recipe = load_recipe(parts, [])
+    budgets = {composition.kl_budget for composition in recipe.compositions.values()}  # type: ignore[union-attr]
+    assert len(budgets) == 1, "the same for all"
+    page = script("page")
+    assert set(page.KINDS) == {"base", *recipe.compositions, *recipe.policies}
+
+
+def means_of(rng: np.random.Generator, problems: int) -> ProblemMeans:
+    accuracy = rng.choice([0.0, 100.0], size=problems)
+    return ProblemMeans("same", tuple(map(str, range(problems))), accuracy, rng.integers(5, 64, problems).astype(float))
+
+
+def test_intervals_are_those_of_a_plain_loop_over_problems_drawn_together() -> None:
+    page, rng = script("page"), np.random.default_rng(0)
+    seeds = {name: [means_of(rng, 12) for _ in range(count)] for name, count in (("one", 3), ("two", 3), ("base", 1))}
+    one, two, base = (page.Policy(page.average(runs), runs) for runs in seeds.values())
+    found = page.against(one, two, base)
+    differences: dict[str, list[float]] = {"accuracy": [], "tokens": [], "aes": []}
+    drawn = [list(range(12)), *(row.tolist() for rows in resample(12, 10_000, 0, "same") for row in rows)]
+    for problems in drawn:
+        points = {}
+        for name, runs in seeds.items():
+            pairs = [(run.accuracy[i], run.tokens[i]) for run in runs for i in problems]
+            points[name] = (sum(a for a, _ in pairs) / len(pairs), sum(t for _, t in pairs) / len(pairs))
+        differences["accuracy"].append(points["one"][0] - points["two"][0])
+        differences["tokens"].append(points["one"][1] - points["two"][1])
+        differences["aes"].append(aes(*points["one"], *points["base"]) - aes(*points["two"], *points["base"]))
+    for quantity, values in differences.items():
+        interval = getattr(found, quantity)
+        known = [value for value in values[1:] if not np.isnan(value)]
+        low, high = np.percentile(known, [2.5, 97.5])
+        assert [interval.estimate, interval.low, interval.high] == pytest.approx([values[0], low, high], abs=1e-9)
+    assert page.verdict(found.tokens, 1) == page.verdict(
+        type(found.tokens)(-found.tokens.estimate, -found.tokens.high, -found.tokens.low), -1
+    )
+
+
+def test_the_page_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:
+    page, tasks = script("page"), script("tasks")
+    data = tmp_path / "real-data"
+    tasks.write(data)
+    runs = [tmp_path / "real", tmp_path / "real-2"]
+    for number, run in enumerate(runs):
+        for policy, right in (("base", 24), ("brief", 12 + 12 * number), ("weave-50", 48)):
+            for name in ("same", "other"):
+                benchmark = load_benchmark(f"file:{data / f'{name}.jsonl'}")
+                samples = [
+                    Sample(
+                        problem=problem.id,
+                        sample=0,
+                        seed=0,
+                        tokens=40 if policy == "base" else 10,
+                        finish="stop",
+                        text=f"says {policy}",
+                        answer="1",
+                        correct=at < right,
+                        why="",
+                        cuts={},
+                    )
+                    for at, problem in enumerate(benchmark.problems)
+                ]
+                folder = run / "eval" / policy / name
+                folder.mkdir(parents=True)
+                protocol = {"temperature": 0.0, "top_p": 1.0, "max_tokens": 64, "grading": "numeric"}
+                write_summary(folder / "summary.json", summarise(benchmark, samples, protocol))
+                (folder / "samples.jsonl").write_text("".join(json.dumps(asdict(one)) + "\n" for one in samples))
+        row = {"stage": "rollout", "name": "", "device_seconds": 60.0, "tokens": 600, "device": "CPU", "threads": 1}
+        row |= {"versions": {"torch": "2", "transformers": "5"}, "bytes": 0, "peak_memory": 0, "rank": 0, "time": 0.0}
+        (run / "ledger.jsonl").write_text(json.dumps(row) + "\n")
+    text = page.page(runs, data)
+    assert "left out: right, weave-25" in text
+    (brief,) = (
+        line for line in text.split("## Results")[1].split("The two kinds")[0].splitlines() if "| brief |" in line
+    )
+    assert brief.startswith("| brief | 2 | 18.8 | 12.5, 25.0 | -6.2 [")
+    assert "| *brief* is shorter than the base | **holds** | tokens -30.0 [-30.0, -30.0] |" in text
+    assert "| *right* is more accurate than the base | not measured | |" in text
+    assert "| rollout | 2.0 | 1,200 | 10 |" in text
+    first = json.loads((data / "same.jsonl").read_text().splitlines()[24])
+    assert f"**Base wrong, weave right and shorter.** {first['problem']} ({first['answer']})" in text
+    assert "**Base right, weave wrong.** No problem." in text
+    page.draw(page.read_policies(runs, "same"), tmp_path / "frontier.svg")
+    assert "weave-50" in (tmp_path / "frontier.svg").read_text()
+
+
+def test_forgetting_is_the_kl_over_the_whole_vocabulary() -> None:
+    forgetting = script("forgetting")
+    torch.manual_seed(0)
+    base, policy = ([torch.log_softmax(torch.randn(n, 7), dim=-1) for n in (2, 5)] for _ in range(2))
+    each = [
+        sum(p.exp().item() * (p - q).item() for p, q in zip(one, two, strict=True))
+        for ones, twos in zip(base, policy, strict=True)
+        for one, two in zip(ones, twos, strict=True)
+    ]
+    assert forgetting.mean_kl(base, policy) == pytest.approx(sum(each) / 7, abs=1e-5)
+    assert forgetting.mean_kl(base, base) == 0
+
+
+def test_the_specialist_learns_from_right_and_finished_answers_only(tmp_path: Path) -> None:
+    expert = script("expert")
+    rows = [
+        {"problem": "a", "text": "4", "correct": True, "finish": "stop"},
+        {"problem": "a", "text": "4", "correct": True, "finish": "stop"},
+        {"problem": "a", "text": "4 and so", "correct": True, "finish": "length"},
+        {"problem": "b", "text": "5", "correct": False, "finish": "stop"},
+    ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = [{"id": "a", "problem": "2+2"}, {"id": "b", "problem": "2+4"}]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    assert expert.right_answers(tmp_path / "samples.jsonl", tmp_path / "problems.jsonl") == [("2+2", "4")]
