@@ -22,7 +22,8 @@ class Stage:
     """A recipe over configurations and tokenizers alone, and the folder that it is rehearsed in."""
 
     def __init__(self, root: Path, forked: Forked) -> None:
-        self.root, self.forked = root, forked
+        self.root = root
+        self.forked = forked
         self.recipe = make_world(root / "world", prompts=12)
         self.recipe["runs"] = "runs"
         bench = save_prompts(root / "world" / "bench.jsonl", 6, seed=9)

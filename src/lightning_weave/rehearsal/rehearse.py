@@ -32,6 +32,7 @@ from lightning_weave.runs.steps import Steps
 from lightning_weave.store import write_atomic
 
 SUFFIX = "-rehearsal"
+ROUNDS = 2  # of training, with what rehearsal.toml says
 FEW = 4  # prompts of a user's own trajectories
 SHORT = 256  # tokens of each of them
 
@@ -103,6 +104,7 @@ def small_recipe(steps: Steps) -> Recipe:
         data["train"]["updates_per_round"] = 1
     for composition in data["compositions"].values():
         composition.pop("epochs", None)
+        composition |= {"refresh": min(composition["refresh"], ROUNDS)} if "refresh" in composition else {}
     folders = {one: str(folder) for one, folder in _folders(steps).items()}
     data["student"] |= {"model": folders[steps.student]}
     data["student"].pop("revision", None)
