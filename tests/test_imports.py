@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline": MODELS | {"runs", "train", "checks", "report"},
     "views": MODELS | {"runs", "train", "checks", "report", "plan"},
     "world": MODELS | {"runs", "report", "pipeline"},
+    "rehearsal": MODELS | {"runs", "checks", "plan"},  # the commands that it calls are handed to it
     "api": MODELS | {"runs", "train", "report", "pipeline", "views", "world"},
     "cli": {
         "api",
@@ -56,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pipeline",
         "views",
         "world",
+        "rehearsal",
     },
 }
 # The files of verbs: none of them may import another.
@@ -68,6 +70,7 @@ VERBS = {
     "run": "pipeline.run",
     "sweep": "pipeline.sweep",
     "preview": "pipeline.preview",
+    "rehearse": "rehearsal.rehearse",
     "status": "views.status",
     "doctor": "views.doctor",
     "inspect": "views.inspect",

@@ -3,14 +3,14 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_weave.bench.sources import download_files, locate
-from lightning_weave.config.fields import benchmark_folder
+from lightning_weave.config import Eval, benchmark_folder
 from lightning_weave.errors import InputError
 from lightning_weave.store.tables import Row, checked_rows, plain_text, reference_answer
 
@@ -53,6 +53,10 @@ class Benchmark:
         """Return the name of the benchmark's folder: `My-set` for `file:x/My set.jsonl`."""
         return benchmark_folder(self.name)
 
+    def first(self, count: int | None) -> "Benchmark":
+        """Take the first so many problems, or all."""
+        return replace(self, problems=self.problems[:count])
+
 
 @dataclass(frozen=True)
 class _Known:
@@ -75,6 +79,11 @@ KNOWN = {
     "livecodebench-v5": _Known("LCB v5", "code", 279, _LCB, since=date(2024, 8, 1), files=_V5),
     "livecodebench-v6": _Known("LCB v6", "code", 131, _LCB, since=date(2025, 2, 1), files=("test6.jsonl", *_V5)),
 }
+
+
+def asked_benchmark(section: Eval, name: str) -> Benchmark:
+    """Load a benchmark of a recipe, or as much of it as the recipe wants; what is left out is read and checked too."""
+    return load_benchmark(name, section.sources.get(name)).first(section.problems)
 
 
 def load_benchmark(name: str, source: str | None = None) -> Benchmark:

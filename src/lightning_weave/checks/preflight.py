@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 
-from lightning_weave.bench.definitions import Benchmark, load_benchmark
+from lightning_weave.bench.definitions import Benchmark, asked_benchmark
 from lightning_weave.checks.checkpoints import check_usable
 from lightning_weave.checks.disk import check_disk
 from lightning_weave.checks.end_of_turn import judge_stops
@@ -234,7 +234,7 @@ def _open_benchmarks(steps: Steps, todo: Todo, findings: list[Finding]) -> Itera
     section = steps.recipe.eval
     for name in dict.fromkeys(name for names in todo.benchmarks.values() for name in names):
         try:
-            benchmark = load_benchmark(name, section.sources.get(name))
+            benchmark = asked_benchmark(section, name)
             if benchmark.kind == "code":
                 with open_sandbox(section.unsafe_local):
                     pass

@@ -184,3 +184,31 @@ def run(
     with writing(steps):
         stage.run(steps, open_progress(), choose_workers(cluster, address), force, yes)
     show_results(steps, open_console())
+
+
+@app.command()
+def rehearse(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
+    """Run all of it with small random doubles of the models first.
+
+    It needs configurations and tokenizers, no weights, and says what the real run can count on.
+    """
+    steps = load_steps(recipe, set_)
+    from lightning_weave.pipeline import run as running
+    from lightning_weave.plan import plan
+    from lightning_weave.plan.costs import PlannedMachine
+    from lightning_weave.plan.gpus import CALIBRATED
+    from lightning_weave.rehearsal import rehearse as stage
+    from lightning_weave.report import report
+    from lightning_weave.views import card
+
+    progress = open_progress()
+    workers = choose_workers(cluster, address)
+    commands = stage.Commands(
+        run=lambda small: running.run(small, progress, workers, yes=True),
+        report=lambda small: report.run([small], progress),
+        card=lambda small, name: card.run(small, name, None, progress),
+        plan=lambda: plan.run(steps.recipe, PlannedMachine(CALIBRATED, 8), None, False, open_console()),
+    )
+    small = stage.rehearsed(steps)
+    with writing(small):
+        stage.run(steps, small, commands, progress)

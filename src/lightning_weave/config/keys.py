@@ -100,6 +100,7 @@ EXAMPLES: dict[str, Any] = {
     "compositions.NAME.sharpen": 0.6,
     "train.shard_ranks": 8,
     "train.trackers": ["tensorboard"],
+    "eval.problems": 20,
     "eval.samples": 8,
     "eval.max_tokens": 8192,
     "eval.budgets": [1024, 4096],

@@ -29,6 +29,9 @@ class Recipe(Strict):
 
     name: Name
     runs: str = Field("runs", description="directory that holds run directories")
+    rehearsal: bool = Field(
+        False, description="with doubles of the models, as `lweave rehearse` makes them: nothing of it is a result"
+    )
     student: Student
     anchors: dict[Name, Anchor] = Field({})
     tags: Tags = Tags()
@@ -64,6 +67,11 @@ class Recipe(Strict):
         inherited = {"chat", "thinking"} | ({"system"} if evaluation.get("chat", True) else set())
         evaluation = {key: prompts[key] for key in inherited & prompts.keys()} | evaluation
         return {**data, "prompts": prompts, "eval": evaluation}
+
+    @property
+    def mark(self) -> str:
+        """What stands beside everything that a rehearsal makes; nothing beside a result."""
+        return "rehearsal with small random models, no result" if self.rehearsal else ""
 
     def side(self, anchor: str, role: Literal["post", "pre"]) -> Side:
         """One of the two models of an anchor, and what it reads."""

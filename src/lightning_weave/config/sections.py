@@ -264,6 +264,7 @@ class Eval(_Asked, _Engine):
 
     benchmarks: list[str] = Field(["aime-2024", "aime-2025", "hmmt-feb-2025"], min_length=1)
     sources: dict[str, str] = Field({}, description="benchmark -> file, directory or hub name, instead of the default")
+    problems: Count | None = Field(None, description="only the first so many of each benchmark; default: all")
     samples: Count | None = Field(None, description="per problem; default: 64 for mathematics, 4 for code")
     temperature: float = Field(0.6, ge=0, allow_inf_nan=False)
     top_p: float = Field(0.95, gt=0, le=1)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_weave.config import Dtype, Policy, Student
+from lightning_weave.models.adapters import CONFIG as ADAPTER
 from lightning_weave.models.adapters import Update, adapter_config, base_name, merged, updates
+from lightning_weave.models.files import checkpoint_json
 from lightning_weave.models.hub import absent_weights, resolve_model
 from lightning_weave.store import model_identity
 from lightning_weave.store.identity import fingerprint
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_weave.models.layout import Layout
 
 
+MARK = "rehearsal"  # key of the config.json of doubles, so that none is taken for a model
 _NAMES_THE_BASE = ("base_model_name_or_path", "revision")  # where it lies, not what it is
 
 
@@ -47,7 +50,7 @@ class Checkpoint:
     @cached_property
     def base(self) -> "Checkpoint | None":
         """The checkpoint that a LoRA adapter was trained on, from its configuration; None of a whole model."""
-        folder = self._folder(weights=False)
+        folder = self.own_path
         config = adapter_config(folder)
         if config is None:
             return None
@@ -67,8 +70,13 @@ class Checkpoint:
     @cached_property
     def light_path(self) -> Path:
         """The same directory, for whoever reads configuration and tokenizer: no weights are downloaded for it."""
-        folder = self._folder(weights=False)
+        folder = self.own_path
         return folder if self.base is None else self.base.light_path
+
+    @property
+    def own_path(self) -> Path:
+        """The directory of the configuration, of an adapter its own; no weights are downloaded for it."""
+        return self._folder(weights=False)
 
     def _folder(self, weights: bool) -> Path:
         local = Path(self.name).expanduser()
@@ -77,12 +85,12 @@ class Checkpoint:
     @property
     def is_here(self) -> bool:
         """Whether the weights are on this disk, or a part of the work still has to fetch them from the hub."""
-        return not absent_weights(self.name, self._folder(weights=False)) and (self.base is None or self.base.is_here)
+        return not absent_weights(self.name, self.own_path) and (self.base is None or self.base.is_here)
 
     @property
     def identity(self) -> str:
         """What the checkpoint is, by content; of weights that are still on the hub, by the sha256 that it gives."""
-        folder = self._folder(weights=False)
+        folder = self.own_path
         own = model_identity(folder, absent_weights(self.name, folder))
         if self.base is None:
             return own
@@ -109,6 +117,11 @@ class Checkpoint:
     def config(self) -> Any:
         """Its configuration, class defaults included."""
         return _loading().read_config(self.light_path, self.trust_remote_code)
+
+    @property
+    def is_double(self) -> bool:
+        """Whether a rehearsal made it, or it was trained or mixed from what a rehearsal made."""
+        return any(MARK in checkpoint_json(self.own_path / name) for name in ("config.json", ADAPTER))
 
     @property
     def is_quantised(self) -> bool:

@@ -5,7 +5,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from lightning_weave.bench.definitions import load_benchmark
+from lightning_weave.bench.definitions import asked_benchmark, load_benchmark
 from lightning_weave.bench.export import export_samples
 from lightning_weave.bench.lock import check_lock
 from lightning_weave.bench.samples import read_samples
@@ -37,9 +37,9 @@ def run(
             policy = Evaluated(name, steps.policy(name))
             try:
                 for benchmark, stage in waiting.items():
-                    loaded = load_benchmark(benchmark, section.sources.get(benchmark))
-                    check_lock(loaded, steps.store.run_dir / "eval" / "benchmarks.json")
-                    evaluate(steps, policy, loaded, stage, progress, do=do)
+                    whole = load_benchmark(benchmark, section.sources.get(benchmark))
+                    check_lock(whole, steps.store.run_dir / "eval" / "benchmarks.json")
+                    evaluate(steps, policy, whole.first(section.problems), stage, progress, do=do)
             finally:
                 policy.close()
             watch(partial(check_evaluation, steps, name), True, progress)
@@ -54,7 +54,7 @@ def export_lm_eval(steps: Steps, folder: Path, when: datetime) -> list[Path]:
             stage = steps.store.stage(steps.eval(policy, name))
             if stage.state() != "done":
                 continue
-            benchmark = load_benchmark(name, section.sources.get(name))
+            benchmark = asked_benchmark(section, name)
             prompts = prompt_texts(benchmark, steps.policy(policy).tokenizer, steps.recipe.asked(policy))
             samples = read_samples(stage.folder / "samples.jsonl")
             settings = read_summary(stage.folder / "summary.json").settings

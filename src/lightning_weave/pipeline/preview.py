@@ -6,7 +6,7 @@ step, so this is for a few problems and short answers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
-from lightning_weave.bench.definitions import load_benchmark
+from lightning_weave.bench.definitions import asked_benchmark
 from lightning_weave.bench.summary import Summary, read_summary
 from lightning_weave.cache.block import Block
 from lightning_weave.config import benchmark_folder
@@ -134,8 +134,7 @@ def _evaluate(
     for benchmark_name in section.benchmarks:
         stage = steps.store.stage(preview_step(steps, name, benchmark_name, problems))
         if stage.state() != "done":
-            whole = load_benchmark(benchmark_name, section.sources.get(benchmark_name))
-            benchmark = replace(whole, problems=whole.problems[:problems])
+            benchmark = asked_benchmark(section, benchmark_name).first(problems)
             anchors = anchors or _open_anchors(steps, name, loaded)
             anchors.ask(asked_problems(benchmark, steps.student.tokenizer, section))
             policy = policy or _open_policy(steps, name, anchors)

@@ -59,7 +59,9 @@ def student_names(students: Sequence[Sequence[Steps]]) -> list[str]:
     """Name each student by the last part of its model's name, or the whole where two would be the same."""
     whole = [runs[0].recipe.student.model.rstrip("/") for runs in students]
     short = [name.split("/")[-1] for name in whole]
-    return [one if short.count(one) == 1 else long for one, long in zip(short, whole, strict=True)]
+    names = [one if short.count(one) == 1 else long for one, long in zip(short, whole, strict=True)]
+    marks = [f" ({runs[0].recipe.mark})" if runs[0].recipe.mark else "" for runs in students]
+    return [name + mark for name, mark in zip(names, marks, strict=True)]
 
 
 def run_names(runs: Sequence[Steps]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-from lightning_weave.bench.definitions import Problem, load_benchmark
+from lightning_weave.bench.definitions import Problem, asked_benchmark
 from lightning_weave.bench.samples import Sample, read_samples
 from lightning_weave.config import Case, benchmark_folder
 from lightning_weave.errors import InputError, WeaveError
@@ -97,7 +97,7 @@ def _samples(steps: Steps, policy: str, benchmark: str) -> Iterator[Sample]:
 def _problems(steps: Steps, name: str) -> tuple[str, dict[str, Problem]]:
     """Load a benchmark's label and problems; a report outlives the files of its questions."""
     try:
-        benchmark = load_benchmark(name, steps.recipe.eval.sources.get(name))
+        benchmark = asked_benchmark(steps.recipe.eval, name)
     except WeaveError:
         return benchmark_folder(name), {}
     return benchmark.label, {problem.id: problem for problem in benchmark.problems}

@@ -57,6 +57,7 @@ def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, b
     hues |= policy_hues([*hues, *across.colours_of([student.policies for student in students])])
     writer = Writer(folder, hues, across.find_benchmark(benchmark, [student.policies for student in students]))
     group = main or (OWN if others else "")
+    group = ": ".join(filter(None, (runs[0].recipe.mark, group)))
     rows = [
         row
         for student in students
@@ -91,7 +92,8 @@ def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, b
         )
     subject, result, lead = _headline(students, labels)
     page = Page(
-        title=" + ".join(across.run_names(runs) if not several else (student.name for student in students)),
+        title=" + ".join(across.run_names(runs) if not several else (student.name for student in students))
+        + f" ({runs[0].recipe.mark})" * bool(runs[0].recipe.mark and not several),
         subject=subject,
         headline=result,
         lead=lead,
@@ -100,7 +102,7 @@ def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, b
         results=results,
         runs=views,
         cases=cases,
-        notes=[*_changes(given, changed, main), *_missing(runs, shown, students, labels)],
+        notes=[*_rehearsed(runs), *_changes(given, changed, main), *_missing(runs, shown, students, labels)],
         footer=_footer(runs),
         hues=hues,
     )
@@ -117,6 +119,9 @@ def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, b
 def _folder(runs: Sequence[Steps], out: Path | None) -> Path:
     """Where a report goes: into its run, or of several into report/ beside them, so that it replaces no run's own."""
     folders = [steps.store.run_dir for steps in runs]
+    if len({steps.recipe.rehearsal for steps in runs}) > 1:
+        rehearsed = next(steps for steps in runs if steps.recipe.rehearsal)
+        raise InputError(f"{rehearsed.store.run_dir} is a rehearsal, and others are not: report them apart")
     if twice := [str(folder) for folder in folders if folders.count(folder) > 1]:
         raise InputError(f"{twice[0]} is given twice; name each run once")
     folder = out or (folders[0] if len(runs) == 1 else across.shared_folder(runs)) / "report"
@@ -244,6 +249,11 @@ def _changes(given: Sequence[Steps], changed: Sequence[Mapping[str, str]], main:
                 f"Stale, shown as it was made: {names}. Changed since: {why}. Next: lweave run {steps.arguments}"
             )
     return notes
+
+
+def _rehearsed(runs: Sequence[Steps]) -> list[str]:
+    """Say of a rehearsal what it is."""
+    return [f"This is a {runs[0].recipe.mark}. It shows that the recipe goes through."] if runs[0].recipe.mark else []
 
 
 def _missing(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from lightning_weave.bench.definitions import load_benchmark
+from lightning_weave.bench.definitions import asked_benchmark
 from lightning_weave.bench.summary import Overall, Summary, combine, read_summary
 from lightning_weave.config import Tags
 from lightning_weave.report.tables import BenchmarkScore, PolicyRow, console, fits, plain
@@ -95,7 +95,7 @@ def tag_rows(steps: Steps, evaluated: PolicySummaries) -> list[PolicyRow]:
     section = steps.recipe.eval
     tags: dict[tuple[str, str], str] = {}
     for name in section.benchmarks:
-        benchmark = load_benchmark(name, section.sources.get(name))
+        benchmark = asked_benchmark(section, name)
         asked = asked_problems(benchmark, steps.student.tokenizer, section)
         tags |= {(benchmark.name, one.prompt.id): tag_of(steps.recipe, one) for one in asked}
     rows = []
@@ -134,7 +134,7 @@ def _number(value: float | None) -> float | None:
 def show_results(steps: Steps, out: Console) -> None:
     """Print the table of all policies evaluated so far."""
     found = summaries(steps)
-    rows = policy_rows(found)
+    rows = policy_rows(found, group=steps.recipe.mark)
     if rows:
         if out.is_terminal:
             out.print(console(rows, width=out.width))

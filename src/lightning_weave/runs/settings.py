@@ -10,6 +10,7 @@ from lightning_weave.store import file_identities, file_identity
 
 # Keys of [train] that came later than the first runs, with the values that change nothing.
 LATER = {"warmup": 0, "decay": "constant", "lora.stabilised": False}
+LATER_ASKED = ("template", "system", "problems")  # keys of [prompts] and [eval] that came later, unset where unused
 SHIFT_RULES = {"shift_clip", "only_above", "mass_floor", "temperature"}
 TRAIN_EXECUTION = {
     "shard_ranks",
@@ -44,8 +45,8 @@ def quantization(section: Rollout | Eval) -> dict[str, Any]:
 
 
 def without_unset(settings: dict[str, Any]) -> dict[str, Any]:
-    """Leave out how to ask where the recipe does not say it: steps of earlier versions stay the same."""
-    return {key: value for key, value in settings.items() if key not in ("template", "system") or value is not None}
+    """Leave out what came later where the recipe does not say it: steps of earlier versions stay the same."""
+    return {key: value for key, value in settings.items() if key not in LATER_ASKED or value is not None}
 
 
 def without_defaults(train: dict[str, Any]) -> dict[str, Any]:

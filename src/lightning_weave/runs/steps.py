@@ -79,6 +79,10 @@ class Steps:
         name = str(checkpoint)
         if name not in self._identities:
             try:
+                if checkpoint.is_double and not self.recipe.rehearsal:
+                    raise InputError(
+                        f"{name}: made by a rehearsal, of random weights. Give the checkpoint that it stands for"
+                    )
                 self._identities[name] = checkpoint.identity
             except InputError:
                 if name not in self._remembered:

@@ -26,6 +26,7 @@ def model_card(steps: Steps, name: str, figures: dict[str, Any], evaluation: str
         for anchor, weight in composition.used.items()
     )
     by_tag = "".join(f"\nWeights of the tag `{tag}`: {shares}.\n" for tag, shares in composition.by_tag.items())
+    mark = f"\n**This is a {recipe.mark}.**\n" if recipe.mark else ""
     rows = "\n".join(f"| {what} | {value} |" for what, value in _facts(steps, name, figures).items())
     return f"""---
 {base}library_name: transformers
@@ -33,7 +34,7 @@ pipeline_tag: text-generation
 {TAG}
 ---
 # {recipe.name}: {name}
-
+{mark}
 `{student}` trained towards a composition of policy shifts with Lightning Weave {__version__}.
 
 | anchor | weight | dose (weight / alpha) | post-trained | from |

@@ -30,7 +30,8 @@ def run(steps: Steps, composition: str, out: Path | None, progress: Progress) ->
         shutil.copytree(stage.folder / "final", unfinished, dirs_exist_ok=True)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
         (unfinished / "recipe.toml").write_text(dump_recipe(steps.recipe), encoding="utf-8")
-    progress.say(f"{target}: ready. Publish it with: hf upload OWNER/NAME {target}")
+    mark = steps.recipe.mark
+    progress.say(f"{target}: " + (f"a {mark}" if mark else f"ready. Publish it with: hf upload OWNER/NAME {target}"))
     return target
 
 
@@ -45,7 +46,7 @@ def evaluation(steps: Steps, composition: str) -> str:
         + ", ".join(f"{key} {value}" for key, value in result.settings.items())
         for result in found[composition]
     )
-    rows = policy_rows(shown)
+    rows = policy_rows(shown, group=steps.recipe.mark)
     return f"\n## Evaluation\n\n{markdown(rows).strip()}\n\n{legend(rows)}\n\n{protocol}.\n"
 
 

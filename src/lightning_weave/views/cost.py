@@ -10,6 +10,7 @@ from rich.table import Table
 
 from lightning_weave.errors import InputError
 from lightning_weave.progress import duration
+from lightning_weave.report.across import student_names
 from lightning_weave.report.cost_table import cost_columns, table_lines
 from lightning_weave.runs.costs import Spent, costs, read_spent, summary
 from lightning_weave.runs.known import with_known
@@ -54,7 +55,7 @@ def _compare(runs: Sequence[Steps], console: Console, json: bool) -> None:
     columns = [
         column
         for steps in map(with_known, runs)
-        for column in cost_columns(steps, _read(steps).kept, steps.recipe.student.model.rstrip("/").split("/")[-1])
+        for column in cost_columns(steps, _read(steps).kept, *student_names([[steps]]))
     ]
     if not columns:
         raise InputError("no composition is trained in any of these runs, so there is nothing to compare")

@@ -14,6 +14,8 @@ class LLM:
     """One engine; `STAND_IN_RECORDS` names the directory of the records."""
 
     def __init__(self, **settings: Any) -> None:
+        if os.environ.get("STAND_IN_REFUSES", "\0") in settings["model"]:
+            raise ValueError("Model architectures ['Small'] are not supported for now")
         port = _meet() if settings.get("tensor_parallel_size", 1) > 1 else None
         record = {"settings": settings, "environment": dict(os.environ), "port": port}
         (Path(os.environ["STAND_IN_RECORDS"]) / f"{os.getpid()}.json").write_text(json.dumps(record))

@@ -1,0 +1,218 @@
+"""A rehearsal goes through a whole recipe without a weight, is marked, resumes, and finds mistakes that show late."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults.conftest import CLOCKS, _timeless
+from forked import Ended, Fault, Forked
+from lightning_weave.config import check_recipe, dump_recipe
+from tiny import ENDS, make_world, save_prompts
+
+TESTS = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
+
+class Stage:
+    """A recipe over configurations and tokenizers alone, and the folder that it is rehearsed in."""
+
+    def __init__(self, root: Path, forked: Forked) -> None:
+        self.root = root
+        self.forked = forked
+        self.recipe = make_world(root / "world", prompts=12)
+        self.recipe["runs"] = "runs"
+        bench = save_prompts(root / "world" / "bench.jsonl", 6, seed=9)
+        self.recipe["eval"] = {"benchmarks": [f"file:{bench}"], "chat": False}
+        self.recipe["compositions"] = {"both": self.recipe["compositions"]["both"]}
+        for file in (root / "world").rglob("*.safetensors"):
+            file.unlink()
+        config = root / "world" / "student" / "config.json"
+        wide = json.loads(config.read_text()) | {"hidden_size": 2**34}  # no disk has room for its checkpoints
+        config.write_text(json.dumps(wide))
+
+    def rehearse(self, folder: str = "own", fault: dict[str, Any] | None = None, **changes: Any) -> Ended:
+        """Rehearse the recipe with some sections changed, in a folder of its own or where it was rehearsed before."""
+        place = self.root / folder
+        place.mkdir(exist_ok=True)
+        (place / "r.toml").write_text(dump_recipe(check_recipe(self.recipe | changes)))
+        return self.forked.lweave("rehearse", "r.toml", folder=str(place), **(fault or {}))
+
+    @property
+    def run(self) -> Path:
+        return self.root / "own" / "runs" / "tiny-rehearsal"
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Stage:
+    made = Stage(tmp_path_factory.mktemp("rehearsal"), forked)
+    ended = made.rehearse()
+    assert ended.code == 0, ended.said
+    (made.root / "said.txt").write_text(ended.said)
+    shutil.copytree(made.run, made.root / "undisturbed")
+    return made
+
+
+def test_it_goes_through_without_a_weight_and_says_what_that_proves(stage: Stage) -> None:
+    said = " ".join((stage.root / "said.txt").read_text().split())
+    for line in (
+        "prompts: 8 prompts.",
+        "So transformers loads Qwen3ForCausalLM and samples it",
+        "score/acc-post: log-probabilities by LlamaForCausalLM",
+        "So joint training of Qwen3ForCausalLM works, is saved, and is exported",
+        "So transformers loads the exported Qwen3ForCausalLM",
+        "Now for real: lweave run r.toml",
+        "Plan of tiny",
+    ):
+        assert line in said, said
+    assert "no weights here (*.safetensors)" in said  # what doubles cannot show
+    assert not (stage.root / "own" / "runs" / "tiny").exists()
+    doubles = json.loads((stage.run / "doubles" / "student" / "config.json").read_text())
+    assert (doubles["hidden_size"], doubles["num_hidden_layers"]) == (32, 2)
+
+
+def test_the_folder_the_tables_the_page_and_the_card_say_what_it_is(stage: Stage) -> None:
+    mark = "rehearsal with small random models, no result"
+    made = [*(stage.run / "report" / "tables").iterdir(), stage.run / "report" / "index.html"]
+    made.append(stage.run / "publish" / "both" / "README.md")
+    assert len(made) > 6
+    assert [path.name for path in made if mark not in path.read_text()] == []
+    assert "rehearsal = true" in (stage.run / "recipe.toml").read_text()
+
+
+def test_no_real_command_takes_it_for_a_result(stage: Stage) -> None:
+    final = stage.run / "train" / "both" / "final"
+    place = str(stage.root / "own")
+    bench = stage.recipe["eval"]["benchmarks"][0]
+    ended = stage.forked.lweave("eval", "--model", final, "--bench", bench, "--set", "eval.chat=false", folder=place)
+    assert ended.code == 2, ended.said
+    assert "made by a rehearsal, of random weights" in ended.said
+    real = stage.root / "own" / "runs" / "real"
+    shutil.copytree(stage.run, real)
+    (real / "recipe.toml").write_text((real / "recipe.toml").read_text().replace("rehearsal = true", ""))
+    ended = stage.forked.lweave("report", stage.run, real, folder=place)
+    assert ended.code == 2
+    assert "is a rehearsal, and others are not" in ended.said
+
+
+def test_killed_and_started_again_it_ends_with_the_same_bytes(stage: Stage) -> None:
+    for place in (r"doubles/.*brief-pre/config\.json", "train/both/checkpoints", "eval/both/"):
+        fault = {"counted": rf"^write .*{place}", "fault": Fault(event=1)}
+        killed = stage.rehearse("killed", fault=fault)
+        assert killed.code == -9, killed.said
+    ended = stage.rehearse("killed")
+    assert ended.code == 0, ended.said
+    contents = [_contents(run) for run in (stage.root / "undisturbed", stage.root / "killed" / "runs" / stage.run.name)]
+    assert contents[0].keys() == contents[1].keys()
+    assert [name for name in contents[0] if contents[0][name] != contents[1][name]] == []
+
+
+def _contents(run: Path) -> dict[str, Any]:
+    """All that does not tell the time: the page and the costs do."""
+    files = [path for path in run.rglob("*") if path.is_file() and path.name not in CLOCKS]
+    kept = [path for path in files if path.relative_to(run).parts[0] != "report" or path.name.startswith("results")]
+    return {str(path.relative_to(run)): _timeless(path) for path in kept}
+
+
+# Mistakes that show late: what is changed in the recipe, the stage at which the rehearsal ends, and what it says.
+
+
+def lines(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"file:{path}"
+
+
+def test_a_benchmark_without_answers(stage: Stage, tmp_path: Path) -> None:
+    bench = lines(tmp_path / "bench.jsonl", {"id": "1", "problem": "1+1", "answer": "2"}, {"id": "2", "problem": "1+2"})
+    ended = stage.rehearse(eval={"benchmarks": [bench], "chat": False})
+    assert ended.code == 2
+    assert "bench.jsonl:2: has id, problem; expected id, problem and answer" in ended.said
+    assert "stopped before eval/base/bench was made" in ended.said
+
+
+def test_an_anchor_that_cannot_express_the_end_of_turn(stage: Stage) -> None:
+    anchors = {**stage.recipe["anchors"], "acc": {**stage.recipe["anchors"]["acc"], "aliases": {}}}
+    ended = stage.rehearse(anchors=anchors)
+    assert ended.code == 0, ended.said
+    listed = ended.said.partition("To look at before the real run")[2]
+    assert "score: anchors.acc: <|end|> has no counterpart" in listed
+    assert f'aliases = {{ "{ENDS["student"]}" = "{ENDS["accuracy"]}" }}' in listed
+
+
+def test_an_export_that_the_engine_cannot_load(stage: Stage, tmp_path: Path) -> None:
+    engine = tmp_path / "python"
+    paths = os.pathsep.join([str(TESTS / "stand_in"), *filter(None, sys.path)])
+    said = {"PYTHONPATH": paths, "STAND_IN_RECORDS": tmp_path, "STAND_IN_REFUSES": "final"}
+    words = " ".join(f"{name}='{value}'" for name, value in said.items())
+    engine.write_text(f'#!/bin/sh\n{words} exec {sys.executable} "$@"\n')
+    engine.chmod(0o755)
+    ended = stage.rehearse(eval={**stage.recipe["eval"], "engine": "vllm", "python": str(engine), "parity": 1e6})
+    assert ended.code == 1, ended.said
+    assert "the vLLM engine failed: ValueError: Model architectures ['Small'] are not supported" in ended.said
+    assert "stopped before eval/both/bench was made" in ended.said
+
+
+def test_no_disk_for_checkpoints(stage: Stage) -> None:
+    said = " ".join((stage.root / "said.txt").read_text().split())
+    assert "of it checkpoints and exports of 1 compositions, but" in said
+    assert "train.keep = 1" in said
+
+
+def test_a_grader_that_fails(stage: Stage, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def grade(response, answer):\n    return response.split('####')[1] == answer\n")
+    grader = {"kind": "python", "function": f"{tmp_path}/own.py:grade", "trust": True}
+    ended = stage.rehearse(eval={**stage.recipe["eval"], "graders": {"bench": grader}})
+    assert ended.code == 2, ended.said
+    assert "own.py:grade fails on the response" in ended.said
+    assert "stopped before eval/base/bench was made" in ended.said
+
+
+def test_a_case_of_a_policy_that_is_not_there(stage: Stage) -> None:
+    ended = stage.rehearse(report={"cases": {"a": {"wrong": ["base"], "right": ["boht"]}}})
+    assert ended.code == 2
+    assert "boht" in ended.said
+    assert "stopped after the last stage" in ended.said
+
+
+def test_an_update_of_layers_that_are_not_there(stage: Stage) -> None:
+    ended = stage.rehearse(train={**stage.recipe["train"], "lora": {"targets": ["query"]}})
+    assert ended.code == 2
+    assert "train.lora" in ended.said
+    assert "stopped before train/both was made" in ended.said
+
+
+def test_a_student_that_is_quantised(stage: Stage) -> None:
+    shutil.copytree(stage.root / "world" / "student", quantised := stage.root / "quantised", dirs_exist_ok=True)
+    config = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    ended = stage.rehearse("other", student={"model": str(quantised)})
+    assert ended.code == 2
+    assert "its weights are quantised (fp8): it can be scored, but not trained" in ended.said
+    assert "stopped before the first stage" in ended.said
+
+
+def test_a_context_that_a_row_has_no_column_for(stage: Stage) -> None:
+    context = {"template": "{prompt} Hint: {hint}"}
+    anchors = {**stage.recipe["anchors"], "acc": {**stage.recipe["anchors"]["acc"], "post_prompt": context}}
+    ended = stage.rehearse(anchors=anchors)
+    assert ended.code == 2
+    assert "anchors.acc.post_prompt" in ended.said
+    assert "hint" in ended.said
+
+
+def test_a_pair_of_one_model(stage: Stage) -> None:
+    anchors = {**stage.recipe["anchors"], "acc": {**stage.recipe["anchors"]["acc"]}}
+    anchors["acc"]["post"] = anchors["acc"]["pre"]
+    ended = stage.rehearse(anchors=anchors)
+    assert ended.code == 2
+    assert "anchors.acc: post and pre are the same model" in ended.said
+
+
+def test_an_engine_that_is_not_installed(stage: Stage) -> None:
+    ended = stage.rehearse(eval={**stage.recipe["eval"], "engine": "vllm", "python": "/no/such/python"})
+    assert ended.code == 2
+    assert "eval.python = '/no/such/python': no such executable" in ended.said
