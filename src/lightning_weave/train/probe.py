@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_weave.bench.definitions import Benchmark, load_benchmark
+from lightning_weave.bench.definitions import Benchmark, asked_benchmark
 from lightning_weave.maths import aes
 from lightning_weave.models.hf import HFSampler
 from lightning_weave.runs.evaluation import asked_problems, sampling_settings
@@ -32,7 +32,7 @@ class Probe:
         """Take problems of the recipe's first benchmark, evenly spread; the recipe's protocol, one sample of each."""
         section = steps.recipe.eval
         name = section.benchmarks[0]
-        loaded = load_benchmark(name, section.sources.get(name))
+        loaded = asked_benchmark(section, name)
         count = len(loaded.problems)
         most = min(count, steps.recipe.train.eval_problems)
         benchmark = replace(loaded, problems=tuple(loaded.problems[place * count // most] for place in range(most)))
