@@ -176,6 +176,8 @@ def _check_packages(steps: Steps, todo: Todo) -> Iterator[Finding]:
     """Look for the packages that only some recipes need."""
     recipe = steps.recipe
     wanted = {"train.lora": ("peft", "lightning-weave[peft]")} if recipe.train.lora and todo.compositions else {}
+    if recipe.train.lora and recipe.train.lora.base != "own" and todo.compositions:
+        wanted["train.lora.base"] = ("bitsandbytes", "lightning-weave[quantised]")
     if todo.compositions:
         wanted |= {f"train.trackers: {name}": (name, name) for name in recipe.train.trackers}
     if todo.benchmarks and recipe.eval.profile == "math-verify":

@@ -17,6 +17,7 @@ from lightning_weave.config.fields import (
     Decay,
     Dtype,
     Engine,
+    LoraBase,
     Objective,
     Threshold,
     benchmark_folder,

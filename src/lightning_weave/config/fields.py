@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Engine = Literal["hf", "vllm"]
 Decay = Literal["constant", "linear", "cosine"]
+LoraBase = Literal["own", "nf4", "int8"]
 OBJECTIVES = ("tilted", "reverse-kl", "reverse-kl-full", "direct-opd")
 PromptFormat = Literal["plain", "dapo", "question-answer", "boxed", "template", "livecodebench"]
 EvalFormat = Literal["plain", "question-answer", "boxed", "template"]

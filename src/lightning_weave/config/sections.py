@@ -14,6 +14,7 @@ from lightning_weave.config.fields import (
     Engine,
     EvalFormat,
     GraderKind,
+    LoraBase,
     Name,
     Objective,
     PromptFormat,
@@ -169,6 +170,11 @@ class Lora(Strict):
     targets: list[str] | Literal["all-linear"] = Field(
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         description='layers that get an update; "all-linear": all but the head',
+    )
+    base: LoraBase = Field(
+        "own",
+        description="how the frozen student is kept: in its own dtype, or in 4 bits (nf4) or 8 (int8) by bitsandbytes, "
+        "on one rank",
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_weave.config import Dtype, Policy, Student
+from lightning_weave.errors import InputError
 from lightning_weave.models.adapters import CONFIG as ADAPTER
 from lightning_weave.models.adapters import Update, adapter_config, base_name, merged, updates
 from lightning_weave.models.files import checkpoint_json
@@ -151,6 +152,15 @@ class Checkpoint:
         if self.base is not None:
             return merged(self.base.load(dtype, device), self.adapter_path)
         return _loading().load_model(self.path, dtype=dtype, device=device, trust_remote_code=self.trust_remote_code)
+
+    def load_quantised(self, bits: str, dtype: "torch.dtype", device: "torch.device") -> Any:
+        """Load the model with its matrices in 4 or 8 bits, to train an adapter beside them."""
+        if self.base is not None:
+            raise InputError(
+                f"{self.name} is a LoRA adapter, but train.lora.base = {bits!r} needs a whole checkpoint. Merge it "
+                "into its base with peft"
+            )
+        return _loading().load_quantised(self.path, bits, dtype, device, self.trust_remote_code)
 
     def without_weights(self, dtype: "torch.dtype") -> Any:
         """The model with buffers but without memory for its weights, to be sharded before they are read."""

@@ -4,15 +4,16 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
 from safetensors import safe_open
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
 
 from lightning_weave.errors import InputError, WeaveError, first_line
@@ -72,6 +73,30 @@ def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_re
         _finish_quantised(path, method, model, info["unexpected_keys"], dtype)
     spare_memory(model)
     return model.eval().requires_grad_(False)
+
+
+def load_quantised(path: Path, bits: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+    """Load a model whose matrices, but for the head, are kept in 4 or 8 bits; what it computes is in `dtype`."""
+    check_weights(path)
+    if find_spec("bitsandbytes") is None:
+        raise InputError(f"train.lora.base = {bits!r} needs bitsandbytes: pip install bitsandbytes")
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    settings = {**four, "bnb_4bit_compute_dtype": dtype} if bits == "nf4" else {"load_in_8bit": True}
+    with room_for_weights(path, device):
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            quantization_config=BitsAndBytesConfig(**settings),
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+            device_map={"": device},
+        )
+    for module in model.modules():
+        if isinstance(weight := getattr(module, "weight", None), Tensor) and not weight.is_floating_point():
+            # A state of its weight alone, which never changes: torch's checkpoints do not know what is beside it.
+            module._save_to_state_dict = partial(nn.Module._save_to_state_dict, module)
+    return model
 
 
 @contextmanager

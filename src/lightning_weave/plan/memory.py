@@ -5,6 +5,7 @@ The figures for scoring and training are held to those of the fake device (docs/
 
 from dataclasses import dataclass
 
+from lightning_weave.config import LoraBase
 from lightning_weave.plan.architecture import Layer, Shape
 
 MASTER = 4  # float32 weights, always
@@ -12,6 +13,7 @@ OPTIMIZER = 8  # Adam's two moments
 GRADIENT = 4
 LOGITS = 512 * 2**20  # of a chunk of positions on a GPU (heads/tiles.py)
 HEAD_SIZE = 128  # of one head, for the tables of positions
+QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}  # bytes per weight, with the scales of its blocks
 BATCH = 450  # bytes per decision: candidates, targets and what is watched of them
 
 
@@ -58,23 +60,31 @@ def _passing(layer: Layer, width: int, size: int) -> int:
 
 
 def training_memory(
-    shape: Shape, tokens: int, gpus: int, checkpointing: bool, trained: int | None, bytes_per_number: int = 2
+    shape: Shape,
+    tokens: int,
+    gpus: int,
+    checkpointing: bool,
+    trained: int | None,
+    bytes_per_number: int = 2,
+    base: LoraBase = "own",
 ) -> Memory:
     """Count what is held at the moments of an update that can be its peak, and take the largest.
 
     Masters, gradients and moments are float32 and divided over the GPUs (FSDP), which gather one layer after another in
     the dtype of the computation; one GPU in float32 gathers nothing. `trained` is the number of trainable parameters if
-    that is not all of them (LoRA): the frozen ones stay as stored.
+    that is not all of them (LoRA): the frozen ones stay as stored, or are quantised (`base`, on one GPU).
     """
     size = bytes_per_number
     learning = shape.parameters if trained is None else trained
-    frozen = 0 if trained is None else shape.bytes_per_weight * shape.parameters
-    state = (frozen + (MASTER + OPTIMIZER) * learning) / gpus
     head = shape.width * shape.vocabulary
     root = head * (1 if shape.tied else 2)  # embedding and head: gathered once, and held from beginning to end
+    frozen: float = 0 if trained is None else shape.bytes_per_weight * shape.parameters
+    if base != "own":
+        frozen = QUANTISED[base] * (shape.parameters - root) + size * root
+    state = (frozen + (MASTER + OPTIMIZER) * learning) / gpus
     of_root = root if trained is None else 0  # of these, trained
     of_head = head if trained is None else 0
-    gathered = gpus > 1 or size < 4
+    gathered = base == "own" and (gpus > 1 or size < 4)
     whole = size * root if gathered else 0
     unit = max(layer.parameters for layer in shape.layers) if gathered else 0
 
@@ -96,6 +106,8 @@ def training_memory(
         "step": GRADIENT * learning / gpus - whole,
     }
     moments["loss"] += _at_loss(shape, tokens, of_head, size)
+    if base != "own":  # one matrix at a time is made whole
+        whole += size * shape.width * max(layer.inner for layer in shape.layers)
     # Its head is compared with its own logits, in float32, when its weights have been read.
     looked_at = whole + size * unit + max(whole + size * unit, 4 * head if size < 4 else 0)
     return Memory(state, float(whole + max(moments.values())), (frozen + MASTER * learning) / gpus + looked_at)

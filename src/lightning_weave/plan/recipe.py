@@ -280,6 +280,7 @@ def _memory_plans(
         recipe.train.gradient_checkpointing,
         _trained(recipe, student),
         bytes_per_number=_trained_bytes(recipe),
+        base="own" if lora is None else lora.base,
     )
     gpus = f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}"
     plans = {

@@ -9,7 +9,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.store import file_identities, file_identity
 
 # Keys of [train] that came later than the first runs, with the values that change nothing.
-LATER = {"warmup": 0, "decay": "constant", "lora.stabilised": False}
+LATER = {"warmup": 0, "decay": "constant", "lora.stabilised": False, "lora.base": "own"}
 LATER_ASKED = ("template", "system", "problems")  # keys of [prompts] and [eval] that came later, unset where unused
 SHIFT_RULES = {"shift_clip", "only_above", "mass_floor", "temperature"}
 TRAIN_EXECUTION = {

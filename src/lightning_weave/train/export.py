@@ -87,7 +87,8 @@ def student_weights(trainee: Trainee, trained: bool = False) -> dict[str, Tensor
     state = model.state_dict()
     if trained:
         weights = model.named_parameters(remove_duplicate=False)
-        state = {name: state[name] for name, weight in weights if weight.requires_grad or ADAPTED in name}
+        changed = {name for name, weight in weights if weight.requires_grad or ADAPTED in name}
+        state = {name: tensor for name, tensor in state.items() if name in changed}
     return {name.replace(ADAPTED, "."): tensor for name, tensor in state.items() if ".lora_" not in name}
 
 
@@ -171,14 +172,18 @@ def write_model(
     ranks gather one weight after another, and rank 0 writes.
     """
     weights = student_weights(trainee)
-    changed = {*student_weights(trainee, trained=True), *merged}
+    updates = _quantised_updates(trainee)
+    changed = {*student_weights(trainee, trained=True), *updates, *merged}
     try:
         with whole_directory(folder) if ranks.first else nullcontext() as unfinished:
             if unfinished:
                 _copy_files(layout.folder, unfinished)
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
             for piece in (piece for piece in layout.pieces if changed & set(piece.names)):
-                gathered = {name: whole_weight(weights[name], layout.dtypes[name]) for name in piece.names}
+                if updates:
+                    gathered = _added(layout, piece.names, updates)
+                else:
+                    gathered = {name: whole_weight(weights[name], layout.dtypes[name]) for name in piece.names}
                 if unfinished:
                     layout.write(unfinished, piece, gathered)
             if unfinished and adapter is not None:
@@ -189,6 +194,30 @@ def write_model(
             f"{folder}: cannot be written ({error}). The last checkpoint is kept: train again, and only this is done"
         ) from error
     return sorted(path for path in folder.rglob("*") if path.is_file()) if ranks.first else []
+
+
+def _quantised_updates(trainee: Trainee) -> dict[str, Update]:
+    """What was trained beside quantised weights, by their names; nothing of a student that is not quantised."""
+    if not hasattr(trainee.model, "peft_config"):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    found = {}
+    for place, layer in trainee.model.get_base_model().named_modules():
+        if isinstance(layer, LoraLayer) and not layer.get_base_layer().weight.is_floating_point():
+            a_RI, b_OR = (factor["default"].weight.detach() for factor in (layer.lora_A, layer.lora_B))
+            found[f"{place}.weight"] = Update(a_RI, b_OR, layer.scaling["default"], layer.fan_in_fan_out)
+    return found
+
+
+def _added(layout: Layout, names: Sequence[str], updates: Mapping[str, Update]) -> dict[str, Tensor]:
+    """The student's own weights of a piece, with what was trained added in float32."""
+    stored = dict(layout.read(dict.fromkeys(names, slice(None))))
+    added = {
+        name: weight.float() + updates[name].rows(slice(None), "cpu") if name in updates else weight
+        for name, weight in stored.items()
+    }
+    return {name: weight.to(layout.dtypes[name]) for name, weight in added.items()}
 
 
 def _copy_files(student: Path, folder: Path) -> None:

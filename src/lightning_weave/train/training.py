@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightning_weave.config import Train
 from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.models.attention import spare_memory
 from lightning_weave.models.checkpoint import Checkpoint
@@ -62,6 +63,8 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     section = steps.recipe.train
     ranks = context.ranks
     checkpoint = start or steps.student
+    if is_quantised(section):
+        return _open_quantised(section, context, checkpoint)
     among = section.shard_ranks or ranks.world
     if ranks.world % among:
         raise InputError(f"train.shard_ranks = {among} does not divide the {ranks.world} ranks. Set one that does")
@@ -89,8 +92,37 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     return trainee
 
 
+def is_quantised(section: Train) -> bool:
+    """Whether the frozen student is kept in fewer bits than its files have."""
+    return section.lora is not None and section.lora.base != "own"
+
+
+def _open_quantised(section: Train, context: TrainContext, checkpoint: Checkpoint) -> Trainee:
+    """Open the student in 4 or 8 bits with an adapter beside it, whole on one rank."""
+    assert section.lora is not None, "only a frozen student is quantised"
+    bits = section.lora.base
+    if context.ranks.world > 1:
+        raise InputError(
+            f"train.lora.base = {bits!r}: a quantised student is on one rank, and there are {context.ranks.world}. "
+            'Start one process, or set base = "own"'
+        )
+    model = checkpoint.load_quantised(bits, context.dtype, context.ranks.device).train()
+    spare_memory(model)
+    model = with_lora(model, section.lora, section.seed)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.to(context.ranks.device)
+    if section.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    trainee = Trainee(model, checkpoint.vocabulary)
+    trainee.look(pack=not section.compile)
+    return trainee
+
+
 def needs_sharding(steps: Steps, dtype: torch.dtype) -> bool:
     """Whether weights are kept in another dtype than they compute in, even in one process: sharding converts them."""
+    if is_quantised(steps.recipe.train):
+        return False
     frozen = steps.recipe.train.lora is not None and steps.student.dtype != torch.float32
     return frozen or dtype != torch.float32
 
@@ -158,6 +190,9 @@ class Training:
             )
             self.say(f"the student's rows are padded to one length: {reason}")
         agreement, complaint = check_agreement(self.fit, self.schedule.rows(0), train.agreement, dtype)
+        if complaint and is_quantised(train):
+            self.say(f"the quantised student differs from the one that was cached: {agreement:.1e} at zero shift")
+            return {"zero_shift_loss": agreement}
         if complaint and not train.allow_disagreement:
             raise Mismatch(f"{complaint}.\nRerun the reference, or set train.allow_disagreement = true")
         self.say(complaint or f"trainer and cache agree to {agreement:.1e} at zero shift")
@@ -253,15 +288,19 @@ class Training:
         layout = student.layout
         trainee = self.fit.trainee
         ranks = self.fit.ranks
-        lost = round_weights(trainee, layout.dtypes, [batch.to(ranks.device) for batch in self._looked_at(updates)])
-        figures = {**figures, "export_kl": lost}
+        if is_quantised(self.steps.recipe.train):  # what was trained is added to the student's own weights
+            compared = "trained beside quantised weights, added to the student's own"
+        else:
+            lost = round_weights(trainee, layout.dtypes, [batch.to(ranks.device) for batch in self._looked_at(updates)])
+            figures = {**figures, "export_kl": lost}
+            compared = f"KL exported || trained {lost:.1e} nats"
         final = stage.folder / "final"
         card = model_card(self.steps, self.name, figures) if ranks.first else ""
         adapter = trained_adapter(trainee, student)
         files = write_model(final, trainee, layout, card, ranks, student.updates.keys(), adapter)
         if ranks.first:
             stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
-            self.say(f"{final} (KL exported || trained {lost:.1e} nats)")
+            self.say(f"{final} ({compared})")
         ranks.wait()
 
     def _looked_at(self, updates: int) -> list[Batch]:
