@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_weave.cli.options import Files, Only, Sets, Yes, load_steps, open_console, open_progress, writing
+from lightning_weave.cli.options import Files, Only, Sets, Trust, Yes, load_steps, open_console, open_progress, writing
 from lightning_weave.errors import InputError
 
 app = typer.Typer()
@@ -59,12 +59,13 @@ def preview(
     only: Only = None,
     problems: Annotated[int, typer.Option(min=1, metavar="N", help="problems of each benchmark")] = 20,
     yes: Yes = False,
+    trust: Trust = False,
 ) -> None:
     """Sample from the targets, before anything is trained.
 
     With live anchors: what each composition aims at.
     """
-    steps = load_steps(recipe, set_)
+    steps = load_steps(recipe, set_, trust)
     from lightning_weave.pipeline import preview as stage
 
     with writing(steps):
@@ -105,13 +106,14 @@ def sweep(
     ] = None,
     set_: Sets = None,
     yes: Yes = False,
+    trust: Trust = False,
 ) -> None:
     """Train and evaluate a range of weights from one cache.
 
     The frontier is printed as it grows.
     """
     wanted = _numbers("--shares", shares), _numbers("--alphas", alphas) if alphas else None
-    steps = load_steps(recipe, set_)
+    steps = load_steps(recipe, set_, trust)
     from lightning_weave.runs.sweeps import plan_sweep
 
     plan = plan_sweep(steps.recipe, wanted[0], anchor, wanted[1], tag)
