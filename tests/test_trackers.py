@@ -140,4 +140,4 @@ def test_wandb_gets_the_settings_and_one_id(tmp_path: Path, monkeypatch: pytest.
                 }
     assert [step for step, _ in losses] == [1, 2, 3, 4, 3, 4, 5]
     assert summary["eval/accuracy"] == 75.0
-    assert summary["frontier"]["_type"] == "image-file"
+    assert summary["frontier/_type"] == "image-file"

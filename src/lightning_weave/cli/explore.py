@@ -18,7 +18,10 @@ def init(
     prompts: Annotated[str, typer.Option(metavar="DATA", help="JSONL or Parquet file, dataset directory or hub name")],
     anchor: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=POST,PRE", help="a specialist and what it was trained from; may be repeated"),
+        typer.Option(
+            metavar="NAME=POST,PRE",
+            help="a specialist and what it was trained from, or a LoRA adapter alone; may be repeated",
+        ),
     ] = None,
     bench: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="aime-2024, ... or a file of problems; may be repeated")
@@ -44,12 +47,15 @@ def init(
     )
 
 
-def _pair(text: str) -> tuple[str, tuple[str, str]]:
+def _pair(text: str) -> tuple[str, tuple[str, str | None]]:
     name, equals, models = text.partition("=")
     post, comma, pre = models.partition(",")
-    if not (name and equals and post.strip() and comma and pre.strip()):
-        raise InputError(f"--anchor {text}: must look like NAME=POST,PRE: a name, the specialist, what it came from")
-    return name.strip(), (post.strip(), pre.strip())
+    if not (name and equals and post.strip()) or (comma and not pre.strip()):
+        raise InputError(
+            f"--anchor {text}: must look like NAME=POST,PRE: a name, the specialist, what it came from. A LoRA adapter "
+            "needs no PRE"
+        )
+    return name.strip(), (post.strip(), pre.strip() or None)
 
 
 @app.command()

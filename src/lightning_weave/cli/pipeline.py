@@ -212,12 +212,14 @@ def run(
 
 
 @app.command()
-def rehearse(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
+def rehearse(
+    recipe: Files, set_: Sets = None, trust: Trust = False, cluster: Cluster = None, address: Address = None
+) -> None:
     """Run all of it with small random doubles of the models first.
 
     It needs configurations and tokenizers, no weights, and says what the real run can count on.
     """
-    steps = load_steps(recipe, set_)
+    steps = load_steps(recipe, set_, trust)
     from lightning_weave.pipeline import run as running
     from lightning_weave.plan import plan
     from lightning_weave.plan.costs import PlannedMachine
