@@ -294,4 +294,4 @@ def test_the_command_ends_with_what_to_type(world: Path, tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert said.rstrip().endswith(f"lweave report {out}")
     with pytest.raises(InputError, match="must look like NAME=POST,PRE"):
-        cli.app(["init", str(out), *words, "--anchor", "acc=only"], standalone_mode=False)
+        cli.app(["init", str(out), *words, "--anchor", "acc=only,"], standalone_mode=False)
