@@ -2,12 +2,16 @@
 
 import re
 import tomllib
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 
+import lightning_weave
 from lightning_weave import __version__
+from lightning_weave.config import check_recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -38,6 +42,26 @@ def test_every_page_is_on_the_site() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     listed = {page for section in nav for entry in section.values() for page in _pages(entry)}
     assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+QUESTIONS = ("two-specialists", "system-prompt", "adapters", "one-card", "agent-logs")
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_page_of_a_question_has_a_whole_recipe(name: str) -> None:
+    (recipe,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), re.DOTALL)
+    assert check_recipe(tomllib.loads(recipe)).compositions
+
+
+def test_the_reference_has_every_public_name() -> None:
+    documented = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    for name in documented:
+        module, _, last = name.rpartition(".")
+        assert hasattr(import_module(module), last) or find_spec(name), name
+    assert {"lightning_weave.api.Run", "lightning_weave.errors"} <= set(documented)
+    for room in (lightning_weave.maths, lightning_weave.heads):
+        homes = {one.__module__ for one in vars(room).values() if callable(one)}
+        assert {home for home in homes if home.startswith("lightning_weave.")} <= set(documented)
 
 
 def _pages(entry: str | list[dict[str, str]]) -> list[str]:

@@ -133,5 +133,5 @@ def make_world(root: Path, prompts: int = 12) -> dict:
     }
 
 
-def steps_of(recipe: dict | Recipe) -> Steps:
-    return Steps(recipe if isinstance(recipe, Recipe) else check_recipe(recipe), "tiny.toml")
+def steps_of(recipe: dict | Recipe, trust: bool = False) -> Steps:
+    return Steps(recipe if isinstance(recipe, Recipe) else check_recipe(recipe), "tiny.toml", trust)

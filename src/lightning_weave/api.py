@@ -32,35 +32,50 @@ class Run:
 
     `recipe` is a file, several that are merged, a dict, or a checked `Recipe`; `overrides` are as after `--set`:
     `Run("mine.toml", ["train.epochs=3"])`. Nothing is read or made before a method is called. `yes` discards what a
-    changed recipe makes stale, as `--yes` does; without it that is refused.
+    changed recipe makes stale, as `--yes` does; without it that is refused. `trust` lets the Python files run that the
+    recipe names, as `--trust` does.
     """
 
     def __init__(
-        self, recipe: Recipes, overrides: Sequence[str] = (), *, quiet: bool = False, yes: bool = False
+        self,
+        recipe: Recipes,
+        overrides: Sequence[str] = (),
+        *,
+        quiet: bool = False,
+        yes: bool = False,
+        trust: bool = False,
     ) -> None:
         self.recipe = _check(recipe, overrides)
-        self.steps = Steps(self.recipe, _named(recipe))
+        self.steps = Steps(self.recipe, _named(recipe), trust)
         self.progress = Progress(quiet)
         self.yes = yes
 
     @classmethod
     def open(
-        cls, directory: str | Path, overrides: Sequence[str] = (), *, quiet: bool = False, yes: bool = False
+        cls,
+        directory: str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        quiet: bool = False,
+        yes: bool = False,
+        trust: bool = False,
     ) -> "Run":
         """Take a run directory by its own recipe.toml, wherever it stands now."""
         place = Path(directory).resolve()
         if not (place / "recipe.toml").is_file():
             raise InputError(f"{directory}: no recipe.toml here, so no run directory. Give runs/NAME")
         recipe = load_recipe(place / "recipe.toml").model_copy(update={"runs": str(place.parent), "name": place.name})
-        return cls(recipe, overrides, quiet=quiet, yes=yes)
+        return cls(recipe, overrides, quiet=quiet, yes=yes, trust=trust)
 
     @classmethod
-    def demo(cls, overrides: Sequence[str] = (), *, quiet: bool = False, yes: bool = False) -> "Run":
+    def demo(
+        cls, overrides: Sequence[str] = (), *, quiet: bool = False, yes: bool = False, trust: bool = False
+    ) -> "Run":
         """Lay the tiny world of `lweave demo` out in ./runs, and take its recipe."""
         from lightning_weave.world.demo import World, load_demo
 
         World().lay_out(Progress(quiet))
-        return cls(load_demo(World(), False, 0, list(overrides)).recipe, quiet=quiet, yes=yes)
+        return cls(load_demo(World(), False, 0, list(overrides)).recipe, quiet=quiet, yes=yes, trust=trust)
 
     @property
     def path(self) -> Path:
@@ -110,6 +125,14 @@ class Run:
 
         with self._making("eval", policies):
             stage.run(self.steps, self.progress, list(policies) or None)
+        return self.points()
+
+    def harness(self, *policies: str) -> Records:
+        """Run the tasks of [harness] alone, on every policy or on these; returns the points."""
+        from lightning_weave.pipeline import eval as stage
+
+        with self._making("harness", policies):
+            stage.run_harness(self.steps, self.progress, list(policies) or None)
         return self.points()
 
     def report(self) -> Path:
@@ -174,9 +197,9 @@ class Run:
 
     def points(self) -> Records:
         """Give every evaluated policy: weights, alpha, accuracy, tokens, AES with its interval."""
-        from lightning_weave.report.results import points, policy_rows, summaries
+        from lightning_weave.report.results import points, result_rows, summaries
 
-        return Records(points(self.steps, policy_rows(summaries(self.steps))))
+        return Records(points(self.steps, result_rows(self.steps, summaries(self.steps))))
 
     def samples(self, policy: str, benchmark: str) -> Records:
         """Give every graded response of a policy to a benchmark."""

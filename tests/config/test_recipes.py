@@ -170,7 +170,7 @@ def test_graders_are_kept_as_they_are_said() -> None:
         "letters": "choice",
         "file:b/sums.jsonl": {"kind": "numeric", "tolerance": 0.01},
         "words": {"kind": "regex", "pattern": "#### (.*)"},
-        "own": {"kind": "python", "function": "my.py:grade", "trust": True},
+        "own": {"kind": "python", "function": "my.py:grade"},
     }
     names = ["file:a/letters.jsonl", "file:b/sums.jsonl", "file:words.jsonl", "file:own.jsonl"]
     evaluation = {"benchmarks": names, "graders": graders}

@@ -91,9 +91,9 @@ def test_own_files_are_graded_forgivingly_and_the_papers_benchmarks_by_its_rule(
 def test_a_function_of_ones_own_grades(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("def grade(response, answer):\n    return answer in response\n")
     function = f"{tmp_path / 'my.py'}:grade"
-    rule = Grading(kind="python", function=function, trust=True)
-    assert grade_answer(rule, "it is 4", "4", load_function(function)) == ("it is 4", True)
-    assert grade_answer(rule, " ", "4", load_function(function)) == (None, False)
+    rule = Grading(kind="python", function=function)
+    assert grade_answer(rule, "it is 4", "4", load_function(function, trusted=True)) == ("it is 4", True)
+    assert grade_answer(rule, " ", "4", load_function(function, trusted=True)) == (None, False)
     for wrong in ("nothing", "grade\n"):
         with pytest.raises(InputError, match="cannot be loaded"):
-            load_function(f"{tmp_path / 'my.py'}:{wrong}")
+            load_function(f"{tmp_path / 'my.py'}:{wrong}", trusted=True)

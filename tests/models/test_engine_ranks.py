@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lightning_weave.errors import WeaveError
+from lightning_weave.models.engine_process import engine_version
 from lightning_weave.models.vllm import VLLMSampler
-from lightning_weave.models.vllm_process import engine_version
 from lightning_weave.runs.costs import costs
 from lightning_weave.store.ledger import measure, read_ledger
 from lightning_weave.types import Request, SamplingSettings

@@ -376,16 +376,16 @@ def test_a_changed_grader_samples_nothing_anew(recipe: dict, tmp_path: Path) -> 
     """Also where only the content of the user's own function changed."""
     own = tmp_path / "my.py"
     own.write_text("def grade(response, answer):\n    return True\n")
-    stage.run(steps_of(recipe), QUIET, only=["base"])
+    stage.run(steps_of(recipe, trust=True), QUIET, only=["base"])
     before = sampled_tokens(recipe)
     accuracies = []
-    python = {"kind": "python", "function": f"{own}:grade", "trust": True}
+    python = {"kind": "python", "function": f"{own}:grade"}
     for grader in ("exact", {"kind": "regex", "pattern": "[^0-9]*$"}, python):
         recipe["eval"]["graders"] = {"sums": grader}
-        stage.run(steps_of(recipe), QUIET, only=["base"])
+        stage.run(steps_of(recipe, trust=True), QUIET, only=["base"])
         accuracies.append(read_summary(folder_of(recipe) / "summary.json").accuracy)
     own.write_text("def grade(response, answer):\n    return False\n")
-    steps = steps_of(recipe)
+    steps = steps_of(recipe, trust=True)
     assert steps.store.stage(steps.eval("base", recipe["eval"]["benchmarks"][0])).state() == "missing"
     stage.run(steps, QUIET, only=["base"])
     assert read_summary(folder_of(recipe) / "summary.json").accuracy == 0
@@ -396,7 +396,7 @@ def test_a_changed_grader_samples_nothing_anew(recipe: dict, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("grader", "message"),
     [
-        ({"kind": "python", "function": "nowhere.py:grade", "trust": True}, "eval.graders.sums.function.*no such file"),
+        ({"kind": "python", "function": "nowhere.py:grade"}, "eval.graders.sums.function.*no such file"),
         ("code", "LiveCodeBench rows"),
         ("choice", "problem q0: the answer '1' is not the letter"),
     ],
@@ -404,13 +404,13 @@ def test_a_changed_grader_samples_nothing_anew(recipe: dict, tmp_path: Path) -> 
 def test_a_grader_that_cannot_work_is_refused_before_sampling(recipe: dict, grader: object, message: str) -> None:
     recipe["eval"]["graders"] = {"sums": grader}
     with pytest.raises(InputError, match=message):
-        stage.run(steps_of(recipe), QUIET, only=["base"])
+        stage.run(steps_of(recipe, trust=True), QUIET, only=["base"])
     assert sampled_tokens(recipe) == 0
 
 
 def test_a_function_that_fails_is_named_with_its_problem(recipe: dict, tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("def grade(response, answer):\n    return response[100000]\n")
-    rule = {"kind": "python", "function": f"{tmp_path / 'my.py'}:grade", "trust": True}
+    rule = {"kind": "python", "function": f"{tmp_path / 'my.py'}:grade"}
     recipe["eval"]["graders"] = {"sums": rule}
     with pytest.raises(InputError, match=r"my.py:grade failed on problem q0 \(IndexError"):
-        stage.run(steps_of(recipe), QUIET, only=["base"])
+        stage.run(steps_of(recipe, trust=True), QUIET, only=["base"])

@@ -19,7 +19,7 @@ from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
 from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.vllm_process import EngineProcess
+from lightning_weave.models.engine_process import EngineProcess
 from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import prompts, reference
 from lightning_weave.pipeline.flow import make_rollouts

@@ -69,7 +69,7 @@ def test_what_has_finished_is_never_sampled_again(died_after: int, tmp_path: Pat
     journal = Journal(tmp_path / "stage", "journal-a")
     (tmp_path / "most").write_text(str(died_after))
     whole: dict[int, list[Response]] = {}
-    with pytest.raises(WeaveError, match="the vLLM engine failed"):
+    with pytest.raises(WeaveError, match="the vLLM process failed"):
         whole.update(sample_shards(engine, SETTINGS, wanted, journal))
     (tmp_path / "stage").mkdir(exist_ok=True)
     with open(tmp_path / "stage" / "journal-a-0.jsonl", "a") as torn:

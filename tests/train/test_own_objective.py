@@ -1,5 +1,6 @@
 """An objective of the user's own: trusted explicitly, known by its content, and trained like any other."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def make(root: Path, text: str) -> Steps:
     (root / "own.py").write_text(text)
     both = {"weights": {"long": 0.7, "short": 0.3}, "alpha": 1.5}
     own = {**both, "objective": f"{root / 'own.py'}:loss"}
-    return make_run(root, compositions={"both": both, "own": own}, train={"trust": True})
+    return replace(make_run(root, compositions={"both": both, "own": own}), trust=True)
 
 
 def losses(steps: Steps, name: str) -> list[float]:
@@ -62,21 +63,22 @@ def test_a_wrong_shape_is_an_error_that_names_the_function(tmp_path: Path) -> No
         losses(steps, "own")
 
 
-def test_it_runs_only_if_the_recipe_trusts_it() -> None:
-    with pytest.raises(InputError, match=r"train.objective = 'own.py:loss' would run here .*trust = true to \[train\]"):
-        check_recipe({**MINIMAL, "train": {"objective": "own.py:loss"}})
-    with pytest.raises(InputError, match=r"compositions\.c\.objective"):
-        check_recipe({**MINIMAL, "compositions": {"c": {"weights": {"a": 1.0}, "objective": "own.py:loss"}}})
+def test_it_runs_only_if_the_command_trusts_it(tmp_path: Path) -> None:
+    steps = make(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')\n{SAME}")
+    with pytest.raises(InputError, match=r"own.py:loss is Python that would run here .*add --trust to the command"):
+        losses(replace(steps, trust=False), "own")
+    assert not (tmp_path / "ran").exists()
     with pytest.raises(InputError, match=r"must be one of 'tilted'.*or a function of your own"):
         check_recipe({**MINIMAL, "train": {"objective": "tilte"}})
-    assert check_recipe({**MINIMAL, "train": {"objective": "own.py:loss", "trust": True}}).train.trust
+    own = {"objective": "own.py:loss"}
+    assert check_recipe({**MINIMAL, "train": {**own, "trust": True}}) == check_recipe({**MINIMAL, "train": own})
 
 
 def test_it_is_known_by_its_content_and_looked_at_before_a_run(tmp_path: Path) -> None:
     steps = make(tmp_path, SAME)
     before = {name: steps.train(name).fingerprint for name in ("own", "both")}
     (tmp_path / "own.py").write_text(SAME + "# changed\n")
-    again = Steps(steps.recipe, steps.arguments)
+    again = Steps(steps.recipe, steps.arguments, trust=True)
     assert again.train("own").fingerprint != before["own"]
     assert again.train("both").fingerprint == before["both"]
 

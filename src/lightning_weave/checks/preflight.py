@@ -48,6 +48,7 @@ class Todo:
     anchors: list[str]  # still to be scored, or live while a composition trains
     compositions: list[str]
     benchmarks: dict[str, list[str]]  # policy -> benchmarks
+    tasks: bool = False  # of another harness
 
     @classmethod
     def of(cls, steps: Steps, verb: str = "run") -> "Todo":
@@ -55,6 +56,10 @@ class Todo:
         recipe = steps.recipe
         trained = recipe.compositions if verb in ("run", "train") else ()
         evaluated = steps.policies if verb in ("run", "eval") else ()
+        asked = steps.policies if verb in ("run", "eval", "harness") else ()
+        tasks = any(
+            is_pending(steps, partial(steps.harness, name, task)) for name in asked for task in recipe.harness.tasks
+        )
         compositions = [name for name in trained if is_pending(steps, partial(steps.train, name))]
         online = [name for name in compositions if recipe.compositions[name].method == "online"]
         cached = steps.needs_cache
@@ -70,7 +75,8 @@ class Todo:
         }
         rollout = cached and is_pending(steps, lambda: steps.rollout)
         prompts = (rollout or bool(online)) and is_pending(steps, lambda: steps.prompts)
-        return cls(prompts, rollout, anchors, compositions, {name: todo for name, todo in benchmarks.items() if todo})
+        benchmarks = {name: todo for name, todo in benchmarks.items() if todo}
+        return cls(prompts, rollout, anchors, compositions, benchmarks, tasks)
 
     @property
     def stages(self) -> set[str]:
@@ -80,7 +86,7 @@ class Todo:
 
     @property
     def nothing(self) -> bool:
-        return not (self.prompts or self.rollout or self.anchors or self.compositions or self.benchmarks)
+        return not (self.prompts or self.rollout or self.anchors or self.compositions or self.benchmarks or self.tasks)
 
 
 def is_pending(steps: Steps, step: Callable[[], Step]) -> bool:
@@ -197,38 +203,52 @@ def _check_packages(steps: Steps, todo: Todo) -> Iterator[Finding]:
     for key, (does, section) in works.items():
         if does and section.engine != "hf" and (wrong := _check_engine(key, section.engine, section.python)):
             yield Finding(f"{key}.engine", "package", "error", wrong)
+    python = recipe.harness.python
+    if todo.tasks and (lack := _lack("harness", "lm_eval", python)):
+        yield Finding(
+            "harness.python",
+            "package",
+            "error",
+            f"{lack}. Install it (pip install 'lm_eval[hf]'), or give the Python of an "
+            "environment that has it as harness.python",
+        )
 
 
 def _check_own_code(steps: Steps, todo: Todo) -> Iterator[Finding]:
-    """Load the user's own objectives and graders, which the recipe trusts: their files are there and run."""
+    """Load the user's own objectives and graders where they are trusted: their files are there and run."""
     own = {f"compositions.{name}": steps.objective(name) for name in todo.compositions}
     own = {about: objective for about, objective in own.items() if is_own_function(objective)}
     if todo.benchmarks:
         own |= {
             f"eval.graders.{name}": rule.function for name, rule in steps.recipe.eval.graders.items() if rule.function
         }
+    if todo.tasks and steps.recipe.harness.include and not steps.trust:
+        own["harness.include"] = steps.recipe.harness.include
     for about, function in own.items():
         try:
-            load_function(function)
+            load_function(function, steps.trust)
         except InputError as error:
             yield Finding(about, "function", "error", str(error))
 
 
 def _check_engine(key: str, engine: str, python: str | None) -> str | None:
-    """Ask the engine's own Python whether it has the engine, without importing it."""
-    if python is None or shutil.which(python) == sys.executable:
-        found = find_spec(engine) is not None
-    elif shutil.which(python) is None:
-        return f"{key}.python = {python!r}: no such executable. Give the Python of the environment that has {engine}"
-    else:
-        ask = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({engine!r}) is None)"
-        found = subprocess.run([python, "-c", ask], capture_output=True, check=False).returncode == 0
-    if found:
-        return None
-    return (
-        f"{key}.engine = {engine!r}: {python or 'this environment'} has no package {engine}. Install it, give the "
-        f'Python of an environment that has it as {key}.python, or set {key}.engine = "hf"'
+    lack = _lack(key, engine, python)
+    return lack and (
+        f"{key}.engine = {engine!r}: {lack}. Install it, give the Python of an environment that has it as "
+        f'{key}.python, or set {key}.engine = "hf"'
     )
+
+
+def _lack(key: str, package: str, python: str | None) -> str | None:
+    """Ask a Python of its own environment whether it has a package, without importing it; say what is missing."""
+    if python is None or shutil.which(python) == sys.executable:
+        found = find_spec(package) is not None
+    elif shutil.which(python) is None:
+        return f"{key}.python = {python!r}: no such executable"
+    else:
+        ask = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+        found = subprocess.run([python, "-c", ask], capture_output=True, check=False).returncode == 0
+    return None if found else f"{python or 'this environment'} has no package {package}"
 
 
 def _open_benchmarks(steps: Steps, todo: Todo, findings: list[Finding]) -> Iterator[Benchmark]:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_weave.cli.options import Files, Only, Sets, Yes, load_steps, open_console, open_progress, writing
+from lightning_weave.cli.options import Files, Only, Sets, Trust, Yes, load_steps, open_console, open_progress, writing
 from lightning_weave.errors import InputError
 
 app = typer.Typer()
@@ -18,7 +18,10 @@ def init(
     prompts: Annotated[str, typer.Option(metavar="DATA", help="JSONL or Parquet file, dataset directory or hub name")],
     anchor: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=POST,PRE", help="a specialist and what it was trained from; may be repeated"),
+        typer.Option(
+            metavar="NAME=POST,PRE",
+            help="a specialist and what it was trained from, or a LoRA adapter alone; may be repeated",
+        ),
     ] = None,
     bench: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="aime-2024, ... or a file of problems; may be repeated")
@@ -44,12 +47,15 @@ def init(
     )
 
 
-def _pair(text: str) -> tuple[str, tuple[str, str]]:
+def _pair(text: str) -> tuple[str, tuple[str, str | None]]:
     name, equals, models = text.partition("=")
     post, comma, pre = models.partition(",")
-    if not (name and equals and post.strip() and comma and pre.strip()):
-        raise InputError(f"--anchor {text}: must look like NAME=POST,PRE: a name, the specialist, what it came from")
-    return name.strip(), (post.strip(), pre.strip())
+    if not (name and equals and post.strip()) or (comma and not pre.strip()):
+        raise InputError(
+            f"--anchor {text}: must look like NAME=POST,PRE: a name, the specialist, what it came from. A LoRA adapter "
+            "needs no PRE"
+        )
+    return name.strip(), (post.strip(), pre.strip() or None)
 
 
 @app.command()
@@ -59,12 +65,13 @@ def preview(
     only: Only = None,
     problems: Annotated[int, typer.Option(min=1, metavar="N", help="problems of each benchmark")] = 20,
     yes: Yes = False,
+    trust: Trust = False,
 ) -> None:
     """Sample from the targets, before anything is trained.
 
     With live anchors: what each composition aims at.
     """
-    steps = load_steps(recipe, set_)
+    steps = load_steps(recipe, set_, trust)
     from lightning_weave.pipeline import preview as stage
 
     with writing(steps):
@@ -105,13 +112,14 @@ def sweep(
     ] = None,
     set_: Sets = None,
     yes: Yes = False,
+    trust: Trust = False,
 ) -> None:
     """Train and evaluate a range of weights from one cache.
 
     The frontier is printed as it grows.
     """
     wanted = _numbers("--shares", shares), _numbers("--alphas", alphas) if alphas else None
-    steps = load_steps(recipe, set_)
+    steps = load_steps(recipe, set_, trust)
     from lightning_weave.runs.sweeps import plan_sweep
 
     plan = plan_sweep(steps.recipe, wanted[0], anchor, wanted[1], tag)

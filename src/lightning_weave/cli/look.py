@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightning_weave.cli.options import Files, Json, Sets, load_steps, open_console, open_progress
+from lightning_weave.cli.options import Files, Json, Sets, Trust, load_steps, open_console, open_progress
 from lightning_weave.errors import InputError
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ def status(recipe: Files, set_: Sets = None, json: Json = False) -> None:
 
 
 @app.command()
-def doctor(recipe: Files, set_: Sets = None, json: Json = False) -> None:
+def doctor(recipe: Files, set_: Sets = None, json: Json = False, trust: Trust = False) -> None:
     """Say before any GPU time whether the anchors are usable."""
-    steps = load_steps(recipe, set_)
+    steps = load_steps(recipe, set_, trust)
     from lightning_weave.views import doctor as stage
 
     if any(finding.verdict == "error" for finding in stage.run(steps, open_console(), json)):

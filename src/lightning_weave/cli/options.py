@@ -27,10 +27,13 @@ Address = Annotated[
     typer.Option(metavar="ADDRESS", help="of the cluster; default: $RAY_ADDRESS, or a new one on this machine"),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="discard what a changed recipe makes stale, without asking")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="run the Python files that the recipe names: objectives, graders, tasks")
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
-def load_steps(files: list[str], sets: list[str] | None) -> "Steps":
+def load_steps(files: list[str], sets: list[str] | None, trust: bool = False) -> "Steps":
     """Check the recipe first, import what is heavy after."""
     from lightning_weave.config import load_recipe
 
@@ -38,7 +41,7 @@ def load_steps(files: list[str], sets: list[str] | None) -> "Steps":
     from lightning_weave.runs.steps import Steps
 
     words = [*files, *(word for value in sets or () for word in ("--set", value))]
-    return Steps(recipe, shlex.join(words))
+    return Steps(recipe, shlex.join(words), trust)
 
 
 def open_console() -> "Console":

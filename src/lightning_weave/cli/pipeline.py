@@ -1,8 +1,9 @@
 """The stages of a recipe, one command each, and all of them in their order."""
 
+import json
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,6 +13,7 @@ from lightning_weave.cli.options import (
     Files,
     Only,
     Sets,
+    Trust,
     Yes,
     choose_workers,
     load_steps,
@@ -75,9 +77,9 @@ def score(
 
 
 @app.command()
-def train(recipe: Files, set_: Sets = None, only: Only = None, yes: Yes = False) -> None:
+def train(recipe: Files, set_: Sets = None, only: Only = None, yes: Yes = False, trust: Trust = False) -> None:
     """Fit the student to every composition of the cached shifts."""
-    steps = load_steps(recipe, set_)
+    steps = load_steps(recipe, set_, trust)
     from lightning_weave.pipeline.flow import make_students
     from lightning_weave.pipeline.run import allow
 
@@ -101,7 +103,14 @@ def evaluate(
         typer.Option(metavar="NAME", help="with --model: aime-2024, ... or file:PATH; may be repeated"),
     ] = None,
     lm_eval: Annotated[str | None, typer.Option(metavar="DIR", help="also write lm-evaluation-harness files")] = None,
+    harness: Annotated[
+        Literal["lm-eval"] | None, typer.Option(metavar="lm-eval", help="run only tasks of lm-evaluation-harness")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="A,B", help="with --harness: which; default: harness.tasks of the recipe")
+    ] = None,
     yes: Yes = False,
+    trust: Trust = False,
     cluster: Cluster = None,
     address: Address = None,
 ) -> None:
@@ -111,7 +120,10 @@ def evaluate(
             f"eval {recipe[0]}: a recipe names its own checkpoints ([policies]) and benchmarks (eval.benchmarks); "
             "leave out --model and --bench, or the recipe"
         )
-    steps = load_steps(recipe, set_) if recipe else _load_model_only(model, bench, set_)
+    set_ = [*(set_ or ()), *_as_setting(harness, tasks)]
+    steps = load_steps(recipe, set_, trust) if recipe else _load_model_only(model, bench, set_, trust)
+    if harness and not steps.recipe.harness.tasks:
+        raise InputError("--harness lm-eval: which tasks? Add --tasks A,B, or harness.tasks to the recipe")
     from lightning_weave.pipeline import eval as stage
     from lightning_weave.report.results import show_results
     from lightning_weave.store import make_directory
@@ -121,14 +133,26 @@ def evaluate(
     from lightning_weave.pipeline.run import allow
 
     with writing(steps):
-        allow(steps, "eval", only, yes)
-        stage.run(steps, open_progress(), only, choose_workers(cluster, address))
+        allow(steps, "harness" if harness else "eval", only, yes)
+        if harness:
+            stage.run_harness(steps, open_progress(), only)
+        else:
+            stage.run(steps, open_progress(), only, choose_workers(cluster, address))
         if lm_eval:
             stage.export_lm_eval(steps, Path(lm_eval), datetime.now())
     show_results(steps, open_console())
 
 
-def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list[str] | None) -> "Steps":
+def _as_setting(harness: str | None, tasks: str | None) -> list[str]:
+    """Take --tasks as the recipe's key, so that it is remembered and said like one."""
+    if tasks is None:
+        return []
+    if harness is None:
+        raise InputError(f"--tasks {tasks}: of which harness? Add --harness lm-eval")
+    return [f"harness.tasks={json.dumps([task.strip() for task in tasks.split(',') if task.strip()])}"]
+
+
+def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list[str] | None, trust: bool) -> "Steps":
     from lightning_weave.config import check_recipe, merge_overrides
 
     if model is None:
@@ -139,7 +163,7 @@ def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list
     _check_same_model(Path(recipe.runs) / recipe.name, model)
     from lightning_weave.runs.steps import Steps
 
-    return Steps(recipe, f"--model {model}")
+    return Steps(recipe, f"--model {model}", trust)
 
 
 def _run_name(model: str) -> str:
@@ -170,11 +194,12 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be made, and what is wrong")] = False,
     force: Annotated[bool, typer.Option("--force", help="continue where a check would stop the run")] = False,
     yes: Yes = False,
+    trust: Trust = False,
     cluster: Cluster = None,
     address: Address = None,
 ) -> None:
     """Make all that is missing or stale, in order."""
-    steps = load_steps(recipe, set_)
+    steps = load_steps(recipe, set_, trust)
     from lightning_weave.pipeline import run as stage
     from lightning_weave.report.results import show_results
 
@@ -187,12 +212,14 @@ def run(
 
 
 @app.command()
-def rehearse(recipe: Files, set_: Sets = None, cluster: Cluster = None, address: Address = None) -> None:
+def rehearse(
+    recipe: Files, set_: Sets = None, trust: Trust = False, cluster: Cluster = None, address: Address = None
+) -> None:
     """Run all of it with small random doubles of the models first.
 
     It needs configurations and tokenizers, no weights, and says what the real run can count on.
     """
-    steps = load_steps(recipe, set_)
+    steps = load_steps(recipe, set_, trust)
     from lightning_weave.pipeline import run as running
     from lightning_weave.plan import plan
     from lightning_weave.plan.costs import PlannedMachine

@@ -14,6 +14,7 @@ from lightning_weave.config.composition import (
     anchors_of,
 )
 from lightning_weave.config.fields import (
+    HARNESS,
     Decay,
     Dtype,
     Engine,
@@ -32,6 +33,7 @@ from lightning_weave.config.sections import (
     Columns,
     Eval,
     Grading,
+    Harness,
     Lora,
     Machine,
     Policy,

@@ -58,6 +58,9 @@ def slug(model: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", last).strip("-.") or "model"
 
 
+HARNESS = "lm-eval-"  # begins the folders of another harness's tasks, beside those of benchmarks
+
+
 def benchmark_folder(benchmark: str) -> str:
     """Name a benchmark's folder.
 

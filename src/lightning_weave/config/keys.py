@@ -57,7 +57,9 @@ MEANINGS = {
     "train.keep": "how many of the newest checkpoints stay",
     "train.validate_every": "updates between validations",
     "train.allow_disagreement": "train even if trainer and cache disagree",
-    "train.trackers": "also log metrics there",
+    "train.trackers": "also log metrics, results and figures there",
+    "tracking.project": "of all its runs",
+    "tracking.tags": "of every run",
     "eval.benchmarks": "names of benchmarks, or file:PATH",
     "eval.format": "how a problem is put to the policy",
     "eval.profile": "how answers are graded",
@@ -100,6 +102,13 @@ EXAMPLES: dict[str, Any] = {
     "compositions.NAME.sharpen": 0.6,
     "train.shard_ranks": 8,
     "train.trackers": ["tensorboard"],
+    "tracking.tags": ["ablation"],
+    "tracking.entity": "my-team",
+    "harness.tasks": ["ifeval", "gsm8k"],
+    "harness.python": ".venv-lm-eval/bin/python",
+    "harness.include": "my-tasks",
+    "harness.fewshot": 5,
+    "harness.limit": 100,
     "eval.problems": 20,
     "eval.samples": 8,
     "eval.max_tokens": 8192,
@@ -122,6 +131,8 @@ TABLES = {
     "rules": '{ code = "def |class ", proof = "(?i)prove" }',
     "options": "{ tensor_parallel_size = 2 }",
     "sources": '{ aime-2024 = "aime.jsonl" }',
+    "metrics": '{ gsm8k = "exact_match,flexible-extract" }',
+    "generation": "{ do_sample = true, temperature = 0.6 }",
 }
 
 

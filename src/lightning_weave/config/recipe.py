@@ -7,10 +7,11 @@ from pydantic import Field, model_validator
 
 from lightning_weave.config.anchor import STUDENT, Anchor, Side
 from lightning_weave.config.composition import Composition
-from lightning_weave.config.fields import EvalFormat, Name, Strict, is_own_function
+from lightning_weave.config.fields import EvalFormat, Name, Strict
 from lightning_weave.config.sections import (
     Checks,
     Eval,
+    Harness,
     Machine,
     Policy,
     Prompts,
@@ -20,6 +21,7 @@ from lightning_weave.config.sections import (
     Score,
     Student,
     Tags,
+    Tracking,
     Train,
 )
 
@@ -42,7 +44,9 @@ class Recipe(Strict):
     reference: Reference = Reference()
     score: Score = Score()
     train: Train = Train()
+    tracking: Tracking = Tracking()
     eval: Eval = Eval()
+    harness: Harness = Harness()
     report: Report = Report()
     checks: Checks = Checks()
     machine: Machine = Machine()
@@ -120,18 +124,6 @@ class Recipe(Strict):
                 raise ValueError(f"policies.{name}.system needs a chat template, but eval.chat = false")
         if "base" in self.compositions:
             raise ValueError("compositions.base has the name of the student itself; give it another one")
-        return self
-
-    @model_validator(mode="after")
-    def _own_objectives_are_trusted(self) -> Self:
-        named = {"train": self.train.objective}
-        named |= {f"compositions.{name}": section.objective or "" for name, section in self.compositions.items()}
-        for where, objective in named.items():
-            if is_own_function(objective) and not self.train.trust:
-                raise ValueError(
-                    f"{where}.objective = {objective!r} would run here with your full permissions; if you wrote it, "
-                    "add trust = true to [train]"
-                )
         return self
 
     @model_validator(mode="after")

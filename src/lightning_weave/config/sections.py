@@ -24,7 +24,13 @@ from lightning_weave.config.fields import (
     benchmark_folder,
     is_own_function,
     named_columns,
+    slug,
 )
+
+
+def without_trust(data: Any) -> Any:
+    """Leave out a key of earlier recipes: a recipe cannot trust itself, only a command can (--trust)."""
+    return {key: value for key, value in data.items() if key != "trust"} if isinstance(data, Mapping) else data
 
 
 class Student(Strict):
@@ -182,9 +188,9 @@ class Train(Strict):
     """Student-only training on the cache (appendix: Training Hyperparameters)."""
 
     objective: Objective = Field(
-        "tilted", description="tilted (the paper's), reverse-kl, reverse-kl-full, direct-opd, or your own: my.py:loss"
+        "tilted",
+        description="tilted (the paper's), reverse-kl, reverse-kl-full, direct-opd; your own, with --trust: my.py:loss",
     )
-    trust: bool = Field(False, description="let the file of an objective of your own run here, with all your rights")
     epochs: Count = 2
     prompts_per_round: Count = Field(64, description="whole prompt groups replayed per round")
     updates_per_round: Count = 4
@@ -218,6 +224,11 @@ class Train(Strict):
     trackers: list[Literal["tensorboard", "wandb"]] = Field([])
     keep_anchors: bool = Field(True, description="online: keep all anchors in memory, or load them one at a time")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _trusts_nothing(cls, data: Any) -> Any:
+        return without_trust(data)
+
     @field_validator("betas")
     @classmethod
     def _decay_rates(cls, betas: list[float]) -> list[float]:
@@ -226,34 +237,49 @@ class Train(Strict):
         return betas
 
 
+class Tracking(Strict):
+    """What the runs of train.trackers are called there."""
+
+    project: str = Field("lightning-weave", min_length=1)
+    entity: str | None = Field(None, description="W&B: user or team; default: yours")
+    tags: list[str] = Field([])
+    name: str = Field("{run}/{policy}", description="of a run: {run} is the recipe's name, {policy} the policy's")
+
+    @field_validator("name")
+    @classmethod
+    def _can_be_filled(cls, name: str) -> str:
+        try:
+            name.format(run="", policy="")
+        except (KeyError, IndexError, ValueError):
+            raise ValueError("may have {run} and {policy}, and nothing else in braces") from None
+        return name
+
+
 class Grading(Strict):
     """How the answers to one benchmark are graded; a name alone stands for its kind."""
 
     kind: GraderKind
     tolerance: float = Field(1e-6, ge=0, allow_inf_nan=False, description="numeric: largest relative or absolute error")
     pattern: str | None = Field(None, description="regex: its last match is the answer, or the first group of it")
-    function: str | None = Field(None, description="python: my.py:grade, called with the response and the answer")
-    trust: bool = Field(False, description="python: let that file run here, with your full permissions")
+    function: str | None = Field(
+        None, description="python: my.py:grade, called with the response and the answer; needs --trust"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _may_be_a_name(cls, data: Any) -> Any:
-        return {"kind": data} if isinstance(data, str) else data
+        return {"kind": data} if isinstance(data, str) else without_trust(data)
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
-        keys = {"numeric": {"tolerance"}, "regex": {"pattern"}, "python": {"function", "trust"}}.get(self.kind, set())
-        said = self.model_fields_set & {"tolerance", "pattern", "function", "trust"}
+        keys = {"numeric": {"tolerance"}, "regex": {"pattern"}, "python": {"function"}}.get(self.kind, set())
+        said = self.model_fields_set & {"tolerance", "pattern", "function"}
         if foreign := sorted(key for key in said - keys if getattr(self, key) != type(self).model_fields[key].default):
             raise ValueError(f'kind = "{self.kind}" has no {foreign[0]}; leave it out')
         if self.kind == "regex":
             self._check_pattern()
         if self.kind == "python" and not is_own_function(self.function or ""):
             raise ValueError('kind = "python" needs function = "my.py:grade", a file and the name of a function in it')
-        if self.kind == "python" and not self.trust:
-            raise ValueError(
-                f"{self.function} would run here with your full permissions; if you wrote it, add trust = true"
-            )
         return self
 
     def _check_pattern(self) -> None:
@@ -316,6 +342,37 @@ class Eval(_Asked, _Engine):
                     f"{name!r} is not in eval.benchmarks ({', '.join(folders)}); add it there or remove it"
                 )
         return graders
+
+
+class Harness(Strict):
+    """Tasks of lm-evaluation-harness, which runs them in a process, and if you like an environment, of its own."""
+
+    tasks: list[str] = Field([], description="names of its tasks, such as ifeval; further columns of the table")
+    python: str | None = Field(None, description="Python executable of an environment with lm_eval")
+    include: str | None = Field(None, description="directory of task definitions of your own; needs --trust")
+    metrics: dict[str, str] = Field(
+        {}, description="task -> the metric in the table, as in its results; default: first"
+    )
+    chat: bool = Field(True, description="ask by the model's chat template, if it has one")
+    fewshot: int | None = Field(None, ge=0, description="examples before each question; default: the task's own")
+    limit: Count | None = Field(None, description="only so many questions of each task, to try it")
+    generation: dict[str, bool | int | float | str] = Field(
+        {}, description="how it samples, instead of the task's own, such as { do_sample = true, temperature = 0.6 }"
+    )
+    engine: Engine = Field("hf", description="which of its own models it loads the checkpoint with")
+    options: dict[str, bool | int | float | str] = Field(
+        {}, description="arguments of that model, such as enable_thinking or max_length"
+    )
+    batch_size: Count = 16
+    dtype: Dtype = "auto"
+    seed: Seed = 42
+
+    @field_validator("tasks")
+    @classmethod
+    def _have_folders_of_their_own(cls, tasks: list[str]) -> list[str]:
+        if len({slug(task) for task in tasks}) < len(tasks):
+            raise ValueError("names a task twice")
+        return tasks
 
 
 class Policy(Strict):

@@ -83,6 +83,10 @@ class Checkpoint:
         local = Path(self.name).expanduser()
         return local if local.is_dir() else resolve_model(self.name, self.revision, weights=weights)
 
+    def as_arguments(self) -> dict[str, Any]:
+        """The whole checkpoint in the words of transformers, for other programs that load it."""
+        return {"pretrained": str(self.path.resolve()), "trust_remote_code": self.trust_remote_code}
+
     @property
     def is_here(self) -> bool:
         """Whether the weights are on this disk, or a part of the work still has to fetch them from the hub."""

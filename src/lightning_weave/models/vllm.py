@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_weave.errors import InputError, WeaveError, logits_not_finite
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.vllm_process import EngineProcess
+from lightning_weave.models.engine_process import EngineProcess
 from lightning_weave.types import Request, Response, SamplingSettings
 
 
@@ -59,7 +59,7 @@ class VLLMSampler:
             python,
             environment,
         )
-        self.limit = self._engine.limit
+        self.limit = int(self._engine.hello["limit"])
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, dtype: str, **settings: Any) -> "VLLMSampler":

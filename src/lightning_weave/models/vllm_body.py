@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_weave.errors import InputError
 from lightning_weave.heads import Head, describe_head
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.engine_process import EngineProcess
 from lightning_weave.models.hf_scorer import Context
-from lightning_weave.models.vllm_process import EngineProcess
 from lightning_weave.models.weights import Weights
 
 
@@ -46,7 +46,7 @@ class VLLMBody:
             "options": options or {},
         }
         self._engine = EngineProcess(settings, python, environment)
-        self.limit: int | None = self._engine.limit
+        self.limit: int | None = int(self._engine.hello["limit"])
         self._folder = tempfile.TemporaryDirectory(prefix="lweave-hidden-")
 
     def hidden(self, batch: list[Context]) -> Tensor:

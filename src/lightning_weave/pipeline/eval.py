@@ -12,7 +12,10 @@ from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
 from lightning_weave.checks.watch import Watch, check_evaluation, warn
 from lightning_weave.errors import InputError
+from lightning_weave.pipeline.harness import run_tasks
 from lightning_weave.progress import Progress
+from lightning_weave.ranks import is_first
+from lightning_weave.report.track import track_evaluation
 from lightning_weave.runs.evaluation import Evaluated, drop_blocks, evaluate, prompt_texts
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, do_here, make_room
@@ -21,9 +24,8 @@ from lightning_weave.runs.work import Do, do_here, make_room
 def run(
     steps: Steps, progress: Progress, only: Sequence[str] | None = None, do: Do = do_here, watch: Watch = warn
 ) -> None:
-    """Evaluate every policy that is not up to date. Resumable block by block."""
-    if unknown := sorted(set(only or ()) - set(steps.policies)):
-        raise InputError(f"--only {unknown[0]}: no such policy; this recipe has {', '.join(steps.policies)}")
+    """Evaluate every policy that is not up to date. Resumable block by block, and task by task of another harness."""
+    _check_names(steps, only)
     section = steps.recipe.eval
     for name in steps.policies:
         if only is not None and name not in only:
@@ -43,6 +45,20 @@ def run(
             finally:
                 policy.close()
             watch(partial(check_evaluation, steps, name), True, progress)
+            if is_first():
+                track_evaluation(steps, name)
+    run_tasks(steps, progress, only)
+
+
+def run_harness(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:
+    """Run the tasks of another harness alone."""
+    _check_names(steps, only)
+    run_tasks(steps, progress, only)
+
+
+def _check_names(steps: Steps, only: Sequence[str] | None) -> None:
+    if unknown := sorted(set(only or ()) - set(steps.policies)):
+        raise InputError(f"--only {unknown[0]}: no such policy; this recipe has {', '.join(steps.policies)}")
 
 
 def export_lm_eval(steps: Steps, folder: Path, when: datetime) -> list[Path]:

@@ -50,7 +50,7 @@ class Commands:
 def rehearsed(steps: Steps) -> Steps:
     """The steps of the rehearsal of a recipe: the same ones, of a smaller recipe with doubles, elsewhere."""
     recipe = small_recipe(steps)
-    return Steps(recipe, str(Path(recipe.runs) / recipe.name / "recipe.toml"))
+    return Steps(recipe, str(Path(recipe.runs) / recipe.name / "recipe.toml"), steps.trust)
 
 
 def run(steps: Steps, small: Steps, commands: Commands, progress: Progress) -> None:

@@ -134,6 +134,7 @@ def render(page: Page) -> str:
             page=page,
             lines=list(zip(page.rows, cells(page.rows), strict=True)) if page.rows else [],
             wide=bool(page.rows) and len(page.rows[0].scores) > 1,
+            tasks=page.rows[0].tasks if page.rows else (),
             crowded=len(page.rows) > CROWD,
             hue=lambda policy: page.hues.get(policy, Hue("grey")).css,
             legend=table_legend(page.rows),

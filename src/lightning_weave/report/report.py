@@ -23,6 +23,8 @@ from lightning_weave.report.results import (
     summaries,
 )
 from lightning_weave.report.setup import setup
+from lightning_weave.report.tasks import missing_rows, task_columns, task_results, with_tasks
+from lightning_weave.report.track import track_figures
 from lightning_weave.report.writer import Writer
 from lightning_weave.runs.caches import open_scored
 from lightning_weave.runs.costs import read_spent
@@ -52,21 +54,29 @@ def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, b
         shown = {str(runs[0].store.run_dir): others.pop(main)}
     students = across.students(runs, shown, _stale(runs, changed))
     labels = across.benchmark_labels([student.policies for student in students])
+    tasks = [task_results(student.runs) for student in students]
+    columns = task_columns(
+        tasks, {task: metric for steps in runs for task, metric in steps.recipe.harness.metrics.items()}
+    )
+    students = [
+        replace(student, rows=with_tasks(student.rows, found, columns))
+        for student, found in zip(students, tasks, strict=True)
+    ]
     several = len(students) > 1
     hues = policy_hues(policy for steps in runs for policy in steps.policies)
     hues |= policy_hues([*hues, *across.colours_of([student.policies for student in students])])
     writer = Writer(folder, hues, across.find_benchmark(benchmark, [student.policies for student in students]))
     group = main or (OWN if others else "")
     group = ": ".join(filter(None, (runs[0].recipe.mark, group)))
-    rows = [
-        row
-        for student in students
-        for row in across.block(student.name if several else group, student.policies, student.rows, labels)
-    ]
+    rows = []
+    for student, asked in zip(students, tasks, strict=True):
+        name = student.name if several else group
+        own = across.block(name, student.policies, student.rows, labels)
+        rows += with_tasks([*own, *missing_rows(own, asked, labels, name)], asked, columns)
     beside = [
         row for label, found in others.items() for row in policy_rows(found, group=label, stale=_stale(runs, changed))
     ]
-    rows += [row for row in beside if rows and _columns(row) == _columns(rows[0])]
+    rows += with_tasks([row for row in beside if rows and _columns(row) == _columns(rows[0])], {}, columns)
     results = [figure for student in students for figure in writer.figures_of(student, several)]
     if rows:
         writer.write_tables(rows, students)
@@ -112,6 +122,8 @@ def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, b
         writer.text("tables/cases.tex", latex_panels(panels))
     writer.clear()
     path = writer.folder / "index.html"
+    if len(runs) == 1:
+        track_figures(runs[0], writer.folder)
     progress.say(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB)")
     return path
 

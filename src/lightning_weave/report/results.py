@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from rich.console import Console
 from lightning_weave.bench.definitions import asked_benchmark
 from lightning_weave.bench.summary import Overall, Summary, combine, read_summary
 from lightning_weave.config import Tags
-from lightning_weave.report.tables import BenchmarkScore, PolicyRow, console, fits, plain
+from lightning_weave.report.tables import BenchmarkScore, PolicyRow, TaskScore, console, fits, plain
+from lightning_weave.report.tasks import missing_rows, task_columns, task_results, with_tasks
 from lightning_weave.runs.evaluation import asked_problems
 from lightning_weave.runs.known import neighbours
 from lightning_weave.runs.prompts import tag_of
@@ -115,26 +117,43 @@ def tag_rows(steps: Steps, evaluated: PolicySummaries) -> list[PolicyRow]:
 
 def _point(steps: Steps, row: PolicyRow) -> dict[str, Any]:
     composition = steps.recipe.compositions.get(row.policy)
+    tasks = {one.task: _task_point(one) for one in row.tasks if not math.isnan(one.value)}
     return {
         "policy": row.policy,
         "weights": (composition.by_tag or composition.weights) if composition else {},
         "alpha": steps.alpha(row.policy) if composition else None,
-        "accuracy": row.accuracy,
-        "tokens": row.tokens,
+        "accuracy": _number(row.accuracy),
+        "tokens": _number(row.tokens),
         "aes": _number(row.aes),
         "aes_low": _number(row.aes_low if row.policy != "base" else row.aes),
         "aes_high": _number(row.aes_high if row.policy != "base" else row.aes),
+        **({"tasks": tasks} if tasks else {}),
     }
+
+
+def _task_point(score: TaskScore) -> dict[str, Any]:
+    parts = asdict(score)
+    return {key: parts[key] for key in ("metric", "value", "error", "difference", "difference_error")}
 
 
 def _number(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else value
 
 
+def result_rows(steps: Steps, evaluated: PolicySummaries) -> list[PolicyRow]:
+    """Make one row per policy, with what other harnesses found beside our own benchmarks."""
+    found = task_results([steps])
+    labels = [result.label for result in next(iter(evaluated.values()), [])]
+    mark = steps.recipe.mark
+    rows = policy_rows(evaluated, group=mark)
+    columns = task_columns([found], steps.recipe.harness.metrics)
+    return with_tasks([*rows, *missing_rows(rows, found, labels, mark)], found, columns)
+
+
 def show_results(steps: Steps, out: Console) -> None:
     """Print the table of all policies evaluated so far."""
     found = summaries(steps)
-    rows = policy_rows(found, group=steps.recipe.mark)
+    rows = result_rows(steps, found)
     if rows:
         if out.is_terminal:
             out.print(console(rows, width=out.width))

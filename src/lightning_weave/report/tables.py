@@ -34,6 +34,33 @@ class BenchmarkScore:
 
 
 @dataclass(frozen=True)
+class TaskScore:
+    """The result of one policy on one task of another harness, and its difference to the base; NaN: not measured."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None = None
+    difference: float | None = None
+    difference_error: float | None = None
+    lower_is_better: bool = False
+
+    @property
+    def label(self) -> str:
+        """The head of its column."""
+        return f"{self.task} {self.metric}{'↓' if self.lower_is_better else '↑'}"
+
+    @property
+    def beside(self) -> str:
+        """What is printed beside the score: its standard error, and the difference with its own."""
+        error = f"±{self.error:.3f}" if self.error is not None else ""
+        if self.difference is None:
+            return error
+        own = f" ±{self.difference_error:.3f}" if self.difference_error is not None else ""
+        return f"{error} ({self.difference:+.3f}{own})".strip()
+
+
+@dataclass(frozen=True)
 class PolicyRow:
     """One line of the table. Consecutive rows of a group are printed under its name, if it has one."""
 
@@ -46,6 +73,7 @@ class PolicyRow:
     aes_high: float | None = None
     group: str = ""
     stale: bool = False  # made by another recipe than the present one
+    tasks: tuple[TaskScore, ...] = ()  # of another harness: further columns
 
     @property
     def label(self) -> str:
@@ -71,8 +99,7 @@ class _Column:
 
 def markdown(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
     """Write the table as GitHub Markdown."""
-    benchmarks = _benchmarks(rows)
-    header = ["Policy", *_flat_header(benchmarks)]
+    header = ["Policy", *_flat_header(rows)]
     lines = [_pipe(map(escape_markdown, header)), _pipe([":---", *["---:"] * (len(header) - 1)])]
     for group, members in _groups(rows, cells(rows, marks)):
         if group:
@@ -84,12 +111,18 @@ def markdown(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
 def latex(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
     """Write the table as a LaTeX tabular; it only needs the booktabs package."""
     benchmarks = _benchmarks(rows)
-    width = 2 * len(benchmarks) + 4
-    spans = [*((name, 2) for name in benchmarks), ("Average", 3)]
+    tasks = [task.task for task in rows[0].tasks]
+    averages = 3 if benchmarks else 0
+    width = 2 * len(benchmarks) + 1 + averages + len(tasks)
+    spans = [*((name, 2) for name in benchmarks), *([("Average", 3)] if benchmarks else []), *((t, 1) for t in tasks)]
     heads = [rf"\multicolumn{{{span}}}{{c}}{{\textbf{{{escape_latex(name)}}}}}" for name, span in spans]
     pair = [r"\textbf{Acc.}$\uparrow$", r"\textbf{\#Tok.}$\downarrow$"]
-    names = [r"\textbf{Policy}", *pair * (len(benchmarks) + 1), r"\textbf{AES}$\uparrow$"]
-    rules = [f"{2 * k + 2}-{2 * k + 3}" for k in range(len(benchmarks))] + [f"{width - 2}-{width}"]
+    names = [r"\textbf{Policy}", *(pair * (len(benchmarks) + 1) + [r"\textbf{AES}$\uparrow$"] if benchmarks else [])]
+    names += [rf"\textbf{{{escape_latex(task.metric)}}}{_latex_arrow(task)}" for task in rows[0].tasks]
+    rules = [f"{2 * k + 2}-{2 * k + 3}" for k in range(len(benchmarks))]
+    first = 2 * len(benchmarks) + 2  # of the averages
+    rules += [f"{first}-{first + 2}"] if benchmarks else []
+    rules += [f"{first + averages + k}-{first + averages + k}" for k in range(len(tasks))]
     lines = [rf"\begin{{tabular}}{{l{'c' * (width - 1)}}}", r"\toprule", _ampersand(["", *heads])]
     lines += ["".join(rf"\cmidrule(lr){{{rule}}}" for rule in rules), _ampersand(names)]
     for group, members in _groups(rows, cells(rows, marks)):
@@ -104,7 +137,8 @@ def legend(rows: Sequence[PolicyRow]) -> str:
     """Explain the marks and the columns of a table."""
     where = " of its block" if any(row.group for row in rows) else ""
     parts = [f"Bold: best{where}. Underlined: second best."] if len(rows) > 1 else []
-    parts.append("Acc.: accuracy in %. #Tok.: mean response tokens.")
+    if any(row.scores for row in rows):
+        parts.append("Acc.: accuracy in %. #Tok.: mean response tokens.")
     if any(not _is_missing(row.aes) for row in rows):
         parts.append(
             "AES: share of tokens saved plus three times the relative gain in accuracy (or minus five times the loss), "
@@ -112,6 +146,11 @@ def legend(rows: Sequence[PolicyRow]) -> str:
         )
     if any(map(_interval, rows)):
         parts.append("In brackets: 95 % interval, resampling problems for policy and base together.")
+    if any(row.tasks for row in rows):
+        parts.append(
+            "Columns of other harnesses: the score ± its standard error, and in parentheses the difference to the base "
+            "± its own, over the same questions where they are known."
+        )
     if any(_is_missing(value) for row in rows for value in (row.accuracy, row.tokens, row.aes)):
         parts.append(f"{MISSING}: not measured, or undefined.")
     return " ".join(parts)
@@ -120,12 +159,16 @@ def legend(rows: Sequence[PolicyRow]) -> str:
 def to_csv(rows: Sequence[PolicyRow]) -> str:
     """Write the values as CSV: unrounded, unmarked, missing ones empty."""
     names = [f"{name} {what}" for name in (*_benchmarks(rows), "Average") for what in ("Acc.", "#Tok.")]
+    further = ("", " error", " difference", " difference error")
+    names += ["AES", "AES low", "AES high"]
+    names += [f"{task.task} {task.metric}{what}" for task in rows[0].tasks for what in further]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["Group", "Policy", *names, "AES", "AES low", "AES high"])
+    writer.writerow(["Group", "Policy", *names])
     for row in rows:
         scores = [value for score in row.scores for value in (score.accuracy, score.tokens)]
         values = [*scores, row.accuracy, row.tokens, row.aes, row.aes_low, row.aes_high]
+        values += [value for one in row.tasks for value in (one.value, one.error, one.difference, one.difference_error)]
         writer.writerow([row.group, row.label, *("" if _is_missing(value) else value for value in values)])
     return out.getvalue()
 
@@ -133,7 +176,7 @@ def to_csv(rows: Sequence[PolicyRow]) -> str:
 def plain(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
     """Write aligned text for logs and pipes: * marks the best of a column, + the second best."""
     signs = {"best": "*", "second": "+", "": " "}
-    lines: list[list[str]] = [["Policy", *_flat_header(_benchmarks(rows))]]
+    lines: list[list[str]] = [["Policy", *_flat_header(rows)]]
     for group, members in _groups(rows, cells(rows, marks)):
         lines += [[group]] if group else []
         for row, line in members:
@@ -156,7 +199,7 @@ def console(rows: Sequence[PolicyRow], marks: Scope = "group", width: int | None
     styles = {"best": "bold", "second": "underline", "": ""}
     first = 0 if width is None or fits(rows, width, marks) else 2 * len(_benchmarks(rows))
     table = Table(box=SIMPLE)
-    for name in ["Policy", *_flat_header(_benchmarks(rows))[first:]]:
+    for name in ["Policy", *_flat_header(rows)[first:]]:
         table.add_column(name, justify="left" if name == "Policy" else "right", no_wrap=True)
     for group, members in _groups(rows, cells(rows, marks)):
         if group:
@@ -179,9 +222,8 @@ def cells(rows: Sequence[PolicyRow], marks: Scope = "group") -> list[list[Cell]]
     texts = [[_show(value, column.digits) for value in column.values] for column in columns]
     scopes = [row.group if marks == "group" else "" for row in rows]
     ranked = [_rank(shown, scopes, column.lower_is_better) for shown, column in zip(texts, columns, strict=True)]
-    last = len(columns) - 1
     return [
-        [Cell(texts[k][r] or MISSING, ranked[k][r], _interval(row) if k == last else "") for k in range(len(columns))]
+        [Cell(texts[k][r] or MISSING, ranked[k][r], beside) for k, beside in enumerate(_beside(row, len(columns)))]
         for r, row in enumerate(rows)
     ]
 
@@ -204,10 +246,19 @@ def _columns(rows: Sequence[PolicyRow]) -> list[_Column]:
     for k in range(len(_benchmarks(rows))):
         columns.append(_Column([row.scores[k].accuracy for row in rows], digits=1))
         columns.append(_tokens_column([row.scores[k].tokens for row in rows]))
-    columns.append(_Column([row.accuracy for row in rows], digits=2))
-    columns.append(_tokens_column([row.tokens for row in rows]))
-    columns.append(_Column([row.aes for row in rows], digits=2))
+    if columns:
+        columns.append(_Column([row.accuracy for row in rows], digits=2))
+        columns.append(_tokens_column([row.tokens for row in rows]))
+        columns.append(_Column([row.aes for row in rows], digits=2))
+    for k, task in enumerate(rows[0].tasks):
+        columns.append(_Column([row.tasks[k].value for row in rows], digits=3, lower_is_better=task.lower_is_better))
     return columns
+
+
+def _beside(row: PolicyRow, columns: int) -> list[str]:
+    """What is printed beside each value of a row: the interval of AES, the errors of other harnesses' scores."""
+    own = columns - len(row.tasks)
+    return [*[""] * (own - 1), *([_interval(row)] if own else []), *(task.beside for task in row.tasks)]
 
 
 def _tokens_column(values: Sequence[float]) -> _Column:
@@ -250,8 +301,10 @@ def _groups(rows: Sequence[PolicyRow], lines: list[list[Cell]]) -> list[tuple[st
     return [(group, list(members)) for group, members in groupby(pairs, key=lambda pair: pair[0].group)]
 
 
-def _flat_header(benchmarks: Sequence[str]) -> list[str]:
-    return [f"{name} {what}" for name in (*benchmarks, "Average") for what in ("Acc.↑", "#Tok.↓")] + ["AES↑"]
+def _flat_header(rows: Sequence[PolicyRow]) -> list[str]:
+    benchmarks = _benchmarks(rows)
+    own = [f"{name} {what}" for name in (*benchmarks, "Average") for what in ("Acc.↑", "#Tok.↓")] + ["AES↑"]
+    return [*(own if benchmarks else []), *(task.label for task in rows[0].tasks)]
 
 
 def _interval(row: PolicyRow) -> str:
@@ -273,7 +326,12 @@ def _latex_cell(cell: Cell) -> str:
         text = rf"\textbf{{{text}}}"
     if cell.mark == "second":
         text = rf"\underline{{{text}}}"
-    return rf"{text} {{\scriptsize ${cell.interval}$}}" if cell.interval else text
+    beside = cell.interval.replace("±", r"\pm ")
+    return rf"{text} {{\scriptsize ${beside}$}}" if beside else text
+
+
+def _latex_arrow(task: TaskScore) -> str:
+    return r"$\downarrow$" if task.lower_is_better else r"$\uparrow$"
 
 
 def _pipe(texts: "Sequence[str] | map[str]") -> str:

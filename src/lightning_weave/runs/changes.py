@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_weave.config import HARNESS
 from lightning_weave.store import Stage
 
 
@@ -46,6 +47,8 @@ def say_change(path: str, setting: str, what: str) -> str:
         key = setting
     elif stage == "eval" and first in ("model", "benchmark"):
         key = f"policies.{name.split('/')[0]}.model" if first == "model" else "the benchmark's file"
+    elif stage == "eval" and f"/{HARNESS}" in name:
+        key = f"harness.{setting}"
     else:
         key = f"{stage}.{setting}"
     return f"{key}: {what}" if "->" in what else f"{key} {what}"

@@ -62,7 +62,9 @@ def _do_on_ray(job: Job, steps: Steps, progress: Progress) -> None:
     set_up(steps.recipe, steps.store)  # the thread count that all workers keep to
     plan = plan_workers(steps.recipe.machine, ray.cluster_resources(), len(job.pending))
     remote = ray.remote(max_restarts=-1, num_cpus=plan.cpus, num_gpus=plan.gpus)(_with_patient_start(ShardWorker))
-    actors = [remote.remote(job.open, steps.recipe, steps.arguments, os.getcwd()) for _ in range(plan.workers)]
+    actors = [
+        remote.remote(job.open, steps.recipe, steps.arguments, steps.trust, os.getcwd()) for _ in range(plan.workers)
+    ]
     with (
         measure(steps.store.run_dir, job.stage, job.name, fingerprint=job.fingerprint) as meter,
         progress.bar(job.label, len(job.pending), job.unit) as bar,
@@ -113,10 +115,12 @@ def plan_workers(machine: Machine, resources: dict[str, float], shards: int) -> 
 class ShardWorker:
     """What lives in an actor: one worker, opened when it is first needed and again after every restart."""
 
-    def __init__(self, opener: Callable[[Steps], Worker], recipe: Recipe, arguments: str, folder: str) -> None:
+    def __init__(
+        self, opener: Callable[[Steps], Worker], recipe: Recipe, arguments: str, trust: bool, folder: str
+    ) -> None:
         os.chdir(folder)  # the recipe's paths are relative to it
         self.opener = opener
-        self.steps = Steps(recipe, arguments)
+        self.steps = Steps(recipe, arguments, trust)
         self.worker: Worker | None = None
 
     def ready(self) -> None:

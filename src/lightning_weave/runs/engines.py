@@ -9,16 +9,16 @@ from typing import TypeVar
 
 import torch
 
-from lightning_weave.config import Eval, Reference, Rollout, Score
+from lightning_weave.config import Eval, Harness, Reference, Rollout, Score
 from lightning_weave.devices import own_gpus
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.engine_process import engine_version
 from lightning_weave.models.hf import HFSampler, Scorer, hf_scorer
 from lightning_weave.models.memory import free_memory
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.models.vllm_body import VLLMBody
-from lightning_weave.models.vllm_process import engine_version
 from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.parity import (
@@ -202,7 +202,7 @@ def _few_prompts(steps: Steps, checkpoint: Checkpoint) -> list[list[int]]:
     return [checkpoint.tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
-def gpus_of(section: Rollout | Eval | Reference | Score) -> int:
+def gpus_of(section: Rollout | Eval | Reference | Score | Harness) -> int:
     """Count the GPUs that one engine takes."""
     if section.engine == "hf":
         return 1

@@ -79,7 +79,7 @@ def evaluate(
     section = steps.recipe.eval
     samples = section.samples or benchmark.samples
     settings = sampling_settings(section, benchmark)
-    grader = Grader.of(benchmark, section)
+    grader = Grader.of(benchmark, section, steps.trust)
     if grader.is_strict_for_want_of_math_verify(section) and is_first():
         progress.say(
             f"eval {benchmark.slug}: math-verify is not installed, so only an answer in \\boxed{{}} that is written "
@@ -182,7 +182,7 @@ def open_exam(
     tokenizer = policy.checkpoint.tokenizer
     prompts = [one.prompt.token_ids for one in asked_problems(benchmark, tokenizer, section)]
     _check_lengths(policy, benchmark, prompts)
-    grader = Grader.of(benchmark, section)
+    grader = Grader.of(benchmark, section, steps.trust)
     sampler = policy.sampler(steps, prompts, settings.max_tokens)
     return Exam(
         section=section,

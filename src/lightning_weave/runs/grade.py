@@ -31,11 +31,12 @@ class Grader:
     benchmark: Benchmark
     rule: Grading
     unsafe_local: bool = False
+    trust: bool = False  # whether a function of the user's own may run
 
     @classmethod
-    def of(cls, benchmark: Benchmark, section: Eval) -> "Grader":
+    def of(cls, benchmark: Benchmark, section: Eval, trust: bool = False) -> "Grader":
         """Choose the grader of a benchmark, and try it before anything is sampled."""
-        grader = cls(benchmark, grading_of(section, benchmark.name), section.unsafe_local)
+        grader = cls(benchmark, grading_of(section, benchmark.name), section.unsafe_local, trust)
         if benchmark.kind == "math":
             has_strict_answers = grader.rule.kind in ("numeric", "choice")
             tried = benchmark.problems if has_strict_answers else benchmark.problems[:1]
@@ -58,7 +59,7 @@ class Grader:
 
     @cached_property
     def _own(self) -> OwnGrader | None:
-        return load_function(self.rule.function) if self.rule.function else None
+        return load_function(self.rule.function, self.trust) if self.rule.function else None
 
     def grade(self, responses: Sequence[tuple[Problem, str]]) -> list[Graded]:
         """Grade responses; code runs in a sandbox, on all cores."""

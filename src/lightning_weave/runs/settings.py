@@ -27,7 +27,6 @@ TRAIN_EXECUTION = {
     "trackers",
     "keep_anchors",
     "objective",  # the composition's own, resolved
-    "trust",
 }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from lightning_weave.config import (
+    HARNESS,
     Composition,
     Distilled,
     Joint,
@@ -54,6 +55,7 @@ class Steps:
 
     recipe: Recipe
     arguments: str = "RECIPE"
+    trust: bool = False  # whether Python files that the recipe names may run: the command says it, never the recipe
     standing: bool = False  # take what is finished as it is on disk, whatever the recipe says now
     sampler: Checkpoint | None = None  # what samples in the student's place: the student as training has left it
     _identities: dict[str, str] = field(default_factory=dict, repr=False)
@@ -354,6 +356,19 @@ class Steps:
         source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
         key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
         settings["benchmark"] = self._data_identity(source, key)
+        return self._measured(policy, benchmark_folder(benchmark), settings)
+
+    def harness(self, policy: str, task: str) -> Step:
+        """A task of another harness. Its version and data are that environment's, and not known before it runs."""
+        section = self.recipe.harness
+        names = {"chat", "fewshot", "limit", "generation", "engine", "options", "dtype", "seed"}
+        settings = {"benchmark": f"lm-eval:{task}", **section.model_dump(mode="json", include=names)}
+        if section.include is not None:
+            settings["include"] = self._data_identity(section.include, "harness.include")
+        return self._measured(policy, f"{HARNESS}{slug(task)}", settings, " --harness lm-eval")
+
+    def _measured(self, policy: str, folder: str, settings: dict[str, Any], options: str = "") -> Step:
+        """The evaluation of a policy in a folder of its own."""
         inputs: tuple[Step, ...] = ()
         if policy in self.recipe.compositions:
             inputs = (self.train(policy),)
@@ -361,9 +376,9 @@ class Steps:
             settings["model"] = self.identity_of(Checkpoint.of(self.recipe.policies[policy]))
         else:
             settings["model"] = self.identity_of(self.student)
-        path = f"eval/{policy}/{benchmark_folder(benchmark)}"
-        command = f"{self._command('eval')} --only {policy}"
-        return self._step(Step(path, settings, inputs, command, subject=frozenset({"model", "benchmark"})))
+        command = f"{self._command('eval')} --only {policy}{options}"
+        subject = frozenset({"model", "benchmark"})
+        return self._step(Step(f"eval/{policy}/{folder}", settings, inputs, command, subject=subject))
 
     def _grading(self, benchmark: str) -> str | dict[str, Any]:
         """Say how a benchmark is graded; a user's own function by its content."""
@@ -397,7 +412,11 @@ class Steps:
                 return [*([self.prompts] if "online" in self.methods(only) else []), *trains]
             case "eval":
                 policies = filter(wanted, self.policies)
-                return [self.eval(policy, name) for policy in policies for name in self.recipe.eval.benchmarks]
+                own = [self.eval(policy, name) for policy in policies for name in self.recipe.eval.benchmarks]
+                return [*own, *self.made_by("harness", only)]
+            case "harness":
+                policies = filter(wanted, self.policies)
+                return [self.harness(policy, task) for policy in policies for task in self.recipe.harness.tasks]
             case _:
                 raise AssertionError(verb)
 

@@ -46,9 +46,9 @@ class Loss:
     own: OwnLoss | None = None
 
     @classmethod
-    def of(cls, objective: str, alpha: float) -> "Loss":
-        """Find an objective by its name, or load the user's own."""
-        return cls(objective, alpha, load_function(objective) if is_own_function(objective) else None)
+    def of(cls, objective: str, alpha: float, trust: bool = False) -> "Loss":
+        """Find an objective by its name, or load the user's own where that is trusted."""
+        return cls(objective, alpha, load_function(objective, trust) if is_own_function(objective) else None)
 
     def check(self, candidates: int, vocabulary: int) -> None:
         """Refuse the whole-vocabulary objective where the cache does not hold the whole vocabulary."""

@@ -40,7 +40,7 @@ class Probe:
         asked = asked_problems(benchmark, tokenizer, section)
         return cls(
             benchmark=benchmark,
-            grader=Grader.of(benchmark, section),
+            grader=Grader.of(benchmark, section, steps.trust),
             requests=[Request(one.prompt.token_ids, place, 0) for place, one in enumerate(asked)],
             settings=sampling_settings(section, benchmark),
             stop=steps.student.stop_ids,

@@ -91,7 +91,7 @@ def _own_steps(steps: Steps, name: str, number: int) -> Steps:
     if recipe.rollout.from_ is not None:  # the prompts came with trajectories
         changes["prompts"] = recipe.prompts.model_copy(update={"source": str(steps.prompts_file)})
     sampler = steps.student.at(runs / inner / "sampler" / "final")
-    return Steps(recipe.model_copy(update=changes), steps.arguments, sampler=sampler)
+    return Steps(recipe.model_copy(update=changes), steps.arguments, steps.trust, sampler=sampler)
 
 
 class Refreshed:

@@ -99,7 +99,7 @@ def _leg_composition(composition: Sequential, anchor: str) -> Joint:
 
 def _on_first_cache(steps: Steps, name: str, composition: Joint) -> Steps:
     recipe = steps.recipe.model_copy(update={"compositions": {name: composition}})
-    return Steps(recipe, steps.arguments)
+    return Steps(recipe, steps.arguments, steps.trust)
 
 
 def _on_own_cache(steps: Steps, name: str, composition: Joint, *, number: int, student: Path, prompts: int) -> Steps:
@@ -119,7 +119,7 @@ def _on_own_cache(steps: Steps, name: str, composition: Joint, *, number: int, s
             "policies": {},
         }
     )
-    return Steps(own, steps.arguments)
+    return Steps(own, steps.arguments, steps.trust)
 
 
 def _share(steps: Steps, leg: LegRun) -> list[Prompt]:

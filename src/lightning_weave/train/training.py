@@ -139,7 +139,7 @@ def give_back() -> None:
 def make_fit(steps: Steps, name: str, trainee: Trainee, rows: Rows, *, alpha: float, ranks: Ranks) -> Fit:
     """Put student, objective and optimizer together."""
     train = steps.recipe.train
-    loss = Loss.of(steps.objective(name), alpha)
+    loss = Loss.of(steps.objective(name), alpha, steps.trust)
     loss.check(steps.recipe.reference.candidates, trainee.head_description.vocabulary)
     return Fit(
         trainee=trainee,
@@ -263,8 +263,7 @@ class Training:
         return step == this_round[-1] + 1 and any((update + 1) % every == 0 for update in this_round)
 
     def _open_metrics(self, start: int) -> Metrics:
-        name = f"{self.steps.recipe.name}/{self.name}"
-        return Metrics(self.stage.folder, start, self.steps.recipe.train.trackers, name, self.checkpoints.fingerprint)
+        return Metrics(self.steps.recipe, self.name, self.stage.folder, start, self.checkpoints.fingerprint)
 
     def _evaluate(self, probe: Probe, step: int, metrics: Metrics | None) -> dict[str, float]:
         answered = probe.answer(self.fit.trainee, self.fit.ranks)

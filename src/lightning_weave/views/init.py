@@ -84,7 +84,7 @@ class Draft:
 def run(
     out: Path,
     student: str,
-    anchors: Mapping[str, tuple[str, str]],
+    anchors: Mapping[str, tuple[str, str | None]],
     prompts: str,
     benchmarks: Sequence[str],
     *,
@@ -100,6 +100,9 @@ def run(
     draft.put("student", "model", value=student)
     for name, (post, pre) in anchors.items():
         draft.put("anchors", name, "post", value=post)
+        if pre is None:
+            draft.remarks[dotted_key("anchors", name, "post")] = "an adapter: what it was trained from is its base"
+            continue
         draft.put("anchors", name, "pre", value=pre)
         draft.remarks[dotted_key("anchors", name, "pre")] = "what it was trained from"
     _compose(draft, list(anchors))

@@ -1,4 +1,4 @@
-"""An engine's process: vLLM, in its own process and, where `python` says so, in its own environment."""
+"""A program in its own process and, where `python` says so, in its own environment: vLLM, or another harness."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,35 @@ from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.ranks import without_ranks
 from lightning_weave.store.ledger import engine_clock
 
-WORKER = Path(__file__).with_name("vllm_worker.py")
 _SECONDS_TO_END = 30
 
 
-class EngineProcess:
-    """One vLLM engine, which lives until `close` or the end of this process. It answers one question at a time."""
+@dataclass(frozen=True)
+class Program:
+    """What runs in the process: a file that reads and writes JSON lines, and the package that it needs."""
 
-    def __init__(self, settings: dict[str, Any], python: str | None, environment: dict[str, str] | None) -> None:
+    worker: Path
+    name: str  # for people
+    package: str  # as pip knows it
+
+
+VLLM = Program(Path(__file__).with_name("vllm_worker.py"), "vLLM", "vllm")
+
+
+class EngineProcess:
+    """One program, which lives until `close` or the end of this process. It answers one question at a time.
+
+    Its answer to the settings is kept as `hello`.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        python: str | None,
+        environment: dict[str, str] | None,
+        program: Program = VLLM,
+    ) -> None:
+        self.program = program
         self.python = python or sys.executable
         self.environment = environment or {}  # beside that of this process, such as the GPUs that are the engine's
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process that writes to it)
@@ -36,7 +58,7 @@ class EngineProcess:
         asked = time.monotonic()
         self._put(settings)
         ready, line = self._lines.get()
-        self.limit = int(self._checked(line)["limit"])
+        self.hello = self._checked(line)
         engine_clock.starting += ready - asked
 
     def close(self) -> None:
@@ -57,7 +79,7 @@ class EngineProcess:
     def _launch(self) -> "subprocess.Popen[str]":
         try:
             return subprocess.Popen(
-                [self.python, str(WORKER)],
+                [self.python, str(self.program.worker)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._words,
@@ -105,11 +127,11 @@ class EngineProcess:
         answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
         if "missing" in answer:
             self.close()
-            raise _not_installed(self.python, answer["error"])
+            raise _not_installed(self.program, self.python, answer["error"])
         if "error" in answer:
             cause = self._cause(answer["error"])
             self.close()
-            raise WeaveError(f"the vLLM engine failed: {answer['error']}{cause}")
+            raise WeaveError(f"the {self.program.name} process failed: {answer['error']}{cause}")
         return answer
 
     def _cause(self, error: str) -> str:
@@ -133,7 +155,7 @@ class EngineProcess:
 def engine_version(python: str | None) -> str:
     """Ask which vLLM an environment has, before anything is loaded for it."""
     python = python or sys.executable
-    command = [python, str(WORKER), "--version"]
+    command = [python, str(VLLM.worker), "--version"]
     try:
         said = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, env=_environment(python), text=True, check=False
@@ -145,7 +167,7 @@ def engine_version(python: str | None) -> str:
     except ValueError:
         return "unknown"
     if "missing" in answer:
-        raise _not_installed(python, answer["error"])
+        raise _not_installed(VLLM, python, answer["error"])
     return str(answer.get("version", "unknown"))
 
 
@@ -161,8 +183,8 @@ def _cannot_run(python: str, error: OSError) -> InputError:
     )
 
 
-def _not_installed(python: str, error: str) -> InputError:
+def _not_installed(program: Program, python: str, error: str) -> InputError:
     return InputError(
-        f"vLLM cannot be imported by {python} ({error}). Install it there (pip install vllm), "
+        f"{program.name} cannot be imported by {python} ({error}). Install it there (pip install {program.package}), "
         "or name the Python of an environment that has it: the key python of its section"
     )
