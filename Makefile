@@ -8,10 +8,10 @@ SITE_VENV ?= .venv-site
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
 WORKERS ?= 2
-HERE = not real and not vllm and not ray and not peers and not faults
+HERE = not real and not vllm and not ray and not peers and not faults and not paper
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo docs docs-site claims test coverage test-real test-vllm test-peers test-ray test-faults check format lint bench install dev clean
+.PHONY: help demo docs docs-site claims test coverage test-real test-vllm test-peers test-ray test-faults test-paper check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -45,6 +45,9 @@ test-ray: dev    ## shards on a Ray cluster of two nodes, one of them killed
 
 test-faults: dev ## kill, fill, flip and change, and look what is left
 	OMP_NUM_THREADS=1 $(PYTEST) -q -m faults tests/faults
+
+test-paper: dev  ## every command of docs/paper.md in rehearsal, and the paper's tables and figures that come of it
+	OMP_NUM_THREADS=1 $(PYTEST) -q -m paper tests/paper
 
 check: dev lint  ## format, lint, types and the fast tests
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) --dist loadfile -m "not slow and $(HERE)" tests

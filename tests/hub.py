@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, unquote
 
 import pytest
 
@@ -31,7 +32,11 @@ class Hub:
     def push(self, repository: str, folder: Path) -> str:
         """Add a commit with the files of a folder; returns its name."""
         files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
-        commit = hashlib.sha1(b"".join(files.values()) + repository.encode()).hexdigest()
+        return self.push_files(repository, files)
+
+    def push_files(self, repository: str, files: dict[str, bytes], commit: str | None = None) -> str:
+        """Add a commit with these files, perhaps by a given name; the name of a data set begins with `datasets/`."""
+        commit = commit or hashlib.sha1(b"".join(files.values()) + repository.encode()).hexdigest()
         self.commits.setdefault(repository, {})[commit] = files
         return commit
 
@@ -76,23 +81,39 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
+    def do_POST(self) -> None:
+        """Say what is known of some paths."""
+        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        found = re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/paths-info/([^/]+)", self.path)
+        commits = self.hub.commits.get(f"datasets/{found[1]}" if found else "")
+        if found is None or commits is None:
+            return self._refuse(404, "RepoNotFound")
+        files = commits.get(found[2]) or list(commits.values())[-1]
+        wanted = json.loads(asked)["paths"] if asked.startswith("{") else parse_qs(asked)["paths"]
+        return self._json([row for row in _tree(files) if row["path"] in wanted])
+
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
+        path = unquote(self.path.partition("?")[0])
         self.hub.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
-        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path)
-        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        api = re.fullmatch(r"/api/(?:models/|(?=datasets/))((?:datasets/)?[^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path)
+        file = re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         found = api or file
         repository = found[1] if found else ""
         commits = self.hub.commits.get(repository)
         if found is None or commits is None:
             return self._refuse(404, "RepoNotFound")
         revision = (api[3] if api else file[2] if file else None) or "main"
+        revision, _, below = revision.partition("/") if api and api[2] == "tree" else (revision, "", "")
         commit = list(commits)[-1] if revision == "main" else revision
         if commit not in commits:
             return self._refuse(404, "RevisionNotFound")
         if api:
             files = commits[commit]
-            return self._json(_tree(files) if api[2] == "tree" else _info(repository, commit, files))
+            deep = "recursive=true" in self.path.lower()
+            rows = _tree(files) if deep and not below else _below(_tree(files), below, deep)
+            if api[2] == "tree" and not rows:
+                return self._refuse(404, "EntryNotFound")
+            return self._json(rows if api[2] == "tree" else _info(repository, commit, files))
         assert file is not None
         if repository in self.hub.gated:
             return self._refuse(403, "GatedRepo")
@@ -150,6 +171,19 @@ def _tree(files: dict[str, bytes]) -> list[dict[str, Any]]:
         if str(row["path"]).endswith(LARGE):
             row["lfs"] = {"oid": row["oid"], "size": row["size"], "pointerSize": 130}
     return rows
+
+
+def _below(rows: list[dict[str, Any]], folder: str, deep: bool) -> list[dict[str, Any]]:
+    """What lies in a folder, and unless all of it is wanted, its folders instead of what is in those."""
+    start = f"{folder}/" if folder else ""
+    inside = [row for row in rows if str(row["path"]).startswith(start)]
+    found = {}
+    for row in inside:
+        first, slash, _ = str(row["path"])[len(start) :].partition("/")
+        is_folder = bool(slash) and not deep
+        entry = {"type": "directory", "path": start + first, "oid": "0" * 40, "size": 0} if is_folder else row
+        found[str(entry["path"])] = entry
+    return list(found.values())
 
 
 def _info(repository: str, commit: str, files: dict[str, bytes]) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from lightning_weave.config import Recipe, load_recipe
+from lightning_weave.plan.costs import PlannedMachine
+from lightning_weave.plan.gpus import find_gpu
+from lightning_weave.plan.recipe import Plan, make_plan
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "recipes" / "paper"
@@ -32,7 +35,7 @@ def paper(*names: str) -> Recipe:
 @pytest.mark.parametrize("domain", ["math", "code"])
 @pytest.mark.parametrize("student", STUDENTS)
 def test_every_student_domain_and_composition_loads(student: str, domain: str) -> None:
-    for composition in [*SUBSETS, "sweep", "ablation"]:
+    for composition in [*SUBSETS, "sweep", "ablation", "klear-decs-online", "klear-decs-mimo-online"]:
         recipe = paper("base", student, domain, composition)
         assert recipe.student.model == STUDENTS[student]
         assert (recipe.runs, recipe.name) == (f"runs/{domain}", student)
@@ -47,7 +50,7 @@ def test_every_student_domain_and_composition_loads(student: str, domain: str) -
 
 def test_an_anchor_is_the_same_in_every_file_that_names_it() -> None:
     seen: dict[str, set[str]] = {}
-    for composition in [*SUBSETS, "sweep", "ablation"]:
+    for composition in [*SUBSETS, "sweep", "ablation", "klear-decs-online", "klear-decs-mimo-online"]:
         for name, anchor in paper("base", "qwen3-4b", "math", composition).anchors.items():
             seen.setdefault(name, set()).add(anchor.model_dump_json())
     assert {name: len(versions) for name, versions in seen.items()} == dict.fromkeys(PAIRS, 1)
@@ -60,9 +63,11 @@ def test_equal_compositions_and_the_sweep_have_the_papers_weights() -> None:
         assert weights == pytest.approx(dict.fromkeys(anchors, 1 / len(anchors)))
     sweep = paper("base", "qwen3-4b", "math", "sweep").compositions
     shares = [0.25, 0.375, 0.5, 0.625, 0.75]
+    named = {share: f"rho-{share:.3f}" if share != 0.5 else "klear-decs" for share in shares}  # that is trained already
     assert {name: section.weights["decs"] for name, section in sweep.items()} == {
-        f"rho-{share:.3f}": share for share in shares
+        name: share for share, name in named.items()
     }
+    assert sweep["klear-decs"] == paper("base", "qwen3-4b", "math", "klear-decs").compositions["klear-decs"]
 
 
 def test_the_ablation_table_is_whole() -> None:
@@ -76,6 +81,41 @@ def test_the_ablation_table_is_whole() -> None:
     assert compositions["klear-then-decs"].sequence == ["klear", "decs"]
     assert compositions["decs-then-klear"].sequence == ["decs", "klear"]
     assert len(methods) == 12
+
+
+def test_the_cases_have_the_papers_rules() -> None:
+    cases = paper("base", "qwen3-4b", "math", "cases-math").report.cases
+    cases |= paper("base", "qwen3-4b", "code", "cases-code").report.cases
+    said = {name: (case.benchmark, case.wrong, case.right, case.shortest) for name, case in cases.items()}
+    both = (["decs"], ["klear", "klear-decs"], "klear-decs")
+    assert said == {
+        "A": ("aime-2024", ["klear"], ["mimo", "klear-mimo"], None),
+        "B": ("aime-2024", ["mimo"], ["klear", "klear-mimo"], None),
+        "C": ("aime-2024", *both),
+        "D": ("livecodebench-v5", *both),
+    }
+
+
+def test_online_with_three_anchors_has_the_weights_of_the_cached_one() -> None:
+    online = paper("base", "qwen3-4b", "math", "klear-decs-mimo-online").compositions["klear-decs-mimo-online"]
+    cached = paper("base", "qwen3-4b", "math", "klear-decs-mimo").compositions["klear-decs-mimo"]
+    assert (online.method, online.weights, online.alpha) == ("online", cached.weights, cached.alpha)
+
+
+def test_the_page_says_of_every_launch_what_plan_says() -> None:
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    table = text.partition("<!-- launches -->")[2].partition("<!-- /launches -->")[0].strip().splitlines()[2:]
+    for line, student in zip(table, STUDENTS, strict=True):
+        recipe = paper("base", student, "math", "klear", "decs", "klear-decs")
+        plans = [make_plan(recipe, PlannedMachine(find_gpu("H100"), gpus)) for gpus in (1, 8, 16)]
+        assert [cell.strip() for cell in line.strip("| ").split("|")[1:]] == [_launch(plan) for plan in plans], student
+
+
+def _launch(plan: Plan) -> str:
+    if not all(row.fits for row in plan.memory):
+        return "does not fit"
+    each = next(row.weights + row.working for row in plan.memory if row.stage == "train")
+    return f"{plan.all_compositions / plan.gpus:.1f} h, {each / 1e9:.0f} GB"
 
 
 def test_the_page_names_only_recipes_and_policies_that_exist() -> None:

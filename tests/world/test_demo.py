@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from lightning_weave.bench.metrics import BudgetPoint
 from lightning_weave.bench.statistics import ProblemMeans
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.progress import Progress
@@ -168,3 +171,30 @@ def test_what_was_not_evaluated_is_said() -> None:
     found = {"here": check({"base": policy(60, 40, 5), "weave-50": policy(70, 30, 5)})}
     assert "**not measured**" in claims_table(found)
     assert "| weave-50 | 70" in results_table({"base": policy(60, 40, 0), "weave-50": policy(70, 30, 0)})
+
+
+def test_sets_benchmarks_budgets_and_surviving_positions_are_claims_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "RESAMPLES", 200)
+    policies = {name: policy(70, 30, 5) for name in (*claims.SETS, "mixture-50")} | {"base": policy(60, 40, 5)}
+    policies |= {"all-three": policy(85, 30, 5), "weave-50": policy(75, 25, 5)}
+
+    def evaluated(gain: float) -> dict[str, list[Any]]:
+        curves = {"weave-50": (40 + gain, 70), "accuracy-only": (30, 69), "brevity-only": (39, 60)}
+        points = {
+            name: [BudgetPoint(budget, value, 10, 0.5) for budget, value in zip((16, 32), curve, strict=True)]
+            for name, curve in curves.items()
+        }
+        return {name: [SimpleNamespace(budgets=found)] for name, found in points.items()}
+
+    def verdicts(policies: Any, gain: float, kept: list[float]) -> list[tuple[str, str]]:
+        return [(one.verdict, one.figures) for one in check(policies, (), [evaluated(gain)], kept)[-4:]]
+
+    first, everywhere, budgets, surviving = verdicts(policies, 0, [0.95, 1.0])
+    assert (first[0], first[1].split()[-1]) == ("holds", "weave-50")
+    assert everywhere == ("holds", "+5.0 with -5.0 tokens, +5.0 with -5.0 tokens")
+    assert budgets == ("holds", "+1.0 at 16, +1.0 at 32")
+    assert surviving == ("holds", "95.0%, 100.0%")
+
+    policies["weave-50"] = policy(90, 31, 5)  # more accurate than the mixture, but longer
+    assert [verdict for verdict, _ in verdicts(policies, -2, [0.5])] == ["does not hold"] * 4
+    assert [one.verdict for one in check({"base": policy(60, 40, 5)})[-4:]] == ["not measured"] * 4

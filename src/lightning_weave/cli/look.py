@@ -34,6 +34,10 @@ def report(
     benchmark: Annotated[
         str | None, typer.Option(metavar="NAME", help="draw the frontier on this one instead of the average")
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="NAMES", help="only these policies, with commas between, and the base"),
+    ] = None,
 ) -> None:
     """Draw what happened and why: one page that opens from disk.
 
@@ -42,7 +46,8 @@ def report(
     runs = _load_runs(recipe, run, set_)
     from lightning_weave.report import report as stage
 
-    stage.run(runs, open_progress(), Path(out) if out else None, benchmark)
+    names = [name for one in only for name in one.split(",")] if only else None
+    stage.run(runs, open_progress(), Path(out) if out else None, benchmark, names)
 
 
 def _load_runs(recipe: list[str], others: list[str] | None, sets: list[str] | None) -> "list[Steps]":

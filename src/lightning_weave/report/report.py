@@ -36,9 +36,18 @@ from lightning_weave.runs.sweeps import with_sweep
 OWN = "as the recipe says"  # where results by other protocols stand beside
 
 
-def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, benchmark: str | None = None) -> Path:
-    """Write the report of one run, or of several: of one student on several domains, or of several students."""
-    given = [with_known(with_sweep(steps)) for steps in recipes]
+def run(
+    recipes: Sequence[Steps],
+    progress: Progress,
+    out: Path | None = None,
+    benchmark: str | None = None,
+    only: Sequence[str] | None = None,
+) -> Path:
+    """Write the report of one run, or of several: of one student on several domains, or of several students.
+
+    With `only`, of these policies and the base.
+    """
+    given = _only([with_known(with_sweep(steps)) for steps in recipes], only)
     changed = [differing(steps) for steps in given]
     runs = [as_it_stands(steps) for steps in given]
     folder = _folder(runs, out)
@@ -126,6 +135,23 @@ def run(recipes: Sequence[Steps], progress: Progress, out: Path | None = None, b
         track_figures(runs[0], writer.folder)
     progress.say(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB)")
     return path
+
+
+def _only(runs: Sequence[Steps], wanted: Sequence[str] | None) -> list[Steps]:
+    """Leave out the compositions and policies that are not wanted."""
+    if wanted is None:
+        return list(runs)
+    known = list(dict.fromkeys(policy for steps in runs for policy in steps.policies))
+    if unknown := [name for name in wanted if name not in known]:
+        raise InputError(f"--only {unknown[0]}: no such policy; there is {', '.join(known)}")
+    kept = []
+    for steps in runs:
+        update = {
+            "compositions": {name: one for name, one in steps.recipe.compositions.items() if name in wanted},
+            "policies": {name: one for name, one in steps.recipe.policies.items() if name in wanted},
+        }
+        kept.append(replace(steps, recipe=steps.recipe.model_copy(update=update)))
+    return kept
 
 
 def _folder(runs: Sequence[Steps], out: Path | None) -> Path:

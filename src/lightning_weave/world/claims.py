@@ -64,6 +64,8 @@ CLAIMS = tuple(
 )
 SWEEP = ("accuracy-only", "weave-25", "weave-37", "weave-50", "weave-62", "weave-75", "brevity-only")
 SINGLES = ("accuracy-only", "brevity-only")
+SETS = (*SINGLES, "thorough-only", "weave-50", "accuracy-thorough", "brevity-thorough")  # beside all three
+SURVIVING = 0.938  # the smallest share of positions that the paper reports
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,25 @@ def _average(summaries: Sequence[Summary]) -> ProblemMeans:
     return ProblemMeans(first.benchmark, tuple(first.problems), accuracy, tokens)
 
 
-def check(policies: Policies, seeds: Sequence[Policies] = ()) -> list[ClaimFinding]:
-    """Test every claim on one world. `policies` are means over training seeds; `seeds` are the single seeds."""
-    differences = [_check_difference(claim, policies, seeds) for claim in CLAIMS]
-    return [*differences, _check_monotone(policies), _check_undominated(policies)]
+def check(
+    policies: Policies,
+    seeds: Sequence[Policies] = (),
+    evaluated: Sequence[Mapping[str, Sequence[Summary]]] = (),
+    kept: Sequence[float] = (),
+) -> list[ClaimFinding]:
+    """Test every claim on one world. `policies` are means over training seeds; `seeds` are the single seeds.
+
+    `evaluated` are the same as they were evaluated, for budgets; `kept` is the share of positions of `weave-50`.
+    """
+    return [
+        *(_check_difference(claim, policies, seeds) for claim in CLAIMS),
+        _check_monotone(policies),
+        _check_undominated(policies),
+        _check_highest(policies),
+        _check_everywhere(policies),
+        _check_budgets(evaluated),
+        _check_surviving(kept),
+    ]
 
 
 def _check_difference(claim: Difference, policies: Policies, seeds: Sequence[Policies]) -> ClaimFinding:
@@ -144,6 +161,58 @@ def _check_undominated(policies: Policies) -> ClaimFinding:
     compositions = [policy for policy in SWEEP if policy in policies and policy not in SINGLES]
     undominated = [policy for policy in compositions if 0 in pareto_front([_point(policies[policy]), *singles])]
     return ClaimFinding(claim, "holds" if undominated else "does not hold", ", ".join(undominated))
+
+
+def _check_highest(policies: Policies) -> ClaimFinding:
+    claim = "all three anchors have the highest AES of all sets"
+    if not all(policy in policies for policy in (*SETS, "all-three")):
+        return ClaimFinding(claim, "not measured")
+    aes = {name: compare(policies[name], policies["base"], 1).average.aes.estimate for name in SETS}
+    best = max(aes, key=lambda name: aes[name])
+    interval = contrast(policies["all-three"], policies[best], policies["base"], RESAMPLES).aes
+    figures = f"aes {interval.estimate:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}] against {best}"
+    return ClaimFinding(claim, _verdict(interval, ">"), figures)
+
+
+def _check_everywhere(policies: Policies) -> ClaimFinding:
+    claim = "composition is more accurate than the data mixture on every benchmark, with fewer tokens"
+    if not {"weave-50", "mixture-50"} <= policies.keys():
+        return ClaimFinding(claim, "not measured")
+    pairs = zip(policies["weave-50"], policies["mixture-50"], strict=True)
+    gains = [(_point([one])[0] - _point([two])[0], _point([one])[1] - _point([two])[1]) for one, two in pairs]
+    figures = ", ".join(f"{accuracy:+.1f} with {tokens:+.1f} tokens" for accuracy, tokens in gains)
+    everywhere = all(accuracy > 0 > tokens for accuracy, tokens in gains)
+    return ClaimFinding(claim, "holds" if everywhere else "does not hold", figures)
+
+
+def _check_budgets(evaluated: Sequence[Mapping[str, Sequence[Summary]]]) -> ClaimFinding:
+    claim = "composition is above both anchors at every token budget"
+    curves = {name: _curve([run[name] for run in evaluated if name in run]) for name in ("weave-50", *SINGLES)}
+    if not all(curves.values()):
+        return ClaimFinding(claim, "not measured")
+    gains = {
+        budget: accuracy - max(curves[single][budget] for single in SINGLES)
+        for budget, accuracy in curves["weave-50"].items()
+    }
+    figures = ", ".join(f"{gain:+.1f} at {budget}" for budget, gain in gains.items())
+    return ClaimFinding(claim, "holds" if min(gains.values()) > 0 else "does not hold", figures)
+
+
+def _curve(runs: Sequence[Sequence[Summary]]) -> dict[int, float]:
+    """Mean accuracy over seeds and benchmarks within each budget."""
+    points = [point for results in runs for result in results for point in result.budgets]
+    found: dict[int, list[float]] = {}
+    for point in points:
+        found.setdefault(point.budget, []).append(point.accuracy)
+    return {budget: float(np.mean(values)) for budget, values in sorted(found.items())}
+
+
+def _check_surviving(kept: Sequence[float]) -> ClaimFinding:
+    claim = f"at least {SURVIVING:.1%} of positions survive the alignment of two anchors"
+    if not kept:
+        return ClaimFinding(claim, "not measured")
+    figures = ", ".join(f"{share:.1%}" for share in kept)
+    return ClaimFinding(claim, "holds" if min(kept) >= SURVIVING else "does not hold", figures)
 
 
 def _point(benchmarks: Sequence[ProblemMeans]) -> tuple[float, float]:

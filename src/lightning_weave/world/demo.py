@@ -97,7 +97,9 @@ def write_claims(worlds: dict[World, list[Steps]], progress: Progress, command: 
         evaluated = [summaries(steps) for steps in runs]
         policies = pooled(evaluated)
         seeds = [pooled([seed]) for seed in evaluated]
-        findings[f"{world.label}, {len(runs)} seed{'s' * (len(runs) > 1)}"] = check(policies, seeds)
+        findings[f"{world.label}, {len(runs)} seed{'s' * (len(runs) > 1)}"] = check(
+            policies, seeds, evaluated, [_kept(steps) for steps in runs]
+        )
         targets = preview(runs[0], progress, Console(quiet=True), 50, PREVIEWED)
         parts.append(
             f"## The {world.label}\n\nMeans over {len(runs)} training seeds.\n\n{results_table(policies, seeds)}\n\n"
@@ -108,6 +110,11 @@ def write_claims(worlds: dict[World, list[Steps]], progress: Progress, command: 
     path = next(iter(worlds.values()))[0].store.run_dir / "report" / "claims.md"
     write_atomic(path, text.encode())
     return path
+
+
+def _kept(steps: Steps) -> float:
+    """The share of positions where both anchors of the even composition have a shift, at its last update."""
+    return float(steps.store.stage(steps.train("weave-50")).require()["kept"])
 
 
 def _preview_table(targets: PolicySummaries) -> str:
