@@ -11,7 +11,7 @@ WORKERS ?= 2
 HERE = not real and not vllm and not ray and not peers and not faults and not paper
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo docs docs-site claims test coverage test-real test-vllm test-peers test-ray test-faults test-paper check format lint bench install dev clean
+.PHONY: help demo docs docs-site claims real test coverage test-real test-vllm test-peers test-ray test-faults test-paper check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -77,6 +77,10 @@ docs-site:       ## the pages of docs/ as a site with search, in build/site; bro
 claims: install  ## every baseline on three worlds with three seeds each (five hours of one core), into docs/claims.md
 	$(VENV)/bin/lweave demo --full --seeds 3 --world 101 --world 202
 	$(PY) scripts/claims-docs runs/demo
+
+real: dev        ## brevity and correctness on SmolLM2-135M (hours of two cores; resumes), into docs/real-models.md
+	@scripts/real-models "$(PY)" "$(REAL_MODELS)"
+	scripts/real/run "$(PY)" "$(abspath $(REAL_MODELS))/smollm2"
 
 install:
 	@scripts/bootstrap "$(VENV)"

@@ -5,10 +5,12 @@ import hashlib
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from lightning_weave.checks.findings import Bounds, Finding
+from lightning_weave.config import check_recipe
 from lightning_weave.report.cases import Excerpt, Panel, Shown
 from lightning_weave.report.loom import longest_that_fits
 from lightning_weave.report.page import (
@@ -23,8 +25,9 @@ from lightning_weave.report.page import (
     token,
     visible,
 )
-from lightning_weave.report.setup import KeyValue, Model, Setup, StageRun, Trained
+from lightning_weave.report.setup import KeyValue, Model, Setup, StageRun, Trained, setup
 from lightning_weave.report.tables import BenchmarkScore, PolicyRow
+from lightning_weave.runs.steps import Steps
 
 HOSTILE = '</script></textarea><!--<script>alert(1)</script><img src=x onerror="alert(2)">\u2028&lt;{{ 7*7 }}'
 
@@ -47,13 +50,40 @@ class Elements(HTMLParser):
 
 def hostile_setup() -> Setup:
     return Setup(
-        models=[Model(HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
+        models=[Model(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
         compositions=[Trained(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 2)],
         settings={"rollout": [KeyValue(HOSTILE, HOSTILE, own=True)]},
         stages=[StageRun(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
         commands=[(HOSTILE, HOSTILE)],
         recipe=HOSTILE,
     )
+
+
+def test_setup_says_what_each_side_reads_and_the_weights_of_every_tag(tmp_path: Path) -> None:
+    student = str(tmp_path / "nowhere")
+    told = {"system": "Be brief."}
+    recipe = {
+        "name": "told",
+        "runs": str(tmp_path),
+        "student": {"model": student},
+        "anchors": {
+            "brief": {"model": "student", "post_prompt": told},
+            "long": {"model": "student", "pre_prompt": told},
+        },
+        "tags": {"column": "kind"},
+        "compositions": {
+            "thirds": {"weights": {"brief": 1 / 3, "long": 2 / 3}},
+            "routed": {"weights": {"sums": {"brief": 1.0}, "default": {"long": 1.0}}},
+        },
+        "policies": {"asked": {"model": student, **told}},
+    }
+    found = setup(Steps(check_recipe(recipe)), [])
+    reads = {model.role: model.reads for model in found.models if model.reads}
+    assert reads == dict.fromkeys(["brief, post", "long, pre", "asked"], "system: Be brief.")
+    assert [one.weights for one in found.compositions] == [
+        "brief 0.333, long 0.667",
+        "sums: brief 1; default: long 1",
+    ]
 
 
 def hostile_page() -> Page:

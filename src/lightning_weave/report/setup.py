@@ -1,15 +1,16 @@
 """What a run was made of: models, compositions, hyperparameters, dates, versions and commands."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from lightning_weave.config import dump_recipe
+from lightning_weave.config import PromptContext, dump_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import duration
+from lightning_weave.runs.scored import ROLES
 from lightning_weave.runs.settings import TRAIN_EXECUTION
 from lightning_weave.runs.steps import Steps
 
@@ -26,6 +27,7 @@ class Model:
     name: str
     revision: str
     identity: str  # the beginning of its content's
+    reads: str = ""  # what it is told, beside or in place of the prompt
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,21 @@ def setup(steps: Steps, ledger: list[dict[str, Any]]) -> Setup:
 
 def _models(steps: Steps) -> list[Model]:
     recipe = steps.recipe
-    named = [("student", steps.student)]
+    named = [("student", steps.student, PromptContext())]
     for anchor in recipe.anchors:
-        named += [(f"{anchor}, post", steps.anchor(anchor, "post")), (f"{anchor}, pre", steps.anchor(anchor, "pre"))]
-    named += [(policy, Checkpoint.of(section)) for policy, section in recipe.policies.items()]
-    return [Model(role, one.name, one.revision or "", _identity(steps, one)) for role, one in named]
+        for role in ROLES:
+            named.append((f"{anchor}, {role}", steps.anchor(anchor, role), recipe.side(anchor, role).context))
+    for policy, section in recipe.policies.items():
+        named.append((policy, Checkpoint.of(section), PromptContext(system=section.system)))
+    return [
+        Model(role, one.name, one.revision or "", _identity(steps, one), _reads(context))
+        for role, one, context in named
+    ]
+
+
+def _reads(context: PromptContext) -> str:
+    """Say in what a model is asked otherwise than the student."""
+    return "; ".join(f"{part}: {text}" for part, text in context.model_dump(exclude_none=True).items())
 
 
 def _identity(steps: Steps, checkpoint: Checkpoint) -> str:
@@ -104,15 +116,25 @@ def _trained(steps: Steps, name: str) -> Trained:
     composition = steps.recipe.compositions[name]
     alpha = steps.alpha(name)
     budget = getattr(composition, "kl_budget", None)
-    words = ("" if alpha is None else f"{alpha:g}", "" if budget is None else f"for {budget:g} nats")
+    words = ("" if alpha is None else f"{alpha:.4g}", "" if budget is None else f"for {budget:g} nats")
     return Trained(
         name=name,
         method=composition.method,
-        weights=", ".join(f"{anchor} {weight:g}" for anchor, weight in composition.used.items()),
+        weights="; ".join(f"{tag}: {_shares(shares)}" for tag, shares in composition.by_tag.items())
+        or _shares(composition.used),
         alpha=" ".join(words).strip(),
         objective=steps.objective(name),
         epochs=steps.train_section(name).epochs,
     )
+
+
+def _shares(weights: Mapping[str, float]) -> str:
+    """Name the weights of anchors.
+
+    >>> _shares({"acc": 2 / 3, "brief": 1 / 3})
+    'acc 0.667, brief 0.333'
+    """
+    return ", ".join(f"{anchor} {weight:.3g}" for anchor, weight in weights.items())
 
 
 def _settings(steps: Steps, section: str) -> list[KeyValue]:
