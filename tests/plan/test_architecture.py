@@ -155,3 +155,33 @@ def test_strange_configs_are_refused() -> None:
         read_shape({"model_type": "bert"}, "there")
     with pytest.raises(InputError, match="no such directory"):
         find_shape("./nowhere")
+
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+QWEN3_14B = {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40}
+QWEN3_32B = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "gpus", "base", "card"),
+    [
+        pytest.param(QWEN3_32B, 32768, 64, None, 80e9, id="32B, all weights, 64 x 80 GB, 32k tokens"),
+        pytest.param(QWEN3_8B, 8192, 1, "own", 24e9, id="8B, LoRA, one card of 24 GB, 8k tokens"),
+        pytest.param(QWEN3_14B, 8192, 1, "nf4", 24e9, id="14B, LoRA on 4 bits, one card of 24 GB, 8k tokens"),
+    ],
+)
+def test_the_largest_students_that_fit(size: dict, tokens: int, gpus: int, base: str | None, card: float) -> None:
+    """With checkpointing. The arithmetic is held to the fake device elsewhere; 4 bits to bitsandbytes' own sizes."""
+    shape = read_shape({**QWEN3, **size}, "")
+    trained = None if base is None else lora_parameters(shape, 16)
+    needed = training_memory(shape, tokens, gpus, True, trained, base=base or "own")
+    assert max(needed.total, needed.loading) < 0.95 * card

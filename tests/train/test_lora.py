@@ -8,8 +8,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lightning_weave.pipeline import train as train_stage
 from lightning_weave.pipeline.flow import make_students
-from lightning_weave.store import read_json
+from lightning_weave.store import read_json, read_lines
+from lightning_weave.train import training
 from lightning_weave.train.parallel import join
 from lightning_weave.train.training import needs_sharding, open_trainee
 from train.cached import QUIET, context, make_run
@@ -45,3 +47,23 @@ def test_a_frozen_student_stays_in_its_own_dtype_and_its_adapter_can_be_served(t
         torch.testing.assert_close(own[name].bfloat16(), weight)
         moved += not torch.equal(weight, load_file(steps.student.path / "model.safetensors")[name])
     assert moved == 2 * 7, "all seven matrices of both layers"
+
+
+@pytest.mark.slow
+def test_a_frozen_student_in_the_dtype_of_the_computation_is_not_sharded_on_one_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy is made of it then, and training is that of the sharded student up to bfloat16."""
+    train = {"lora": LORA, "learning_rate": 1e-2, "epochs": 2, "dtype": "bfloat16", "allow_disagreement": True}
+    curves = []
+    for name in ("whole", "sharded"):
+        steps = make_run(tmp_path / name, student={"dtype": torch.bfloat16}, train=train)
+        assert not needs_sharding(steps, torch.bfloat16)
+        if name == "sharded":
+            for module in (training, train_stage):
+                monkeypatch.setattr(module, "needs_sharding", lambda *_: True)
+        make_students(steps, QUIET)
+        metrics = steps.store.stage(steps.train("both")).folder / "metrics.jsonl"
+        curves.append([row["reverse_kl"] for row in read_lines(metrics)])
+    assert curves[0] == pytest.approx(curves[1], rel=0.1)
+    assert abs(curves[0][-1] - curves[0][0]) > 0.1 * curves[0][0], "something has been trained"

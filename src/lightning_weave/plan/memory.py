@@ -84,7 +84,8 @@ def training_memory(
     state = (frozen + (MASTER + OPTIMIZER) * learning) / gpus
     of_root = root if trained is None else 0  # of these, trained
     of_head = head if trained is None else 0
-    gathered = base == "own" and (gpus > 1 or size < 4)
+    stands_as = MASTER if trained is None else shape.bytes_per_weight
+    gathered = base == "own" and (gpus > 1 or size != stands_as)  # one GPU gathers only to convert
     whole = size * root if gathered else 0
     unit = max(layer.parameters for layer in shape.layers) if gathered else 0
 

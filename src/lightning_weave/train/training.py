@@ -123,8 +123,8 @@ def needs_sharding(steps: Steps, dtype: torch.dtype) -> bool:
     """Whether weights are kept in another dtype than they compute in, even in one process: sharding converts them."""
     if is_quantised(steps.recipe.train):
         return False
-    frozen = steps.recipe.train.lora is not None and steps.student.dtype != torch.float32
-    return frozen or dtype != torch.float32
+    kept = torch.float32 if steps.recipe.train.lora is None else steps.student.dtype
+    return kept != dtype  # adapters, which are float32, convert what they read themselves
 
 
 def give_back() -> None:
