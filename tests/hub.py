@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, unquote
 
 import pytest
 
+_NAME = "((?:datasets/)?[^/]+/[^/]+)"
 LARGE = (".safetensors",)  # what it keeps as large files, with a sha256
 
 
 @dataclass
 class Hub:
-    """Repositories as commits of files, what was asked for, and what goes wrong."""
+    """Repositories (a dataset's with `datasets/` before its name) as commits of files, and what goes wrong."""
 
     url: str = ""
     commits: dict[str, dict[str, dict[str, bytes]]] = field(default_factory=dict)  # repository -> commit -> files
@@ -76,11 +78,15 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
+    def do_POST(self) -> None:
+        self.body = parse_qs(self.rfile.read(int(self.headers.get("Content-Length", 0))).decode())
+        self.do_GET()
+
     def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
+        path = unquote(self.path.partition("?")[0])
         self.hub.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".strip())
-        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path)
-        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        api = re.fullmatch(rf"/api/(?:models/)?{_NAME}(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?", path)
+        file = re.fullmatch(rf"/{_NAME}/resolve/([^/]+)/(.+)", path)
         found = api or file
         repository = found[1] if found else ""
         commits = self.hub.commits.get(repository)
@@ -92,6 +98,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(404, "RevisionNotFound")
         if api:
             files = commits[commit]
+            if api[4]:  # there are no folders
+                return self._refuse(404, "EntryNotFound")
+            if api[2] == "paths-info":
+                return self._json([row for row in _tree(files) if row["path"] in self.body.get("paths", [])])
             return self._json(_tree(files) if api[2] == "tree" else _info(repository, commit, files))
         assert file is not None
         if repository in self.hub.gated:
@@ -112,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def _send(self, commit: str, name: str, data: bytes) -> None:
@@ -161,7 +171,7 @@ def _info(repository: str, commit: str, files: dict[str, bytes]) -> dict[str, An
         siblings.append(sibling)
     return {
         "_id": "1",
-        "id": repository,
+        "id": repository.removeprefix("datasets/"),
         "modelId": repository,
         "sha": commit,
         "private": False,
