@@ -46,7 +46,8 @@ class Stage:
 
     @property
     def run(self) -> Path:
-        return self.root / "own" / "runs" / "tiny-rehearsal"
+        """The rehearsal as it was when nothing was wrong."""
+        return self.root / "undisturbed" / "tiny-rehearsal"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Stage:
     ended = made.rehearse()
     assert ended.code == 0, ended.said
     (made.root / "said.txt").write_text(ended.said)
-    shutil.copytree(made.run, made.root / "undisturbed")
+    shutil.copytree(made.root / "own" / "runs", made.root / "undisturbed")
     return made
 
 
@@ -93,7 +94,7 @@ def test_no_real_command_takes_it_for_a_result(stage: Stage) -> None:
     ended = stage.forked.lweave("eval", "--model", final, "--bench", bench, "--set", "eval.chat=false", folder=place)
     assert ended.code == 2, ended.said
     assert "made by a rehearsal, of random weights" in ended.said
-    real = stage.root / "own" / "runs" / "real"
+    real = stage.root / "undisturbed" / "real"
     shutil.copytree(stage.run, real)
     (real / "recipe.toml").write_text((real / "recipe.toml").read_text().replace("rehearsal = true", ""))
     ended = stage.forked.lweave("report", stage.run, real, folder=place)
@@ -108,7 +109,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(stage: Stage) -> N
         assert killed.code == -9, killed.said
     ended = stage.rehearse("killed")
     assert ended.code == 0, ended.said
-    contents = [_contents(run) for run in (stage.root / "undisturbed", stage.root / "killed" / "runs" / stage.run.name)]
+    contents = [_contents(run) for run in (stage.run, stage.root / "killed" / "runs" / stage.run.name)]
     assert contents[0].keys() == contents[1].keys()
     assert [name for name in contents[0] if contents[0][name] != contents[1][name]] == []
 
