@@ -12,6 +12,8 @@ import pytest
 from faults.conftest import CLOCKS, _timeless
 from forked import Ended, Fault, Forked
 from lightning_weave.config import check_recipe, dump_recipe
+from lightning_weave.rehearsal.rehearse import doubles_of, small_recipe
+from lightning_weave.runs.steps import Steps
 from tiny import ENDS, make_world, save_prompts
 
 TESTS = Path(__file__).parents[1]
@@ -44,7 +46,8 @@ class Stage:
 
     @property
     def run(self) -> Path:
-        return self.root / "own" / "runs" / "tiny-rehearsal"
+        """The rehearsal as it was when nothing was wrong."""
+        return self.root / "undisturbed" / "tiny-rehearsal"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Stage:
     ended = made.rehearse()
     assert ended.code == 0, ended.said
     (made.root / "said.txt").write_text(ended.said)
-    shutil.copytree(made.run, made.root / "undisturbed")
+    shutil.copytree(made.root / "own" / "runs", made.root / "undisturbed")
     return made
 
 
@@ -91,7 +94,7 @@ def test_no_real_command_takes_it_for_a_result(stage: Stage) -> None:
     ended = stage.forked.lweave("eval", "--model", final, "--bench", bench, "--set", "eval.chat=false", folder=place)
     assert ended.code == 2, ended.said
     assert "made by a rehearsal, of random weights" in ended.said
-    real = stage.root / "own" / "runs" / "real"
+    real = stage.root / "undisturbed" / "real"
     shutil.copytree(stage.run, real)
     (real / "recipe.toml").write_text((real / "recipe.toml").read_text().replace("rehearsal = true", ""))
     ended = stage.forked.lweave("report", stage.run, real, folder=place)
@@ -106,7 +109,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(stage: Stage) -> N
         assert killed.code == -9, killed.said
     ended = stage.rehearse("killed")
     assert ended.code == 0, ended.said
-    contents = [_contents(run) for run in (stage.root / "undisturbed", stage.root / "killed" / "runs" / stage.run.name)]
+    contents = [_contents(run) for run in (stage.run, stage.root / "killed" / "runs" / stage.run.name)]
     assert contents[0].keys() == contents[1].keys()
     assert [name for name in contents[0] if contents[0][name] != contents[1][name]] == []
 
@@ -216,3 +219,41 @@ def test_an_engine_that_is_not_installed(stage: Stage) -> None:
     ended = stage.rehearse(eval={**stage.recipe["eval"], "engine": "vllm", "python": "/no/such/python"})
     assert ended.code == 2
     assert "eval.python = '/no/such/python': no such executable" in ended.said
+
+
+def test_a_recipe_is_made_smaller_and_nothing_of_it_larger(stage: Stage, tmp_path: Path) -> None:
+    rows = [
+        {"prompt_ids": [5, 6, number], "response_ids": [7] * 600, "id": f"p{number}"}
+        for number in range(9)
+        for _ in "123"
+    ]
+    lines(tmp_path / "own.jsonl", *rows)
+    recipe = {
+        **stage.recipe,
+        "runs": str(tmp_path / "runs"),
+        "rollout": {"from": str(tmp_path / "own.jsonl"), "responses": 3, "max_tokens": 5},
+        "train": {"prompts_per_round": 1, "updates_per_round": 3, "checkpoint_every": 1, "epochs": 4},
+        "compositions": {"both": {"weights": {"acc": 0.5, "brief": 0.5}, "epochs": 7, "refresh": 5}},
+        "student": {"model": stage.recipe["student"]["model"], "revision": "abc"},
+    }
+    steps = Steps(check_recipe(recipe))
+    small = small_recipe(steps)
+    assert (small.rollout.responses, small.rollout.max_tokens) == (3, 5)
+    assert (small.train.prompts_per_round, small.train.updates_per_round, small.train.checkpoint_every) == (1, 1, 1)
+    assert (small.train.epochs, small.compositions["both"].epochs, small.compositions["both"].refresh) == (1, None, 2)
+    assert small.student.revision is None
+    assert small.rehearsal
+    assert small.checks.truncated_stop is False
+    kept = [json.loads(line) for line in Path(str(small.rollout.from_)).read_text().splitlines()]
+    assert [row["id"] for row in kept] == [f"p{number}" for number in range(4) for _ in "123"]
+    assert {len(row["response_ids"]) for row in kept} == {256}
+
+
+def test_models_of_one_line_are_told_from_others(stage: Stage) -> None:
+    recipe = dict(stage.recipe)
+    brief = recipe["anchors"]["brief"]
+    recipe["anchors"] = {**recipe["anchors"], "again": {"post": recipe["student"]["model"], "pre": brief["post"]}}
+    recipe["policies"] = {"other": {"model": recipe["anchors"]["acc"]["post"]}}
+    lines_of = {one.name: [name.name for name in line] for one, line in doubles_of(Steps(check_recipe(recipe))).items()}
+    assert lines_of[recipe["student"]["model"]] == [brief["pre"], brief["post"], recipe["student"]["model"]]
+    assert lines_of[recipe["anchors"]["acc"]["post"]] == [recipe["anchors"]["acc"][role] for role in ("pre", "post")]

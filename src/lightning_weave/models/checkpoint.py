@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_weave.config import Dtype, Policy, Student
 from lightning_weave.errors import InputError
-from lightning_weave.models.adapters import CONFIG as ADAPTER
 from lightning_weave.models.adapters import Update, adapter_config, base_name, merged, updates
 from lightning_weave.models.files import checkpoint_json
 from lightning_weave.models.hub import absent_weights, resolve_model
@@ -126,7 +125,7 @@ class Checkpoint:
     @property
     def is_double(self) -> bool:
         """Whether a rehearsal made it, or it was trained or mixed from what a rehearsal made."""
-        return any(MARK in checkpoint_json(self.own_path / name) for name in ("config.json", ADAPTER))
+        return MARK in checkpoint_json(self.light_path / "config.json")
 
     @property
     def is_quantised(self) -> bool:

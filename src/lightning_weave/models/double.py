@@ -26,6 +26,7 @@ from lightning_weave.models.load import configured_dtype
 from lightning_weave.store import whole_directory
 
 KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+ADAPTER_MARK = "rehearsal.json"  # peft warns of keys that it does not know
 INDEX = "model.safetensors.index.json"
 WIDTH = 32
 HEADS = 2
@@ -50,8 +51,8 @@ _SMALL = {
 
 def is_made(lineage: Sequence[Checkpoint], folder: Path) -> bool:
     """Whether a folder holds the double of the last of these checkpoints, as their files are now."""
-    config = checkpoint_json(folder / "config.json") or checkpoint_json(folder / CONFIG)
-    return bool(config.get(MARK) == _mark(lineage))
+    said = checkpoint_json(folder / ADAPTER_MARK) or checkpoint_json(folder / "config.json").get(MARK)
+    return bool(said == _mark(lineage))
 
 
 def make_double(lineage: Sequence[Checkpoint], folder: Path, heads: int = 1, base: Path | None = None) -> None:
@@ -242,5 +243,6 @@ def _write_adapter(checkpoint: Checkpoint, folder: Path, base: Path, mark: Mappi
         for name, value in get_peft_model_state_dict(model).items()
     }
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    said = {**config, "base_model_name_or_path": str(base.absolute()), "revision": None, MARK: dict(mark)}
+    said = {**config, "base_model_name_or_path": str(base.absolute()), "revision": None}
     (folder / CONFIG).write_text(json.dumps(said, indent=2), encoding="utf-8")
+    (folder / ADAPTER_MARK).write_text(json.dumps(mark), encoding="utf-8")

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_weave.checks.checkpoints import check_usable
 from lightning_weave.checks.findings import percent, size
 from lightning_weave.checks.preflight import check_anchor
-from lightning_weave.checks.sample import STOP
+from lightning_weave.checks.sample import STOP, rollout_rows
 from lightning_weave.checks.watch import check_scores
 from lightning_weave.config import Recipe, check_recipe, slug
 from lightning_weave.errors import InputError, WeaveError
@@ -34,6 +34,7 @@ from lightning_weave.store import write_atomic
 SUFFIX = "-rehearsal"
 ROUNDS = 2  # of training, with what rehearsal.toml says
 FEW = 4  # prompts of a user's own trajectories
+ALL = 1 << 20  # rows
 SHORT = 256  # tokens of each of them
 
 
@@ -199,9 +200,9 @@ def _proofs(small: Steps) -> Iterator[tuple[str, str, str]]:
     own = _architecture(small.student)
     if small.needs_cache:
         rows = small.store.stage(small.prompts).require()["rows"]
-        yield "prompts", f"{rows} prompts", "every row is read, and rendered as the student expects it"
-        ended = sum(int(row == STOP) for row in _finishes(small))
-        what = f"{len(_finishes(small))} responses, {ended} of them ended on their own"
+        yield "prompts", f"{rows} prompts", "the source is read whole, and rendered as the student expects it"
+        ended = [bool(row.finish_R[0] == STOP) for row in rollout_rows(small, ALL)]
+        what = f"{len(ended)} responses, {sum(ended)} of them ended on their own"
         yield "rollout", what, f"{_engine(recipe.rollout)} loads {own} and samples it"
         yield "reference", "the candidates of all positions", f"{_engine(recipe.reference)} scores {own}"
         for scored, name in small.score_names.items():
@@ -219,12 +220,6 @@ def _proofs(small: Steps) -> Iterator[tuple[str, str, str]]:
         whose = f"the exported {own}" if policy in recipe.compositions else _architecture(small.policy(policy))
         what = f"answers to {len(recipe.eval.benchmarks)} benchmarks, graded"
         yield f"eval/{policy}", what, f"{_engine(recipe.eval)} loads {whose}"
-
-
-def _finishes(small: Steps) -> list[int]:
-    from lightning_weave.checks.sample import rollout_rows
-
-    return [int(row.finish_R[0]) for row in rollout_rows(small, 1 << 20)]
 
 
 def _engine(section: Any) -> str:

@@ -174,7 +174,7 @@ def ablation(steps: Steps, rows: Sequence[PolicyRow]) -> list[PolicyRow]:
             if len(chosen) > 1:
                 group = f"{part}: {' + '.join(anchor for anchor, _ in weights)}"
                 made += [replace(by_name[variants[one]], policy=one, group=group) for one in chosen]
-    base = [replace(by_name["base"], policy="Base", group="")] if made and "base" in by_name else []
+    base = [replace(by_name["base"], policy="Base", group=steps.recipe.mark)] if made and "base" in by_name else []
     return base + made
 
 

@@ -111,7 +111,8 @@ def tag_rows(steps: Steps, evaluated: PolicySummaries) -> list[PolicyRow]:
         means = {tag: np.mean(values, axis=0).tolist() for tag, values in sorted(found.items())}
         every = np.mean([value for values in found.values() for value in values], axis=0).tolist()
         scores = tuple(BenchmarkScore(tag, right, tokens) for tag, (right, tokens) in means.items())
-        rows.append(PolicyRow(policy=policy, scores=scores, accuracy=every[0], tokens=every[1], aes=None))
+        group = steps.recipe.mark
+        rows.append(PolicyRow(policy=policy, scores=scores, accuracy=every[0], tokens=every[1], group=group))
     return rows
 
 
