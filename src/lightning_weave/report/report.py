@@ -15,6 +15,7 @@ from lightning_weave.report import across, anchors, costs, headline, read_cases,
 from lightning_weave.report.cases import latex_panels
 from lightning_weave.report.colours import Hues, policy_hues
 from lightning_weave.report.examples import examples
+from lightning_weave.report.names import student_names
 from lightning_weave.report.page import Fact, Page, RunView, render
 from lightning_weave.report.results import (
     PolicySummaries,
@@ -243,7 +244,7 @@ def _findings(steps: Steps) -> list[Finding]:
 
 
 def _facts(runs: Sequence[Steps]) -> list[Fact]:
-    names = across.student_names(across.by_student(runs))
+    names = student_names(across.by_student(runs))
     facts = [Fact("Student" if len(names) == 1 else "Students", ", ".join(names))]
     if len(names) > 1:
         return facts
