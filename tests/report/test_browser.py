@@ -53,6 +53,7 @@ def view(seed: int) -> Block:
 
 VIEWS = [view(1), view(2)]
 TRAINED = (np.log(np.full((POSITIONS, CANDIDATES), 0.125, np.float32)), np.full(POSITIONS, 0.625, np.float32))
+CLIPPED, GATED = (np.isin(np.arange(POSITIONS), places) for places in ([6, 9, 20], [9, 11]))
 GET_IN = "one = document.createElement('script'); one.textContent = 'window.pwned = 3'; document.body.append(one)"
 
 
@@ -66,8 +67,9 @@ def browser() -> Iterator[Any]:
 def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(WORDS)}, unk_token="x"))
     tokenizer.decoder = decoders.Fuse()
+    ruled = {"acc": {"shift_clip = 2": CLIPPED}, "brief": {"only_above = 0.1": GATED}}
     threads = [
-        Thread(f"{HOSTILE[0]}, {n}", HOSTILE[1] + HOSTILE[2], POSITIONS + 60 * n, "stop", one, {"both": TRAINED})
+        Thread(f"{HOSTILE[0]}, {n}", HOSTILE[1] + HOSTILE[2], POSITIONS + 60 * n, "stop", one, {"both": TRAINED}, ruled)
         for n, one in enumerate(VIEWS)
     ]
     settings = [Setting("acc-only", {"acc": 1.0}, 2.0), Setting("both", {"acc": 0.5, "brief": 0.5}, 2.0)]
@@ -171,6 +173,20 @@ def test_conflicts_are_marked_where_the_anchors_pull_apart(browser: Any, page_pa
         classes = opened.page.evaluate("[...document.querySelectorAll('.weave .t')].map((token) => token.className)")
     found = ["agree" if "agree" in name else "conflict" if "conflict" in name else "" for name in classes]
     assert found == marks
+
+
+def test_decisions_that_a_rule_changes_are_marked_and_say_which(browser: Any, page_path: Path) -> None:
+    with open_page(browser, page_path) as opened:
+        page = opened.page
+        marked = "[...document.querySelectorAll('.weave .t')].map((token) => token.classList.contains('ruled'))"
+        assert page.evaluate(marked) == (CLIPPED | GATED).tolist()
+        assert page.locator("output.ruled").inner_text() == f"4 of {POSITIONS}"
+        page.locator(".weave .t").nth(9).click()
+        said = page.locator(".badges .ruled").all_inner_texts()
+        what = ["changed" if valid else "masked" for valid in VIEWS[0].valid_KP[:, 9]]
+        assert said == [f"acc: {what[0]} by shift_clip = 2", f"brief: {what[1]} by only_above = 0.1"]
+        page.locator("select.setting").select_option("acc-only")  # the rules of an anchor without weight do nothing
+        assert page.evaluate(marked) == CLIPPED.tolist()
 
 
 def test_hostile_tokens_are_text_and_nothing_is_fetched(browser: Any, page_path: Path) -> None:

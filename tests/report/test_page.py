@@ -96,6 +96,7 @@ def hostile_page() -> Page:
         lead=HOSTILE,
         facts=[Fact(HOSTILE, HOSTILE, HOSTILE)],
         rows=[PolicyRow(HOSTILE, scores, 1.0, 2.0, -0.5, -1.0, 0.0)],
+        by_tag=[PolicyRow(HOSTILE, scores, 1.0, 2.0, None)],
         results=[],
         runs=[RunView(HOSTILE, {"texts": [HOSTILE]}, pushes=[AnchorPushes(HOSTILE, [Push(HOSTILE, 1.0, 1.0)], [])],
                       notes=[HOSTILE], cost_lines=[HOSTILE], setup=hostile_setup(),

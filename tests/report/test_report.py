@@ -1,5 +1,7 @@
 """`lweave report` over a small run with real caches: what it writes, merges, refuses, and how it looks."""
 
+import base64
+import csv
 import json
 import re
 import shutil
@@ -11,7 +13,9 @@ import pytest
 import torch
 from markupsafe import escape
 
+from lightning_weave.bench.definitions import load_benchmark
 from lightning_weave.bench.samples import read_samples, to_line
+from lightning_weave.cache.sources import entropy
 from lightning_weave.checks.watch import check_results, check_rollouts, check_scores
 from lightning_weave.errors import InputError
 from lightning_weave.maths import aes
@@ -20,6 +24,7 @@ from lightning_weave.pipeline.flow import make_cache, make_students
 from lightning_weave.progress import Progress
 from lightning_weave.report import anchors, read_cases, report
 from lightning_weave.report.cases import choose
+from lightning_weave.report.loom import draw_rows
 from lightning_weave.runs.caches import open_scored
 from report.chromium import browsing, needs_chromium, open_page
 from report.evaluated import HOSTILE, write_evaluations
@@ -295,3 +300,44 @@ def test_a_report_made_again_is_equal_bytes_and_clears_what_is_left_over(
     second = report.run([steps_of({**recipe, "runs": runs})], QUIET)
     assert second.read_bytes() == page.read_bytes()
     assert not leftover.exists()
+
+
+def test_results_stand_by_the_tag_of_the_problem(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """Of every policy, the mean over the problems of a tag, on the page and as tables."""
+    tagged = steps_of({**recipe, "tags": {"rules": {"sum": r"\+"}}})
+    page = report.run([tagged], QUIET, out=tmp_path / "report")
+    assert '<section id="tags"' in page.read_text()
+    with (page.parent / "tables" / "tags.csv").open() as lines:
+        rows = {row["Policy"]: row for row in csv.DictReader(lines)}
+    (name,) = recipe["eval"]["benchmarks"]
+    questions = {problem.id: problem.question for problem in load_benchmark(name).problems}
+    assert {"+" in question for question in questions.values()} == {True, False}
+    for policy in POLICIES:
+        samples = list(read_samples(tagged.store.stage(tagged.eval(policy, name)).folder / "samples.jsonl"))
+        for tag, found in {
+            "sum": [one for one in samples if "+" in questions[one.problem]],
+            "default": [one for one in samples if "+" not in questions[one.problem]],
+        }.items():
+            assert float(rows[policy][f"{tag} Acc."]) == pytest.approx(100 * np.mean([one.correct for one in found]))
+            assert float(rows[policy][f"{tag} #Tok."]) == pytest.approx(np.mean([one.tokens for one in found]))
+
+
+def test_the_loom_knows_what_the_rules_of_an_anchor_change(recipe: dict[str, Any]) -> None:
+    """Against the shifts without rules: a clip changes what is larger, a floor of entropy masks what is surer."""
+    plain = open_scored(steps_of(recipe))
+    seed, at = steps_of(recipe).recipe.report.seed, plain.names.index("acc")
+    blocks = [plain.block([number]) for number in draw_rows(len(plain), 6, seed)]
+    size_P = np.concatenate([np.abs(block.r_KPC[at]).max(axis=1) for block in blocks])
+    sure_P = np.concatenate([entropy(block.candidates) for block in blocks])
+    valid_P = np.concatenate([block.valid_KP[at] for block in blocks])
+    rules = {"shift_clip": float(f"{np.median(size_P):.2g}"), "only_above": float(f"{np.median(sure_P[valid_P]):.2g}")}
+    sections = {**recipe["anchors"], "acc": {**recipe["anchors"]["acc"], **rules}}
+    steps = steps_of({**recipe, "anchors": sections, "report": {"trajectories": 6, "students": []}})
+    data = anchors.loom_data(steps, open_scored(steps), anchors.student_vocabulary(steps), None, QUIET)
+    assert data is not None
+    changed = [np.frombuffer(base64.b64decode(one["changed"]), np.uint8) for one in data["rules"][at]]
+    assert [one["rule"] for one in data["rules"][at]] == [f"{rule} = {value:g}" for rule, value in rules.items()]
+    np.testing.assert_array_equal(changed[0], size_P > rules["shift_clip"])
+    np.testing.assert_array_equal(changed[1], valid_P & (sure_P < rules["only_above"]))
+    assert all(0 < one.mean() < 1 for one in changed)
+    assert data["rules"][1 - at] == []

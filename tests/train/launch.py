@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from lightning_weave.config import dump_recipe
@@ -34,12 +36,15 @@ class Plan:
     lopsided: bool = False
     kill: str | None = None  # one of the places below ...
     after: int = 0  # ... when it has been passed so often
+    compiler: str | None = None  # instead of inductor, which takes its time: layers are traced and cut alike
     too_much: str | None = None  # where the last rank runs out of memory: forward, backward or step
 
 
 def train_all(plan: Plan) -> None:
     if plan.lopsided:
         loop.deal_rows = lopsided
+    if plan.compiler:
+        nn.Module.compile = partialmethod(nn.Module.compile, backend=plan.compiler)  # type: ignore[assignment]
     if plan.kill:
         KILLS[plan.kill](plan.after)
     if plan.too_much and os.environ.get("RANK", "1") == "1":

@@ -41,8 +41,12 @@ def test_one_section_can_be_asked_for() -> None:
         keys.run("train.lorra")
 
 
-def test_the_schema_knows_the_sections() -> None:
-    assert {"student", "anchors", "train"} <= json.loads(keys.schema())["properties"].keys()
+def test_the_schema_knows_the_sections_and_no_key_that_a_recipe_has_not() -> None:
+    schema = json.loads(keys.schema())
+    assert {"student", "anchors", "train"} <= schema["properties"].keys()
+    joint = schema["$defs"]["Joint"]["properties"]
+    assert "routes" not in joint, "weights by tag are written in weights"
+    assert set(joint["weights"]["additionalProperties"]["type"]) == {"number", "object"}
 
 
 def test_the_page_is_what_the_command_prints() -> None:

@@ -11,6 +11,7 @@ from pydantic import (
     field_validator,
     model_serializer,
 )
+from pydantic.json_schema import SkipJsonSchema
 
 from lightning_weave.config.fields import Count, Finite, Name, Objective, Strict
 from lightning_weave.config.flags import has_flags, read_flags
@@ -39,7 +40,7 @@ class _Weighted(_Shared):
 
     normalize: bool = Field(True, description="insist that weights sum to 1; false allows raw weights")
     allow_negative: bool = Field(False, description="let a weight subtract an anchor's shift")
-    routes: dict[Name, dict[str, Finite]] = Field({}, description="written as tables in weights")
+    routes: SkipJsonSchema[dict[Name, dict[str, Finite]]] = Field({}, description="written as tables in weights")
     weights: dict[str, Finite] = Field(
         description="each anchor's share of the shift, such as weights = { a = 0.5, b = 0.5 }, or such a table per tag",
         json_schema_extra={"additionalProperties": {"type": ["number", "object"]}},

@@ -19,7 +19,7 @@ from lightning_weave.report.loom import Setting, Thread, bytes_per_decision, dra
 from lightning_weave.report.page import AnchorPushes, PairView, Push
 from lightning_weave.report.plots import grouped, stacked
 from lightning_weave.report.survey import REASONS, Survey
-from lightning_weave.runs.hygiene import rule_effects
+from lightning_weave.runs.hygiene import rule_effects, touched
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
 from lightning_weave.types import FINISH_REASONS, Rollouts
@@ -152,11 +152,18 @@ def loom_data(
             finish=FINISH_REASONS[int(full.rollouts.finish_R[0])],
             block=block,
             students={name: scores[name][place] for name in students},
+            ruled={name: _ruled(steps, name, block) for name in cache.names},
         )
         for place, (full, block) in enumerate(zip(whole, blocks, strict=True))
     ]
     names = [setting.name for setting in settings]
     return {**pack(threads, cache.names, settings, vocabulary), "start": start if start in names else names[-1]}
+
+
+def _ruled(steps: Steps, anchor: str, block: Block) -> dict[str, NDArray[np.bool_]]:
+    """Which of the first decisions of a row the rules of an anchor change."""
+    changed = touched(steps, anchor, block.number_R.tolist())
+    return {rule: changed_P[: len(block.sampled_P)] for rule, changed_P in changed.items()}
 
 
 def _row_name(rollouts: Rollouts, prompts: Sequence[str]) -> str:

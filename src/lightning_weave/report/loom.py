@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ class Thread:
     finish: FinishReason
     block: Block  # of this row alone
     students: Mapping[str, tuple[NDArray[np.float32], NDArray[np.float32]]]  # logp_PC, mass_P on the candidates
+    ruled: Mapping[str, Mapping[str, NDArray[np.bool_]]] = field(default_factory=dict)  # by anchor and rule: changed_P
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,18 @@ def pack(
         "shifts": [_base64(r_PC, "<f4") for r_PC in block.r_KPC],
         "mapped": [_base64(mapped_PC, "u1") for mapped_PC in block.mapped_KPC],
         "valid": [_base64(valid_P, "u1") for valid_P in block.valid_KP],
+        "rules": [_rules(threads, anchor) for anchor in anchors],
         "students": {name: _student(threads, name) for name in students},
     }  # fmt: skip
+
+
+def _rules(threads: Sequence[Thread], anchor: str) -> list[dict[str, str]]:
+    """The rules of an anchor, each with the decisions that it changes."""
+    rules = threads[0].ruled.get(anchor, {})
+    return [
+        {"rule": rule, "changed": _base64(np.concatenate([thread.ruled[anchor][rule] for thread in threads]), "u1")}
+        for rule in rules
+    ]
 
 
 def _student(threads: Sequence[Thread], name: str) -> dict[str, str]:

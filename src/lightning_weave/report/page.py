@@ -118,6 +118,7 @@ class Page:
     results: Sequence[Figure]
     runs: Sequence[RunView]
     cases: Sequence[CaseGroup] = ()
+    by_tag: Sequence[PolicyRow] = ()  # their scores are of tags, not of benchmarks
     notes: Sequence[str] = ()
     footer: Sequence[str] = field(default_factory=list)
     hues: Hues = field(default_factory=dict)
@@ -133,6 +134,7 @@ def render(page: Page) -> str:
         .render(
             page=page,
             lines=list(zip(page.rows, cells(page.rows), strict=True)) if page.rows else [],
+            tagged=list(zip(page.by_tag, cells(page.by_tag), strict=True)) if page.by_tag else [],
             wide=bool(page.rows) and len(page.rows[0].scores) > 1,
             tasks=page.rows[0].tasks if page.rows else (),
             crowded=len(page.rows) > CROWD,

@@ -21,6 +21,7 @@ from lightning_weave.report.results import (
     other_protocols,
     policy_rows,
     summaries,
+    tag_rows,
 )
 from lightning_weave.report.setup import setup
 from lightning_weave.report.tasks import missing_rows, task_columns, task_results, with_tasks
@@ -89,6 +90,9 @@ def run(
     results = [figure for student in students for figure in writer.figures_of(student, several)]
     if rows:
         writer.write_tables(rows, students)
+    by_tag = [] if several else tag_rows(runs[0], students[0].whole)
+    if by_tag:
+        writer.table("tags", by_tag)
     writer.costs(students)
     cases = [
         case for steps in runs for case in read_cases.case_groups(steps, evaluated[str(steps.store.run_dir)], progress)
@@ -118,6 +122,7 @@ def run(
         lead=lead,
         facts=_facts(runs),
         rows=rows,
+        by_tag=by_tag,
         results=results,
         runs=views,
         cases=cases,

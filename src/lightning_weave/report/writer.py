@@ -10,7 +10,7 @@ from lightning_weave.report import across, cost_table, headline, tables
 from lightning_weave.report.colours import Hues
 from lightning_weave.report.figures import frontier, inline, save
 from lightning_weave.report.page import Figure
-from lightning_weave.report.results import overalls, points, tag_rows
+from lightning_weave.report.results import overalls, points
 from lightning_weave.runs.costs import read_spent
 from lightning_weave.store import write_atomic, write_json
 
@@ -104,9 +104,6 @@ class Writer:
         blocks = [row for student in students for row in across.ablation(student.runs[0], student.rows)]
         if blocks and len(students) == 1:
             self.table("ablation", blocks)
-        by_tag = tag_rows(students[0].runs[0], students[0].whole) if len(students) == 1 else []
-        if by_tag:
-            self.table("tags", by_tag)
         write_json(self.folder / "points.json", [one for student in students for one in _points(student, students)])
 
     def table(self, name: str, rows: Sequence[tables.PolicyRow]) -> None:

@@ -1,6 +1,6 @@
 """What the rules of an anchor's shift change, on a sample of the cache, and which values would change little."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,17 +41,32 @@ class Effect:
 def rule_effects(steps: Steps, anchor: str, rows: Sequence[int]) -> list[Effect]:
     """Measure every rule that an anchor has on some rows of its scored cache."""
     pair = anchor_pair(steps, anchor)
-    if not pair.rules.said:
-        return []
-    without = _block(steps, replace(pair, rules=ShiftRules(pair.rules.validity)), rows)
     effects = []
+    for rule, without, ruled, changed_P in _each_rule(steps, pair, rows):
+        share = float(changed_P[without.valid_KP[0]].mean()) if without.valid_KP[0].any() else 0.0
+        value = pair.rules.said[rule]
+        effects.append(Effect(rule, value, share, _kl(without, without), _kl(ruled, without)))
+    return effects
+
+
+def touched(steps: Steps, anchor: str, rows: Sequence[int]) -> dict[str, NDArray[np.bool_]]:
+    """Say of every rule of an anchor, as it is written, which decisions of some rows it changes by itself."""
+    pair = anchor_pair(steps, anchor)
+    return {f"{rule} = {pair.rules.said[rule]:g}": changed_P for rule, _, _, changed_P in _each_rule(steps, pair, rows)}
+
+
+def _each_rule(
+    steps: Steps, pair: PairSource, rows: Sequence[int]
+) -> Iterator[tuple[str, Block, Block, NDArray[np.bool_]]]:
+    """Read rows without any rule and with each alone: its name, both blocks, and where they differ."""
+    if not pair.rules.said:
+        return
+    without = _block(steps, replace(pair, rules=ShiftRules(pair.rules.validity)), rows)
     for rule, value in pair.rules.said.items():
         alone: dict[str, Any] = {"validity": pair.rules.validity, rule: value}
         ruled = _block(steps, replace(pair, rules=ShiftRules(**alone)), rows)
         same_P = (without.r_KPC[0] == ruled.r_KPC[0]).all(axis=1) & (without.valid_KP[0] == ruled.valid_KP[0])
-        changed = float((~same_P)[without.valid_KP[0]].mean()) if without.valid_KP[0].any() else 0.0
-        effects.append(Effect(rule, value, changed, _kl(without, without), _kl(ruled, without)))
-    return effects
+        yield rule, without, ruled, ~same_P
 
 
 def suggestions(steps: Steps, anchor: str, rows: Sequence[int]) -> dict[str, float]:

@@ -296,7 +296,7 @@ class Training:
         final = stage.folder / "final"
         card = model_card(self.steps, self.name, figures) if ranks.first else ""
         adapter = trained_adapter(trainee, student)
-        files = write_model(final, trainee, layout, card, ranks, student.updates.keys(), adapter)
+        files = write_model(final, trainee, layout, card, ranks, merged=student.updates.keys(), adapter=adapter)
         if ranks.first:
             stage.record(files, {key: figures[key] for key in RECORDED if key in figures})
             self.say(f"{final} ({compared})")

@@ -37,6 +37,7 @@ class Cache {
     this.shifts = data.shifts.map((text) => decode(text, Float32Array));
     this.mapped = data.mapped.map((text) => decode(text, Uint8Array));
     this.valid = data.valid.map((text) => decode(text, Uint8Array));
+    this.rules = data.rules.map((rules) => rules.map(({ rule, changed }) => ({ rule, changed: decode(changed, Uint8Array) })));
     this.students = {};
     this.colours = data.colours || {}; // of each setting's policy
     for (const [name, student] of Object.entries(data.students)) {
@@ -53,6 +54,15 @@ class Cache {
     for (let c = 0; c < this.C; c++) logB[c] = this.logp[p * this.C + c];
     logB[this.C] = Math.max(this.other[p], this.logFloor);
     return logB;
+  }
+
+  // The rules of an anchor (clip, entropy, mass, temperature) that change its shift at a position, or mask it.
+  rulesAt(p, k) {
+    return this.rules[k].filter(({ changed }) => changed[p]).map(({ rule }) => rule);
+  }
+
+  ruled(p, weights) {
+    return this.anchors.some((_, k) => weights[k] !== 0 && this.rulesAt(p, k).length);
   }
 
   // compose_shifts: null if an anchor with a weight cannot score the position.
@@ -277,6 +287,7 @@ class Loom {
     this.meanKl = cell("mean-kl", "mean KL of this response, nats");
     this.allKl = cell("all-kl", `mean KL of all ${this.cache.threads.length} responses, nats`);
     this.kept = cell("kept", "decisions kept");
+    if (this.cache.rules.some((rules) => rules.length)) this.ruled = cell("ruled", "decisions changed by a rule");
     if (this.cache.anchors.length > 1) this.conflicts = cell("conflicts", "sampled tokens in conflict");
     return box;
   }
@@ -310,6 +321,7 @@ class Loom {
       return part;
     };
     box.append(ramp("up", "raised by the target"), ramp("down", "lowered by the target"), sample("off", "masked: not trained on"));
+    if (this.cache.rules.some((rules) => rules.length)) box.append(sample("ruled", "changed by a rule of an anchor"));
     if (this.cache.anchors.length > 1) box.append(sample("agree", "anchors agree"), sample("conflict", "anchors in conflict"));
     return box;
   }
@@ -340,10 +352,11 @@ class Loom {
     const thread = this.cache.threads[this.thread], { cache, weights } = this;
     const everything = this.all();
     this.decisions = everything.slice(thread.start, thread.end);
-    let conflicts = 0, compared = 0;
+    let conflicts = 0, compared = 0, ruled = 0;
     this.tokens.forEach((token, i) => {
       const decision = this.decisions[i];
       token.classList.toggle("off", decision === null);
+      ruled += token.classList.toggle("ruled", cache.ruled(thread.start + i, weights));
       const side = decision ? cache.sides(thread.start + i, weights, cache.sampledPlace(thread.start + i)) : 0;
       token.classList.toggle("agree", side > 0);
       token.classList.toggle("conflict", side < 0);
@@ -356,6 +369,7 @@ class Loom {
     this.meanKl.textContent = mean(here);
     this.allKl.textContent = mean(everything.filter(Boolean));
     this.kept.textContent = `${here.length} of ${this.decisions.length}`;
+    if (this.ruled) this.ruled.textContent = `${ruled} of ${this.decisions.length}`;
     if (this.conflicts) this.conflicts.textContent = compared ? `${conflicts} of ${compared}` : "–";
     this.showChanged();
     this.showDecision();
@@ -432,8 +446,12 @@ class Loom {
     const { cache } = this, box = make("div", "badges");
     const add = (text, side) => box.append(make("span", side, text));
     if (decision) add(`KL ${decision.kl.toFixed(4)} nats`, "kl");
-    const unable = cache.anchors.filter((_, k) => weights[k] !== 0 && !cache.valid[k][p]);
+    const unable = cache.anchors.filter((_, k) => weights[k] !== 0 && !cache.valid[k][p] && !cache.rulesAt(p, k).length);
     if (unable.length) add(`masked: ${unable.join(" and ")} cannot score every candidate`, "");
+    cache.anchors.forEach((anchor, k) => {
+      const what = cache.valid[k][p] ? "changed" : "masked";
+      if (weights[k] !== 0) for (const rule of cache.rulesAt(p, k)) add(`${anchor}: ${what} by ${rule}`, "ruled");
+    });
     const side = decision ? cache.sides(p, weights, cache.sampledPlace(p)) : 0;
     if (side) add(side > 0 ? "anchors agree on this token" : "anchors in conflict on this token", side > 0 ? "agree" : "conflict");
     const scoring = cache.anchors.map((_, k) => k).filter((k) => cache.valid[k][p]);
