@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 SAMPLING = ("sequential", "online")
 DTYPES = ("float32", "bfloat16")  # bfloat16 is sharded in one process as well, as it is on a GPU
-ONCE = {"epochs": 1, "allow_disagreement": True}
+ONCE = {"epochs": 1, "prompts_per_round": 6, "updates_per_round": 1, "allow_disagreement": True}
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
+from lightning_weave.train import parallel
 from lightning_weave.train.schedule import make_schedule
 from rounding import assert_same_weights
 from train.cached import make_run
@@ -95,3 +96,17 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     torchrun(grown, ranks=2)
     assert_same(undisturbed, shrunk, 6)
     assert_same(undisturbed, grown, 6)
+
+
+def test_ranks_wait_for_the_export_in_a_group_without_the_clock_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, whose own group would end a wait of hours as an error: what is asked of torch is written down."""
+    said: list[Any] = []
+    monkeypatch.setattr(parallel.dist, "new_group", lambda **how: said.append(how) or "hosts")
+    monkeypatch.setattr(parallel.dist, "barrier", lambda group: said.append(group))
+    parallel._hosts.cache_clear()
+    try:
+        parallel.Ranks(0, 2, torch.device("cuda", 0)).wait()
+    finally:
+        parallel._hosts.cache_clear()
+    assert said == [{"backend": "gloo", "timeout": parallel.WAITING}, "hosts"]
+    assert parallel.WAITING > parallel.PATIENCE
