@@ -104,6 +104,12 @@ def test_a_policy_may_be_an_adapter(recipe: dict[str, Any], tmp_path: Path) -> N
     assert models[0].state_dict().keys() == models[1].state_dict().keys()
     for name, tensor in models[0].state_dict().items():
         torch.testing.assert_close(tensor, models[1].state_dict()[name], atol=1e-6, rtol=0)
+    plain = Checkpoint(str(base)).load(torch.float32, CPU).state_dict()
+    added = {name: tensor - plain[name] for name, tensor in models[1].state_dict().items()}
+    updates = Checkpoint(str(adapter)).updates
+    assert updates.keys() == {name for name, tensor in added.items() if tensor.any()}
+    for name, update in updates.items():  # as a rank reads its rows of a student
+        torch.testing.assert_close(update.rows(slice(1, 4), CPU), added[name][1:4], atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow

@@ -96,14 +96,14 @@ def training_memory(
     of_layers = GRADIENT * (learning - of_root) / gpus
     # Both uses of a tied matrix have a gradient, and their sum is a third.
     of_both = (3 if shape.tied else 2) * size * of_head
-    # When embedding and head are reduced, their weights are given up.
-    reduced = (4 + max(size, 4 / gpus if gpus > 1 else 0)) * of_root - whole if gathered else 0.0
+    # When embedding and head are reduced over several GPUs, their weights have been given up.
+    reduced = (4 + max(size, 4 / gpus if gpus > 1 else 0)) * of_root - (whole if gpus > 1 else 0) if gathered else 0.0
     moments = {
         "loss": tokens * (stored + (8 + 3 * size) * shape.width + BATCH) + size * unit,
         "last layer": tokens * (stored + again + back) + size * of_head + 3 * size * unit,
         "first layer": tokens * (max(kept) + back) + size * of_head + (3 * size + 4) * unit + of_layers,
         "embedding": of_both + 4 * unit + of_layers,
-        "reduction": reduced + 4 * unit + of_layers,
+        "reduction": reduced + of_layers,
         "step": GRADIENT * learning / gpus - whole,
     }
     moments["loss"] += _at_loss(shape, tokens, of_head, size)
