@@ -11,7 +11,7 @@ import pytest
 import lightning_weave
 
 ROOT = Path(lightning_weave.__file__).parent
-BASE = {"errors", "types", "config", "ranks", "devices", "progress", "records", "own", "trackers"}
+BASE = {"errors", "types", "config", "ranks", "devices", "progress", "records", "own", "trackers", "hub"}
 LIBRARIES = BASE | {"maths", "store", "tokens", "heads"}
 MODELS = LIBRARIES | {"models", "prompts", "grading", "bench", "cache"}
 # Room -> the rooms it may import. A room that is not listed beside another may not know it.
@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
     "own": {"errors"},
     "trackers": {"config", "errors"},
+    "hub": {"errors"},
     "maths": set(),
     "heads": {"maths", "errors"},
     "tokens": {"errors"},
@@ -34,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "grading": LIBRARIES,
     "bench": LIBRARIES,
     "cache": LIBRARIES,
-    "plan": {"config", "errors", "bench"},
+    "plan": {"config", "errors", "bench", "hub"},
     "runs": MODELS,
     "train": MODELS | {"runs"},
     "checks": MODELS | {"runs", "plan"},

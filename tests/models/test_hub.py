@@ -1,9 +1,10 @@
 """Models from the hub, with its real client: what is fetched when, by whom, and what is said when it fails."""
 
 import shutil
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,13 @@ import torch
 from rich.console import Console
 
 from hub import Hub, serve_hub
+from lightning_weave.bench.definitions import load_benchmark
 from lightning_weave.errors import InputError
+from lightning_weave.hub import _answers
 from lightning_weave.models import hub as hub_files
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.plan.find import find_shape
+from lightning_weave.prompts.sources import read_rows
 from lightning_weave.store import identity, model_identity
 from lightning_weave.views import doctor, status
 from tiny import make_world, save_model, steps_of
@@ -33,6 +38,7 @@ def forget() -> None:
     """Do as a new process does."""
     hub_files._download.cache_clear()
     hub_files._listing.cache_clear()
+    _answers.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +173,44 @@ def test_without_the_hub_what_is_here_serves(hub: Hub, model: Path, monkeypatch:
     forget()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert Checkpoint(NAME).identity == model_identity(model)
+
+
+ASKERS: dict[str, tuple[Callable[[], object], str]] = {
+    "model": (lambda: hub_files.resolve_model("nobody/nothing"), "model 'nobody/nothing'"),
+    "shape": (lambda: find_shape("nobody/nothing"), "model 'nobody/nothing'"),
+    "benchmark": (lambda: load_benchmark("aime-2024"), "eval.sources"),
+    "code": (lambda: load_benchmark("livecodebench-v6"), "eval.sources"),
+    "prompts": (lambda: next(iter(read_rows("nobody/data"))), "nobody/data: cannot be opened"),
+}
+
+
+@pytest.mark.parametrize("asker", list(ASKERS))
+@pytest.mark.parametrize("how", ["refuses", "is silent"])
+def test_a_hub_out_of_reach_is_asked_once_and_everywhere(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, asker: str, how: str
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("lightning_weave.hub.SILENT", set())
+    tried: list[object] = []
+    held = threading.Event()
+
+    def connect(address: object, timeout: float) -> socket.socket:
+        tried.append(address)
+        if how == "is silent":
+            held.wait()  # as a name server may be
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("lightning_weave.hub.socket.create_connection", connect)
+    monkeypatch.setattr("lightning_weave.hub.SECONDS", 0.05)
+    ask, said = ASKERS[asker]
+    try:
+        for _ in range(2):
+            with pytest.raises(InputError, match="does not answer, and it was not downloaded before") as refused:
+                ask()
+            assert said in str(refused.value)
+    finally:
+        held.set()
+    assert len(tried) == 1
+    assert hub.asked == []  # and its client did not try again by itself

@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_weave.errors import InputError, first_line
+from lightning_weave.errors import InputError
+from lightning_weave.hub import use_hub, why_not
 from lightning_weave.store.tables import SUFFIXES
 
 
@@ -41,6 +42,7 @@ def _download(source: str) -> Path:
     from huggingface_hub import snapshot_download
 
     repo, _, revision = source.partition("@")
+    use_hub()
     try:
         patterns = [f"*{suffix}" for suffix in SUFFIXES]
         return Path(snapshot_download(repo, repo_type="dataset", revision=revision or None, allow_patterns=patterns))
@@ -52,6 +54,7 @@ def download_files(repo: str, names: tuple[str, ...]) -> Iterator[Path]:
     """Download files of a dataset repository one at a time, as they are needed."""
     from huggingface_hub import hf_hub_download
 
+    use_hub()
     for name in names:
         try:
             yield Path(hf_hub_download(repo, name, repo_type="dataset"))
@@ -61,7 +64,7 @@ def download_files(repo: str, names: tuple[str, ...]) -> Iterator[Path]:
 
 def _how_to_get(source: str, error: Exception, files: tuple[str, ...] = ()) -> str:
     repo, _, revision = source.partition("@")
-    reason = first_line(error).split(". ")[0].rstrip(".")
+    reason = why_not(error).split(". ")[0].rstrip(".")
     command = " ".join(["hf download --repo-type dataset", repo, *files]) + f" --revision {revision}" * bool(revision)
     return (
         f"{source} cannot be read from the hub ({reason}). Where there is a network, run: "

@@ -15,7 +15,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import filter_repo_objects
 
-from lightning_weave.errors import InputError, first_line
+from lightning_weave.errors import InputError
+from lightning_weave.hub import use_hub, why_not
 from lightning_weave.models.files import weight_files
 from lightning_weave.ranks import local_rank
 
@@ -38,6 +39,7 @@ def resolve_model(name: str, revision: str | None = None, weights: bool = True) 
         return local
     if name.startswith((".", "/", "~")) or name.count("/") > 1:  # never a name of the hub
         raise InputError(f"model {name!r}: no such directory. Give the path of a checkpoint directory or a hub name")
+    use_hub()
     try:
         return _download(name, revision, weights)
     except _HUB_ERRORS as error:
@@ -48,6 +50,7 @@ def absent_weights(name: str, folder: Path) -> dict[str, str]:
     """Give the hub's sha256 of the weights that it has for a resolved model and that are not in the folder yet."""
     if Path(name).expanduser().is_dir():
         return {}
+    use_hub()
     try:
         listing = _listing(name, folder.name)
     except _HUB_ERRORS as error:
@@ -78,7 +81,7 @@ def _not_given(name: str, revision: str | None, error: Exception) -> InputError:
         case RevisionNotFoundError():
             reason = "it has no such revision of it"
         case _:
-            reason = first_line(error)
+            reason = why_not(error)
     return InputError(
         f"model {name!r}{at}: no such directory, and the hub did not give it ({reason}). Give the path of "
         f"a checkpoint directory, or download it on a machine with network access: hf download {name}"

@@ -6,7 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lightning_weave.errors import InputError, first_line
+from lightning_weave.errors import InputError
+from lightning_weave.hub import use_hub, why_not
 from lightning_weave.plan.architecture import Shape, read_shape
 
 
@@ -45,12 +46,12 @@ def _fetch(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    use_hub()
     try:
-        # hf_hub_download would try an unreachable hub again and again, for 25 seconds.
         wanted = ["config.json", "adapter_config.json"]
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = first_line(error)
+        reason = why_not(error)
         raise InputError(
             f"model {model!r}: no directory of that name, and the hub did not give its config.json ({reason}). "
             "Give a directory that holds one"

@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_weave.errors import InputError
+from lightning_weave.errors import InputError, first_line
+from lightning_weave.hub import use_hub, why_not
 from lightning_weave.store.tables import SUFFIXES, BadRow, Row, columns_to_read, table_rows
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -49,6 +50,7 @@ def _open_directory(path: Path, split: str | None, name: str | None) -> Any:
 def _open_hub(source: str, split: str | None, name: str | None, revision: str | None) -> Any:
     import datasets
 
+    use_hub()
     # With `split`, the others are not downloaded.
     opened = _opening(source, lambda: datasets.load_dataset(source, name, split=split, revision=revision))
     return _choose_split(opened, split, source)
@@ -59,7 +61,7 @@ def _opening(source: str | Path, load: Callable[[], Any]) -> Any:
         return load()
     # Each loader has its own exceptions (offline, unknown name or configuration, no data files); all are input errors.
     except Exception as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = first_line(error) if isinstance(source, Path) else why_not(error)
         raise InputError(
             f"{source}: cannot be opened as a Hugging Face dataset ({reason}). "
             "Check the name, its configuration and revision, or give the path of a .jsonl or .parquet file."
