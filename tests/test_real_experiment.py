@@ -108,6 +108,7 @@ def test_intervals_are_those_of_a_plain_loop_over_problems_drawn_together() -> N
 
 def test_the_page_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:
     page, tasks = script("page"), script("tasks")
+    page.RESAMPLES = 200
     data = tmp_path / "real-data"
     tasks.write(data)
     runs = [tmp_path / "real", tmp_path / "real-2"]

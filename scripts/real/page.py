@@ -37,6 +37,7 @@ KINDS: dict[str, PolicyKind] = {
     "all-three": "composition",
     "by-task": "composition",
 }
+RESAMPLES = 10_000
 UNTRAINED = ("base", "system-prompt", "specialist")  # the same in every run
 BRIEF_SHARE = {"right": 0.0, "weave-25": 0.25, "weave-50": 0.5, "weave-75": 0.75, "brief": 1.0}
 # One policy, another, what is claimed of the first, and the sign of that. Written before anything was evaluated.
@@ -58,6 +59,7 @@ class Policy:
 
     means: ProblemMeans
     seeds: list[ProblemMeans]
+    cut_off: float = 0.0  # share of answers at the token limit
 
 
 def read_policies(runs: Sequence[Path], benchmark: str) -> dict[str, Policy]:
@@ -65,9 +67,10 @@ def read_policies(runs: Sequence[Path], benchmark: str) -> dict[str, Policy]:
     found = {}
     for name in KINDS:
         files = [run / "eval" / name / benchmark / "summary.json" for run in runs]
-        seeds = [read_summary(file).means for file in files[: 1 if name in UNTRAINED else None] if file.exists()]
+        seeds = [read_summary(file) for file in files[: 1 if name in UNTRAINED else None] if file.exists()]
         if seeds:
-            found[name] = Policy(average(seeds), seeds)
+            means = [seed.means for seed in seeds]
+            found[name] = Policy(average(means), means, float(np.mean([seed.truncated for seed in seeds])))
     return found
 
 
@@ -81,7 +84,7 @@ def average(seeds: Sequence[ProblemMeans]) -> ProblemMeans:
 
 def against(one: Policy, two: Policy, base: Policy) -> Contrast:
     """The first minus the second, on the same problems drawn together."""
-    return contrast([one.means], [two.means], [base.means])
+    return contrast([one.means], [two.means], [base.means], RESAMPLES)
 
 
 def shown(interval: Interval, digits: int = 1) -> str:
@@ -97,8 +100,8 @@ def verdict(interval: Interval, sign: int) -> str:
 
 def results(policies: Mapping[str, Policy]) -> Iterator[str]:
     """One row per policy."""
-    yield "| policy | seeds | accuracy, % | by seed | against base | tokens | against base | AES |"
-    yield "| --- | ---: | ---: | --- | --- | ---: | --- | --- |"
+    yield "| policy | seeds | accuracy, % | by seed | against base | tokens | against base | cut off, % | AES |"
+    yield "| --- | ---: | ---: | --- | --- | ---: | --- | ---: | --- |"
     for name, policy in policies.items():
         accuracy, tokens = policy.means.accuracy.mean(), policy.means.tokens.mean()
         if name in UNTRAINED:
@@ -109,7 +112,8 @@ def results(policies: Mapping[str, Policy]) -> Iterator[str]:
         if name != "base":
             found = against(policy, policies["base"], policies["base"])
             cells = [shown(found.accuracy), shown(found.tokens), shown(found.aes, 2)]
-        yield f"| {name} | {seeds} | {accuracy:.1f} | {each} | {cells[0]} | {tokens:.1f} | {cells[1]} | {cells[2]} |"
+        row = [name, seeds, f"{accuracy:.1f}", each, cells[0], f"{tokens:.1f}", cells[1], f"{100 * policy.cut_off:.0f}"]
+        yield f"| {' | '.join([*row, cells[2]])} |"
 
 
 def answers(policies: Mapping[str, Policy]) -> Iterator[str]:
