@@ -37,7 +37,7 @@ class TaskResult:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ScoreDifference:
     """A policy's score minus the base's; paired: over the same questions, else from the two standard errors."""
 
     value: float
@@ -84,21 +84,21 @@ def read_result(folder: Path) -> TaskResult:
     return TaskResult(data["task"], data["harness"], [Metric(**one) for one in data["metrics"]])
 
 
-def difference(policy: Metric, base: Metric) -> Difference:
+def difference(policy: Metric, base: Metric) -> ScoreDifference:
     """Compare a policy with the base: question by question where both have the same ones.
 
     >>> one = Metric("acc,none", 0.75, 0.25, False, {"a": 1.0, "b": 1.0, "c": 0.0, "d": 1.0})
     >>> two = Metric("acc,none", 0.5, 0.29, False, {"a": 1.0, "b": 0.0, "c": 0.0, "d": 1.0})
     >>> difference(one, two)
-    Difference(value=0.25, error=0.25, paired=True)
+    ScoreDifference(value=0.25, error=0.25, paired=True)
     """
     value = policy.value - base.value
     if policy.values and policy.values.keys() == base.values.keys():
         pairs = np.array([policy.values[key] - base.values[key] for key in policy.values])
         error = float(pairs.std(ddof=1) / np.sqrt(len(pairs))) if len(pairs) > 1 else None
-        return Difference(value, error, paired=True)
+        return ScoreDifference(value, error, paired=True)
     known = policy.error is not None and base.error is not None
-    return Difference(value, math.hypot(policy.error or 0.0, base.error or 0.0) if known else None, paired=False)
+    return ScoreDifference(value, math.hypot(policy.error or 0.0, base.error or 0.0) if known else None, paired=False)
 
 
 def _samples(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
