@@ -23,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> lw.Run:
     bench = save_prompts(root / "bench.jsonl", 3, seed=9)
     data["eval"] = {"benchmarks": [f"file:{bench}"], "samples": 1, "max_tokens": 8, "format": "question-answer"}
     (root / "tiny.toml").write_text(dump_recipe(lw.Run(data).recipe))
-    run = lw.Run(root / "tiny.toml", ["train.epochs=1"], quiet=True)
+    run = lw.Run(lw.Recipe.load(root / "tiny.toml", ["train.epochs=1"]), quiet=True)
     assert run.recipe.train.epochs == 1
     with pytest.raises(lw.InputError, match="nothing is cached yet"):
         _ = run.cache

@@ -58,6 +58,29 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "━" in screen.getvalue()
 
 
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_a_notebook_gets_a_bar_that_is_drawn_in_place() -> None:
+    """In a real kernel with widgets: one output, which is drawn again, not a line for every step."""
+    nbclient = pytest.importorskip("nbclient")
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    cell = new_code_cell(
+        "from lightning_weave.progress import Progress\n"
+        "with Progress().bar('rollout', 30, 'shard') as bar:\n"
+        "    for _ in range(30):\n"
+        "        bar.advance()\n"
+    )
+    notebook = nbclient.execute(new_notebook(cells=[cell]))
+    shown, *rest = notebook.cells[0].outputs
+    assert all(output.output_type == "display_data" and not output.data["text/plain"] for output in rest)  # no lines
+    widgets = notebook.metadata["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
+    state = widgets[shown.data["application/vnd.jupyter.widget-view+json"]["model_id"]]
+    drawn = state["state"]["outputs"][-1]["data"]["text/html"]
+    assert drawn.count("rollout") == 1
+    assert "30/30" in drawn
+
+
 def test_messages_are_never_markup(capsys: pytest.CaptureFixture[str]) -> None:
     Progress().say("aliases = { '[EOS]' = '</s>' }")
     assert "aliases = { '[EOS]' = '</s>' }" in capsys.readouterr().err

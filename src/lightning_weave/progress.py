@@ -126,6 +126,8 @@ def _rich_bar(console: Console, what: str, total: int, unit: str) -> Iterator[Ba
                 display.update(task, completed=self.done, rate=f"{self.rate:.3g}/s", note=_cut(self.note, room))
 
         yield _RichBar(what, total, unit)
+        if console.is_jupyter:  # there the end itself is not drawn
+            display.refresh()
 
 
 def _cut(text: str, width: int) -> str:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -13,9 +14,10 @@ from lightning_weave.errors import InputError
 from lightning_weave.maths import log_residual_loss
 from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.logged import read_log
+from lightning_weave.runs.prompts import own_trajectories
 from lightning_weave.store.tables import Row
 from lightning_weave.train.data import Batch, compose
-from pipeline.small_runs import make_cache, make_recipe
+from pipeline.small_runs import make_cache, make_recipe, steps_of
 from rounding import LOGPROB
 
 TEMPLATE = (
@@ -71,6 +73,52 @@ def _whole(recipe: dict[str, Any]) -> tuple[Batch, Any]:
     cache = open_cache(make_cache(recipe), "only")
     block = cache.block(range(len(cache)))
     return compose(block, cache.weights, 2.0), block
+
+
+PLACES = [{"at": "hat"}, {"in": "ab"}]  # one table's rows have all keys of all of them
+
+
+@pytest.mark.parametrize("kind", ["directory", "splits", "parquet"])
+def test_tables_of_other_tools_are_read_as_their_rows(student: dict[str, Any], tmp_path: Path, kind: str) -> None:
+    """A dataset that `datasets` saves: messages with and without tools, a completion, and what is null in each."""
+    rows = []
+    for place in PLACES:
+        call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": place}}
+        turns = [*RUNS[0]["messages"][:2], {"role": "assistant", "content": None, "tool_calls": [call]}]
+        rows.append({"id": f"r{len(rows)}", "tools": json.dumps(TOOLS), "messages": turns, "answer": None})
+    rows.append({"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "hat", "weight": 1}]})
+    earlier = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "an"}]
+    pair = {
+        "prompt": [*earlier, {"role": "user", "content": "abc"}],
+        "completion": [{"role": "assistant", "content": "hat"}],
+    }
+    names = {name for row in (*rows, pair) for name in row}
+    made = datasets.Dataset.from_list([{name: row.get(name) for name in sorted(names)} for row in (*rows, pair)])
+    path = tmp_path / "table"
+    if kind == "parquet":
+        path = tmp_path / "table.parquet"
+        made.to_parquet(path)
+    else:
+        (made if kind == "directory" else datasets.DatasetDict({"train": made})).save_to_disk(path)
+    recipe = {**student, "name": kind, "runs": str(tmp_path), "rollout": {"from": str(path), "responses": 1}}
+    plain = _from({**student, "runs": str(tmp_path)}, tmp_path / "plain.jsonl", [*rows, pair], "plain")
+    del plain["rollout"]["prompts_per_shard"]
+    found = [
+        [
+            (group.prompt_ids, group.responses[0].ids, group.responses[0].decided)
+            for group in own_trajectories(steps_of(one))
+        ]
+        for one in (recipe, plain)
+    ]
+    assert found[0] == found[1]
+    tokenizer = AutoTokenizer.from_pretrained(student["student"]["model"])
+    assert [tokenizer.decode(ids) for _, ids, _ in found[0]] == [
+        "<look hat><|end|>",
+        "<look ><|end|>",
+        "hat<|end|>",
+        "hat<|end|>",
+    ]
+    assert tokenizer.decode(found[0][3][0]).endswith("a:an<|end|>\nu:abc\na:")
 
 
 @pytest.mark.parametrize("as_ids", [False, True])

@@ -76,7 +76,7 @@ class Todo:
         rollout = cached and is_pending(steps, lambda: steps.rollout)
         prompts = (rollout or bool(online)) and is_pending(steps, lambda: steps.prompts)
         benchmarks = {name: todo for name, todo in benchmarks.items() if todo}
-        return cls(prompts, rollout, anchors, compositions, benchmarks=benchmarks, tasks=tasks)
+        return cls(prompts, rollout, anchors, compositions, benchmarks, tasks=tasks)
 
     @property
     def stages(self) -> set[str]:

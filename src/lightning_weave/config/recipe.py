@@ -1,6 +1,8 @@
 """A whole recipe, and what its sections must agree on."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
@@ -76,6 +78,14 @@ class Recipe(Strict):
     def mark(self) -> str:
         """What stands beside everything that a rehearsal makes; nothing beside a result."""
         return "rehearsal with small random models, no result" if self.rehearsal else ""
+
+    @classmethod
+    def load(cls, files: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> "Recipe":
+        """Read a recipe as `load_recipe` does: files that are merged, and `key=value` overrides."""
+        recipe: Recipe = import_module("lightning_weave.config.load").load_recipe(
+            files, overrides
+        )  # it knows this file
+        return recipe
 
     def side(self, anchor: str, role: Literal["post", "pre"]) -> Side:
         """One of the two models of an anchor, and what it reads."""

@@ -23,7 +23,7 @@ _SECONDS_TO_END = 30
 
 
 @dataclass(frozen=True)
-class WorkerProgram:
+class EngineProgram:
     """What runs in the process: a file that reads and writes JSON lines, and the package that it needs."""
 
     worker: Path
@@ -31,7 +31,7 @@ class WorkerProgram:
     package: str  # as pip knows it
 
 
-VLLM = WorkerProgram(Path(__file__).with_name("vllm_worker.py"), "vLLM", "vllm")
+VLLM = EngineProgram(Path(__file__).with_name("vllm_worker.py"), "vLLM", "vllm")
 
 
 class EngineProcess:
@@ -45,7 +45,7 @@ class EngineProcess:
         settings: dict[str, Any],
         python: str | None,
         environment: dict[str, str] | None,
-        program: WorkerProgram = VLLM,
+        program: EngineProgram = VLLM,
     ) -> None:
         self.program = program
         self.python = python or sys.executable
@@ -183,7 +183,7 @@ def _cannot_run(python: str, error: OSError) -> InputError:
     )
 
 
-def _not_installed(program: WorkerProgram, python: str, error: str) -> InputError:
+def _not_installed(program: EngineProgram, python: str, error: str) -> InputError:
     return InputError(
         f"{program.name} cannot be imported by {python} ({error}). Install it there (pip install {program.package}), "
         "or name the Python of an environment that has it: the key python of its section"

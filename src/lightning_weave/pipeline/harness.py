@@ -11,7 +11,7 @@ from lightning_weave.bench.harness import WORKER, summarise, write_result
 from lightning_weave.devices import own_gpus
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.engine_process import EngineProcess, WorkerProgram
+from lightning_weave.models.engine_process import EngineProcess, EngineProgram
 from lightning_weave.models.memory import free_memory
 from lightning_weave.own import check_trust
 from lightning_weave.progress import Progress
@@ -24,7 +24,7 @@ from lightning_weave.store import Stage
 from lightning_weave.store.files import remove
 from lightning_weave.store.ledger import measure
 
-LM_EVAL = WorkerProgram(WORKER, "lm-evaluation-harness", "'lm_eval[hf]'")
+LM_EVAL = EngineProgram(WORKER, "lm-evaluation-harness", "'lm_eval[hf]'")
 
 
 def run_tasks(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:

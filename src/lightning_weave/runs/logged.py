@@ -26,7 +26,12 @@ class LoggedRun(NamedTuple):
 
 def is_log(row: Row) -> bool:
     """Whether a line gives messages to be rendered, not token ids."""
-    return "prompt_ids" not in row.values and bool(row.values.keys() & {"messages", "conversations"})
+    return "prompt_ids" not in row.values and (bool(row.values.keys() & {"messages", "conversations"}) or _is_pair(row))
+
+
+def _is_pair(row: Row) -> bool:
+    """Whether the messages are in two columns, as trainers that learn from completions have them."""
+    return all(isinstance(row.values.get(key), list) for key in ("prompt", "completion"))
 
 
 def read_log(row: Row, tokenizer: Any, stops: Collection[int]) -> LoggedRun:
@@ -74,15 +79,19 @@ _IDS = "Give token ids instead: prompt_ids, response_ids and mask"
 
 
 def read_messages(row: Row) -> list[dict[str, Any]]:
-    """Read OpenAI-style `messages` or ShareGPT's `conversations`."""
-    if "messages" not in row.values:
+    """Read OpenAI-style `messages`, `prompt` and `completion` of such, or ShareGPT's `conversations`."""
+    messages: Any
+    if _is_pair(row):
+        asked = [{**turn, "weight": 0} if isinstance(turn, Mapping) else turn for turn in row.values["prompt"]]
+        messages = [*asked, *row.values["completion"]]
+    elif "messages" not in row.values:
         turns = row.values["conversations"]
         if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
             raise InputError(f'{row.where}: conversations must be a list of {{"from": ..., "value": ...}}')
         unknown = [turn.get("from") for turn in turns if turn.get("from") not in SHAREGPT]
         if unknown:
             raise InputError(f"{row.where}: from = {unknown[0]!r} must be one of {', '.join(SHAREGPT)}")
-        messages: Any = [{"role": SHAREGPT[turn["from"]], "content": turn.get("value")} for turn in turns]
+        messages = [{"role": SHAREGPT[turn["from"]], "content": turn.get("value")} for turn in turns]
     else:
         messages = row.values["messages"]
     if not isinstance(messages, list) or not messages:
@@ -124,10 +133,19 @@ def _call(row: Row, number: int, call: Any) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
+def _parsed(row: Row, tools: str) -> Any:
+    try:
+        return json.loads(tools)
+    except ValueError:
+        raise InputError(f"{row.where}: tools are no JSON") from None
+
+
 def _render(row: Row, messages: list[dict[str, Any]], tokenizer: Any, *, opens: bool) -> str:
     chat_template(tokenizer)  # refused where there is none
     switch = {"enable_thinking": bool(row.values.get("thinking", True))} if knows_thinking(tokenizer) else {}
-    tools = row.values.get("tools")
+    tools = row.values.get("tools") or None
+    if isinstance(tools, str):  # as some tables keep them
+        tools = _parsed(row, tools)
     given = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
     try:
         text = tokenizer.apply_chat_template(given, tools=tools, tokenize=False, add_generation_prompt=opens, **switch)

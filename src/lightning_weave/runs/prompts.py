@@ -157,13 +157,18 @@ def _all_said(response: Response) -> Response:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    if not path.is_dir():
-        yield from checked_rows(path)
-        return
-    for row in read_rows(path):
+    is_table = path.is_dir() or path.suffix == ".parquet"
+    for row in read_rows(path) if path.is_dir() else checked_rows(path):
         if isinstance(row, BadRow):
             raise InputError(f"{row.where}: {row.why}. Fix or remove this row.")
-        yield row
+        yield replace(row, values=_without_nulls(row.values)) if is_table else row
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop the keys that a table only has because another of its rows does: a message's tool_calls, an argument."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _ids(row: Row, key: str, vocabulary: int) -> list[int]:
