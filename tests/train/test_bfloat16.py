@@ -25,13 +25,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "self": {"method": "self", "sharpen": 0.6},
     "sequential": {"weights": HALF, "method": "sequential", "sequence": ["acc", "brief"]},
     "online": {"weights": HALF, "method": "online"},
+    "refreshed": {"weights": HALF, "refresh": 2},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 2}},
     "checkpointing": {"gradient_checkpointing": True},
     "compiled": {"compile": True},
 }
-SAMPLING = ("sequential", "online")
+SAMPLING = ("sequential", "online", "refreshed")
 DTYPES = ("float32", "bfloat16")  # bfloat16 is sharded in one process as well, as it is on a GPU
 ONCE = {"epochs": 1, "prompts_per_round": 6, "updates_per_round": 1, "allow_disagreement": True}
 
@@ -74,7 +75,7 @@ def test_every_way_trains_in_bfloat16_as_in_float32(alone: dict[tuple[str, str],
     ended = {dtype: losses(alone[way, dtype]) for dtype in DTYPES}
     assert len(ended["bfloat16"]) == len(ended["float32"]) > 0
     assert np.isfinite(ended["bfloat16"]).all()
-    if way != "online":  # where one token that is drawn otherwise changes all that comes after it
+    if way not in ("online", "refreshed"):  # where one token that is drawn otherwise changes all that comes after it
         np.testing.assert_allclose(ended["bfloat16"], ended["float32"], rtol=0.1, atol=0.02)
     for dtype in DTYPES:
         student = load_file(alone[way, dtype].student.path / "model.safetensors")
@@ -93,7 +94,8 @@ def test_two_ranks_train_as_one_in_every_way(recipe: dict, alone: dict[tuple[str
         assert len(found) == len(expected) > 0
         assert np.isfinite(found).all()
         if dtype == "float32" or way not in SAMPLING:
-            close = {"rtol": 0, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.02, "atol": 0.01}
+            # Losses are kept with six digits: two that round apart differ by one in the last.
+            close = {"rtol": 2e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 0.02, "atol": 0.01}
             np.testing.assert_allclose(found, expected, err_msg=f"{way} in {dtype}", **close)
 
 
