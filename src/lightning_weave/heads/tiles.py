@@ -22,6 +22,7 @@ TILE_WIDTH = 1024
 TILE_BYTES = 2 * 2**20  # about one core's share of the cache
 CHUNK_BYTES = 128 * 2**20  # logits of one chunk; with less, reading the matrix dominates
 CHUNK_BYTES_GPU = 512 * 2**20  # small products waste a GPU
+PRODUCT_BYTES = 128 * 2**20  # of a product that is added to a sum in another precision
 
 
 def rows_within_budget(vocabulary: int, device: torch.device) -> int:
@@ -68,11 +69,14 @@ def checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
 
 def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, fresh: bool) -> None:
     """Add a matrix product to `sum_MN`, or overwrite it if `fresh`, in the precision of `sum_MN`."""
-    beta = 0 if fresh else 1
     if a_MK.dtype == sum_MN.dtype:
-        sum_MN.addmm_(a_MK, b_KN, beta=beta)
-    else:  # in place too: a product of its own would be as large as the gradient of the whole matrix
-        torch.addmm(sum_MN, a_MK, b_KN, out_dtype=sum_MN.dtype, beta=beta, out=sum_MN)
+        sum_MN.addmm_(a_MK, b_KN, beta=0 if fresh else 1)
+    elif fresh:
+        torch.mm(a_MK, b_KN, out_dtype=sum_MN.dtype, out=sum_MN)
+    else:  # a whole product would be as large as the gradient of the matrix, and torch adds none in place before 2.10
+        rows = max(1, PRODUCT_BYTES // (sum_MN.element_size() * sum_MN.shape[1]))
+        for sum_RN, a_RK in zip(sum_MN.split(rows), a_MK.split(rows), strict=True):
+            sum_RN += torch.mm(a_RK, b_KN, out_dtype=sum_MN.dtype)
 
 
 @dataclass(frozen=True)
