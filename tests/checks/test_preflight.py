@@ -163,6 +163,7 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "alias": (_set("anchors", "acc", "aliases", value={"<|end|>": "nope"}), "anchors.acc", "'nope' is not a token"),
     "same model": (_same_sides, "anchors.acc", "the same model"),
     "tracker": (_set("train", "trackers", value=["wandb"]), "train.trackers", "needs the package wandb"),
+    "peft": (_set("train", "lora", value={"rank": 4}), "train.lora", "needs the package peft"),
     "engine": (_set("eval", "engine", value="vllm"), "eval.engine", "has no package vllm"),
     "python": (
         lambda recipe, _: recipe["rollout"].update(engine="vllm", python="/no/python"),
@@ -178,7 +179,7 @@ def test_what_is_wrong_is_found_before_anything_is_sampled(
     recipe: dict[str, Any], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change, about, text = WRONG[name]
-    absent = {"wandb", "vllm"}  # whether they are installed here or not
+    absent = {"wandb", "vllm", "peft"}  # whether they are installed here or not
     monkeypatch.setattr(
         preflight_module, "find_spec", lambda package: None if package in absent else find_spec(package)
     )

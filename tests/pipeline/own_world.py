@@ -47,12 +47,18 @@ def said(tokenizer: Any, answer: str) -> list[int]:
 
 
 def teach(model: Any, tokenizer: Any, seed: int) -> None:
-    """Train a model to answer in a box, rightly half of the time."""
+    """Train a model to answer in a box, rightly half of the time.
+
+    Its head is large, so that a learning rate for models of usual width moves one of width 32 as far.
+    """
     draw = random.Random(seed)
     prompts, answers = asked(tokenizer), [said(tokenizer, answer) for answer in (RIGHT, WRONG)]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
-    for _ in range(100):
-        ids = torch.tensor([draw.choice(prompts) + draw.choice(answers) for _ in range(16)])
+    for step in range(100):
+        optimizer.param_groups[0]["lr"] = 5e-3 * (1 - step / 100)
+        ids = torch.tensor([draw.choice(prompts) + answer for answer in 8 * answers])
         labels = ids.clone()
         labels[:, : -len(answers[0])] = -100
         optimizer.zero_grad()

@@ -28,15 +28,11 @@ def page_recipe() -> str:
 
 
 def own_models(root: Path) -> Steps:
-    """The recipe of the page with a stranger's own models and data in place of its names.
-
-    Models of width 32 and a few updates need a larger learning rate than the page's; nothing else is changed.
-    """
+    """The recipe of the page with a stranger's own models and data in place of its names, and nothing else changed."""
     own = make_own_world(root, prompts=256) | {
         "runs": str(root / "runs"),
         "prompts.source": str(root / "prompts.jsonl"),
         "eval.benchmarks": [f"file:{root / 'held-out.jsonl'}"],
-        "train.learning_rate": 5e-3,
         "machine.threads": 1,
     }
     sets = [f"{key}={json.dumps(value)}" for key, value in own.items()]

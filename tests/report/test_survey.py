@@ -3,6 +3,7 @@
 import math
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,17 +11,26 @@ from tokenizers import Tokenizer, decoders, models
 
 from lightning_weave.cache.block import Block
 from lightning_weave.report.kinds import KINDS, Vocabulary
+from lightning_weave.report.reading import Reading
 from lightning_weave.report.survey import (
     BY_RULE,
     KEPT,
+    NO_COLUMN,
     NO_END_OF_TURN,
     NOT_ONE_TOKEN,
+    NOT_SPELT,
     OUT_OF_CONTEXT,
     PARTLY_KEPT,
     REASONS,
+    UNKNOWN,
+    UNTRAINED,
     Survey,
 )
+from lightning_weave.runs.alignment import Alignment, OwnPrompts
+from lightning_weave.tokens import TokenMap
+from lightning_weave.types import Ragged
 from rows import decisions_block
+from tiny import ENDS, make_tokenizer
 
 WORDS = ["<|end|>", "7", " 42", "the", "+", " ", "</think>", "x1", "\n", "é", "=", "done"]
 STOPS = frozenset({0})
@@ -83,7 +93,7 @@ def by_hand(shards: list[Block]) -> dict:
                 elif not unmapped:
                     reason = BY_RULE
                 elif len(unmapped) == len(ids):
-                    reason = OUT_OF_CONTEXT
+                    reason = UNKNOWN  # nobody has read the rows again
                 else:
                     reason = NO_END_OF_TURN if set(unmapped) <= STOPS else NOT_ONE_TOKEN
                 out["reasons"][k][reason] += 1
@@ -110,7 +120,8 @@ def test_sums_are_those_of_slow_loops() -> None:
         survey.add(one)
     assert survey.decisions == 160
     assert survey.reasons_KR.tolist() == expected["reasons"]
-    assert all(count > 0 for count in np.sum(expected["reasons"], axis=0))  # every reason was tried
+    tried = [KEPT, PARTLY_KEPT, NO_END_OF_TURN, NOT_ONE_TOKEN, BY_RULE, UNKNOWN]
+    assert np.flatnonzero(np.sum(expected["reasons"], axis=0)).tolist() == sorted(tried)
     assert survey.kept == expected["kept"]
     np.testing.assert_allclose(survey.push_KV, expected["push"], atol=1e-6)
     for k, anchor in enumerate("ab"):
@@ -167,3 +178,47 @@ def test_memory_does_not_grow_with_the_cache() -> None:
     few = peak(shard(seed, positions=500) for seed in range(2))
     many = peak(shard(seed, positions=500) for seed in range(40))
     assert many < 1.2 * few
+
+
+def reasons_of(post: Alignment, pre: Alignment, prompt: str, response: str, candidates: list[str]) -> list[str]:
+    """Score one trajectory as both sides would, the same candidates everywhere, and ask why each decision is masked."""
+    student = make_tokenizer("student")
+    prompt_ids, response_ids = (np.array(student(text)["input_ids"], np.int32) for text in (prompt, response))
+    ids = np.array([student(text)["input_ids"] for text in candidates], np.int32).T
+    ids_TC = np.repeat(ids, len(response_ids), axis=0)
+    mapped = [side.align(0, prompt_ids, response_ids, ids_TC).mapped_TC for side in (post, pre)]
+    mapped_KPC = (mapped[0] & mapped[1])[None]
+    logp = np.full((len(ids_TC), ids_TC.shape[1] + 1), -2.0, np.float32)
+    r_KPC = np.zeros(mapped_KPC.shape, np.float32)
+    block = decisions_block(response_ids, ids_TC, logp, mapped_KPC, r_KPC=r_KPC, valid_KP=mapped_KPC.all(axis=2))
+    block = replace(block, rollouts=replace(block.rollouts, prompt_ids=Ragged.of([prompt_ids])))
+    end = student.convert_tokens_to_ids(ENDS["student"])
+    untrained = np.array([end]) if post.masked_ids | pre.masked_ids else None
+    survey = Survey(["a"], {}, Vocabulary.of(student, frozenset({end})), {"a": Reading((post, pre), untrained)})
+    survey.add(block)
+    return [REASONS[reason] for reason, count in enumerate(survey.reasons_KR[0]) for _ in range(count)]
+
+
+def test_a_decision_is_masked_for_the_reason_that_is_true() -> None:
+    """By hand, on real tokenizers: one token of the student and of the anchor per character."""
+    student, anchor = make_tokenizer("student"), make_tokenizer("accuracy")
+    end = ENDS["student"]
+    plain = Alignment(TokenMap.between(student, anchor, {}), None)
+    aliased = Alignment(TokenMap.between(student, anchor, {end: ENDS["accuracy"]}), None)
+    untrained = replace(aliased, masked_ids=frozenset({anchor.eos_token_id}))
+    kept, no_end, not_one, context, untrained_reason, not_spelt, no_column = (
+        REASONS[reason]
+        for reason in (KEPT, NO_END_OF_TURN, NOT_ONE_TOKEN, OUT_OF_CONTEXT, UNTRAINED, NOT_SPELT, NO_COLUMN)
+    )
+    assert reasons_of(plain, plain, "1+2", "345", ["6", "7"]) == [kept] * 3
+    assert reasons_of(plain, plain, "1+2", "345", ["6", end]) == [no_end] * 3
+    assert reasons_of(plain, plain, "1+2", "345", [end]) == [no_end] * 3  # the only candidate, and it is read
+    assert reasons_of(aliased, aliased, "1+2", "345", ["6", end]) == [kept] * 3
+    assert reasons_of(aliased, untrained, "1+2", "345", ["6", end]) == [untrained_reason] * 3
+    assert reasons_of(aliased, untrained, "1+2", "345", [end]) == [untrained_reason] * 3
+    short = replace(plain, limit=4)  # it has room for 1+2 and one more
+    assert reasons_of(short, plain, "1+2", "345", ["6", "7"]) == [kept] * 2 + [context]
+    assert reasons_of(plain, plain, "1+2", f"3{end}5", ["6", "7"]) == [kept] * 2 + [not_spelt]
+    assert reasons_of(plain, plain, "1+2", "345", ["}."]) == [not_one] * 3  # only the student has it
+    lacking = replace(plain, prompts=OwnPrompts([[]], [None], native=False))
+    assert reasons_of(plain, lacking, "1+2", "345", ["6"]) == [no_column] * 3

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -326,9 +327,23 @@ def test_the_command_prints_lines_or_json(recipe: dict[str, Any], tmp_path: Path
 
 
 def test_tokens_cannot_write_to_the_terminal() -> None:
-    from io import StringIO
-
     out = StringIO()
     finding = Finding("student", "stop tokens", "note", "[bold]x[/bold] [link=y]")
     doctor.show([finding], Console(file=out, width=40))
     assert "[bold]x[/bold] [link=y]" in out.getvalue()
+
+
+def test_a_terminal_gets_long_lines_under_one_another_and_a_pipe_one_line() -> None:
+    finding = Finding(
+        "student", "stop tokens", "note", "a few words that need " + 3 * "more room than there is " + "end"
+    )
+    shown = {}
+    for terminal in (True, False):
+        out = StringIO()
+        doctor.show([finding], Console(file=out, width=40, force_terminal=terminal, color_system=None))
+        shown[terminal] = out.getvalue().splitlines()[1:-1]
+    assert shown[False] == [f"  note     stop tokens: {finding.text}"]
+    first, *others = shown[True]
+    assert first.startswith("  note     stop tokens: a few")
+    assert len(others) > 2
+    assert all(line.startswith(11 * " ") and len(line) <= 40 for line in others)

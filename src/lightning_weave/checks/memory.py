@@ -78,7 +78,7 @@ def _check_row(row: MemoryPlan, memory: float) -> Iterator[Finding]:
     what = row.what if row.stage == "score" else row.stage
     text = f"{what} needs about {size(needed)} of memory ({size(row.weights)} of it for weights), and {size(memory)} "
     if max(row.weights, row.loading) > memory:
-        advice = f"Set [train.lora], or {ELSE}" if row.stage == "train" else ELSE.capitalize()
+        advice = f"Set [train.lora], or {ELSE}" if row.stage == "train" else f"{ELSE[0].upper()}{ELSE[1:]}"
         yield Finding(row.stage, "memory", "error", f"{text}are here. {advice}", {"bytes": needed}, judged=True)
     else:
         yield Finding(row.stage, "memory", "warning", f"{text}are here. {SAVES[row.stage]}", {"bytes": needed})

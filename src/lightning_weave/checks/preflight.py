@@ -4,6 +4,7 @@ Everything that the stages still to be made will need is looked at: models, prom
 weights are loaded. What is finished needs nothing, so its models and data may be gone.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,8 @@ from lightning_weave.runs.scored import ROLES, ScoredModel
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Step
 from lightning_weave.types import Prompt
+
+GIVEN_AWAY = 0.05  # share of prompts that may contain their own answer by chance
 
 
 @dataclass(frozen=True)
@@ -356,6 +359,7 @@ def _check_prompts(steps: Steps, todo: Todo, benchmarks: list[Benchmark]) -> Ite
         )
         yield Finding("prompts", "context", "error", text)
     yield from _check_overlap(prompts, benchmarks)
+    yield from _check_answers(prompts, recipe.prompts.columns.answer)
     yield from _check_contexts(steps, todo, prompts)
     yield from _check_routes(steps, todo, prompts)
     with suppress(InputError):  # an anchor whose base is not known, which is said already
@@ -392,6 +396,32 @@ def _check_contexts(steps: Steps, todo: Todo, prompts: list[Prompt]) -> Iterator
                     own_prompts(steps, side, asked_prompts(steps, side.context.columns, prompts))
                 except InputError as error:
                     yield Finding(f"anchors.{name}.{role}_prompt", "context", "error", str(error))
+
+
+def _check_answers(prompts: list[Prompt], column: str | None) -> Iterator[Finding]:
+    """Look for prompts without an answer, and for those that say their own: then there is nothing but it to learn."""
+    answered = [prompt for prompt in prompts if prompt.answer]
+    if column and len(answered) < len(prompts) / 2:
+        text = f"{len(prompts) - len(answered):,} of {len(prompts):,} prompts have no answer (prompts.columns.answer = "
+        text += f"{column!r} is null there): whether responses to them are right cannot be checked"
+        yield Finding("prompts", "no answers", "warning", text, {"answered": len(answered), "prompts": len(prompts)})
+    given = [prompt.id for prompt in answered if says_answer(prompt.text, prompt.answer or "")]
+    if len(given) > GIVEN_AWAY * len(answered):
+        text = (
+            f"{len(given):,} of {len(answered):,} prompts contain their own answer: {listed(given, most=3)}. Name the "
+        )
+        text += "column that holds the problem alone (prompts.columns)"
+        yield Finding("prompts", "answers", "warning", text, {"given": len(given), "answered": len(answered)})
+
+
+def says_answer(text: str, answer: str) -> bool:
+    r"""Say whether a text states this answer as one: in a box, or after the word.
+
+    >>> says_answer("3 + 4? Answer: 7", "7"), says_answer(r"It is \boxed{7}.", "7"), says_answer("3 + 7? Answer:", "7")
+    (True, True, False)
+    """
+    value = re.escape(answer.strip())
+    return re.search(rf"\\boxed\{{\s*{value}\s*\}}|\banswer\W+(is\W+)?{value}(?!\w)", text, re.IGNORECASE) is not None
 
 
 def _check_overlap(prompts: list[Prompt], benchmarks: list[Benchmark]) -> Iterator[Finding]:

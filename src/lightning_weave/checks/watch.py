@@ -128,8 +128,10 @@ def _check_answers(steps: Steps) -> list[Finding]:
     count = len(graded)
     kind = "\\boxed{}" if section.profile in (None, "paper") else section.profile
     fact = f"{percent(unanswered)} of {count:,} sampled responses have no {kind} answer"
-    advice = "Let the prompt ask for one (prompts.format), or grade otherwise (eval.profile)"
-    bounds = Bounds(limits.unanswered_warn, limits.unanswered_stop)
+    advice = "Let the prompt ask for one, in the form that the student expects (prompts.format, prompts.chat), or grade "
+    advice += "otherwise (eval.profile)"
+    asks = any("\\boxed" in prompt.text for prompt in prompts)  # else the answers may have another form
+    bounds = Bounds(limits.unanswered_warn, limits.unanswered_stop if asks else False)
     answered = _finding("rollout", "unanswered", (fact, advice), unanswered, bounds=bounds, count=count)
     fact = f"{percent(right)} of {count:,} sampled responses are right"
     advice = "No pair can be seen to prefer right ones: check prompts and answers, or take easier problems"

@@ -422,9 +422,11 @@ class Checks(Strict):
     """When a stage warns of what it has made, and when `lweave run` stops; false switches one off."""
 
     truncated_warn: Threshold = Field(0.5, description="share of responses cut off at max_tokens")
-    truncated_stop: Threshold = Field(0.95, description="the same, where `lweave run` stops")
+    truncated_stop: Threshold = Field(0.9, description="the same, where `lweave run` stops")
     unanswered_warn: Threshold = Field(0.5, description="share of responses without an answer that can be extracted")
-    unanswered_stop: Threshold = Field(False, description="the same, where `lweave run` stops")
+    unanswered_stop: Threshold = Field(
+        0.95, description="the same, where `lweave run` stops; of rollouts only if their prompts ask for a box"
+    )
     right_warn: Threshold = Field(0.02, description="share of right rollouts, where answers are known; below is bad")
     right_stop: Threshold = Field(False, description="the same, where `lweave run` stops")
     repeated_warn: Threshold = Field(0.2, description="share of rollouts that repeat themselves")

@@ -18,6 +18,7 @@ from lightning_weave.report.kinds import KINDS, TokenKind, Vocabulary
 from lightning_weave.report.loom import Setting, Thread, bytes_per_decision, draw_rows, longest_that_fits, pack
 from lightning_weave.report.page import AnchorPushes, PairView, Push
 from lightning_weave.report.plots import grouped, stacked
+from lightning_weave.report.reading import Reading
 from lightning_weave.report.survey import REASONS, Survey
 from lightning_weave.runs.hygiene import rule_effects, touched
 from lightning_weave.runs.machine import set_up
@@ -36,7 +37,8 @@ def student_vocabulary(steps: Steps) -> Vocabulary:
 
 def survey_cache(steps: Steps, cache: Cache, vocabulary: Vocabulary, progress: Progress) -> Survey:
     """Read the whole cache once, a shard at a time."""
-    survey = Survey(cache.names, _joint_weights(steps, cache), vocabulary)
+    readings = {anchor: Reading.of(steps, anchor) for anchor in cache.names}
+    survey = Survey(cache.names, _joint_weights(steps, cache), vocabulary, readings)
     with progress.bar("report: anchors", cache.rows.shards, "shard") as bar:
         for shard in range(cache.rows.shards):
             survey.add(cache.block(cache.shard_rows(shard)))
@@ -92,7 +94,10 @@ def positions_figure(survey: Survey) -> Any:
         used = [anchor for anchor, weight in zip(survey.anchors, survey.compositions[name], strict=True) if weight]
         if len(used) > 1:
             rows[" + ".join(used)] = {"kept": kept, SHARED: survey.decisions - kept}
-    return stacked(rows, part_hues((*REASONS, SHARED)), "share of all decisions, %", shares=True)
+    found = [part for part in (*REASONS, SHARED) if any(parts.get(part) for parts in rows.values())]
+    hues = part_hues(found)
+    seen = {name: {part: count for part, count in parts.items() if count} for name, parts in rows.items()}
+    return stacked(seen, hues, "share of all decisions, %", shares=True)
 
 
 def kinds_figure(survey: Survey, hues: Hues) -> Any:

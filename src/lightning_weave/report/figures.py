@@ -103,11 +103,16 @@ def frontier_parts(points: Sequence[FrontierPoint]) -> Frontier:
     )
 
 
+def crowd(points: int) -> float:
+    """Say how much larger than a column a frontier must be for every label to have room."""
+    return max(1.0, (points / CROWD) ** 0.5)
+
+
 def frontier(points: Sequence[FrontierPoint]) -> Any:
     """Draw accuracy against tokens: on the frontier filled, own ones joined; dominated ones hollow."""
     with pyplot.rc_context(STYLE):
-        crowd = max(1.0, (len(points) / CROWD) ** 0.5)  # every label needs room
-        figure, axes = pyplot.subplots(figsize=(WIDTH * crowd, 3.5 * crowd))
+        scale = crowd(len(points))
+        figure, axes = pyplot.subplots(figsize=(WIDTH * scale, 3.5 * scale))
         on_frontier = set(pareto_front([(point.accuracy, point.tokens) for point in points]))
         front = _own_front(points)
         sweeps = _sweeps(points, front)
@@ -121,7 +126,7 @@ def frontier(points: Sequence[FrontierPoint]) -> Any:
         handles = [(*MARKERS[kind], 30) for kind in kinds] + [("*", "highest AES", 70)] * any(p.best for p in points)
         for marker, meaning, size in handles:
             axes.scatter([], [], marker=marker, color=INK, s=size, label=meaning)
-        columns = {"ncols": 2 if crowd < 1.4 else 5, "handletextpad": 0.1, "columnspacing": 0.9}
+        columns = {"ncols": 2 if scale < 1.4 else 5, "handletextpad": 0.1, "columnspacing": 0.9}
         figure.legend(loc="outside lower center", **columns)
         axes.set_xlabel("mean response tokens (fewer is better)")
         axes.set_ylabel("accuracy, %")

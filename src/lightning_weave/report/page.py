@@ -20,7 +20,7 @@ from markupsafe import Markup
 from lightning_weave.checks.findings import Finding
 from lightning_weave.report.cases import Panel
 from lightning_weave.report.colours import Hue, Hues
-from lightning_weave.report.figures import CROWD
+from lightning_weave.report.figures import crowd
 from lightning_weave.report.setup import Setup
 from lightning_weave.report.tables import MISSING, Cell, PolicyRow, cells
 from lightning_weave.report.tables import legend as table_legend
@@ -137,7 +137,7 @@ def render(page: Page) -> str:
             tagged=list(zip(page.by_tag, cells(page.by_tag), strict=True)) if page.by_tag else [],
             wide=bool(page.rows) and len(page.rows[0].scores) > 1,
             tasks=page.rows[0].tasks if page.rows else (),
-            crowded=len(page.rows) > CROWD,
+            crowd=round(crowd(len(page.rows)), 2),
             hue=lambda policy: page.hues.get(policy, Hue("grey")).css,
             legend=table_legend(page.rows),
             style=Markup(_read("page.css")),

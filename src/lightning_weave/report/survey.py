@@ -18,6 +18,8 @@ from torch.nn.functional import pad
 from lightning_weave.cache.block import Block
 from lightning_weave.maths import compose_shifts, shift_covariance, with_other
 from lightning_weave.report.kinds import KINDS, TokenKind, Vocabulary
+from lightning_weave.report.reading import Reading
+from lightning_weave.runs.alignment import Unread
 
 CHUNK = 16_384  # decisions held as tensors at once
 REASONS = (
@@ -27,8 +29,20 @@ REASONS = (
     "masked: a candidate is not a single token",
     "masked: beyond the anchor's context",
     "masked: by a rule of the anchor",
+    "masked: untrained in the pre-anchor",
+    "masked: after a token that the anchor cannot spell",
+    "masked: a column of the context is missing",
+    "masked: no candidate is a token, or not readable",
 )
-KEPT, PARTLY_KEPT, NO_END_OF_TURN, NOT_ONE_TOKEN, OUT_OF_CONTEXT, BY_RULE = range(len(REASONS))
+KEPT, PARTLY_KEPT, NO_END_OF_TURN, NOT_ONE_TOKEN, OUT_OF_CONTEXT, BY_RULE, UNTRAINED, NOT_SPELT, NO_COLUMN, UNKNOWN = (
+    range(len(REASONS))
+)
+UNREAD = {  # where no candidate is mapped: because it is not read there, or else for its candidates
+    Unread.TOO_LONG: OUT_OF_CONTEXT,
+    Unread.NOT_SPELT: NOT_SPELT,
+    Unread.NO_COLUMN: NO_COLUMN,
+    Unread.UNKNOWN: UNKNOWN,
+}
 
 
 @dataclass
@@ -64,9 +78,14 @@ class Survey:
     """Sums over the cache, shard by shard."""
 
     def __init__(
-        self, anchors: Sequence[str], compositions: Mapping[str, Mapping[str, float]], vocabulary: Vocabulary
+        self,
+        anchors: Sequence[str],
+        compositions: Mapping[str, Mapping[str, float]],
+        vocabulary: Vocabulary,
+        readings: Mapping[str, Reading] | None = None,
     ) -> None:
         self.anchors = tuple(anchors)
+        self.readings = readings or {}
         self.compositions = {name: [weights.get(a, 0.0) for a in anchors] for name, weights in compositions.items()}
         self.vocabulary = vocabulary
         kinds = [KINDS.index(vocabulary.kind(id)) for id in range(vocabulary.size)]
@@ -110,7 +129,13 @@ class Survey:
             self._add_pair(sums, chunk, log_b_PO, r_2PC=r_KPC[pair], pull_2PO=pull_KPO[pair], both_P=both_P)
 
     def _add_reasons(self, anchor: int, chunk: Block) -> None:
-        reasons_P = why_masked(chunk.mapped_KPC[anchor], chunk.valid_KP[anchor], chunk.candidates.ids.flat, self._stops)
+        mapped_PC = chunk.mapped_KPC[anchor]
+        reading = self.readings.get(self.anchors[anchor], Reading())
+        unread_P = reading.unread(chunk, ~mapped_PC.any(axis=1))
+        ids_PC = chunk.candidates.ids.flat
+        untrained_PC = np.isin(ids_PC, [] if reading.untrained is None else reading.untrained)
+        stops_PC = np.isin(ids_PC, self._stops)
+        reasons_P = why_masked(mapped_PC, chunk.valid_KP[anchor], stops_PC, untrained_PC, unread_P)
         self.reasons_KR[anchor] += np.bincount(reasons_P[chunk.decided_P], minlength=len(REASONS))
 
     def _add_pushes(self, anchor: int, chunk: Block, b_PO: Tensor, pull_PO: Tensor) -> None:
@@ -169,13 +194,18 @@ def pull(b_PO: Tensor, r_KPC: Tensor) -> Tensor:
 
 
 def why_masked(
-    mapped_PC: NDArray[np.bool_], valid_P: NDArray[np.bool_], ids_PC: NDArray[np.int32], stops: NDArray[np.int64]
+    mapped_PC: NDArray[np.bool_],
+    valid_P: NDArray[np.bool_],
+    stops_PC: NDArray[np.bool_],
+    untrained_PC: NDArray[np.bool_],
+    unread_P: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Give each position an index into REASONS."""
+    """Give each position an index into REASONS; `unread_P` counts only where no candidate is mapped."""
     unmapped_PC = ~mapped_PC
-    only_stops_P = (~unmapped_PC | np.isin(ids_PC, stops)).all(axis=1)
-    masked_P = np.where(only_stops_P, NO_END_OF_TURN, NOT_ONE_TOKEN)
-    masked_P = np.where(mapped_PC.any(axis=1), masked_P, OUT_OF_CONTEXT)
+    masked_P = np.where((mapped_PC | stops_PC).all(axis=1), NO_END_OF_TURN, NOT_ONE_TOKEN)
+    masked_P = np.where((mapped_PC | untrained_PC).all(axis=1), UNTRAINED, masked_P)
+    for unread, reason in UNREAD.items():
+        masked_P = np.where(~mapped_PC.any(axis=1) & (unread_P == unread), reason, masked_P)
     masked_P = np.where(mapped_PC.all(axis=1), BY_RULE, masked_P)
     return np.where(valid_P, np.where(unmapped_PC.any(axis=1), PARTLY_KEPT, KEPT), masked_P)
 

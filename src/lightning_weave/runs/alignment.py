@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -14,6 +15,16 @@ from lightning_weave.runs.prompts import Asked, asked_prompts
 from lightning_weave.runs.scored import ScoredModel
 from lightning_weave.runs.steps import Steps
 from lightning_weave.tokens import TokenMap
+
+
+class Unread(IntEnum):
+    """Why a side cannot be asked about a decision, whatever its candidates are."""
+
+    READ = 0  # it can
+    UNKNOWN = 1
+    TOO_LONG = 2  # beyond its context
+    NOT_SPELT = 3  # after a token that its own tokens cannot spell
+    NO_COLUMN = 4  # the row lacks a column that its context names
 
 
 @dataclass(frozen=True)
@@ -63,11 +74,28 @@ class Alignment:
 
     def align(self, prompt: int, prompt_ids: NDArray, response_ids: NDArray, candidate_ids_TC: NDArray) -> ScoreRow:
         """Put one trajectory and its candidates into this model's tokens, each decision at the student's boundary."""
+        found = self._read(prompt, prompt_ids, response_ids)
+        if found is None:
+            return _nothing(prompt_ids, candidate_ids_TC)
+        ids, positions_T, unread_T = found
+        anchor_ids_TC, mapped_TC = self.tokens.candidate_map(torch.from_numpy(np.array(candidate_ids_TC)))
+        mapped = mapped_TC.numpy() & ~np.isin(anchor_ids_TC.numpy(), list(self.masked_ids))
+        return ScoreRow(ids, positions_T, anchor_ids_TC.numpy(), mapped & (unread_T == Unread.READ)[:, None])
+
+    def unread(self, prompt: int, prompt_ids: NDArray, response_ids: NDArray) -> NDArray[np.int64]:
+        """Say of every decision of a trajectory whether this model can be asked about it, and if not, why."""
+        found = self._read(prompt, prompt_ids, response_ids)
+        return np.full(len(response_ids), Unread.NO_COLUMN, np.int64) if found is None else found[2]
+
+    def _read(
+        self, prompt: int, prompt_ids: NDArray, response_ids: NDArray
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]] | None:
+        """Give the tokens that this model reads, where each decision is among them, and which it cannot read."""
         native: list[int] = []
         if self.prompts is not None:
             own = self.prompts.read[prompt]
             if own is None:
-                return _nothing(prompt_ids, candidate_ids_TC)
+                return None
             after = prompt_ids[len(self.prompts.given[prompt]) :]  # a response so far, where a target is sampled from
             native = own if self.prompts.native else []
             prompt_ids = after if self.prompts.native else np.concatenate([np.array(own, np.int32), after])
@@ -79,11 +107,10 @@ class Alignment:
         ids = np.array([*before, *read], dtype=np.int32)
         first = len(context) - len(response_ids)
         positions_T = len(before) + len(native) + np.array(boundaries[first:-1], dtype=np.int64) - 1
-        anchor_ids_TC, mapped_TC = self.tokens.candidate_map(torch.from_numpy(np.array(candidate_ids_TC)))
-        mapped = mapped_TC.numpy() & ~np.isin(anchor_ids_TC.numpy(), list(self.masked_ids))
-        usable_T = np.arange(first, len(context)) <= self.tokens.lossless_prefix(context)
-        usable_T &= (positions_T >= 0) & (positions_T < (self.limit or len(ids)))
-        return ScoreRow(ids, positions_T, anchor_ids_TC.numpy(), mapped & usable_T[:, None])
+        within_T = (positions_T >= 0) & (positions_T < (self.limit or len(ids)))
+        spelt_T = np.arange(first, len(context)) <= self.tokens.lossless_prefix(context)
+        unread_T = np.where(spelt_T, np.where(within_T, Unread.READ, Unread.TOO_LONG), Unread.NOT_SPELT)
+        return ids, positions_T, unread_T.astype(np.int64)
 
 
 def _nothing(prompt_ids: NDArray, candidate_ids_TC: NDArray) -> ScoreRow:

@@ -13,6 +13,7 @@ from lightning_weave.progress import duration
 from lightning_weave.report.cost_table import cost_columns, table_lines
 from lightning_weave.report.names import student_names
 from lightning_weave.runs.costs import Spent, costs, read_spent, summary
+from lightning_weave.runs.discard import file_size
 from lightning_weave.runs.known import with_known
 from lightning_weave.runs.steps import Steps
 
@@ -91,7 +92,7 @@ def _stages_table(rows: list[dict[str, Any]], title: str) -> Table:
     table.columns[1].overflow = "fold"  # a name that is cut names nothing
     for (stage, name), cost in by_name.items():
         rate = f"{cost.tokens / cost.seconds:,.0f}" if cost.tokens and cost.seconds else ""
-        written = f"{cost.written / 1e6:,.1f} MB" if cost.written else ""
+        written = file_size(cost.written) if cost.written else ""
         memory = f"{cost.peak_memory / 1e9:.2f} GB"
         cells = [stage, name, duration(cost.seconds), f"{cost.tokens:,}", rate, written, memory]
         engine = "" if cost.idle is None else f"idle {cost.idle:.0%}, start {duration(cost.starting)}"

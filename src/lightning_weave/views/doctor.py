@@ -6,6 +6,7 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from lightning_weave.checks.disk import check_disk
@@ -67,9 +68,15 @@ def show(findings: list[Finding], console: Console) -> None:
         console.print(Text(about, style="bold"))
         for finding in findings:
             if finding.about == about:
-                line = Text(f"  {finding.verdict:<8} ", style=STYLES[finding.verdict])
                 # Tokens may look like markup or links: nothing in the text is to be interpreted.
-                console.print(line.append(f"{finding.check}: {finding.text}", style="default"), soft_wrap=True)
+                verdict = Text(f"  {finding.verdict:<8} ", style=STYLES[finding.verdict])
+                text = Text(f"{finding.check}: {finding.text}", overflow="fold")
+                if console.is_terminal:
+                    line = Table.grid()
+                    line.add_row(verdict, text)
+                    console.print(line)
+                else:
+                    console.print(verdict.append_text(text), soft_wrap=True)
     counts = [f"{sum(finding.verdict == verdict for finding in findings)} {verdict}" for verdict in STYLES]
     console.print(", ".join(counts))
 

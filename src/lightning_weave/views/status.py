@@ -9,6 +9,7 @@ from rich.text import Text
 
 from lightning_weave.errors import WeaveError
 from lightning_weave.runs.changes import why_stale
+from lightning_weave.runs.discard import file_size
 from lightning_weave.runs.known import as_it_stands, neighbours, with_known
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage, State, Step
@@ -132,7 +133,7 @@ def _all_updates(step: Step, steps: Steps) -> str:
 def _size(manifest: dict) -> str:
     parts = [f"{manifest[name]:,} {name}" for name in ("rows", "positions") if name in manifest]
     size = sum(entry["bytes"] for entry in manifest.get("shards", []))
-    return ", ".join([*parts, f"{size / 1e6:,.1f} MB"])
+    return ", ".join([*parts, file_size(size)])
 
 
 def _count(number: int, what: str) -> str:
