@@ -268,10 +268,29 @@ def page(runs: Sequence[Path], data: Path) -> str:
     return "\n".join(parts)
 
 
+def readme(policies: Mapping[str, Policy]) -> str:
+    """The README's sentence and picture."""
+
+    def point(name: str) -> str:
+        means = policies[name].means
+        return f"{means.accuracy.mean():.0f} % right in {means.tokens.mean():.0f} tokens"
+
+    named = {"base": "as it is", "system-prompt": "told to be brief", "weave-50": "woven of *brief* and *right*"}
+    said = "; ".join(f"{words}, {point(name)}" for name, words in named.items() if name in policies)
+    return (
+        "And on a real model, SmolLM2-135M-Instruct on small sums (`make real`):\n"
+        f"{said}.\nA small experiment on a weak model, not evidence about large ones "
+        "([what it is, what held and what did not](docs/real-models.md)).\n\n"
+        "![Accuracy against tokens of SmolLM2](docs/real-frontier.svg)"
+    )
+
+
 def main(runs: Sequence[Path]) -> None:
     """Write the page, the picture and the README's part."""
     put(ROOT / "docs" / "real-models.md", page(runs, runs[0].parent / "real-data"))
-    draw(read_policies(runs, "same"), ROOT / "docs" / "real-frontier.svg")
+    same = read_policies(runs, "same")
+    put(ROOT / "README.md", readme(same))
+    draw(same, ROOT / "docs" / "real-frontier.svg")
 
 
 if __name__ == "__main__":
