@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline": MODELS | {"runs", "train", "checks", "report"},
     "views": MODELS | {"runs", "train", "checks", "report", "plan"},
     "world": MODELS | {"runs", "report", "pipeline"},
-    "rehearsal": MODELS | {"runs", "checks", "plan"},  # the commands that it calls are handed to it
+    "rehearsal": MODELS | {"runs", "checks"},  # the commands that it calls are handed to it
     "api": MODELS | {"runs", "train", "report", "pipeline", "views", "world"},
     "cli": {
         "api",

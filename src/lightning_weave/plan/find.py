@@ -11,11 +11,11 @@ from lightning_weave.hub import use_hub, why_not
 from lightning_weave.plan.architecture import Shape, read_shape
 
 
-def find_shape(model: str, revision: str | None = None) -> Shape:
-    """Read the sizes of a model without any of its weights."""
+def find_shape(model: str, revision: str | None = None, known: bool = True) -> Shape:
+    """Read the sizes of a model without any of its weights; `known` says that a name of the paper means its model."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        if (shipped := _shipped(model)) is not None:
+        if known and (shipped := _shipped(model)) is not None:
             return read_shape(shipped, model)
         folder = _fetch(model, revision)
     adapter = folder / "adapter_config.json"

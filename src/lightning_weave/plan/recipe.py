@@ -96,7 +96,7 @@ def make_plan(
 ) -> Plan:
     """Predict work, bytes, memory and GPU hours of every stage; mean lengths may be known."""
     constants = calibrate()
-    student = find_shape(recipe.student.model, recipe.student.revision)
+    student = find_shape(recipe.student.model, recipe.student.revision, not recipe.rehearsal)
     models = _scored_models(recipe)
     load = _workload(recipe, prompt_tokens, response_tokens)
     hours = offline_hours(student, list(models.values()), load, constants, machine, products=_products(recipe, student))
@@ -140,7 +140,7 @@ def _scored_models(recipe: Recipe) -> dict[str, Shape]:
             if side.model is None:  # the base of an adapter, which has its shape
                 side = recipe.side(anchor, "post")
             assert side.model is not None, "an anchor has a post"
-            shapes[scored_name(recipe, anchor, role)] = find_shape(side.model, side.revision)
+            shapes[scored_name(recipe, anchor, role)] = find_shape(side.model, side.revision, not recipe.rehearsal)
     return shapes
 
 

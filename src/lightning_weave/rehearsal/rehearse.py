@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -12,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave.checks.checkpoints import check_usable
-from lightning_weave.checks.findings import percent, size
+from lightning_weave.checks.disk import check_disk
+from lightning_weave.checks.findings import percent
 from lightning_weave.checks.preflight import check_anchor
 from lightning_weave.checks.sample import STOP, rollout_rows
 from lightning_weave.checks.watch import check_scores
 from lightning_weave.config import Recipe, check_recipe, slug
-from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.errors import WeaveError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.double import is_made, make_double
 from lightning_weave.models.files import check_trainable
-from lightning_weave.plan.costs import PlannedMachine
-from lightning_weave.plan.gpus import CALIBRATED
-from lightning_weave.plan.recipe import make_plan
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_first
 from lightning_weave.runs.prompts import own_trajectories
@@ -237,18 +234,6 @@ def _before_the_real_run(steps: Steps, small: Steps) -> Iterator[str]:
     for one in doubles_of(steps):
         if finding := check_usable("weights", one):
             yield finding.line
-    try:
-        plan = make_plan(steps.recipe, PlannedMachine(CALIBRATED, 8))
-    except InputError as error:
-        yield f"plan: {error}"
-        return
-    needed = {stage: sum(row.disk for row in plan.stages if row.stage == stage) for stage in ("train", "score")}
-    total = sum(row.disk for row in plan.stages)
-    place = next(one for one in (steps.store.run_dir, *steps.store.run_dir.absolute().parents) if one.exists())
-    free = shutil.disk_usage(place).free
-    if total > free:
-        yield (
-            f"train: the run takes {size(total)} of disk, {size(needed['train'])} of it checkpoints and exports of "
-            f"{len(steps.recipe.compositions)} compositions, but {size(free)} are free at {place}. Set `runs` to a "
-            "larger disk, or train.keep = 1, or train fewer at a time and `lweave clean` between"
-        )
+    disk = check_disk(steps, steps.recipe.prompts.take or 0, trainings=list(steps.recipe.compositions))
+    if disk.verdict != "ok":
+        yield f"disk: {disk.text}"
