@@ -90,6 +90,45 @@ def check_rollouts(steps: Steps) -> list[Finding]:
     bounds = Bounds(limits.truncated_warn, False if own else limits.truncated_stop)
     fact = f"{percent(cut)} of {len(rows):,} sampled responses are cut off at {steps.recipe.rollout.max_tokens} tokens"
     advice = (
+        "Raise rollout.max_tokens, or give prompts the form that the student expects (prompts.format, prompts.chat)"
+    )
+    truncated = _finding("rollout", "truncated", (fact, advice), cut, bounds=bounds, count=len(rows))
+    length = float(np.mean([len(row.response_ids[0]) for row in rows]))
+    findings = [replace(truncated, figures={"share": cut, "tokens": length}), *_check_answers(steps)]
+    loops = float(np.mean([is_repetitive(row.response_ids[0].tolist()) for row in rows]))
+    fact = f"{percent(loops)} of {len(rows):,} sampled responses repeat themselves"
+    advice = "Check the form of the prompts (prompts.format, prompts.chat)"
+    bounds = Bounds(limits.repeated_warn, limits.repeated_stop)
+    return [*findings, _finding("rollout", "repetition", (fact, advice), loops, bounds=bounds, count=len(rows))]
+
+
+def _finding(about: str, check: str, words: tuple[str, str], share: float, *, bounds: Bounds, count: int) -> Finding:
+    """Judge a share of so many, and give the fact, with advice where it is needed."""
+    verdict = judge(share, bounds, count)
+    text = words[0] if verdict == "ok" else ". ".join(words)
+    return Finding(about, check, verdict, text, {"share": share}, judged=True, bounds=bounds)
+
+
+def _check_answers(steps: Steps) -> list[Finding]:
+    """Grade the responses to prompts with a known answer."""
+    limits = steps.recipe.checks
+    prompts = read_prompts(steps.prompts_file)
+    tokenizer = steps.student.tokenizer
+    section = steps.recipe.eval
+    graded = []
+    for row in rollout_rows(steps, ROWS):
+        answer = prompts[int(row.prompt_R[0])].answer
+        if answer is not None:
+            text = tokenizer.decode(row.response_ids[0].tolist(), skip_special_tokens=True)
+            found, correct = grade_rollout(section, text, answer)
+            graded.append((found is None, correct))
+    if not graded:
+        return []
+    unanswered, right = np.mean(graded, axis=0).tolist()
+    count = len(graded)
+    kind = "\\boxed{}" if section.profile in (None, "paper") else section.profile
+    fact = f"{percent(unanswered)} of {count:,} sampled responses have no {kind} answer"
+    advice = (
         "Let the prompt ask for one, in the form that the student expects (prompts.format, prompts.chat), or grade it "
         "otherwise (eval.profile)"
     )
