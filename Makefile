@@ -8,10 +8,10 @@ SITE_VENV ?= .venv-site
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
 WORKERS ?= 2
-HERE = not real and not vllm and not ray and not peers and not faults and not paper
+HERE = not real and not vllm and not ray and not peers and not ranks and not faults and not paper
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo docs docs-site claims real test coverage test-real test-vllm test-peers test-ray test-faults test-paper check format lint bench install dev clean
+.PHONY: help demo docs docs-site claims real test coverage test-real test-vllm test-peers test-ray test-ranks test-faults test-paper check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -42,6 +42,9 @@ test-peers:      ## against other libraries, in an environment of its own
 test-ray: dev    ## shards on a Ray cluster of two nodes, one of them killed
 	@scripts/ray-env "$(VENV)" "$(RAY_VENV)"
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m ray tests
+
+test-ranks: dev  ## several processes side by side train, sample and run engines as one does
+	OMP_NUM_THREADS=1 $(PYTEST) -q -m ranks tests
 
 test-faults: dev ## kill, fill, flip and change, and look what is left
 	OMP_NUM_THREADS=1 $(PYTEST) -q -m faults tests/faults

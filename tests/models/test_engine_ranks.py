@@ -37,6 +37,7 @@ def read(records: Path) -> list[dict]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_engines_of_two_ranks_have_their_own_gpus_and_nothing_of_torchrun(records: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7", "VLLM_PORT": "29500", "OMP_NUM_THREADS": "1"}

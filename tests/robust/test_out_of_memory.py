@@ -189,6 +189,7 @@ def open_fit(steps: Steps, ranks: Ranks, token_budget: int) -> loop.Fit:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.ranks
 def test_when_one_of_two_ranks_runs_out_both_stop_and_it_is_said(where: str, tmp_path: Path) -> None:
     """In the middle of a pass the other rank waits for this one, so it cannot be told to halve."""
     steps = train_run(tmp_path, train={"dtype": "bfloat16", "allow_disagreement": True})

@@ -50,6 +50,7 @@ def test_every_stage_waits_for_the_one_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_an_array_of_tasks_makes_what_one_process_makes(tmp_path: Path) -> None:
     recipe = {**tiny.make_world(tmp_path / "models"), "runs": str(tmp_path / "runs")}
     (tmp_path / "mine.toml").write_text(dump_recipe(check_recipe(recipe)))

@@ -17,6 +17,8 @@ from pipeline.scored import HALF, QUIET, make_scored
 from tiny import steps_of
 from train.launch import Plan, start
 
+pytestmark = pytest.mark.ranks
+
 WAYS: dict[str, dict[str, Any]] = {
     "joint": {"weights": HALF},
     "mixture": {"weights": HALF, "method": "mixture"},

@@ -187,6 +187,7 @@ def test_weights_that_nobody_here_can_dequantise_are_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_two_ranks_write_what_one_writes(tmp_path: Path) -> None:
     """In float32, also with adapters, whose base has no memory before it is sharded either."""
     exact = {**TRAIN, "dtype": "float32"}

@@ -104,6 +104,7 @@ def test_an_update_waits_for_the_device_at_most_twice(tmp_path: Path, dtype: tor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
+@pytest.mark.ranks
 def test_two_ranks_read_half_each_and_never_hold_the_student(tmp_path: Path, lora: dict[str, int] | None) -> None:
     """Loading takes no more than training does, and the export no whole copy of the student, in any dtype."""
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "vocab_size": 256}

@@ -17,7 +17,7 @@ from rounding import assert_same_weights
 from train.cached import make_run
 from train.launch import Plan, lopsided, start, torchrun
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 UNEVEN = {"prompts_per_round": 3, "updates_per_round": 1, "token_budget": 1, "epochs": 1}
 

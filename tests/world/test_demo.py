@@ -86,6 +86,7 @@ def test_the_demo_runs_twice_with_identical_results(place: Path, first: Steps, m
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_two_ranks_make_the_same_cache_and_nearly_the_same_students(
     place: Path, first: Steps, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
