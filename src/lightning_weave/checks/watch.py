@@ -128,7 +128,9 @@ def _check_answers(steps: Steps) -> list[Finding]:
     count = len(graded)
     kind = "\\boxed{}" if section.profile in (None, "paper") else section.profile
     fact = f"{percent(unanswered)} of {count:,} sampled responses have no {kind} answer"
-    advice = "Let the prompt ask for one, in the form that the student expects (prompts.format, prompts.chat), or grade "
+    advice = (
+        "Let the prompt ask for one, in the form that the student expects (prompts.format, prompts.chat), or grade "
+    )
     advice += "otherwise (eval.profile)"
     asks = any("\\boxed" in prompt.text for prompt in prompts)  # else the answers may have another form
     bounds = Bounds(limits.unanswered_warn, limits.unanswered_stop if asks else False)
