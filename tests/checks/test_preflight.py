@@ -272,3 +272,14 @@ def test_memory_that_does_not_suffice_is_said_with_what_helps(
         with pytest.raises(InputError, match=r"of memory.*(?s:.*)To continue anyway: --force"):
             run.refuse(found, force=False)
     assert [one.about for one in look_ahead(recipe) if one.check == "host memory"] == ["train"]
+
+
+@pytest.mark.parametrize("verb", ["rollout", "reference", "score", "train"])
+def test_a_single_stage_checks_what_comes_after_it_on_request(
+    recipe: dict[str, Any], tmp_path: Path, verb: str
+) -> None:
+    recipe["eval"]["benchmarks"] = ["file:typo.jsonl"]
+    code, said = lweave(recipe, tmp_path, verb, "--check")
+    assert code == 2
+    assert "eval.benchmarks: benchmark file:typo.jsonl: no such file" in said
+    assert not list((tmp_path / "runs").rglob("manifest.json"))

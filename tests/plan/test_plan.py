@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import tiny
@@ -172,3 +174,18 @@ def test_disk_is_what_a_real_run_takes(tmp_path: Path) -> None:
     assert predicted["reference"] == pytest.approx(taken[1], rel=0.03)
     assert predicted["score"] == pytest.approx(taken[2], rel=0.03)
     assert 0 < taken[0] - predicted["rollout"] < 64 * rows + 4096  # offsets, checksums and a header come on top
+
+
+@pytest.mark.parametrize("take", [None, 800, 5])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_with_few_prompts_makes_few_trajectories(tmp_path: Path, kind: str, take: int | None) -> None:
+    path = tmp_path / f"prompts.{kind}"
+    rows = [{"problem": str(number)} for number in range(60)]
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    recipe = paper("base", "qwen3-4b", "math", "klear").model_dump(by_alias=True, exclude_none=True)
+    recipe["prompts"] = {"source": str(path), "take": take}
+    count = make_plan(check_recipe(recipe), EIGHT).trajectories
+    assert count == (5 if take == 5 else 60) * recipe["rollout"]["responses"]

@@ -184,15 +184,15 @@ def _read_by_vllm(steps: Steps, todo: Todo, about: str) -> str | None:
 def _check_packages(steps: Steps, todo: Todo) -> Iterator[Finding]:
     """Look for the packages that only some recipes need."""
     recipe = steps.recipe
-    wanted = {"train.lora": ("peft", "lightning-weave[peft]")} if recipe.train.lora and todo.compositions else {}
+    wanted = {"train.lora": ("peft", "peft")} if recipe.train.lora and todo.compositions else {}
     if recipe.train.lora and recipe.train.lora.base != "own" and todo.compositions:
-        wanted["train.lora.base"] = ("bitsandbytes", "lightning-weave[quantised]")
+        wanted["train.lora.base"] = ("bitsandbytes", "bitsandbytes")
     if todo.compositions:
         wanted |= {f"train.trackers: {name}": (name, name) for name in recipe.train.trackers}
     if todo.benchmarks and recipe.eval.profile == "math-verify":
-        wanted["eval.profile"] = ("math_verify", "lightning-weave[math-verify]")
+        wanted["eval.profile"] = ("math_verify", "math-verify")
     adapted = [name for name in todo.anchors if recipe.anchors[name].post and recipe.anchors[name].pre is None]
-    wanted |= {f"anchors.{name}.post": ("peft", "lightning-weave[peft]") for name in adapted}
+    wanted |= {f"anchors.{name}.post": ("peft", "peft") for name in adapted}
     for about, (package, install) in wanted.items():
         if find_spec(package) is None:
             text = f"{about} needs the package {package}, which is not installed: pip install '{install}'"

@@ -9,6 +9,7 @@ import typer
 
 from lightning_weave.cli.options import (
     Address,
+    Check,
     Cluster,
     Files,
     Only,
@@ -31,7 +32,12 @@ app = typer.Typer()
 
 @app.command()
 def rollout(
-    recipe: Files, set_: Sets = None, yes: Yes = False, cluster: Cluster = None, address: Address = None
+    recipe: Files,
+    set_: Sets = None,
+    check: Check = False,
+    yes: Yes = False,
+    cluster: Cluster = None,
+    address: Address = None,
 ) -> None:
     """Sample the student's own trajectories."""
     steps = load_steps(recipe, set_)
@@ -39,13 +45,18 @@ def rollout(
     from lightning_weave.pipeline.run import allow
 
     with writing(steps):
-        allow(steps, "rollout", None, yes)
+        allow(steps, "rollout", None, yes, check)
         make_rollouts(steps, open_progress(), choose_workers(cluster, address))
 
 
 @app.command()
 def reference(
-    recipe: Files, set_: Sets = None, yes: Yes = False, cluster: Cluster = None, address: Address = None
+    recipe: Files,
+    set_: Sets = None,
+    check: Check = False,
+    yes: Yes = False,
+    cluster: Cluster = None,
+    address: Address = None,
 ) -> None:
     """Find the student's candidates on its own trajectories."""
     steps = load_steps(recipe, set_)
@@ -53,7 +64,7 @@ def reference(
     from lightning_weave.pipeline.run import allow
 
     with writing(steps):
-        allow(steps, "reference", None, yes)
+        allow(steps, "reference", None, yes, check)
         stage.run(steps, open_progress(), choose_workers(cluster, address))
 
 
@@ -62,6 +73,7 @@ def score(
     recipe: Files,
     set_: Sets = None,
     only: Only = None,
+    check: Check = False,
     yes: Yes = False,
     cluster: Cluster = None,
     address: Address = None,
@@ -72,19 +84,21 @@ def score(
     from lightning_weave.pipeline.run import allow
 
     with writing(steps):
-        allow(steps, "score", only, yes)
+        allow(steps, "score", only, yes, check)
         stage.run(steps, open_progress(), only, choose_workers(cluster, address))
 
 
 @app.command()
-def train(recipe: Files, set_: Sets = None, only: Only = None, yes: Yes = False, trust: Trust = False) -> None:
+def train(
+    recipe: Files, set_: Sets = None, only: Only = None, check: Check = False, yes: Yes = False, trust: Trust = False
+) -> None:
     """Fit the student to every composition of the cached shifts."""
     steps = load_steps(recipe, set_, trust)
     from lightning_weave.pipeline.flow import make_students
     from lightning_weave.pipeline.run import allow
 
     with writing(steps):
-        allow(steps, "train", only, yes)
+        allow(steps, "train", only, yes, check)
         make_students(steps, open_progress(), only)
 
 

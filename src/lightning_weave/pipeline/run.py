@@ -103,12 +103,17 @@ def look_ahead(steps: Steps, todo: Todo) -> list[Finding]:
     return findings
 
 
-def allow(steps: Steps, verb: str, only: Sequence[str] | None, yes: bool) -> None:
-    """Ask before a command discards what another recipe has made; a recipe that cannot work is refused first."""
+def allow(steps: Steps, verb: str, only: Sequence[str] | None, yes: bool, ahead: bool = False) -> None:
+    """Ask before a command discards what another recipe has made; a recipe that cannot work is refused first.
+
+    With `ahead` everything that later stages will need is checked too, whether something is discarded or not.
+    """
 
     def check() -> None:
         refuse(look_ahead(steps, Todo.of(steps, verb)), force=True)
 
+    if ahead:
+        refuse(look_ahead(steps, Todo.of(steps)), force=True)
     allow_discards(steps, steps.made_by(verb, only), yes, check)
 
 

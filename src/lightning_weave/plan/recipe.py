@@ -151,8 +151,30 @@ def scored_name(recipe: Recipe, anchor: str, role: Literal["post", "pre"]) -> st
     return f"{model} with {side.context}" if side.context else model
 
 
+def _prompts(recipe: Recipe) -> int:
+    """Count the prompts: what is taken, or what a file has if that is less; how many are left out is not known yet."""
+    taken = recipe.prompts.take or 3200
+    there = None if recipe.prompts.source is None else _rows(Path(recipe.prompts.source).expanduser())
+    return taken if there is None else max(1, min(there, recipe.prompts.take or there))
+
+
+def _rows(path: Path) -> int | None:
+    """Count the rows of a file without reading them as data; None where that is not possible."""
+    if path.is_file() and path.suffix == ".jsonl":
+        return sum(bool(line.strip()) for line in path.read_bytes().splitlines())
+    if path.is_file() and path.suffix == ".parquet":
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_metadata
+
+        try:
+            return int(read_metadata(path).num_rows)
+        except (ArrowException, OSError):
+            return None
+    return None
+
+
 def _workload(recipe: Recipe, prompt_tokens: float | None, response_tokens: float | None) -> Workload:
-    prompts = recipe.prompts.take or 3200
+    prompts = _prompts(recipe)
     per_round = recipe.train.prompts_per_round
     return Workload(
         trajectories=prompts * recipe.rollout.responses,
