@@ -151,6 +151,7 @@ def test_the_page_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:
     first = json.loads((data / "same.jsonl").read_text().splitlines()[24])
     assert f"**Base wrong, weave right and shorter.** {first['problem']} ({first['answer']})" in text
     assert "**Base right, weave wrong.** No problem." in text
+    assert "| weave-50 | 96 | 25.0 | 50.0 |" in text
     assert "as it is, 25 % right in 40 tokens; woven of *brief* and *right*, 50 % right in 10 tokens." in page.readme(
         page.read_policies(runs, "same")
     )

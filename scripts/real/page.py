@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -129,6 +130,26 @@ def answers(policies: Mapping[str, Policy]) -> Iterator[str]:
         yield f"| {claim} | **{verdict(interval, sign)}** | {quantity} {figures} |"
 
 
+def read_samples(run: Path, policy: str) -> dict[str, dict[str, Any]]:
+    """The answers of a policy to the trained kinds, by problem; none where it is not evaluated."""
+    file = run / "eval" / policy / "same" / "samples.jsonl"
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+    return {row["problem"]: row for row in rows}
+
+
+def ended(run: Path) -> Iterator[str]:
+    """Accuracy where neither the base nor the policy was cut off: what is not just ending in time."""
+    base = read_samples(run, "base")
+    yield "| policy | problems | base right, % | policy right, % |"
+    yield "| --- | ---: | ---: | ---: |"
+    for name in KINDS:
+        own = read_samples(run, name)
+        both = [id for id in own if "length" not in (own[id]["finish"], base[id]["finish"])]
+        if both and name != "base":
+            rights = [100 * sum(rows[id]["correct"] for id in both) / len(both) for rows in (base, own)]
+            yield f"| {name} | {len(both)} | {rights[0]:.1f} | {rights[1]:.1f} |"
+
+
 def draw(policies: Mapping[str, Policy], out: Path) -> None:
     """The frontier as SVG; bars are standard errors over problems."""
     hues = policy_hues(policies)
@@ -185,12 +206,9 @@ def cases(run: Path, data: Path) -> Iterator[str]:
     }
     problems = [json.loads(line) for line in (data / "same.jsonl").read_text("utf-8").splitlines()]
     for title, (one, two, rule) in rules.items():
-        files = [run / "eval" / name / "same" / "samples.jsonl" for name in (one, two)]
-        if not all(file.exists() for file in files):
+        first, second = read_samples(run, one), read_samples(run, two)
+        if not first or not second:
             continue
-        first, second = (
-            {row["problem"]: row for row in map(json.loads, file.read_text("utf-8").splitlines())} for file in files
-        )
         for problem in problems:
             a, b = first[problem["id"]], second[problem["id"]]
             if rule(a, b):
@@ -256,6 +274,8 @@ def page(runs: Sequence[Path], data: Path) -> str:
         *results(other),
         "\n## What held and what did not\n\nOn the trained kinds; expected before anything was evaluated.\n",
         *answers(same),
+        "\nBase answers often run into the limit. Where neither was cut off, first seed:\n",
+        *ended(runs[0]),
         "\n## What is forgotten\n\n24 everyday instructions without a verifier, first seed:\n",
         *forgetting(runs[0]),
         "\n## Three cases\n\nThe first problem of the file that fits each rule, first seed.\n",

@@ -62,6 +62,8 @@ def test_figures_are_those_of_what_was_made(recipe: dict[str, Any]) -> None:
     assert found["rollout", "unanswered"].figures["share"] == 1
     assert found["rollout", "unanswered"].verdict == "warning"
     assert found["rollout", "right"].verdict == "warning"
+    numeric = steps_of({**recipe, "eval": {**recipe["eval"], "profile": "numeric"}})
+    assert "no numeric answer" in by_check(check_rollouts(numeric))["rollout", "unanswered"].text
     assert 0 < found["anchors.acc", "positions"].figures["share"] <= 1
     assert ("compositions.acc-only", "KL to the target") in found
     samples = [

@@ -9,7 +9,7 @@ import pytest
 from lightning_weave.config import Eval, Grading
 from lightning_weave.errors import InputError
 from lightning_weave.grading import graders
-from lightning_weave.grading.graders import grade_answer, grading_of
+from lightning_weave.grading.graders import grade_answer, grade_rollout, grading_of
 from lightning_weave.own import load_function
 
 CASES = [
@@ -86,6 +86,13 @@ def test_own_files_are_graded_forgivingly_and_the_papers_benchmarks_by_its_rule(
     assert [grading_of(section, name).kind for name in names] == ["paper", "paper", "choice"]
     section = section.model_copy(update={"profile": "math-verify"})
     assert [grading_of(section, name).kind for name in names] == ["math-verify", "math-verify", "choice"]
+
+
+def test_rollouts_are_graded_by_the_profile_else_by_the_papers_rule() -> None:
+    assert grade_rollout(Eval(profile="numeric"), "It is 4.", "4") == ("4", True)
+    assert grade_rollout(Eval(), "It is 4.", "4") == (None, False)
+    assert grade_rollout(Eval(), r"\boxed{4}", "4") == ("4", True)
+    assert grade_rollout(Eval(profile="numeric"), "It is 4.", "four") == (None, False), "no number to compare with"
 
 
 def test_a_function_of_ones_own_grades(tmp_path: Path) -> None:
