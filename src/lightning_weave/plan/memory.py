@@ -100,8 +100,10 @@ def training_memory(
     reduced = (4 + max(size, 4 / gpus if gpus > 1 else 0)) * of_root - (whole if gpus > 1 else 0) if gathered else 0.0
     moments = {
         "loss": tokens * (stored + (8 + 3 * size) * shape.width + BATCH) + size * unit,
-        "last layer": tokens * (stored + again + back) + size * of_head + 3 * size * unit,
-        "first layer": tokens * (max(kept) + back) + size * of_head + (3 * size + 4) * unit + of_layers,
+        "last layer": tokens * (stored + again + back - 2 * size * shape.width) + size * of_head + (size + 5) * unit,
+        # Its activations go as its gradients come: most of the one, or all of the other.
+        "first layer": tokens * (max(kept) + back) + size * of_head + (2 * size + 4.5) * unit + of_layers,
+        "its gradients": 0.6 * tokens * (max(kept) + back) + size * of_head + (3 * size + 4) * unit + of_layers,
         "embedding": of_both + 4 * unit + of_layers,
         "reduction": reduced + of_layers,
         "step": GRADIENT * learning / gpus - whole,
