@@ -47,7 +47,7 @@ test-ranks: dev  ## several processes side by side train, sample and run engines
 	OMP_NUM_THREADS=1 $(PYTEST) -q -m ranks tests
 
 test-faults: dev ## kill, fill, flip and change, and look what is left
-	OMP_NUM_THREADS=1 $(PYTEST) -q -m faults tests/faults
+	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m faults tests/faults
 
 test-paper: dev  ## every command of docs/paper.md in rehearsal, and the paper's tables and figures that come of it
 	OMP_NUM_THREADS=1 $(PYTEST) -q -m paper tests/paper

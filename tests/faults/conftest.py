@@ -44,6 +44,19 @@ def tally() -> Tally:
     return TALLY
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Give the count of one worker to whoever adds them up."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["tally"] = {name: dict(counts) for name, counts in vars(TALLY).items()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for name, counts in node.workeroutput.get("tally", {}).items():
+        getattr(TALLY, name).update(counts)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     survived, refused = TALLY.survived.total(), TALLY.refused.total()
     if not survived + refused:
