@@ -36,7 +36,7 @@ def test_the_examples_of_plain_sections_make_a_recipe() -> None:
 def test_one_section_can_be_asked_for() -> None:
     said = keys.run("train.lora")
     assert said.startswith("train.lora.rank  (whole number; default 16)\n")
-    assert said.count("train.lora.") == 4
+    assert said.count("train.lora.") == 5
     with pytest.raises(InputError, match=r"train.lorra: no such key.*Did you mean train.lora\?"):
         keys.run("train.lorra")
 
