@@ -137,7 +137,7 @@ def test_numbers_on_screen_are_those_of_the_maths(browser: Any, page_path: Path)
         page.get_by_label("keep the sum").uncheck()
         slide(page, "acc", "0")
         check_screen(opened, one, [0.0, 0.0], 0.5)
-        assert page.locator("select.setting option").first.inner_text() == "acc-only · 1 acc, alpha 2"
+        assert page.locator("select.setting option").first.text_content() == "acc-only · 1 acc, alpha 2"
         page.locator("select.setting").select_option("acc-only")
         page.get_by_label("next trajectory").click()
         check_screen(opened, VIEWS[1], [1.0, 0.0], 2.0)
