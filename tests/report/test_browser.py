@@ -72,7 +72,7 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Thread(f"{HOSTILE[0]}, {n}", HOSTILE[1] + HOSTILE[2], POSITIONS + 60 * n, "stop", one, {"both": TRAINED}, ruled)
         for n, one in enumerate(VIEWS)
     ]
-    settings = [Setting("acc-only", {"acc": 1.0}, 2.0), Setting("both", {"acc": 0.5, "brief": 0.5}, 2.0)]
+    settings = [Setting("acc-only", {"acc": 1.0}, 2.00000001), Setting("both", {"acc": 0.5, "brief": 0.5}, 2.0)]
     loom = {**pack(threads, ["acc", "brief"], settings, Vocabulary.of(tokenizer, [])), "start": "both"}
     page = Page("t", "both", "weaves.", "", [], [], [], [RunView("r", loom)])
     path = tmp_path_factory.mktemp("page") / "index.html"
@@ -137,6 +137,7 @@ def test_numbers_on_screen_are_those_of_the_maths(browser: Any, page_path: Path)
         page.get_by_label("keep the sum").uncheck()
         slide(page, "acc", "0")
         check_screen(opened, one, [0.0, 0.0], 0.5)
+        assert page.locator("select.setting option").first.text_content() == "acc-only · 1 acc, alpha 2"
         page.locator("select.setting").select_option("acc-only")
         page.get_by_label("next trajectory").click()
         check_screen(opened, VIEWS[1], [1.0, 0.0], 2.0)

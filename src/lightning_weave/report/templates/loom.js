@@ -215,7 +215,7 @@ class Loom {
     for (const { name, weights, alpha } of this.cache.settings) {
       const parts = this.cache.anchors.map((anchor, k) => [anchor, weights[k]]).filter(([, weight]) => weight !== 0);
       const sum = parts.map(([anchor, weight]) => `${Number(weight.toFixed(3))} ${anchor}`).join(" + ");
-      this.settingSelect.add(new Option(`${name} · ${sum}, alpha ${alpha}`, name));
+      this.settingSelect.add(new Option(`${name} · ${sum}, alpha ${Number(alpha.toPrecision(4))}`, name));
     }
     this.settingSelect.value = this.setting;
     this.settingSelect.addEventListener("change", () => {
