@@ -43,6 +43,21 @@ def test_what_a_policy_is_does_not_depend_on_names(world: dict[str, Any]) -> Non
     assert across.meaning(one, "acc-only") not in others
 
 
+def test_contexts_rules_and_weights_by_tag_make_other_policies(world: dict[str, Any]) -> None:
+    """One checkpoint in two contexts is two anchors, and what is added up by tag is no plain sum."""
+    one = {"model": "student", "post_prompt": {"prefix": "a"}}
+    other = {"model": "student", "post_prompt": {"prefix": "b"}}
+    anchors = {"one": one, "other": other, "again": one, "clipped": {**one, "shift_clip": 1.0}}
+    weights: dict[str, Any] = {name: {name: 1.0} for name in anchors}
+    weights |= {"both": {"one": 1.0, "other": 1.0}, "there": {"x": {"one": 1.0}, "default": {"other": 1.0}}}
+    weights["back"] = {"x": {"other": 1.0}, "default": {"one": 1.0}}
+    compositions = {name: {"weights": value, "normalize": False} for name, value in weights.items()}
+    steps = steps_of({**world, "anchors": anchors, "tags": {"rules": {"x": "1"}}, "compositions": compositions})
+    found = {name: across.meaning(steps, name) for name in weights}
+    assert found["one"] == found.pop("again")
+    assert len(set(found.values())) == len(found)
+
+
 @pytest.mark.slow
 def test_students_and_domains_are_one_table(world: dict[str, Any], tmp_path: Path) -> None:
     files = {name: f"file:{save_prompts(tmp_path / f'{name}.jsonl', 8, seed=len(name))}" for name in ("sums", "code")}

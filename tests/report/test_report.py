@@ -304,9 +304,12 @@ def test_a_report_made_again_is_equal_bytes_and_clears_what_is_left_over(
 
 def test_results_stand_by_the_tag_of_the_problem(recipe: dict[str, Any], tmp_path: Path) -> None:
     """Of every policy, the mean over the problems of a tag, on the page and as tables."""
-    tagged = steps_of({**recipe, "tags": {"rules": {"sum": r"\+"}}})
+    routed = {"weights": {"sum": {"acc": 1.0}, "default": {"brief": 1.0}}}
+    compositions = {**recipe["compositions"], "routed": routed}
+    tagged = steps_of({**recipe, "tags": {"rules": {"sum": r"\+"}}, "compositions": compositions})
     page = report.run([tagged], QUIET, out=tmp_path / "report")
     assert '<section id="tags"' in page.read_text()
+    assert re.search(r'"name": ?"routed \(sum\)", ?"policy": ?"routed"', page.read_text())
     with (page.parent / "tables" / "tags.csv").open() as lines:
         rows = {row["Policy"]: row for row in csv.DictReader(lines)}
     (name,) = recipe["eval"]["benchmarks"]

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave.bench.summary import Overall
+from lightning_weave.cache.sources import ShiftRules
 from lightning_weave.config import Joint, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.report.names import student_names
 from lightning_weave.report.results import PolicySummaries, overalls, policy_rows
 from lightning_weave.report.tables import BenchmarkScore, PolicyRow
+from lightning_weave.runs.scored import ROLES
 from lightning_weave.runs.steps import Steps
 
 Meaning = tuple[Any, ...]
@@ -81,13 +83,21 @@ def meaning(steps: Steps, policy: str) -> Meaning:
     composition = recipe.compositions[policy]
     settings = composition.model_dump(mode="json", exclude={"weights", "objective", "sequence"})
     order = [_pair(steps, anchor) for anchor in getattr(composition, "sequence", ())]
-    weights = sorted((_pair(steps, anchor), weight) for anchor, weight in composition.used.items())
+    by_tag = composition.by_tag or {"": composition.used}
+    weights = sorted(
+        (tag, _pair(steps, anchor), weight) for tag, shares in by_tag.items() for anchor, weight in shares.items()
+    )
+    tags = str(recipe.tags) if composition.by_tag else ""
     said = tuple(sorted((key, str(value)) for key, value in settings.items()))
-    return steps.objective(policy), tuple(weights), tuple(order), said
+    return steps.objective(policy), tuple(weights), tags, tuple(order), said
 
 
-def _pair(steps: Steps, anchor: str) -> tuple[str, str]:
-    return steps.identity_of(steps.anchor(anchor, "post")), steps.identity_of(steps.anchor(anchor, "pre"))
+def _pair(steps: Steps, anchor: str) -> tuple[str, ...]:
+    """Both sides of an anchor by content, what each reads, and the rules of its shift."""
+    sides = [
+        (steps.identity_of(steps.anchor(anchor, role)), str(steps.recipe.side(anchor, role).context)) for role in ROLES
+    ]
+    return (*sides[0], *sides[1], str(ShiftRules.of(steps.recipe.anchors[anchor])))
 
 
 def join(runs: Sequence[Steps], evaluated: Sequence[PolicySummaries]) -> PolicySummaries:

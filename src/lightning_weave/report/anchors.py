@@ -161,8 +161,8 @@ def loom_data(
         )
         for place, (full, block) in enumerate(zip(whole, blocks, strict=True))
     ]
-    names = [setting.name for setting in settings]
-    return {**pack(threads, cache.names, settings, vocabulary), "start": start if start in names else names[-1]}
+    first = next((setting for setting in settings if setting.policy == start), settings[-1])
+    return {**pack(threads, cache.names, settings, vocabulary), "start": first.name}
 
 
 def _ruled(steps: Steps, anchor: str, block: Block) -> dict[str, NDArray[np.bool_]]:
@@ -198,9 +198,9 @@ def _joint_weights(steps: Steps, cache: Cache) -> dict[str, dict[str, float]]:
 def _settings(steps: Steps, cache: Cache) -> list[Setting]:
     """The joint compositions whose alpha is known: for a KL budget, training has to solve it first."""
     return [
-        Setting(name, weights, alpha)
+        Setting(name, weights, alpha, policy)
         for name, weights in _joint_weights(steps, cache).items()
-        if (alpha := steps.alpha(name.partition(" (")[0])) is not None
+        if (alpha := steps.alpha(policy := name.partition(" (")[0])) is not None
     ]
 
 

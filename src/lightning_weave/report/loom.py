@@ -29,11 +29,12 @@ class Thread:
 
 @dataclass(frozen=True)
 class Setting:
-    """A composition that the reader can select."""
+    """A composition that the reader can select; one with weights by tag is a setting for each."""
 
     name: str
     weights: Mapping[str, float]
     alpha: float
+    policy: str = ""  # that is trained on it, if it has another name
 
 
 def draw_rows(rows: int, count: int, seed: int) -> list[int]:
@@ -78,7 +79,7 @@ def pack(
     return {
         "anchors": list(anchors),
         "settings": [
-            {"name": setting.name, "alpha": setting.alpha,
+            {"name": setting.name, "policy": setting.policy or setting.name, "alpha": setting.alpha,
              "weights": [setting.weights.get(anchor, 0.0) for anchor in anchors]}
             for setting in settings
         ],

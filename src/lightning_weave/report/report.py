@@ -232,7 +232,7 @@ def _run_view(
 
 def _with_colours(loom: dict[str, Any] | None, hues: Hues) -> dict[str, Any] | None:
     """Let the loom show a trained student in its policy's colour."""
-    return loom and {**loom, "colours": {one["name"]: hues[one["name"]].css for one in loom["settings"]}}
+    return loom and {**loom, "colours": {one["name"]: hues[one["policy"]].css for one in loom["settings"]}}
 
 
 def _findings(steps: Steps) -> list[Finding]:

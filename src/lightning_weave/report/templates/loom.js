@@ -151,7 +151,7 @@ class Loom {
 
   chooseSetting(name) {
     const setting = this.cache.settings.find((other) => other.name === name);
-    this.weights = [...setting.weights]; this.alpha = setting.alpha; this.setting = name;
+    this.weights = [...setting.weights]; this.alpha = setting.alpha; this.setting = name; this.policy = setting.policy;
   }
 
   // The colour scale is set once, so that colours stay comparable when a slider moves.
@@ -425,7 +425,7 @@ class Loom {
 
   showDecision() {
     const { cache, weights } = this, thread = cache.threads[this.thread], p = thread.start + this.place;
-    const decision = this.decisions[this.place], logB = cache.behaviour(p), student = cache.students[this.setting];
+    const decision = this.decisions[this.place], logB = cache.behaviour(p), student = cache.students[this.policy];
     const title = make("h3", "", "Decision ");
     title.append(`${this.place + 1} of ${thread.tokens}: `, make("code", "", shown(cache.texts[cache.sampled[p]])));
     const table = make("table"), head = make("tr");
