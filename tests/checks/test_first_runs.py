@@ -152,6 +152,6 @@ def test_pairs_that_are_swapped_stop_after_scoring(tmp_path: Path) -> None:
     accuracy, brevity, *_ = str(stopped.value).splitlines()
     assert accuracy.startswith("anchors.accuracy: the summed shift prefers wrong ones, at equal length too")
     assert accuracy.endswith("Are post and pre swapped?")
-    assert brevity.startswith("anchors.brevity: of two responses to one prompt it prefers the longer in ")
+    assert brevity.startswith("anchors.brevity: of two responses it prefers the longer in ")
     assert brevity.endswith("If it was trained to be brief, post and pre are swapped")
     assert not (steps.store.run_dir / "train").exists()

@@ -22,6 +22,8 @@ from lightning_weave.config import Threshold
 from lightning_weave.runs.caches import anchor_pair
 from lightning_weave.runs.steps import Steps
 
+PREFERS = 0.65  # AUC of a pair that prefers right responses; one that may have it is not stopped
+
 
 @dataclass(frozen=True)
 class LengthPreference:
@@ -40,7 +42,7 @@ def judge_direction(steps: Steps, anchor: str) -> list[Finding]:
 
 
 def judge_length(steps: Steps, anchor: str, separation: Finding | None) -> Finding | None:
-    """Judge a scored pair by length; None where nothing is scored or no prompt has responses of different lengths."""
+    """Judge a scored pair by length; None where nothing is scored or no responses of a prompt differ in length."""
     pair = anchor_pair(steps, anchor)
     if any(stage.state() != "done" for stage in pair.stages):
         return None
@@ -50,6 +52,8 @@ def judge_length(steps: Steps, anchor: str, separation: Finding | None) -> Findi
     for prompt in spread(len(cache) // responses, max(ROWS // responses, 1)):
         block = cache.block(range(prompt * responses, (prompt + 1) * responses))
         groups.append((summed_pulls(block), block.decisions_R.astype(float)))
+    if responses == 1:  # of different prompts then: the summed pull has mean zero after each of them
+        groups = [(np.concatenate([pull for pull, _ in groups]), np.concatenate([length for _, length in groups]))]
     found = prefers_longer(groups)
     stops = steps.recipe.checks.longer_stop
     return judge_preference(f"anchors.{anchor}", found, separation, stops) if found.pairs else None
@@ -59,7 +63,7 @@ def judge_preference(about: str, found: LengthPreference, separation: Finding | 
     """Judge by both: longer responses are worth it only to a pair that prefers right ones among equally long ones."""
     verdict, words = _words(found, separation, stops)
     text = (
-        f"of two responses to one prompt it prefers the longer in {percent(found.share)} of cases "
+        f"of two responses it prefers the longer in {percent(found.share)} of cases "
         f"(± {100 * found.error:.1f}, {found.pairs:,} pairs){words}"
     )
     bounds = Bounds(False, stops, share=False)
@@ -70,15 +74,17 @@ def judge_preference(about: str, found: LengthPreference, separation: Finding | 
 def _words(found: LengthPreference, separation: Finding | None, stops: Threshold) -> tuple[Level, str]:
     certain = found.share > 0.5 + CERTAIN * found.error
     figures = separation.figures if separation is not None else {}
+    equal = figures.get("auc_at_equal_length", 0.5)
+    margin = CHANCE * figures.get("equal_error", 0.5)
     if found.share < 0.5 - CHANCE * found.error:
         return "ok", ": it makes responses brief"
-    if "auc_at_equal_length" not in figures:  # nobody knows which are right
+    if equal > 0.5 + margin:
+        return "ok", ", and right ones among those of equal length"
+    if equal + margin >= PREFERS:  # too few are known to be right or wrong
         words = ". If it was trained to be brief, post and pre are swapped"
         return ("warning", words) if certain else ("ok", "")
     if found.share <= 0.5 + CHANCE * found.error:
         return "ok", ""
-    if figures["auc_at_equal_length"] > 0.5 + CHANCE * figures["equal_error"]:
-        return "ok", ", and right ones among those of equal length"
     words = ", but no right ones among those of equal length. If it was trained to be brief, post and pre are swapped"
     return ("error" if certain and stops is not False and found.share > stops else "warning"), words
 

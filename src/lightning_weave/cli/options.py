@@ -27,7 +27,7 @@ Address = Annotated[
     typer.Option(metavar="ADDRESS", help="of the cluster; default: $RAY_ADDRESS, or a new one on this machine"),
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="discard what a changed recipe makes stale, without asking")]
-Check = Annotated[
+Ahead = Annotated[
     bool, typer.Option("--check", help="first check all that this and later stages need, as `lweave run` does")
 ]
 Trust = Annotated[

@@ -9,7 +9,7 @@ import typer
 
 from lightning_weave.cli.options import (
     Address,
-    Check,
+    Ahead,
     Cluster,
     Files,
     Only,
@@ -34,7 +34,7 @@ app = typer.Typer()
 def rollout(
     recipe: Files,
     set_: Sets = None,
-    check: Check = False,
+    check: Ahead = False,
     yes: Yes = False,
     cluster: Cluster = None,
     address: Address = None,
@@ -53,7 +53,7 @@ def rollout(
 def reference(
     recipe: Files,
     set_: Sets = None,
-    check: Check = False,
+    check: Ahead = False,
     yes: Yes = False,
     cluster: Cluster = None,
     address: Address = None,
@@ -73,7 +73,7 @@ def score(
     recipe: Files,
     set_: Sets = None,
     only: Only = None,
-    check: Check = False,
+    check: Ahead = False,
     yes: Yes = False,
     cluster: Cluster = None,
     address: Address = None,
@@ -90,7 +90,7 @@ def score(
 
 @app.command()
 def train(
-    recipe: Files, set_: Sets = None, only: Only = None, check: Check = False, yes: Yes = False, trust: Trust = False
+    recipe: Files, set_: Sets = None, only: Only = None, check: Ahead = False, yes: Yes = False, trust: Trust = False
 ) -> None:
     """Fit the student to every composition of the cached shifts."""
     steps = load_steps(recipe, set_, trust)
