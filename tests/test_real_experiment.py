@@ -83,11 +83,12 @@ def means_of(rng: np.random.Generator, problems: int) -> ProblemMeans:
 
 def test_intervals_are_those_of_a_plain_loop_over_problems_drawn_together() -> None:
     page, rng = script("page"), np.random.default_rng(0)
+    page.RESAMPLES = 1000
     seeds = {name: [means_of(rng, 12) for _ in range(count)] for name, count in (("one", 3), ("two", 3), ("base", 1))}
     one, two, base = (page.Policy(page.average(runs), runs) for runs in seeds.values())
     found = page.against(one, two, base)
     differences: dict[str, list[float]] = {"accuracy": [], "tokens": [], "aes": []}
-    drawn = [list(range(12)), *(row.tolist() for rows in resample(12, 10_000, 0, "same") for row in rows)]
+    drawn = [list(range(12)), *(row.tolist() for rows in resample(12, 1000, 0, "same") for row in rows)]
     for problems in drawn:
         points = {}
         for name, runs in seeds.items():
@@ -106,6 +107,7 @@ def test_intervals_are_those_of_a_plain_loop_over_problems_drawn_together() -> N
     )
 
 
+@pytest.mark.slow
 def test_the_page_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:
     page, tasks = script("page"), script("tasks")
     page.RESAMPLES = 200
