@@ -27,7 +27,7 @@ WATCH = "checks/test_watch.py::"
 HELD_BY = {
     "base student": f"{WRONG}[prompt template]",
     "chat student": "pipeline/test_own_models.py::test_the_page_leads_to_a_better_student_that_is_ready_for_the_hub",
-    "thinking student": "views/test_init.py::test_chat_and_thinking_students_are_asked_as_they_expect",
+    "thinking student": "views/test_init.py::test_a_situation_leads_to_a_recipe_that_doctor_accepts",
     "wrong format": "checks/test_first_runs.py::test_a_format_that_the_student_does_not_follow_stops_after_sampling",
     "swapped pair": "checks/test_first_runs.py::test_pairs_that_are_swapped_stop_after_scoring",
     "one adapter": f"{DIRECTORIES}[anchor-adapter]",

@@ -12,9 +12,8 @@ from lightning_weave.cache.sources import ShiftRules
 from lightning_weave.config import Joint, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.report.names import student_names
 from lightning_weave.report.results import PolicySummaries, overalls, policy_rows
-from lightning_weave.report.tables import BenchmarkScore, PolicyRow
+from lightning_weave.report.tables import BenchmarkScore, PolicyRow, student_names
 from lightning_weave.runs.scored import ROLES
 from lightning_weave.runs.steps import Steps
 

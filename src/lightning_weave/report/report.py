@@ -15,7 +15,6 @@ from lightning_weave.report import across, anchors, costs, headline, read_cases,
 from lightning_weave.report.cases import latex_panels
 from lightning_weave.report.colours import Hues, policy_hues
 from lightning_weave.report.examples import examples
-from lightning_weave.report.names import student_names
 from lightning_weave.report.page import Fact, Page, RunView, render
 from lightning_weave.report.results import (
     PolicySummaries,
@@ -25,6 +24,7 @@ from lightning_weave.report.results import (
     tag_rows,
 )
 from lightning_weave.report.setup import setup
+from lightning_weave.report.tables import student_names
 from lightning_weave.report.tasks import missing_rows, task_columns, task_results, with_tasks
 from lightning_weave.report.track import track_figures
 from lightning_weave.report.writer import Writer
