@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imsave
 
 from lightning_weave.config import Recipe, check_recipe
-from lightning_weave.report.track import track_evaluation, track_figures
+from lightning_weave.report.results import track_evaluation, track_figures
 from lightning_weave.trackers import Tracked, open_trackers
 from report.evaluated import write_evaluations
 from tiny import save_model, steps_of

@@ -15,7 +15,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.pipeline.harness import run_tasks
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_first
-from lightning_weave.report.track import track_evaluation
+from lightning_weave.report.results import track_evaluation
 from lightning_weave.runs.evaluation import Evaluated, drop_blocks, evaluate, prompt_texts
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, do_here, make_room

@@ -16,7 +16,7 @@ from lightning_weave.models.memory import free_memory
 from lightning_weave.own import check_trust
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_first
-from lightning_weave.report.track import track_evaluation
+from lightning_weave.report.results import track_evaluation
 from lightning_weave.runs.engines import gpus_of
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps

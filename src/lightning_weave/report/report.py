@@ -22,11 +22,11 @@ from lightning_weave.report.results import (
     policy_rows,
     summaries,
     tag_rows,
+    track_figures,
 )
 from lightning_weave.report.setup import setup
 from lightning_weave.report.tables import student_names
 from lightning_weave.report.tasks import missing_rows, task_columns, task_results, with_tasks
-from lightning_weave.report.track import track_figures
 from lightning_weave.report.writer import Writer
 from lightning_weave.runs.caches import open_scored
 from lightning_weave.runs.costs import read_spent
