@@ -51,7 +51,7 @@ FIGURES = {  # the paper's figures of results, by the files of a report
     "fig:accuracy-efficiency-tradeoff (b)": "frontier/figures/frontier",
     "fig:accuracy-efficiency-tradeoff (c)": "budgets/figures/budgets",
 }
-pytestmark = pytest.mark.paper
+pytestmark = [pytest.mark.paper, pytest.mark.timeout(3600)]  # the first test waits for the whole page
 
 
 def page_commands() -> list[list[str]]:

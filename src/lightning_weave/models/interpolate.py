@@ -15,7 +15,15 @@ from lightning_weave.models.weights import Weights
 from lightning_weave.store import make_directory, whole_directory
 
 ALIGNMENT = 8
-NOT_SHAPING = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
+NOT_SHAPING = {
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "rehearsal",
+}
 
 
 def interpolate(first: Path, second: Path, share: float, out: Path) -> list[str]:
