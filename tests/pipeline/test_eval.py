@@ -412,5 +412,5 @@ def test_a_function_that_fails_is_named_with_its_problem(recipe: dict, tmp_path:
     (tmp_path / "my.py").write_text("def grade(response, answer):\n    return response[100000]\n")
     rule = {"kind": "python", "function": f"{tmp_path / 'my.py'}:grade"}
     recipe["eval"]["graders"] = {"sums": rule}
-    with pytest.raises(InputError, match=r"problem q0: .*my.py:grade fails on the response '' \(IndexError"):
+    with pytest.raises(InputError, match=r"my.py:grade failed on problem q0 \(IndexError"):
         stage.run(steps_of(recipe, trust=True), QUIET, only=["base"])

@@ -152,7 +152,7 @@ def test_a_composition_without_an_alpha_is_not_in_the_loom(recipe: dict[str, Any
     solved = steps.store.stage(steps.train("budget")).require()["alpha"]
     loom = anchors.loom_data(steps, cache, vocabulary, "budget", QUIET)
     assert loom is not None
-    assert loom["settings"][0] == {"name": "budget", "weights": [0.5, 0.5], "alpha": solved}
+    assert loom["settings"][0] == {"name": "budget", "policy": "budget", "weights": [0.5, 0.5], "alpha": solved}
     assert loom["start"] == "budget"
 
 

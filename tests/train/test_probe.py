@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
@@ -30,12 +31,12 @@ def test_figures_during_training_are_those_of_the_evaluation(tmp_path: Path) -> 
     grader.write_text("def grade(response, answer):\n    return len(response) % 2 == 0\n")
     watched = {**recipe, "runs": str(tmp_path / "watched"), "train": {**recipe["train"], "eval_every": 5}}
     watched["train"]["eval_problems"] = len(rows)
-    own = {"kind": "python", "function": f"{grader}:grade", "trust": True}
+    own = {"kind": "python", "function": f"{grader}:grade"}
     watched["eval"] = {"benchmarks": [f"file:{sums}"], "samples": 1, "max_tokens": 8, "chat": False}
     watched["eval"]["graders"] = {f"file:{sums}": own}
     Path(watched["runs"]).mkdir()
     (Path(recipe["runs"]) / "tiny").rename(Path(watched["runs"]) / "tiny")
-    steps = steps_of({**watched, "compositions": {"again": BOTH["both"]}})
+    steps = steps_of({**watched, "compositions": {"again": BOTH["both"]}}, trust=True)
     make_students(steps, QUIET)
     folder = steps.store.run_dir
     evaluate(steps, QUIET)
@@ -49,7 +50,7 @@ def test_figures_during_training_are_those_of_the_evaluation(tmp_path: Path) -> 
         assert lines[step]["eval_tokens"] == pytest.approx(sum(one.tokens for one in samples) / len(samples))
     figures = [(lines[step]["eval_accuracy"], lines[step]["eval_tokens"]) for step in (12, 0)]
     assert lines[12]["eval_aes"] == pytest.approx(aes(*figures[0], *figures[1]), rel=1e-4)
-    assert same(trained({**watched, "compositions": {}}, again=BOTH["both"])["again"], without)
+    assert same(load_file(folder / "train/again/final/model.safetensors"), without)
     drawn = training_figures(steps, policy_hues(["again"]))
     (line,) = [one for one in drawn["training-eval_tokens"].axes[0].lines if len(one.get_xdata()) > 1]
     assert line.get_xdata().tolist() == [0, 5, 10, 12]
