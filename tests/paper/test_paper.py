@@ -100,7 +100,8 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                     continue
                 jobs = [Job(expanded(command)[1:], folder=str(home), counted="^$") for command in commands]
                 for command, ended in zip(commands, forked.together(*jobs), strict=True):
-                    (home / "said.txt").open("a").write(f"$ {command}\n{ended.said}\n")
+                    with (home / "said.txt").open("a") as log:
+                        log.write(f"$ {command}\n{ended.said}\n")
                     assert ended.code == 0, f"{command}\n{ended.said}"
         yield home
 

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from lightning_weave.errors import InputError
@@ -70,10 +71,10 @@ def listing(found: Sequence[Doomed], run_dir: Path) -> list[str]:
     """List what would go, with its size, its cost and the reason; the last line adds up."""
     names = [str(one.path.relative_to(run_dir)) for one in found]
     width = max(map(len, names), default=0)
-    lines = [
-        f"  {name:<{width}}  {_amount(one.size, [one.cost] if one.cost else [])}  ({one.why})"
-        for name, one in zip(names, found, strict=True)
-    ]
+    lines = []
+    for why, group in groupby(zip(names, found, strict=True), key=lambda pair: pair[1].why):
+        lines.append(f"  {why}:")
+        lines += [f"    {name:<{width}}  {_amount(one.size, [one.cost] if one.cost else [])}" for name, one in group]
     total = _amount(sum(one.size for one in found), [one.cost for one in found if one.cost])
     return [*lines, f"In all: {total}."]
 
