@@ -19,6 +19,8 @@ from lightning_weave.maths import (
     with_other,
 )
 
+pytestmark = pytest.mark.slow
+
 properties = settings(max_examples=150, deadline=None, derandomize=True)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 

@@ -15,6 +15,8 @@ from lightning_weave.models.hf import HFSampler
 from lightning_weave.models.hf_sampler import LOOK_EVERY, draw
 from lightning_weave.types import Request, Response, SamplingSettings
 
+pytestmark = pytest.mark.slow
+
 STOP = frozenset({2, 3, 4, 5})
 PLAIN = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=16, seed=42)
 

@@ -20,6 +20,8 @@ from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
 from pipeline.small_runs import QUIET, make_cache, make_recipe, steps_of
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MOVED = "model.layers.0.self_attn.v_proj.weight"
 

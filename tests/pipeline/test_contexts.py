@@ -20,6 +20,8 @@ from lightning_weave.views.doctor import examine
 from pipeline.expected import check_scores, read_cache
 from pipeline.small_runs import QUIET, make_cache, make_recipe, save_prompts, steps_of
 
+pytestmark = pytest.mark.slow
+
 ROLES: tuple[Role, ...] = ("post", "pre")
 HINT = {"prefix": "the ", "template": "{prompt} an {answer}."}
 

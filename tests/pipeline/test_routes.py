@@ -19,6 +19,8 @@ from lightning_weave.types import Prompt
 from pipeline.scored import HALF, make_scored, same, trained
 from tiny import steps_of
 
+pytestmark = pytest.mark.slow
+
 MULTIPLIES = {"rules": {"product": r"\*"}}
 
 

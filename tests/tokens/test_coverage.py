@@ -18,6 +18,8 @@ from lightning_weave.tokens import (
 )
 from tokens.samples import byte_level
 
+pytestmark = pytest.mark.slow
+
 Align = Callable[[Any, Any], TokenMap]
 
 
