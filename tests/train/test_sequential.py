@@ -171,3 +171,19 @@ def test_a_sequence_killed_in_any_leg_ends_the_same(
     assert re.search(rf"train/steps +partial +in leg {begun}", status.said)
     assert forked.lweave("train", file).code == 0
     assert same(load_file(killed / "tiny" / "train" / "steps" / "final" / "model.safetensors"), expected)
+
+
+@pytest.mark.slow
+def test_a_later_leg_reads_the_columns_of_its_context(recipe: dict, tmp_path: Path) -> None:
+    hinted = {"model": "student", "post_prompt": {"template": "{prompt} {hint}"}}
+    rows = [{**row, "hint": row["answer"]} for row in read_lines(Path(recipe["prompts"]["source"]))]
+    source = tmp_path / "hinted.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = {"method": "sequential", "weights": {"acc": 0.5, "hinted": 0.5}, "sequence": ["acc", "hinted"]}
+    own = {**recipe, "runs": str(tmp_path), "prompts": {**recipe["prompts"], "source": str(source)}}
+    own |= {"anchors": {"acc": recipe["anchors"]["acc"], "hinted": hinted}, "compositions": {"both": both}}
+    steps = steps_of({**own, "train": {**recipe["train"], "epochs": 1}})
+    make_cache(steps, QUIET)
+    make_students(steps, QUIET)
+    assert steps.store.stage(steps.train("both")).state() == "done"
+    assert len(leg_prompts(steps.store.run_dir, "both", 2)) == 6, "half of the 12"

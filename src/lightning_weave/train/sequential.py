@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning_weave.config import Joint, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.prompts import read_prompts
+from lightning_weave.runs.scored import ROLES
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage, Step, whole_directory
 from lightning_weave.train.card import model_card
@@ -107,12 +108,15 @@ def _on_own_cache(steps: Steps, name: str, composition: Joint, *, number: int, s
     recipe = steps.recipe
     folder = steps.store.run_dir / "train" / name
     anchor = next(iter(composition.weights))
+    own_prompts = recipe.prompts.model_copy(update={"source": str(steps.prompts_file), "take": prompts})
+    if recipe.rollout.from_ is None and any(recipe.side(anchor, role).context.columns for role in ROLES):
+        own_prompts = recipe.prompts  # contexts read columns of its rows
     own = recipe.model_copy(
         update={
             "name": f"leg-{number + 1}",
             "runs": str(folder),
             "student": recipe.student.model_copy(update={"model": str(student), "revision": None}),
-            "prompts": recipe.prompts.model_copy(update={"source": str(steps.prompts_file), "take": prompts}),
+            "prompts": own_prompts,
             "rollout": recipe.rollout.model_copy(update={"from_": None}),
             "anchors": {anchor: recipe.anchors[anchor]},
             "compositions": {f"{name}.leg-{number + 1}": composition},
