@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_weave.checks import disk
-from lightning_weave.checks.preflight import Todo
+from lightning_weave.checks.todo import Todo
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.pipeline import run
 from lightning_weave.progress import Progress

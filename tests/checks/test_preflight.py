@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lightning_weave.checks import memory as memory_module
 from lightning_weave.checks import preflight as preflight_module
 from lightning_weave.checks.findings import Finding
-from lightning_weave.checks.preflight import Todo
+from lightning_weave.checks.todo import Todo
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError

@@ -1,19 +1,23 @@
 """Engines beside torchrun, each in its own process on its own GPUs, with a package that stands in for vLLM."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_weave.errors import WeaveError
+from lightning_weave.models import engine_process
 from lightning_weave.models.engine_process import engine_version
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.runs.costs import costs
-from lightning_weave.store.ledger import measure, read_ledger
+from lightning_weave.store import ledger
 from lightning_weave.types import Request, SamplingSettings
 
 TESTS = Path(__file__).parents[1]
@@ -86,22 +90,29 @@ def test_a_harmless_warning_is_not_blamed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("records")
-def test_the_ledger_knows_when_an_engine_had_nothing_to_do(tmp_path: Path) -> None:
+def test_the_ledger_knows_when_an_engine_had_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count()  # a second passes whenever somebody looks at the clock
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)), time=time.time)
+    monkeypatch.setattr(engine_process, "time", clock)
+    monkeypatch.setattr(ledger, "time", clock)
+    monkeypatch.setattr(ledger, "FLUSH_EVERY", math.inf)
     settings = SamplingSettings(1.0, 1.0, 4, 0)
-    with measure(tmp_path, "rollout") as meter:
+    with ledger.measure(tmp_path, "rollout") as meter:
         meter.devices = 2
         with VLLMSampler(tmp_path, frozenset({1}), 8) as engine:
             for _ in engine.stream([Request([5], 0, 0), Request([5], 1, 0)], settings):
                 pass
             meter.flush()
-            time.sleep(0.2)  # of whoever uses the engine
+            for _ in range(100):  # seconds of whoever uses the engine
+                clock.monotonic()
             meter.flush()
             engine.score([[5, 7]])
-    used, idle, scored = read_ledger(tmp_path)
-    assert used["engine"]["starting"] > used["engine"]["busy"] > 0
+    used, idle, scored = ledger.read_ledger(tmp_path)
+    assert used["engine"]["starting"] == 2  # two devices, one second
+    assert used["engine"]["busy"] > 0
     assert used["engine"]["starting"] + used["engine"]["busy"] <= used["device_seconds"]
     assert "engine" not in idle
-    assert scored["engine"]["starting"] == 0 < scored["engine"]["busy"]
+    assert scored["engine"] == {"starting": 0, "busy": 2}
     (whole,) = costs([used, idle, scored], "stage").values()
     assert whole.idle is not None
-    assert whole.idle * whole.seconds >= 2 * 0.2 - 0.01, "two devices wait"
+    assert whole.idle * whole.seconds >= 2 * 100, "two devices wait"

@@ -12,7 +12,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_weave.checks.preflight import Todo, preflight
+from lightning_weave.checks.preflight import preflight
+from lightning_weave.checks.todo import Todo
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.pipeline import flow

@@ -10,7 +10,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from lightning_weave.checks.leaks import find_leak
-from lightning_weave.checks.preflight import Todo, preflight
+from lightning_weave.checks.preflight import preflight
+from lightning_weave.checks.todo import Todo
 from lightning_weave.errors import InputError
 from lightning_weave.pipeline import preview
 from lightning_weave.runs.caches import open_cache

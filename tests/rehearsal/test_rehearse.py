@@ -38,9 +38,12 @@ class Stage:
         config.write_text(json.dumps(wide))
 
     def rehearse(self, folder: str = "own", fault: dict[str, Any] | None = None, **changes: Any) -> Ended:
-        """Rehearse the recipe with some sections changed, in a folder of its own or where it was rehearsed before."""
+        """Rehearse the recipe with some sections changed, where nothing was wrong before, or in a folder of its own."""
         place = self.root / folder
         place.mkdir(exist_ok=True)
+        if folder == "own" and self.run.exists():
+            shutil.rmtree(place / "runs")
+            shutil.copytree(self.run.parent, place / "runs")
         (place / "r.toml").write_text(dump_recipe(check_recipe(self.recipe | changes)))
         return self.forked.lweave("rehearse", "r.toml", "--trust", folder=str(place), **(fault or {}))
 

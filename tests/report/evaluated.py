@@ -32,7 +32,7 @@ def write_evaluations(steps: Steps, policies: Mapping[str, tuple[float, float]],
 
 
 def draw_samples(benchmark: Benchmark, policy: str, accuracy: float, tokens: float, samples: int) -> list[Sample]:
-    draw = random.Random(policy + benchmark.name)
+    draw = random.Random(policy + benchmark.slug)  # not the file's path, which differs from run to run
     found = []
     for problem in benchmark.problems:
         for number in range(samples):

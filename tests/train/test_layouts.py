@@ -13,7 +13,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from lightning_weave.checks.preflight import Todo, preflight
+from lightning_weave.checks.preflight import preflight
+from lightning_weave.checks.todo import Todo
 from lightning_weave.config import check_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_weave.checks.preflight import Todo, preflight
+from lightning_weave.checks.preflight import preflight
+from lightning_weave.checks.todo import Todo
 from lightning_weave.config import check_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.runs.caches import open_cache

@@ -4,24 +4,21 @@ Everything that the stages still to be made will need is looked at: models, prom
 weights are loaded. What is finished needs nothing, so its models and data may be gone.
 """
 
-import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 from lightning_weave.bench.definitions import Benchmark, asked_benchmark
 from lightning_weave.checks.checkpoints import check_usable
-from lightning_weave.checks.disk import check_disk
 from lightning_weave.checks.end_of_turn import judge_stops
 from lightning_weave.checks.findings import Finding, listed
 from lightning_weave.checks.memory import check_memory
 from lightning_weave.checks.pairs import open_alignment
+from lightning_weave.checks.prompts import check_contexts, check_prompts, check_routes
+from lightning_weave.checks.todo import Todo
 from lightning_weave.config import Eval, Reference, Rollout, Score, is_own_function
 from lightning_weave.errors import InputError
 from lightning_weave.grading.sandbox import open_sandbox
@@ -29,79 +26,10 @@ from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.files import check_trainable
 from lightning_weave.models.untrained import untrained_specials
 from lightning_weave.own import load_function
-from lightning_weave.prompts import Screen, build_prompts, read_prompts
-from lightning_weave.runs.alignment import own_prompts
-from lightning_weave.runs.caches import routed_weights
+from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.evaluation import asked_problems
-from lightning_weave.runs.prompts import asked_prompts, own_trajectories, tag_columns, tag_of
 from lightning_weave.runs.scored import ROLES, ScoredModel
 from lightning_weave.runs.steps import Steps
-from lightning_weave.store import Step
-from lightning_weave.types import Prompt
-
-GIVEN_AWAY = 0.05  # share of prompts that may contain their own answer by chance
-
-
-@dataclass(frozen=True)
-class Todo:
-    """What a run has still to make, by the names of the recipe."""
-
-    prompts: bool
-    rollout: bool
-    anchors: list[str]  # still to be scored, or live while a composition trains
-    compositions: list[str]
-    benchmarks: dict[str, list[str]]  # policy -> benchmarks
-    tasks: bool = False  # of another harness
-
-    @classmethod
-    def of(cls, steps: Steps, verb: str = "run") -> "Todo":
-        """Look at all of the run, or at no more than one of its commands and the cache need."""
-        recipe = steps.recipe
-        trained = recipe.compositions if verb in ("run", "train") else ()
-        evaluated = steps.policies if verb in ("run", "eval") else ()
-        asked = steps.policies if verb in ("run", "eval", "harness") else ()
-        tasks = any(
-            is_pending(steps, partial(steps.harness, name, task)) for name in asked for task in recipe.harness.tasks
-        )
-        compositions = [name for name in trained if is_pending(steps, partial(steps.train, name))]
-        online = [name for name in compositions if recipe.compositions[name].method == "online"]
-        cached = steps.needs_cache
-        anchors = [
-            anchor
-            for anchor in recipe.anchors
-            if any(anchor in recipe.compositions[name].used for name in online)
-            or (cached and any(is_pending(steps, partial(_score, steps, anchor, number)) for number in (0, 1)))
-        ]
-        benchmarks = {
-            policy: [name for name in recipe.eval.benchmarks if is_pending(steps, partial(steps.eval, policy, name))]
-            for policy in evaluated
-        }
-        rollout = cached and is_pending(steps, lambda: steps.rollout)
-        prompts = (rollout or bool(online)) and is_pending(steps, lambda: steps.prompts)
-        benchmarks = {name: todo for name, todo in benchmarks.items() if todo}
-        return cls(prompts, rollout, anchors, compositions, benchmarks, tasks=tasks)
-
-    @property
-    def stages(self) -> set[str]:
-        """The stages that load a model. The reference goes with the rollouts."""
-        made = {"rollout": self.rollout, "reference": self.rollout, "score": self.anchors, "train": self.compositions}
-        return {stage for stage, does in made.items() if does}
-
-    @property
-    def nothing(self) -> bool:
-        return not (self.prompts or self.rollout or self.anchors or self.compositions or self.benchmarks or self.tasks)
-
-
-def is_pending(steps: Steps, step: Callable[[], Step]) -> bool:
-    """Say whether a step has to be made. One whose models or data cannot be read has: what is wrong is found later."""
-    try:
-        return steps.store.stage(step()).state() != "done"
-    except InputError:
-        return True
-
-
-def _score(steps: Steps, anchor: str, number: int) -> Step:
-    return steps.scores_of(anchor)[number]
 
 
 def preflight(steps: Steps, todo: Todo) -> list[Finding]:
@@ -119,10 +47,10 @@ def preflight(steps: Steps, todo: Todo) -> list[Finding]:
             findings += check_anchor(steps, anchor)
     usable = replace(todo, anchors=[name for name in todo.anchors if not _is_broken(name, broken)])
     if todo.prompts or todo.rollout:
-        findings += _check_prompts(steps, usable, benchmarks)
+        findings += check_prompts(steps, usable, benchmarks)
     elif _reads_rows(steps, usable):
         prompts = read_prompts(steps.prompts_file)
-        findings += [*_check_contexts(steps, usable, prompts), *_check_routes(steps, usable, prompts)]
+        findings += [*check_contexts(steps, usable, prompts), *check_routes(steps, usable, prompts)]
     return [*findings, *check_memory(steps, usable.stages, usable.anchors)]
 
 
@@ -325,113 +253,3 @@ def _refuse_untrained(pre: ScoredModel) -> None:
                 f"an alias leads to {listed(wrong)}, whose output row looks untrained in {pre.checkpoint.name}: its "
                 'shift is arbitrary.\nSet untrained = "mask" (no supervision there) or untrained = "keep"'
             )
-
-
-def _check_prompts(steps: Steps, todo: Todo, benchmarks: list[Benchmark]) -> Iterator[Finding]:
-    """Build the prompts as the run will, and see whether they fit, overlap with benchmarks, and fill the disk."""
-    recipe = steps.recipe
-    tokenizer = steps.student.tokenizer
-    try:
-        if not is_pending(steps, lambda: steps.prompts):
-            prompts = read_prompts(steps.prompts_file)
-        elif recipe.rollout.from_ is not None:
-            prompts = [group.as_prompt(tokenizer) for group in own_trajectories(steps)]
-        else:
-            assert steps.prompts is not None  # its files are there
-            prompts, report = build_prompts(tokenizer, **recipe.prompts.model_dump())
-            if report.bad:
-                first = report.bad[0]
-                text = (
-                    f"{len(report.bad):,} of {report.read:,} rows cannot be used; the first: {first.where}: {first.why}"
-                )
-                yield Finding("prompts", "rows", "warning", text, {"bad": len(report.bad), "read": report.read})
-    except InputError as error:
-        key = "rollout.from" if recipe.rollout.from_ is not None else "prompts"
-        yield Finding(key, "prompts", "error", str(error))
-        return
-    limit = steps.student.context_limit
-    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
-    if limit is not None and len(longest.token_ids) >= limit and recipe.rollout.from_ is None:
-        text = (
-            f"prompt {longest.id!r} has {len(longest.token_ids)} tokens, which leaves no room in the {limit} of "
-            f"{steps.student.light_path}. Set prompts.max_tokens to {limit - 1} at most; it is "
-            f"{recipe.prompts.max_tokens}"
-        )
-        yield Finding("prompts", "context", "error", text)
-    yield from _check_overlap(prompts, benchmarks)
-    yield from _check_answers(prompts, recipe.prompts.columns.answer)
-    yield from _check_contexts(steps, todo, prompts)
-    yield from _check_routes(steps, todo, prompts)
-    with suppress(InputError):  # an anchor whose base is not known, which is said already
-        yield check_disk(steps, len(prompts), trainings=todo.compositions)
-
-
-def _check_routes(steps: Steps, todo: Todo, prompts: list[Prompt]) -> Iterator[Finding]:
-    """Count the prompts of every tag, and see whether each has weights."""
-    routed = [name for name in todo.compositions if steps.recipe.compositions[name].routes]
-    if not routed:
-        return
-    try:
-        asked = asked_prompts(steps, tag_columns(steps.recipe), prompts)
-        counts = Counter(tag_of(steps.recipe, one) for one in asked)
-        words = listed(f"{tag} {count:,}" for tag, count in counts.most_common())
-        yield Finding("tags", "prompts", "note", f"prompts by tag: {words}", {"tags": dict(counts)})
-        for name in routed:
-            routed_weights(steps, name, asked)
-            for tag in steps.recipe.compositions[name].routes:
-                if tag not in counts:
-                    text = f"no prompt has the tag {tag!r}, so its weights are never used"
-                    yield Finding(f"compositions.{name}.weights.{tag}", "routes", "warning", text)
-    except InputError as error:
-        yield Finding("tags", "routes", "error", str(error))
-
-
-def _check_contexts(steps: Steps, todo: Todo, prompts: list[Prompt]) -> Iterator[Finding]:
-    """Render every prompt in the contexts of the anchors: does each row have the columns that they name?"""
-    for name in todo.anchors:
-        for role in ROLES:
-            side = steps.side(name, role)
-            if side.context:
-                try:
-                    own_prompts(steps, side, asked_prompts(steps, side.context.columns, prompts))
-                except InputError as error:
-                    yield Finding(f"anchors.{name}.{role}_prompt", "context", "error", str(error))
-
-
-def _check_answers(prompts: list[Prompt], column: str | None) -> Iterator[Finding]:
-    """Look for prompts without an answer, and for those that say their own: then there is nothing but it to learn."""
-    answered = [prompt for prompt in prompts if prompt.answer]
-    if column and len(answered) < len(prompts) / 2:
-        text = f"{len(prompts) - len(answered):,} of {len(prompts):,} prompts have no answer (prompts.columns.answer = "
-        text += f"{column!r} is null there): whether responses to them are right cannot be checked"
-        yield Finding("prompts", "no answers", "warning", text, {"answered": len(answered), "prompts": len(prompts)})
-    given = [prompt.id for prompt in answered if says_answer(prompt.text, prompt.answer or "")]
-    if len(given) > GIVEN_AWAY * len(answered):
-        text = (
-            f"{len(given):,} of {len(answered):,} prompts contain their own answer: {listed(given, most=3)}. Name the "
-        )
-        text += "column that holds the problem alone (prompts.columns)"
-        yield Finding("prompts", "answers", "warning", text, {"given": len(given), "answered": len(answered)})
-
-
-def says_answer(text: str, answer: str) -> bool:
-    r"""Say whether a text states this answer as one: in a box, or after the word.
-
-    >>> says_answer("3 + 4? Answer: 7", "7"), says_answer(r"It is \boxed{7}.", "7"), says_answer("3 + 7? Answer:", "7")
-    (True, True, False)
-    """
-    value = re.escape(answer.strip())
-    return re.search(rf"\\boxed\{{\s*{value}\s*\}}|\banswer\W+(is\W+)?{value}(?!\w)", text, re.IGNORECASE) is not None
-
-
-def _check_overlap(prompts: list[Prompt], benchmarks: list[Benchmark]) -> Iterator[Finding]:
-    screen = Screen((f"{one.name}: {problem.id}", problem.question) for one in benchmarks for problem in one.problems)
-    found = []
-    for prompt in prompts:
-        turns = [turn["content"] for turn in prompt.messages if turn["role"] == "user"] or [prompt.text]
-        found += [overlap for turn in turns if (overlap := screen.find(prompt.id, turn))]
-    if found:
-        text = f"{len(found):,} of {len(prompts):,} prompts overlap with benchmark problems, which inflates results: "
-        text += listed((f"{overlap.where} with {overlap.problem}" for overlap in found), most=3)
-        text += ". prompts.screen_against leaves out prompts that overlap with a file of problems"
-        yield Finding("prompts", "overlap", "warning", text, {"overlaps": len(found), "prompts": len(prompts)})

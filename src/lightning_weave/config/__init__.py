@@ -34,7 +34,6 @@ from lightning_weave.config.sections import (
     Eval,
     Grading,
     Harness,
-    Lora,
     Machine,
     Policy,
     Prompts,
@@ -43,5 +42,5 @@ from lightning_weave.config.sections import (
     Score,
     Student,
     Tags,
-    Train,
 )
+from lightning_weave.config.training import Lora, Train

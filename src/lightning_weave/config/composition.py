@@ -30,6 +30,11 @@ class _Shared(Strict):
     )
     epochs: Count | None = Field(None, description="instead of train.epochs, for this composition only")
 
+    @property
+    def samples(self) -> bool:
+        """Whether it samples and scores while it trains, so that its anchors must be there."""
+        return False
+
 
 class _Weighted(_Shared):
     """What the methods with anchors have."""
@@ -132,6 +137,10 @@ class Joint(_Budgeted):
         1, description="split the updates into so many parts; before each later part the current student samples again"
     )
 
+    @property
+    def samples(self) -> bool:
+        return self.refresh > 1
+
 
 class Mixture(_Budgeted):
     """Each prompt is supervised by one anchor only; weights are their shares of the prompts."""
@@ -146,6 +155,10 @@ class Online(_Weighted):
     method: Literal["online"] = "online"
     alpha: Alpha = ALPHA
 
+    @property
+    def samples(self) -> bool:
+        return True
+
 
 class Sequential(_Weighted):
     """One anchor after the other, each on its own part of the prompts."""
@@ -155,6 +168,10 @@ class Sequential(_Weighted):
     sequence: list[str] = Field(description="the anchors in their order, each with an equal part of the prompts")
     dose: Literal["full", "matched"] = Field("full", description="weight 1 in every leg, or the composition's weights")
     resample: bool = Field(True, description="later legs resample, or reuse the first cache")
+
+    @property
+    def samples(self) -> bool:
+        return self.resample
 
     @field_validator("sequence")
     @classmethod

@@ -1,8 +1,9 @@
 """What the sections of a recipe are made of: checked names and numbers, choices, and the strictness of them all."""
 
 import re
+from collections.abc import Mapping
 from string import Formatter
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -83,3 +84,8 @@ def named_columns(template: str) -> set[str]:
     if not all(re.fullmatch(r"\w+", name) for name in names):
         raise ValueError("names a column in braces, such as {problem}; double literal braces")
     return names
+
+
+def without_trust(data: Any) -> Any:
+    """Leave out a key of earlier recipes: a recipe cannot trust itself, only a command can (--trust)."""
+    return {key: value for key, value in data.items() if key != "trust"} if isinstance(data, Mapping) else data

@@ -23,9 +23,8 @@ from lightning_weave.config.sections import (
     Score,
     Student,
     Tags,
-    Tracking,
-    Train,
 )
+from lightning_weave.config.training import Tracking, Train
 
 
 class Recipe(Strict):
@@ -134,6 +133,20 @@ class Recipe(Strict):
                 raise ValueError(f"policies.{name}.system needs a chat template, but eval.chat = false")
         if "base" in self.compositions:
             raise ValueError("compositions.base has the name of the student itself; give it another one")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_have_rounds(self) -> Self:
+        for name, composition in self.compositions.items():
+            take = self.prompts.take
+            if composition.method != "joint" or take is None or self.rollout.from_ is not None:
+                continue
+            rounds = (composition.epochs or self.train.epochs) * -(-take // self.train.prompts_per_round)
+            if composition.refresh > rounds:
+                raise ValueError(
+                    f"compositions.{name}.refresh = {composition.refresh}, but {take} prompts make {rounds} rounds at "
+                    f"most (train.epochs, train.prompts_per_round), and a part is at least one"
+                )
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,8 @@ from rich.text import Text
 
 from lightning_weave.checks.findings import Finding
 from lightning_weave.checks.forecast import Forecast, forecast
-from lightning_weave.checks.preflight import Todo, preflight
+from lightning_weave.checks.preflight import preflight
+from lightning_weave.checks.todo import Todo
 from lightning_weave.checks.watch import say, stop, warn
 from lightning_weave.errors import InputError
 from lightning_weave.pipeline.flow import make_everything

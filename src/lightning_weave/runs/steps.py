@@ -388,10 +388,15 @@ class Steps:
             return rule.kind if said.keys() == {"kind"} else said
         return {"kind": rule.kind, **own_content(rule.function, f"eval.graders.{benchmark_folder(benchmark)}.function")}
 
+    @property
+    def cache(self) -> list[Step]:
+        """What offline training reads, and what that is made from."""
+        return [step for verb in ("rollout", "reference", "score") for step in self.made_by(verb)]
+
     def everything(self) -> list[Step]:
         """All steps in the order in which they can be made."""
-        verbs = ["rollout", "reference", "score"] if self.needs_cache else []
-        steps = [step for verb in (*verbs, "train", "eval") for step in self.made_by(verb)]
+        results = [step for verb in ("train", "eval") for step in self.made_by(verb)]
+        steps = [*(self.cache if self.needs_cache else []), *results]
         return list({step.path: step for step in steps}.values())
 
     def made_by(self, verb: str, only: Sequence[str] | None = None) -> list[Step]:

@@ -44,7 +44,7 @@ class Meter:
     tokens: int = 0
     written: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
-    _since: float = field(default_factory=time.monotonic)
+    _since: float = field(default_factory=lambda: time.monotonic())
     _clock: EngineClock = field(default_factory=lambda: replace(engine_clock))
 
     def add(self, tokens: int = 0, written: int = 0) -> None:

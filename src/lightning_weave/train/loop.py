@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,7 +21,7 @@ from lightning_weave.models.memory import free_memory, is_out_of_memory
 from lightning_weave.store import write_json
 from lightning_weave.store.ledger import peak_memory
 from lightning_weave.train.data import Batch, compose, kept_decisions
-from lightning_weave.train.objectives import DISTANCES, Loss, Trainee, distances
+from lightning_weave.train.objectives import DISTANCES, Loss, Trainee, distances, without_dropout
 from lightning_weave.train.parallel import Ranks, can_recover, clip_gradients, recover
 from lightning_weave.train.schedule import deal_rows
 
@@ -277,7 +276,7 @@ class Fit:
 
     def _look(self, numbers: Sequence[int]) -> Iterator[tuple[Batch, Tensor]]:
         """Run rows forward only, a micro-batch at a time: their batches and the student's outcomes."""
-        with _without_dropout(self.trainee):
+        with without_dropout(self.trainee):
             for members in self._dealt(numbers):
                 block = self.cache.block([numbers[index] for index in members]) if members else None
                 yield from self._outcomes(block, numbers[0])
@@ -345,13 +344,3 @@ def _culprits(rows_N: Tensor, places_N: Tensor, finite_N: Tensor) -> list[dict[s
     for row, place in zip(rows_N[chosen_N].tolist(), places_N[chosen_N].tolist(), strict=True):
         places.setdefault(row, []).append(place)
     return [{"row": row, "positions": positions} for row, positions in places.items()]
-
-
-@contextmanager
-def _without_dropout(trainee: Trainee) -> Iterator[None]:
-    was_training = trainee.training
-    trainee.eval()
-    try:
-        yield
-    finally:
-        trainee.train(was_training)

@@ -3,7 +3,8 @@
 The loss runs inside the forward of the root module, where a sharded head weight is whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -184,3 +185,14 @@ def distances(log_pi_NO: Tensor, batch: Batch) -> Tensor:
         batch.log_b_NO[:, :-1].exp().sum(),
     )
     return torch.stack(summed)
+
+
+@contextmanager
+def without_dropout(trainee: Trainee) -> Iterator[None]:
+    """Look at the student as it is."""
+    was_training = trainee.training
+    trainee.eval()
+    try:
+        yield
+    finally:
+        trainee.train(was_training)

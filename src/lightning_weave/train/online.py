@@ -17,7 +17,7 @@ from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.trajectories import find_candidates, pack_rollouts, rescore_candidates
 from lightning_weave.store.ledger import measure
 from lightning_weave.train.dose import anchor_doses, in_words
-from lightning_weave.train.objectives import Trainee
+from lightning_weave.train.objectives import Trainee, without_dropout
 from lightning_weave.train.parallel import Ranks, whole
 from lightning_weave.train.schedule import Schedule, make_schedule
 from lightning_weave.train.training import TrainContext, Training, make_fit, open_trainee
@@ -89,10 +89,8 @@ class LiveRows:
         if not numbers:
             return {}
         own = numbers[self.ranks.rank :: self.ranks.world]
-        self.trainee.model.eval()
-        with whole(self.trainee):
+        with without_dropout(self.trainee), whole(self.trainee):
             block = self._sample(own, epoch) if own else None
-        self.trainee.model.train()
         drawn = [(number, block.pick([row])) for row, number in enumerate(own)] if block else []
         return dict(self.ranks.gathered(drawn))
 

@@ -10,7 +10,7 @@ from lightning_weave.models.hf import HFSampler
 from lightning_weave.runs.evaluation import asked_problems, sampling_settings
 from lightning_weave.runs.grade import Grader
 from lightning_weave.runs.steps import Steps
-from lightning_weave.train.objectives import Trainee
+from lightning_weave.train.objectives import Trainee, without_dropout
 from lightning_weave.train.parallel import Ranks, whole
 from lightning_weave.types import Request, SamplingSettings
 
@@ -51,11 +51,9 @@ class Probe:
     def answer(self, trainee: Trainee, ranks: Ranks) -> dict[str, float]:
         """Sample and grade, each rank its share of the problems; gives the share that is right, in %, and tokens."""
         own = self.requests[ranks.rank :: ranks.world]
-        trainee.model.eval()
-        with whole(trainee):
+        with without_dropout(trainee), whole(trainee):
             sampler = HFSampler(trainee.model, self.stop, trainee.head_description.vocabulary, self.batch_size)
             responses = sampler.sample(own, self.settings) if own else []
-        trainee.model.train()
         texts = [str(self.tokenizer.decode(response.ids, skip_special_tokens=True)) for response in responses]
         problems = [self.benchmark.problems[request.prompt] for request in own]
         graded = self.grader.grade(list(zip(problems, texts, strict=True)))

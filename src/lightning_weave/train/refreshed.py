@@ -40,8 +40,7 @@ class Part:
 
     def made(self) -> list[Step]:
         """The steps that are this part's own: its student and, for a later one, a cache."""
-        cache = [step for step in self.steps.everything() if step.path.split("/")[0] not in ("train", "eval")]
-        return [self.sampler.step, *cache]
+        return [self.sampler.step, *self.steps.cache]
 
 
 def train_refreshed(steps: Steps, name: str, context: TrainContext) -> None:
@@ -61,11 +60,12 @@ def parts_of(steps: Steps, name: str) -> Iterator[Part]:
     composition = steps.recipe.compositions[name]
     assert isinstance(composition, Joint), composition.method
     schedule = _schedule(steps, name)
+    trained = steps.train(name)
     for number, updates in enumerate(schedule.parts(composition.refresh), start=1):
         rows = {row for update in updates for row in schedule.rows(update)}
         own = _own_steps(steps, name, number) if number > 1 else steps
-        settings = {"composition": steps.train(name).fingerprint, "updates": updates.start}
-        sampler = own.store.stage(Step("sampler", settings, (), steps.train(name).command))
+        settings = {"composition": trained.fingerprint, "updates": updates.start}
+        sampler = own.store.stage(Step("sampler", settings, (), trained.command))
         yield Part(number, updates, sorted({row // schedule.responses for row in rows}), own, sampler)
 
 

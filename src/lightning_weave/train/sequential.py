@@ -41,8 +41,7 @@ class LegRun:
 
     def made(self) -> list[Step]:
         """The steps that are this leg's own: its training and, where it samples again, a cache."""
-        cache = [step for step in self.steps.everything() if step.path.split("/")[0] not in ("train", "eval")]
-        return [*(cache if self.samples else []), self.steps.train(self.name)]
+        return [*(self.steps.cache if self.samples else []), self.steps.train(self.name)]
 
 
 def train_in_sequence(steps: Steps, name: str, context: TrainContext) -> None:

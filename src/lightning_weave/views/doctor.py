@@ -13,8 +13,9 @@ from lightning_weave.checks.disk import check_disk
 from lightning_weave.checks.findings import Finding, Level, percent
 from lightning_weave.checks.models import check_student
 from lightning_weave.checks.pairs import FEW_SURVIVE, check_pair
-from lightning_weave.checks.preflight import Todo, preflight
+from lightning_weave.checks.preflight import preflight
 from lightning_weave.checks.sample import CheckedRows, take_sample
+from lightning_weave.checks.todo import Todo
 from lightning_weave.checks.watch import check_results, check_rollouts
 from lightning_weave.errors import InputError
 from lightning_weave.runs.steps import Steps
