@@ -1,7 +1,8 @@
 """A device that computes nothing: tensors on it have a shape, a dtype and a storage, and no numbers.
 
 Code runs on it as on a GPU: models, FSDP2, optimizer, heads and scorer at full size, without weights. What is on the
-CPU stays real. It counts the bytes of all storages that are alive, and refuses an operation between two devices.
+CPU stays real. It counts the bytes of all storages that are alive, writes down where the host would wait for it, and
+refuses an operation between two devices.
 
 The device takes torch's one free place for a backend, for as long as the process lives. So tests use it in a process of
 its own (`fake_runs.measure`), never in that of pytest.
@@ -21,6 +22,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.weak import WeakIdKeyDictionary
 
 NAME = "fakegpu"
 GRANULE = 512  # bytes: what CUDA's allocator rounds a block up to
@@ -127,6 +129,8 @@ class FakeDevice(TorchDispatchMode):
                 _LIBRARY.impl(name, _never, "PrivateUse1")
         self.device = torch.device(NAME, 0)
         self.live = self.peak = 0
+        self.waits: list[str] = []  # operations at which the host waits until all work so far is done
+        self._pinned = WeakIdKeyDictionary()
         self._shapes = FakeTensorMode(allow_non_fake_inputs=True)
         self._held: dict[int, int] = {}  # storage -> its bytes
 
@@ -146,14 +150,18 @@ class FakeDevice(TorchDispatchMode):
         if asked != NAME and not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:  # a number that the CPU waits for
+            self.waits.append("number")
             return True if args[0].dtype == torch.bool else 0.0 if args[0].dtype.is_floating_point else 0
         if asked == "cpu":  # numbers that the CPU looks at
+            self.waits.append("copy to the host")
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if (
             func.namespace == "aten" and func._can_decompose() and func._opname not in _SINGLE_KERNELS
         ):  # in inference mode: its parts hold memory too
             with self:
                 return func.decompose(*args, **kwargs)
+        if self._waits_for_a_copy(func, args, kwargs):
+            self.waits.append("copy from pageable memory")
         args, kwargs = tree_map(self._without_numbers, (args, kwargs))
         with self._shapes:
             result = (_grouped_product if func is torch.ops.aten._grouped_mm.default else func)(*args, **kwargs)
@@ -162,6 +170,21 @@ class FakeDevice(TorchDispatchMode):
                 self.hold(leaf.untyped_storage())
         self.peak = max(self.peak, self.live + _workspace(func, args))
         return result
+
+    def _waits_for_a_copy(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether numbers come from the host in a way that stops the device's queue: CUDA does so unless pinned."""
+        if func not in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            return False
+        source = args[1] if func is torch.ops.aten.copy_.default else args[0]
+        if isinstance(source, FakeTensor):
+            return False
+        return source not in self._pinned or not (kwargs.get("non_blocking") or args[2:] == (True,))
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Give a copy that the device may fetch while it computes."""
+        pinned = tensor.clone()
+        self._pinned[pinned] = True
+        return pinned
 
     def _without_numbers(self, value: Any) -> Any:
         real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
@@ -189,6 +212,8 @@ def fake_device() -> Iterator[FakeDevice]:
     fake = FakeDevice()
     usual_resize = torch.UntypedStorage.resize_
     usual_attention = functional.scaled_dot_product_attention
+    usual_tolist = FakeTensor.tolist
+    usual_tensor = torch.tensor
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         resized = usual_resize(storage, size)
@@ -198,11 +223,22 @@ def fake_device() -> Iterator[FakeDevice]:
     def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return (_attention if query.device.type == NAME else usual_attention)(query, *args, **kwargs)
 
+    def tolist(tensor: Tensor) -> Any:  # which would ask for every number on its own
+        return tensor.cpu().tolist()
+
+    def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:  # which no mode sees
+        made = usual_tensor(data, **kwargs)
+        return made if device is None else made.to(device)
+
     torch.UntypedStorage.resize_ = resize  # FSDP2 frees and fills its buffers so
+    torch.tensor = tensor
     functional.scaled_dot_product_attention = attention
+    FakeTensor.tolist = tolist  # type: ignore[method-assign]
     try:
         with fake:
             yield fake
     finally:
         torch.UntypedStorage.resize_ = usual_resize
         functional.scaled_dot_product_attention = usual_attention
+        FakeTensor.tolist = usual_tolist  # type: ignore[method-assign]
+        torch.tensor = usual_tensor

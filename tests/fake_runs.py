@@ -95,13 +95,19 @@ def config_of(model: str) -> dict[str, Any]:
 
 def measure(settings: Sequence[Setting], lengths: Sequence[int]) -> list[Measured]:
     """Measure in a process of its own."""
-    asked = json.dumps({"lengths": lengths, "settings": [asdict(setting) for setting in settings]})
+    asked = {"lengths": lengths, "settings": [asdict(setting) for setting in settings]}
+    return [read(line) for line in ask(__file__, asked)]
+
+
+def ask(program: str, question: Any) -> list[Any]:
+    """Start a program, put a question to it, and read the lines of its answer."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", __file__]
+    command = [sys.executable, "-W", "ignore", program]
+    asked = json.dumps(question)
     done = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise AssertionError(done.stderr)
-    return [read(json.loads(line)) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def read(line: dict[str, Any]) -> Measured:
@@ -127,7 +133,7 @@ def run(setting: Setting, lengths: Sequence[int]) -> dict[str, Any]:
 
     masking_utils.is_tracing = lambda *arguments: False  # it takes tensors without numbers for a compiler's
     with fake_device() as device:
-        works = {"train": _trainings, "head": _losses}.get(setting.stage, _scorings)
+        works = {"train": trainings, "head": _losses}.get(setting.stage, scorings)
         with works(setting, device) as work:
             gc.collect()
             figures = {"loading": device.peak, "ready": device.live, "largest": device.largest, "peaks": {}}
@@ -147,18 +153,36 @@ def _config(setting: Setting) -> Any:
     return config
 
 
-def _vocabulary(setting: Setting) -> int:
+def vocabulary(setting: Setting) -> int:
+    """Count the rows of the model's output matrix."""
     return int(config_of(setting.model)["vocab_size"])
 
 
 @contextmanager
-def _scorings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]:
+def scorings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]:
     """Load a scorer; give what scores a row."""
     import numpy as np
+
+    from lightning_weave.models.hf import ScoreRow, hf_scorer
+
+    scorer = hf_scorer(load(setting, device), vocabulary(setting), token_budget=1)
+
+    def reference(tokens: int, rows: int = 1) -> object:
+        return scorer.candidates([([0], [0] * tokens)] * rows, CANDIDATES)
+
+    def score(tokens: int, rows: int = 1) -> object:
+        ids_TC = np.tile(np.arange(CANDIDATES, dtype=np.int32), (tokens, 1))
+        mapped_TC = np.ones_like(ids_TC, dtype=np.bool_)
+        return scorer.score([ScoreRow(np.zeros(tokens, np.int32), np.arange(tokens), ids_TC, mapped_TC)] * rows)
+
+    yield reference if setting.stage == "reference" else score
+
+
+def load(setting: Setting, device: Any) -> Any:
+    """Load a model as if for inference."""
     import torch
 
     from lightning_weave.models.attention import spare_memory
-    from lightning_weave.models.hf import ScoreRow, hf_scorer
     from lightning_weave.models.load import skeleton
 
     model = skeleton(_config(setting)).to(getattr(torch, setting.dtype))
@@ -166,18 +190,7 @@ def _scorings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
     model.tie_weights()
     spare_memory(model)
     device.peak = device.live  # a tied matrix was there twice
-    model.eval().requires_grad_(False)
-    scorer = hf_scorer(model, _vocabulary(setting), token_budget=1)
-
-    def reference(tokens: int) -> object:
-        return scorer.candidates([([0], [0] * tokens)], CANDIDATES)
-
-    def score(tokens: int) -> object:
-        ids_TC = np.tile(np.arange(CANDIDATES, dtype=np.int32), (tokens, 1))
-        mapped_TC = np.ones_like(ids_TC, dtype=np.bool_)
-        return scorer.score([ScoreRow(np.zeros(tokens, np.int32), np.arange(tokens), ids_TC, mapped_TC)])
-
-    yield reference if setting.stage == "reference" else score
+    return model.eval().requires_grad_(False)
 
 
 @contextmanager
@@ -191,7 +204,7 @@ def _losses(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]:
         return torch.empty(*shape, dtype=dtype, device=device.device)
 
     dtype, width = getattr(torch, setting.dtype), int(config_of(setting.model)["hidden_size"])
-    weight_VD = empty(_vocabulary(setting), width, dtype=dtype).requires_grad_()
+    weight_VD = empty(vocabulary(setting), width, dtype=dtype).requires_grad_()
 
     def loss(tokens: int) -> object:
         hidden_ND = empty(tokens, width, dtype=dtype).requires_grad_()
@@ -203,7 +216,7 @@ def _losses(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]:
 
 
 @contextmanager
-def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]:
+def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]:
     """Load a student with its optimizer's moments; give what updates it on one row per rank."""
     import torch
 
@@ -228,7 +241,7 @@ def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object
         layout=None,
         updates={},
         path=Path(),
-        vocabulary=_vocabulary(setting),
+        vocabulary=vocabulary(setting),
         without_weights=student_on_device,
     )
     training.read_weights = lambda *arguments: None  # there are no files
@@ -239,7 +252,7 @@ def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object
         trainee = open_trainee(steps, TrainContext(ranks, getattr(torch, setting.dtype), unused, unused))
         optimizer = adam(trainee, 1e-6, (0.9, 0.999), 0.01)
 
-        def update(tokens: int) -> object:
+        def update(tokens: int, micro_batches: int = 1) -> object:
             if not optimizer.state:  # as after a first update
                 for parameter in trainee.parameters():
                     parameter.grad = torch.zeros_like(parameter)
@@ -256,7 +269,7 @@ def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object
                 ranks=ranks,
                 folder=Path(),
             )
-            return fit.update(2, range(setting.world))
+            return fit.update(2, range(micro_batches * setting.world))
 
         yield update
 

@@ -55,8 +55,25 @@ def test_engines_that_would_share_a_gpu_are_refused(
         seen_by(monkeypatch, visible, 0, ranks, count)
 
 
+@pytest.mark.parametrize(
+    ("visible", "ranks", "count", "beside"),
+    [(None, 4, 2, [0, 2, 4, 6]), (None, 8, 1, [*range(8)]), ("3", 2, 1, [0, 0])],
+)
+def test_what_stands_beside_an_engine_is_on_its_own_gpus(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, ranks: int, count: int, beside: list[int]
+) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(devices, "_chosen", None)
+    for rank, first in enumerate(beside):
+        seen_by(monkeypatch, visible, rank, ranks, count)
+        assert devices.beside_engine(torch.device("cuda", rank), count) == torch.device("cuda", first)
+        assert current.pop() == devices._chosen == torch.device("cuda", first)
+
+
 def test_an_engine_on_a_cpu_is_told_nothing() -> None:
     assert devices.own_gpus(torch.device("cpu"), 2) == {}
+    assert devices.beside_engine(torch.device("cpu"), 2) == torch.device("cpu")
 
 
 def test_a_program_with_ranks_of_its_own_does_not_see_ours() -> None:

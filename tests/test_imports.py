@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trackers": {"config", "errors"},
     "hub": {"errors"},
     "maths": set(),
-    "heads": {"maths", "errors"},
+    "heads": {"maths", "errors", "devices"},
     "tokens": {"errors"},
     "store": BASE,
     "models": LIBRARIES,

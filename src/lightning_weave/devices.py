@@ -65,6 +65,25 @@ def own_gpus(device: "torch.device", count: int) -> dict[str, str]:
     """Give the environment in which a program of this rank sees `count` GPUs, and no other rank's program the same."""
     if device.type != "cuda":
         return {}
+    visible, first = _own_block(count)
+    return {VISIBLE: ",".join(visible[first : first + count])}
+
+
+def beside_engine(device: "torch.device", count: int) -> "torch.device":
+    """Move this process to the first of its engine's GPUs: with several to an engine, its own is another rank's."""
+    global _chosen
+    if device.type != "cuda":
+        return device
+    import torch
+
+    _, first = _own_block(count)
+    _chosen = torch.device("cuda", first)
+    make_current(_chosen)
+    return _chosen
+
+
+def _own_block(count: int) -> tuple[list[str], int]:
+    """List the visible GPUs, and say where this rank's block of `count` begins."""
     visible = _visible_gpus()
     blocks = len(visible) // count
     # Slurm and Ray show each process its own GPUs only; torchrun shows all of them to every rank.
@@ -76,8 +95,7 @@ def own_gpus(device: "torch.device", count: int) -> dict[str, str]:
             f"an engine of each of {ranks} processes on this machine, with {count} GPUs each (tensor_parallel_size in "
             f"rollout.options or eval.options), needs {ranks * count} GPUs, and {len(visible)} are visible. {advice}"
         )
-    first = local_rank() % blocks * count
-    return {VISIBLE: ",".join(visible[first : first + count])}
+    return visible, local_rank() % blocks * count
 
 
 def _visible_gpus() -> list[str]:
@@ -136,3 +154,8 @@ def has_bfloat16(device: "torch.device") -> bool:
 def has_float64(device: "torch.device") -> bool:
     """Whether tensors there can be float64."""
     return device.type != "mps"
+
+
+def has_wide_products(device: "torch.device") -> bool:
+    """Whether bfloat16 factors are multiplied fast, and into float32: not on a CPU, and not on Apple's GPU."""
+    return device.type not in ("cpu", "mps")

@@ -220,6 +220,12 @@ def test_an_engine_gets_gpus_by_what_its_options_ask(
     monkeypatch.setattr(engines, "set_up", lambda *_: torch.device("cuda", 0))
     with pytest.raises(InputError, match="needs 2 GPUs, and 1 are visible"):
         open_engine(tiny.steps_of(recipe))
+    asked: list[torch.device] = []
+    monkeypatch.setattr(engines, "own_gpus", lambda *_: {})
+    monkeypatch.setattr(engines, "beside_engine", lambda device, count: torch.device("cuda", 1 + count))
+    monkeypatch.setattr(engines, "score_a_few", lambda *_, device, **__: asked.append(device))
+    open_engine(tiny.steps_of(recipe))
+    assert asked == [torch.device("cuda", 3)]  # what it is compared with is on the first of its own
 
 
 def test_an_engine_that_agrees_may_sample(false_engine: tuple[dict, Path], caplog: pytest.LogCaptureFixture) -> None:

@@ -37,7 +37,8 @@ class Plan:
     kill: str | None = None  # one of the places below ...
     after: int = 0  # ... when it has been passed so often
     compiler: str | None = None  # instead of inductor, which takes its time: layers are traced and cut alike
-    too_much: str | None = None  # where the last rank runs out of memory: forward, backward or step
+    too_much: str | None = None  # where the last rank runs out of memory: forward, backward or step ...
+    least: int = 2  # ... with micro-batches of so many tokens
 
 
 def train_all(plan: Plan) -> None:
@@ -48,7 +49,7 @@ def train_all(plan: Plan) -> None:
     if plan.kill:
         KILLS[plan.kill](plan.after)
     if plan.too_much and os.environ.get("RANK", "1") == "1":
-        run_out_of_memory(plan.too_much)
+        run_out_of_memory(plan.too_much, plan.least)
     for steps in plan.runs:
         make_students(steps, Progress(quiet=True))
 

@@ -110,3 +110,20 @@ def test_ranks_wait_for_the_export_in_a_group_without_the_clock_of_a_gpu(monkeyp
         parallel._hosts.cache_clear()
     assert said == [{"backend": "gloo", "timeout": parallel.WAITING}, "hosts"]
     assert parallel.WAITING > parallel.PATIENCE
+
+
+def test_a_rank_that_failed_does_not_wait_for_the_others_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To end a group of GPUs in good order is to wait for passes under way, which a rank that failed never joins."""
+    at_end: list[Any] = []
+    monkeypatch.setattr(parallel.atexit, "register", at_end.append)
+    monkeypatch.setattr(parallel.atexit, "unregister", at_end.remove)
+    monkeypatch.setattr(parallel.dist, "init_process_group", lambda *_, **__: None)
+    for name in ("_hosts", "_writers"):
+        monkeypatch.setattr(parallel, name, lambda: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with parallel.join(torch.device("cpu"), sharded=True):
+        assert at_end == [parallel.dist.destroy_process_group]
+    at_end.clear()
+    with pytest.raises(ValueError, match="too bad"), parallel.join(torch.device("cpu"), sharded=True):
+        raise ValueError("too bad")
+    assert at_end == []

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_weave.devices import has_wide_products
 from lightning_weave.heads.head import Head
 
 LN2 = math.log(2)
@@ -49,13 +50,14 @@ def maths_dtype(hidden_ND: Tensor) -> torch.dtype:
 
 
 def product_dtype(hidden_ND: Tensor) -> torch.dtype:
-    """Choose the dtype of matrix products: bfloat16 if the input is, otherwise `maths_dtype`.
+    """Choose the dtype of matrix products: bfloat16 if the input is and the device can, otherwise `maths_dtype`.
 
-    Lower precision is no faster on a CPU, and small gradients vanish in float16.
+    Small gradients vanish in float16.
     """
-    device = hidden_ND.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
-    return dtype if dtype == torch.bfloat16 and device != "cpu" else maths_dtype(hidden_ND)
+    device = hidden_ND.device
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else hidden_ND.dtype
+    return dtype if dtype == torch.bfloat16 and has_wide_products(device) else maths_dtype(hidden_ND)
 
 
 def checked_ids(ids: Tensor, vocabulary: int) -> Tensor:

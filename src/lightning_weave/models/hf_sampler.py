@@ -48,8 +48,10 @@ class HFSampler:
         # Rows that have ended are dropped as soon as it is known. To know it costs nothing on a CPU.
         self.look_every = 1 if model.device.type == "cpu" else LOOK_EVERY
         self.limit = context_limit(model.config)
-        self.is_stop_V = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
-        self.is_stop_V[[token for token in sorted(stop) if token < vocabulary]] = True
+        self.stop = stop
+        is_stop_V = torch.zeros(vocabulary, dtype=torch.bool)
+        is_stop_V[[token for token in sorted(stop) if token < vocabulary]] = True
+        self.is_stop_V = is_stop_V.to(model.device)
 
     def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]:
         """Draw one response per request; which rows share a batch changes nothing but rounding."""
@@ -182,9 +184,8 @@ class HFSampler:
         return logits_NV.float().index_copy(0, deciding, tilted)
 
     def _responses(self, tokens: list[list[int]], starts: list[int], ends: list[int]) -> list[Response]:
-        stop = set(self.is_stop_V.nonzero()[:, 0].tolist())
         rows = [row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)]
-        return [Response(ids, "stop" if ids[-1] in stop else "length") for ids in rows]
+        return [Response(ids, "stop" if ids[-1] in self.stop else "length") for ids in rows]
 
 
 def draw(logits_NV: Tensor, uniform_N: Tensor, temperature: float, top_p: float) -> Tensor:

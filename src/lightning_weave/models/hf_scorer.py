@@ -25,6 +25,7 @@ from lightning_weave.heads import (
 )
 from lightning_weave.models.load import context_limit
 from lightning_weave.models.memory import free_memory, is_out_of_memory
+from lightning_weave.models.packing import one_sequence
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,8 @@ class HFBody:
         row_N = torch.cat([torch.full_like(context.positions_T, b) for b, context in enumerate(batch)])
         position_N = torch.cat([context.positions_T for context in batch])
         device = self.model.device
-        hidden_BTD = hidden_states(self.model, ids_BT.to(device))
+        with one_sequence():
+            hidden_BTD = hidden_states(self.model, ids_BT.to(device))
         return hidden_BTD[row_N.to(device), position_N.to(device)]
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ def packed_states(model: Any, input_ids_T: Tensor, positions_T: Tensor, lengths:
     """Run rows that follow one another up to the final norm, each as if it were alone; (T) -> (T, D)."""
     token = _running.set(tuple(lengths))
     try:
-        with _one_sequence():
+        with one_sequence():
             return hidden_states(model, input_ids_T[None], position_ids=positions_T[None])[0]
     finally:
         _running.reset(token)
@@ -44,7 +44,7 @@ def packed_states(model: Any, input_ids_T: Tensor, positions_T: Tensor, lengths:
 def padded_states(model: Any, input_ids_T: Tensor, lengths: Sequence[int]) -> Tensor:
     """Run rows beside one another, padded on the right, and give the states of their own tokens; (T) -> (T, D)."""
     rows = input_ids_T.split(list(lengths))
-    with _one_sequence():
+    with one_sequence():
         hidden_RTD = hidden_states(model, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
     if len(rows) == 1:
         return hidden_RTD[0]
@@ -128,7 +128,7 @@ def _attend_by_row(
 
 
 @contextmanager
-def _one_sequence() -> Iterator[None]:
+def one_sequence() -> Iterator[None]:
     """Keep transformers from looking for packed rows itself: it would ask the device, and wait, at every pass."""
     look = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_weave.config import Machine, Recipe
 from lightning_weave.errors import InputError, WeaveError, first_line
 from lightning_weave.progress import Progress
-from lightning_weave.runs.machine import set_up
+from lightning_weave.runs.machine import set_threads
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, Job, Made, Worker
 from lightning_weave.store.ledger import measure
@@ -59,7 +59,7 @@ def _do_on_ray(job: Job, steps: Steps, progress: Progress) -> None:
 
     if not job.pending:
         return
-    set_up(steps.recipe, steps.store)  # the thread count that all workers keep to
+    set_threads(steps.recipe, steps.store)  # which all workers keep to; where this is typed there may be no GPU
     plan = plan_workers(steps.recipe.machine, ray.cluster_resources(), len(job.pending))
     remote = ray.remote(max_restarts=-1, num_cpus=plan.cpus, num_gpus=plan.gpus)(_with_patient_start(ShardWorker))
     actors = [

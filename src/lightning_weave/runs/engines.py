@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from lightning_weave.config import Eval, Harness, Reference, Rollout, Score
-from lightning_weave.devices import own_gpus
+from lightning_weave.devices import beside_engine, own_gpus
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.engine_process import engine_version
@@ -52,6 +52,7 @@ def open_sampler(
         model = checkpoint.load(dtype, device)
         return HFSampler(model, checkpoint.stop_ids, checkpoint.vocabulary, section.batch_size)
     _refuse_adapter(checkpoint)
+    device = beside_engine(device, gpus_of(section))
     length = longest_context(checkpoint, prompts, max_tokens + 1)  # an engine scores no row that fills it
     start = partial(
         VLLMSampler.open,
@@ -75,6 +76,7 @@ def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score
     if section.engine == "hf":
         return hf_scorer(checkpoint.load(dtype, device), checkpoint.vocabulary, section.token_budget)
     _refuse_adapter(checkpoint)
+    device = beside_engine(device, gpus_of(section))
     free_memory()
     version = engine_version(section.python)
     check_scoring_version(version)

@@ -23,6 +23,7 @@ from lightning_weave.store.ledger import peak_memory
 from lightning_weave.train.data import Batch, compose, kept_decisions
 from lightning_weave.train.objectives import DISTANCES, Loss, Trainee, distances, without_dropout
 from lightning_weave.train.parallel import Ranks, can_recover, clip_gradients, recover
+from lightning_weave.train.room import leave_budget
 from lightning_weave.train.schedule import deal_rows
 
 T = TypeVar("T")
@@ -60,10 +61,11 @@ class Fit:
     cache: Rows
     loss: Loss
     clip: float
-    token_budget: int
+    token_budget: int  # as it is now
     seed: int
     ranks: Ranks
     folder: Path
+    asked_budget: int = 0  # as the recipe has it
     notes: list[str] = field(default_factory=list)  # what happened that a person should know
     _noted: bool = False  # that an update had nothing to learn from
     _reader: ThreadPoolExecutor | None = None
@@ -164,19 +166,29 @@ class Fit:
             if not is_out_of_memory(error):
                 raise
             longest = max(max(batch.lengths) for batch in batches)
-            if self.ranks.world > 1 or self.token_budget <= longest or not can_recover(self.trainee):
-                # Other ranks wait in the middle of a pass for this one: they can only be stopped, not told to halve.
-                rank = f" on rank {self.ranks.rank}" if self.ranks.world > 1 else ""
-                raise WeaveError(
-                    f"out of memory{rank} {when} with train.token_budget = {self.token_budget}. Make it "
-                    "smaller, or set train.gradient_checkpointing = true, or use more ranks"
-                ) from error
+            half = min(self.token_budget, max(self._tokens(batch) for batch in batches)) // 2
+            if self.token_budget <= longest or self.ranks.world > 1 or not can_recover(self.trainee):
+                raise self._out_of_memory(when, half if self.token_budget > longest else None) from error
         # Here the error is gone, and with it the tensors that its frames held.
         free_memory()
         recover(self.trainee)
-        self.token_budget = min(self.token_budget, max(self._tokens(batch) for batch in batches)) // 2
+        self.token_budget = half
         self.notes.append(f"out of memory: train.token_budget halved to {self.token_budget}; the loss is the same")
         return None
+
+    def _out_of_memory(self, when: str, smaller: int | None) -> WeaveError:
+        """Say what to do where this process cannot go on; with a smaller budget, where there is one, it can again."""
+        rank = f" on rank {self.ranks.rank}" if self.ranks.world > 1 else ""
+        what = f"out of memory{rank} {when} with train.token_budget = {self.token_budget}. "
+        if smaller is None:
+            return WeaveError(
+                f"{what}Its longest row alone is too much: set train.gradient_checkpointing = true, or use more ranks"
+            )
+        leave_budget(self.folder, self.asked_budget, smaller)
+        return WeaveError(
+            f"{what}Run the same command again: it resumes with {smaller} on every rank, and the loss is the same "
+            "(torchrun --max-restarts 3 does it by itself)"
+        )
 
     def _tokens(self, batch: Batch) -> int:
         """Tokens that a batch puts through the model."""

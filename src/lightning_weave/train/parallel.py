@@ -135,8 +135,10 @@ def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
             _writers()
         try:
             yield Ranks(rank(), world, device)
-        except RuntimeError as error:
-            if isinstance(error, dist.DistError) or "gloo" in str(error):
+        except BaseException as error:
+            # On GPUs that would wait for passes that nobody finishes any more; without it they are broken off.
+            atexit.unregister(dist.destroy_process_group)
+            if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
                 raise WeaveError(f"rank {rank()}: another rank has stopped; its own message says why") from error
             raise
         return

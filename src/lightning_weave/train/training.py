@@ -26,6 +26,7 @@ from lightning_weave.train.loop import BAD_ROWS, Fit, Rows, adam, check_agreemen
 from lightning_weave.train.objectives import Loss, Trainee
 from lightning_weave.train.parallel import Ranks, give_memory, reshard, shard
 from lightning_weave.train.probe import Probe, with_aes
+from lightning_weave.train.room import agreed_budget
 from lightning_weave.train.schedule import Schedule, rate_share
 from lightning_weave.train.watch import Metrics, line
 
@@ -141,16 +142,18 @@ def make_fit(steps: Steps, name: str, trainee: Trainee, rows: Rows, *, alpha: fl
     train = steps.recipe.train
     loss = Loss.of(steps.objective(name), alpha, steps.trust)
     loss.check(steps.recipe.reference.candidates, trainee.head_description.vocabulary)
+    folder = steps.store.stage(steps.train(name)).folder
     return Fit(
         trainee=trainee,
         optimizer=adam(trainee, train.learning_rate, train.betas, train.weight_decay),
         cache=rows,
         loss=loss,
         clip=train.clip,
-        token_budget=train.token_budget,
+        token_budget=agreed_budget(folder, train.token_budget, ranks),
+        asked_budget=train.token_budget,
         seed=train.seed,
         ranks=ranks,
-        folder=steps.store.stage(steps.train(name)).folder,
+        folder=folder,
     )
 
 

@@ -1,0 +1,77 @@
+"""Count where the host waits for the fake device: while it trains, scores and samples with models of full width.
+
+A program of its own, as the fake device wants. `count_waits` starts it.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from fake_runs import Setting, ask, load, scorings, trainings, vocabulary
+
+TOKENS = 64  # of a row, or of a prompt
+
+
+def count_waits(setting: Setting, sizes: list[int]) -> list[list[str]]:
+    """Name the waits of updates of so many micro-batches, of so many scored rows, or of so many sampled tokens."""
+    return ask(__file__, {"setting": asdict(setting), "sizes": sizes})
+
+
+# What follows runs in the program.
+
+
+def main() -> None:
+    from torch import Tensor
+    from transformers import masking_utils
+
+    from fake_device import fake_device
+    from lightning_weave.train import loop
+
+    asked = json.load(sys.stdin)
+    setting = Setting(**asked["setting"])
+    masking_utils.is_tracing = lambda *arguments: False
+    loop.copies_while_it_computes = lambda device: True
+    kinds: dict[str, Callable[..., AbstractContextManager]] = {"train": trainings, "sample": samplings}
+    with fake_device() as device:
+        Tensor.pin_memory = device.pin  # type: ignore[method-assign, assignment]
+        with kinds.get(setting.stage, scorings)(setting, device) as work:
+            work(TOKENS, 1)  # what is made once
+            for size in asked["sizes"]:
+                device.waits.clear()
+                work(TOKENS, size)
+                print(json.dumps(device.waits), flush=True)
+
+
+@contextmanager
+def samplings(setting: Setting, device: Any) -> Iterator[Callable[[int, int], object]]:
+    """Load a sampler; give what draws so many tokens after a prompt, twice at once."""
+    import torch
+
+    from lightning_weave.models.hf import HFSampler
+    from lightning_weave.types import Request, Response, SamplingSettings
+
+    class Endless(HFSampler):
+        """Rows that never end: a device without numbers would say that all have."""
+
+        def _look(self, going_N: Any, *rest: Any) -> list[int]:
+            super()._look(going_N, *rest)
+            return list(range(len(going_N)))
+
+        def _responses(self, tokens: list[list[int]], *rest: Any) -> list[Response]:
+            return [Response(ids, "length") for ids in tokens]
+
+    torch.unique = lambda rows, **_: (rows, torch.arange(len(rows), device=rows.device))  # it needs numbers, once
+    sampler = Endless(load(setting, device), frozenset({1}), vocabulary(setting))
+
+    def sample(tokens: int, drawn: int) -> object:
+        requests = [Request([0] * tokens, number, 0) for number in range(2)]
+        return sampler.sample(requests, SamplingSettings(1.0, 0.9, drawn, seed=0))
+
+    yield sample
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""How often the host waits for a device: counted on one that has no numbers, with models of full width."""
+
+import pytest
+
+from fake_runs import Setting
+from fake_waits import count_waits
+from lightning_weave.models.hf_sampler import LOOK_EVERY
+
+pytestmark = pytest.mark.slow
+
+DENSE = "Qwen/Qwen3-1.7B"
+EXPERTS = "Qwen/Qwen3-30B-A3B"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting("train", DENSE, "float32", checkpointing=True, layers=2),
+        Setting("train", DENSE, "bfloat16", layers=2),
+        Setting("train", EXPERTS, "bfloat16", world=8, layers=2),
+    ],
+    ids=str,
+)
+def test_an_update_waits_for_the_device_twice_however_many_micro_batches_it_has(setting: Setting) -> None:
+    """Once for what is watched and once for the norm of the gradient; rows come from pinned memory."""
+    for waits in count_waits(setting, [1, 3]):
+        assert waits == ["copy to the host", "number"]
+
+
+def test_sampling_looks_at_the_device_once_in_sixteen_steps() -> None:
+    short, long = count_waits(Setting("sample", DENSE, "bfloat16", layers=2), [LOOK_EVERY, 3 * LOOK_EVERY])
+    assert sorted(set(short)) == ["copy from pageable memory", "copy to the host"]  # at its beginning, and its end
+    assert len(long) == len(short) + 2
+
+
+def test_scoring_waits_for_results_only() -> None:
+    one, three = count_waits(Setting("score", DENSE, "bfloat16", layers=2), [1, 3])
+    assert len(three) == 3 * len(one)
+    assert set(one) == {"copy from pageable memory", "copy to the host"}
