@@ -57,12 +57,18 @@ def test_engines_of_two_ranks_have_their_own_gpus_and_nothing_of_torchrun(record
 
 
 @pytest.mark.parametrize(
-    ("options", "chunked"),
-    [({}, False), ({"enable_chunked_prefill": True}, True), ({"max_num_batched_tokens": 8192}, None)],
+    ("device", "options", "chunked"),
+    [
+        ("cpu", {}, False),
+        ("cpu", {"enable_chunked_prefill": True}, True),
+        ("cpu", {"max_num_batched_tokens": 8192}, None),
+        ("cuda", {}, None),  # where vLLM warns of wrong outputs if they are
+    ],
 )
-def test_prompts_are_read_whole_unless_the_options_say_otherwise(
-    records: Path, tmp_path: Path, options: dict, chunked: bool | None
+def test_prompts_are_read_whole_on_a_cpu_unless_the_options_say_otherwise(
+    records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, options: dict, chunked: bool | None
 ) -> None:
+    monkeypatch.setenv("STAND_IN_DEVICE", device)
     with VLLMSampler(tmp_path, frozenset({1}), 8, options=options):
         pass
     (engine,) = read(records)

@@ -22,10 +22,10 @@ from lightning_weave.pipeline.flow import make_rollouts, make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.steps import Steps
-from lightning_weave.store import read_lines
+from lightning_weave.store import read_json, read_lines
 from lightning_weave.train import loop, training
 from lightning_weave.train.parallel import Ranks, join
-from lightning_weave.train.room import agreed_budget, leave_budget
+from lightning_weave.train.room import FILE, agreed_budget, leave_budget
 from lightning_weave.train.training import make_fit, open_trainee
 from lightning_weave.types import Candidates, Rollouts, Scores
 from rounding import LOGPROB, UNIT
@@ -33,7 +33,7 @@ from tiny import steps_of
 from train.cached import context
 from train.cached import make_run as train_run
 from train.computed import train_and_see
-from train.launch import Plan, run_out_of_memory, start
+from train.launch import Plan, run_out_of_memory, start, torchrun
 
 QUIET = Progress(quiet=True)
 Recipe = dict[str, Any]
@@ -41,6 +41,8 @@ Recipe = dict[str, Any]
 # a sum of such sums through a dozen layers; what is found is near 1e-6. A row that is lost or counted twice moves the
 # loss by a third.
 ROUNDING = 1024 * UNIT  # 6e-5
+LARGE = {"prompts_per_round": 6, "checkpoint_every": 1, "token_budget": 1000}
+PROGRAM = Path(__file__).parents[1] / "train" / "short_of_memory.py"
 
 
 @contextmanager
@@ -189,23 +191,41 @@ def open_fit(steps: Steps, ranks: Ranks, token_budget: int) -> loop.Fit:
     return fit
 
 
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> Steps:
+    steps = train_run(tmp_path / "undisturbed", train=LARGE)
+    assert start(Plan([steps]), ranks=2) == [0, 0]
+    return steps
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.ranks
-def test_ranks_that_start_again_take_less_and_learn_the_same(where: str, tmp_path: Path) -> None:
+def test_ranks_that_start_again_take_less_and_learn_the_same(where: str, tmp_path: Path, undisturbed: Steps) -> None:
     """In the middle of a pass the other rank waits for the one that ran out. So they agree at the next start."""
-    train = {"prompts_per_round": 6, "checkpoint_every": 1, "token_budget": 1000}
-    undisturbed, steps = (train_run(tmp_path / name, train=train) for name in ("undisturbed", "disturbed"))
-    assert start(Plan([undisturbed]), ranks=2) == [0, 0]
+    steps = train_run(tmp_path / "disturbed", train=LARGE)
     plan = Plan([steps], too_much=where, least=40)  # of about 60 tokens on each rank
     assert start(plan, ranks=2) == [1, 1]
     said = [(steps.store.run_dir / f"rank-{rank}.txt").read_text() for rank in range(2)]
     assert said[0] == "rank 0: another rank has stopped; its own message says why"
     assert "out of memory on rank 1 at update 1 with train.token_budget = 1000. Run the same command again" in said[1]
     assert start(plan, ranks=2) == [0, 0]
-    expected, found = (losses(each) for each in (undisturbed, steps))
+    assert_same_losses(steps, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_torchrun_starts_them_again_by_itself(tmp_path: Path, undisturbed: Steps) -> None:
+    steps = train_run(tmp_path / "disturbed", train=LARGE)
+    torchrun(steps, 2, "--max-restarts=1", program=[str(PROGRAM)])
+    assert read_json(steps.store.run_dir / "train" / "both" / FILE)["asked"] == 1000, "it was needed"
+    assert_same_losses(steps, undisturbed)
+
+
+def assert_same_losses(found: Steps, undisturbed: Steps) -> None:
+    expected = losses(undisturbed)
     assert expected[-1] < expected[0], "it learns"
-    assert found == pytest.approx(expected, abs=1e-5)
+    assert losses(found) == pytest.approx(expected, abs=1e-5)
 
 
 def losses(steps: Steps) -> list[float]:

@@ -32,6 +32,7 @@ from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
 from lightning_weave.types import Candidates, Prompt, Rollouts
 from pipeline.expected import check_reference, read_cache
+from pipeline.scored import make_scored
 
 QUIET = Progress(quiet=True)
 # Speaks the protocol of the engine's process: settings, then jobs. It knows what it answers, and how likely rows are.
@@ -192,6 +193,12 @@ def test_the_scorer_is_gone_when_the_engine_starts(
 
     monkeypatch.setattr(EngineProcess, "_launch", watched)
     open_engine(tiny.steps_of(recipe))
+
+
+@pytest.mark.slow
+def test_a_scored_model_is_gone_when_the_next_is_loaded(tmp_path: Path, loaded: list[weakref.ref]) -> None:
+    make_scored(tmp_path)  # the student samples and is scored, then four sides of anchors
+    assert [model() for model in loaded] == [None] * 6
 
 
 @pytest.mark.slow

@@ -101,13 +101,14 @@ def on_ranks(ranks: int, work: Callable[..., None], *args: Any) -> list[int]:
     return [member.exitcode or 0 for member in members]
 
 
-def torchrun(steps: Steps, ranks: int) -> None:
+def torchrun(steps: Steps, ranks: int, *options: str, program: Sequence[str] = ("-m", "lightning_weave.cli")) -> None:
     """Train a run as a user does: the command line, under torchrun."""
     recipe = steps.store.run_dir / "again.toml"
     recipe.write_text(dump_recipe(steps.recipe))
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, "-m", *launcher, "-m", "lightning_weave.cli", "train", str(recipe)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
+    command = [sys.executable, "-m", *launcher, *program, "train", str(recipe)]
+    paths = os.pathsep.join(sys.path)
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths})
 
 
 def _as_rank(rank: int, ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -1,6 +1,8 @@
 """The export: it looks at no more than it needs, and never holds a second copy of the student."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from lightning_weave.models.layout import Layout
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.runs.caches import open_cache
 from lightning_weave.store import read_json
+from lightning_weave.train import export
 from lightning_weave.train.data import compose
 from lightning_weave.train.export import round_weights, student_weights
 from lightning_weave.train.objectives import whole_vocabulary
@@ -18,7 +21,8 @@ from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.training import open_trainee
 from train.cached import QUIET, context, make_run
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
+CPU = torch.device("cpu")
+ALONE = Ranks(0, 1, CPU)
 
 
 def test_the_first_decisions_run_only_the_tokens_that_they_need(tmp_path: Path) -> None:
@@ -54,6 +58,29 @@ def test_the_student_is_read_once(tmp_path: Path, dtype: str, monkeypatch: pytes
     assert len(reads) == len(set(reads)) > 0
     lost = read_json(steps.store.run_dir / "train" / "both" / "manifest.json")["export_kl"]
     assert lost > 0 if dtype == "float32" else lost == 0, "in bfloat16 the trainer computes with rounded weights"
+
+
+def test_ranks_wait_for_the_disk_before_they_gather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To gather a weight is to wait in a group of GPUs, which after two hours takes rank 0 for dead."""
+    done: list[str] = []
+
+    @dataclass(frozen=True)
+    class Watched(Ranks):
+        def wait(self) -> None:
+            done.append("wait")
+
+    def watch(name: str, owner: Any) -> None:
+        usual = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (done.append(name), usual(*args))[1])
+
+    steps = make_run(tmp_path)
+    trainee = open_trainee(steps, context(ALONE))
+    for name, owner in (("_copy_files", export), ("whole_weight", export), ("write", Layout)):
+        watch(name, owner)
+    export.write_model(tmp_path / "final", trainee, steps.student.layout, "a card", Watched(0, 2, CPU))
+    after_disk = [after for before, after in pairwise(done) if before in ("_copy_files", "write")]
+    assert len(after_disk) == 1 + len(steps.student.layout.pieces) - 1 > 1
+    assert set(after_disk) == {"wait"}
 
 
 def test_rounding_costs_what_is_said(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_weave.models import memory
+from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.runs.caches import open_cache
 from lightning_weave.store import read_json
@@ -27,22 +29,38 @@ WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal
 
 @pytest.mark.slow
 def test_no_model_is_alive_when_the_next_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any way to train: its students, the models that sample and score for it; and the device's pool is emptied."""
     recipe = make_scored(tmp_path)
     models: list[weakref.ref] = []
     alive: list[int] = []
+    pooled: list[bool] = []  # whether the pool had been emptied since the last model went
+    pool = {"empty": True}
+
+    def watch(model: Any) -> Any:
+        models.append(weakref.ref(model))
+        pool["empty"] = False
+        return model
 
     class Watched(training.Trainee):
         def __init__(self, *args: Any) -> None:
             alive.append(sum(model() is not None for model in models))
+            pooled.append(pool["empty"])
             super().__init__(*args)
-            models.append(weakref.ref(self.model))
+            watch(self.model)
 
+    def empty_pool() -> None:
+        pool["empty"] = all(model() is None for model in models)
+
+    load = Checkpoint.load
+    monkeypatch.setattr(Checkpoint, "load", lambda *args: watch(load(*args)))
     monkeypatch.setattr(training, "Trainee", Watched)
+    monkeypatch.setattr(memory, "empty_pool", empty_pool)
     compositions = {
         "one": {"weights": HALF},
         "two": {"weights": {"acc": 1.0}},
-        "legs": {"weights": HALF, "method": "sequential", "sequence": ["acc", "brief"]},
         "live": {"weights": HALF, "method": "online"},
+        "legs": {"weights": HALF, "method": "sequential", "sequence": ["acc", "brief"]},
+        "parts": {"weights": HALF, "refresh": 2},
     }
     shorter = {**recipe["train"], "dtype": "bfloat16", "epochs": 1, "allow_disagreement": True}
     gc.disable()  # nothing is freed by chance
@@ -50,8 +68,10 @@ def test_no_model_is_alive_when_the_next_is_loaded(tmp_path: Path, monkeypatch: 
         make_students(steps_of({**recipe, "compositions": compositions, "train": shorter}), QUIET)
     finally:
         gc.enable()
-    assert alive == [0] * 5
+    assert alive == [0] * 7
+    assert pooled == [True] * 7
     assert all(model() is None for model in models)
+    assert pool["empty"]
 
 
 def test_sharding_leaves_no_whole_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,9 @@ def start(settings: dict[str, Any]) -> tuple[Any, int]:
     """Load the model; nothing of its generation_config counts."""
     vllm = importlib.import_module("vllm")
     options = settings["options"]
-    if not {"enable_chunked_prefill", "max_num_batched_tokens"} & set(options):
-        # On a CPU the engine dies of a prompt with a seed of its own that it reads in two parts.
+    on_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
+    if on_cpu and not {"enable_chunked_prefill", "max_num_batched_tokens"} & set(options):
+        # There the engine dies of a prompt with a seed of its own that it reads in two parts.
         options = dict(options, enable_chunked_prefill=False)
     if settings.get("hidden"):  # no logits: every position's last hidden state, after the final norm
         vllm_config = importlib.import_module("vllm.config")

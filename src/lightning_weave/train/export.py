@@ -180,6 +180,7 @@ def write_model(
                 _copy_files(layout.folder, unfinished)
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
             for piece in (piece for piece in layout.pieces if changed & set(piece.names)):
+                ranks.wait()  # for rank 0's disk, without the clock of a GPU's group
                 if updates:
                     gathered = _added(layout, piece.names, updates)
                 else:
