@@ -117,3 +117,12 @@ def test_products_in_tf32_are_the_recipes_choice(allowed: bool) -> None:
         assert products.allow_tf32 is allowed
     finally:
         products.allow_tf32 = usual
+
+
+@pytest.mark.parametrize(
+    ("name", "wide", "sharded"), [("cuda", True, True), ("mps", False, False), ("cpu", False, True)]
+)
+def test_what_a_kind_of_device_can_do(name: str, wide: bool, sharded: bool) -> None:
+    """torch has no product of bfloat16 into float32 for Apple's GPU, and no collectives."""
+    assert devices.has_wide_products(torch.device(name)) is wide
+    assert devices.can_shard(torch.device(name)) is sharded

@@ -54,6 +54,11 @@ def collective_backend(device: "torch.device") -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+def can_shard(device: "torch.device") -> bool:
+    """Whether torch shards models there; no backend of its collectives knows Apple's GPU."""
+    return device.type != "mps"
+
+
 def allow_tf32(allowed: bool) -> None:
     """Let CUDA round the factors of float32 products to 10 bits of mantissa, or not."""
     import torch
@@ -80,6 +85,11 @@ def beside_engine(device: "torch.device", count: int) -> "torch.device":
     _chosen = torch.device("cuda", first)
     make_current(_chosen)
     return _chosen
+
+
+def most_processes(device: "torch.device", count: int) -> int:
+    """Say how many processes with `count` GPUs each this machine has room for; without GPUs it is one."""
+    return max(1, len(_visible_gpus()) // count) if device.type == "cuda" else 1
 
 
 def _own_block(count: int) -> tuple[list[str], int]:

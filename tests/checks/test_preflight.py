@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lightning_weave.checks import memory as memory_module
@@ -272,6 +273,33 @@ def test_memory_that_does_not_suffice_is_said_with_what_helps(
         with pytest.raises(InputError, match=r"of memory.*(?s:.*)To continue anyway: --force"):
             run.refuse(found, force=False)
     assert [one.about for one in look_ahead(recipe) if one.check == "host memory"] == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "started", "options", "said"),
+    [
+        (8, 1, {}, "GPUs for 8 processes, and 1 is started. .*torchrun --nproc-per-node 8 -m lightning_weave.cli"),
+        (8, 1, {"engine": "vllm", "options": {"tensor_parallel_size": 2}}, "GPUs for 4 processes, and 1 is started"),
+        (8, 8, {}, None),
+        (1, 1, {}, None),
+    ],
+)
+def test_gpus_that_no_process_uses_are_named(
+    recipe: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    started: int,
+    options: dict[str, Any],
+    said: str | None,
+) -> None:
+    recipe["rollout"] |= options
+    monkeypatch.setattr(memory_module, "choose_device", lambda recipe: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(started))
+    found = [finding.text for finding in memory_module.check_idle_gpus(check_recipe(recipe))]
+    assert len(found) == (said is not None)
+    assert not said or re.search(said, found[0])
 
 
 @pytest.mark.parametrize("verb", ["rollout", "reference", "score", "train"])

@@ -29,9 +29,17 @@ def test_what_was_measured_is_on_the_page() -> None:
     assert PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0] == table(MEASURED)
 
 
-@pytest.mark.parametrize(
+of_training = pytest.mark.parametrize(
     "one", [one for one in MEASURED if one.setting.stage == "train"], ids=lambda one: str(one.setting)
 )
+
+
+@of_training
+def test_loading_takes_no_more_than_an_update(one: Measured) -> None:
+    assert one.loading <= min(one.peaks.values())
+
+
+@of_training
 def test_nothing_whole_is_left_after_sharding(one: Measured) -> None:
     shape = shape_of(one.setting)
     world = one.setting.world

@@ -8,14 +8,16 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lightning_weave.errors import InputError
 from lightning_weave.pipeline import train as train_stage
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.store import read_json, read_lines
 from lightning_weave.train import training
-from lightning_weave.train.parallel import join
+from lightning_weave.train.parallel import Ranks, join
 from lightning_weave.train.training import needs_sharding, open_trainee
 from train.cached import QUIET, context, make_run
 
+CPU = torch.device("cpu")
 LORA = {"rank": 4, "alpha": 8.0, "stabilised": True, "targets": "all-linear"}
 
 
@@ -23,7 +25,7 @@ LORA = {"rank": 4, "alpha": 8.0, "stabilised": True, "targets": "all-linear"}
 def test_a_frozen_student_stays_in_its_own_dtype_and_its_adapter_can_be_served(tmp_path: Path) -> None:
     train = {"lora": LORA, "learning_rate": 1e-2, "epochs": 2}
     steps = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=train)
-    with join(torch.device("cpu"), sharded=needs_sharding(steps, torch.float32)) as ranks:
+    with join(CPU, sharded=needs_sharding(steps, torch.float32, CPU)) as ranks:
         trainee = open_trainee(steps, context(ranks))
         stored = {(weight.requires_grad, weight.dtype) for weight in trainee.parameters()}
         assert stored == {(False, torch.bfloat16), (True, torch.float32)}
@@ -58,7 +60,7 @@ def test_a_frozen_student_in_the_dtype_of_the_computation_is_not_sharded_on_one_
     curves = []
     for name in ("whole", "sharded"):
         steps = make_run(tmp_path / name, student={"dtype": torch.bfloat16}, train=train)
-        assert not needs_sharding(steps, torch.bfloat16)
+        assert not needs_sharding(steps, torch.bfloat16, CPU)
         if name == "sharded":
             for module in (training, train_stage):
                 monkeypatch.setattr(module, "needs_sharding", lambda *_: True)
@@ -67,3 +69,17 @@ def test_a_frozen_student_in_the_dtype_of_the_computation_is_not_sharded_on_one_
         curves.append([row["reverse_kl"] for row in read_lines(metrics)])
     assert curves[0] == pytest.approx(curves[1], rel=0.1)
     assert abs(curves[0][-1] - curves[0][0]) > 0.1 * curves[0][0], "something has been trained"
+
+
+def test_where_nothing_can_be_sharded_a_frozen_student_is_kept_as_it_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apple's GPU, whose place the CPU takes here: no collective knows it."""
+    monkeypatch.setattr(training, "can_shard", lambda device: False)
+    steps = make_run(tmp_path / "lora", student={"dtype": torch.bfloat16}, train={"lora": LORA})
+    assert not needs_sharding(steps, torch.float32, CPU)
+    trainee = open_trainee(steps, context(Ranks(0, 1, CPU)))
+    assert {weight.dtype for weight in trainee.parameters()} == {torch.float32}
+    whole = make_run(tmp_path / "whole", train={"dtype": "bfloat16"})
+    with pytest.raises(InputError, match=r"train\.dtype = 'bfloat16': on mps weights compute as they are kept"):
+        needs_sharding(whole, torch.bfloat16, torch.device("mps"))

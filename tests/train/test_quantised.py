@@ -33,7 +33,7 @@ def test_an_adapter_is_trained_beside_a_quantised_student_and_exported_on_its_ow
     tmp_path: Path, base: str, stored: torch.dtype
 ) -> None:
     steps = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=settings(base))
-    assert not needs_sharding(steps, torch.bfloat16), "nothing is sharded on one rank"
+    assert not needs_sharding(steps, torch.bfloat16, torch.device("cpu")), "nothing is sharded on one rank"
     with join(CPU, sharded=False) as ranks:
         trainee = open_trainee(steps, context(ranks))
     kept = {(weight.requires_grad, weight.dtype) for weight in trainee.parameters()}

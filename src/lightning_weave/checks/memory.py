@@ -1,4 +1,4 @@
-"""Does every stage fit into the memory of this machine, by what `lweave plan` counts?"""
+"""Does every stage fit into the memory of this machine, by what `lweave plan` counts, and is all of it used?"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,12 +7,13 @@ import torch
 
 from lightning_weave.checks.findings import Finding, size
 from lightning_weave.config import Recipe
-from lightning_weave.devices import device_name, memory_of
+from lightning_weave.devices import device_name, memory_of, most_processes
 from lightning_weave.errors import InputError
 from lightning_weave.plan.costs import PlannedMachine
 from lightning_weave.plan.gpus import CALIBRATED, recognise
 from lightning_weave.plan.recipe import MemoryPlan, Plan, make_plan, scored_name
 from lightning_weave.ranks import local_world_size, world_size
+from lightning_weave.runs.engines import gpus_of
 from lightning_weave.runs.machine import choose_device
 from lightning_weave.runs.scored import ROLES
 from lightning_weave.runs.steps import Steps
@@ -69,6 +70,18 @@ def check_memory(steps: Steps, stages: set[str], anchors: list[str]) -> Iterator
             yield from _check_row(row, machine.gpu.memory)
     if "train" in stages:
         yield from _check_host(plan, machine.gpu.memory, choose_device(recipe))
+
+
+def check_idle_gpus(recipe: Recipe) -> Iterator[Finding]:
+    """Warn of GPUs that no process uses: each takes one, or as many as its engine."""
+    engines = (recipe.rollout, recipe.reference, recipe.score, recipe.eval)
+    most = most_processes(choose_device(recipe), max(map(gpus_of, engines)))
+    if most > local_world_size():
+        text = (
+            f"this machine has GPUs for {most} processes, and {local_world_size()} is started. To use all of them: "
+            f"torchrun --nproc-per-node {most} -m lightning_weave.cli ... (docs/clusters.md)"
+        )
+        yield Finding("machine", "idle GPUs", "warning", text)
 
 
 def _check_row(row: MemoryPlan, memory: float) -> Iterator[Finding]:

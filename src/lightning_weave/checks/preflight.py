@@ -15,7 +15,7 @@ from lightning_weave.bench.definitions import Benchmark, asked_benchmark
 from lightning_weave.checks.checkpoints import check_usable
 from lightning_weave.checks.end_of_turn import judge_stops
 from lightning_weave.checks.findings import Finding, listed
-from lightning_weave.checks.memory import check_memory
+from lightning_weave.checks.memory import check_idle_gpus, check_memory
 from lightning_weave.checks.pairs import open_alignment
 from lightning_weave.checks.prompts import check_contexts, check_prompts, check_routes
 from lightning_weave.checks.todo import Todo
@@ -51,7 +51,7 @@ def preflight(steps: Steps, todo: Todo) -> list[Finding]:
     elif _reads_rows(steps, usable):
         prompts = read_prompts(steps.prompts_file)
         findings += [*check_contexts(steps, usable, prompts), *check_routes(steps, usable, prompts)]
-    return [*findings, *check_memory(steps, usable.stages, usable.anchors)]
+    return [*findings, *check_memory(steps, usable.stages, usable.anchors), *check_idle_gpus(steps.recipe)]
 
 
 def _reads_rows(steps: Steps, todo: Todo) -> bool:

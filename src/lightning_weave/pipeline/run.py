@@ -30,7 +30,8 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, force: bool = False,
     todo = Todo.of(steps)
     findings = look_ahead(steps, todo)
     if do is not do_here:  # only training runs on this machine
-        findings = [found for found in findings if found.check != "memory" or found.about == "train"]
+        elsewhere = {"memory", "idle GPUs"}
+        findings = [found for found in findings if found.check not in elsewhere or found.about == "train"]
     refuse(findings, force)
     say(findings, progress)
     allow_discards(steps, steps.everything() if steps.recipe.compositions else steps.made_by("eval"), yes)

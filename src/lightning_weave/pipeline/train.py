@@ -47,7 +47,7 @@ def run(
     if pending or can_meet():  # all ranks join, so that rank 0 can say what is pending: disks show files late
         device = set_up(steps.recipe, steps.store)
         dtype = _compute_dtype(steps.recipe, device)
-        with join(device, sharded=needs_sharding(steps, dtype)) as ranks:
+        with join(device, sharded=needs_sharding(steps, dtype, device)) as ranks:
             pending = ranks.gathered(pending if ranks.first else [])
             context = TrainContext(ranks, dtype, progress, make_cache)
             for name in pending:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightning_weave.config import Train
+from lightning_weave.devices import can_shard
 from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.models.attention import spare_memory
 from lightning_weave.models.checkpoint import Checkpoint
@@ -69,9 +70,9 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
     among = section.shard_ranks or ranks.world
     if ranks.world % among:
         raise InputError(f"train.shard_ranks = {among} does not divide the {ranks.world} ranks. Set one that does")
-    sharded = ranks.world > 1 or needs_sharding(steps, context.dtype)
+    sharded = ranks.world > 1 or needs_sharding(steps, context.dtype, ranks.device)
     layout = checkpoint.layout
-    model = checkpoint.without_weights(torch.float32 if section.lora is None else checkpoint.dtype).train()
+    model = checkpoint.without_weights(_kept_dtype(section, checkpoint, context.dtype, ranks.device)).train()
     spare_memory(model)
     freeze_all_but_text(model)
     decoder, others = blocks_of(model)
@@ -120,12 +121,21 @@ def _open_quantised(section: Train, context: TrainContext, checkpoint: Checkpoin
     return trainee
 
 
-def needs_sharding(steps: Steps, dtype: torch.dtype) -> bool:
+def needs_sharding(steps: Steps, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights are kept in another dtype than they compute in, even in one process: sharding converts them."""
-    if is_quantised(steps.recipe.train):
-        return False
-    kept = torch.float32 if steps.recipe.train.lora is None else steps.student.dtype
-    return kept != dtype  # adapters, which are float32, convert what they read themselves
+    train = steps.recipe.train
+    if is_quantised(train) or _kept_dtype(train, steps.student, dtype, device) == dtype:
+        return False  # adapters, which are float32, convert what they read themselves
+    if not can_shard(device):
+        raise InputError(f'train.dtype = {train.dtype!r}: on {device} weights compute as they are kept. Use "float32"')
+    return True
+
+
+def _kept_dtype(train: Train, student: Checkpoint, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What weights are kept in: trained ones in float32, frozen ones as their files have them, if that can compute."""
+    if train.lora is None:
+        return torch.float32
+    return student.dtype if can_shard(device) else dtype
 
 
 def give_back() -> None:
