@@ -12,6 +12,8 @@ import torch
 
 import lightning_weave as lw
 from lightning_weave.config import dump_recipe
+from lightning_weave.errors import StaleInput
+from lightning_weave.records import Records
 from tiny import make_world, save_prompts
 
 
@@ -25,11 +27,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> lw.Run:
     (root / "tiny.toml").write_text(dump_recipe(lw.Run(data).recipe))
     run = lw.Run(lw.Recipe.load(root / "tiny.toml", ["train.epochs=1"]), quiet=True)
     assert run.recipe.train.epochs == 1
-    with pytest.raises(lw.InputError, match="nothing is cached yet"):
+    with pytest.raises(lw.InputError, match=r"nothing is cached yet. Make it with: run.rollout\(\), run.reference\(\)"):
         _ = run.cache
+    with pytest.raises(StaleInput, match=r"rollout is not there yet. Make it with: run.rollout\(\)"):
+        run.reference()
     assert {row["state"] for row in run.status()} == {"missing"}
     run.rollout()
     run.reference()
+    with pytest.raises(lw.InputError, match=r"no anchor is scored yet. Make it with: run.score\(\)"):
+        run.shifts([0])
+    with pytest.raises(StaleInput, match=r"Make it with: run.score\('acc-post'\)"):
+        run.target("both", [0])
     run.score()
     run.train("both")
     run.eval()
@@ -52,8 +60,7 @@ def test_importing_the_package_is_light_and_its_names_are_there() -> None:
 def test_stages_made_from_python_are_those_of_the_command(run: lw.Run) -> None:
     assert {row["state"] for row in run.status()} == {"done"}
     log = (run.path / "log.txt").read_text()
-    assert "Run(" in log
-    assert ".train()" in log
+    assert "Run(...).train('both')" in log
     moved = lw.Run.open(run.path, quiet=True)
     assert moved.recipe == run.recipe
     with pytest.raises(lw.InputError, match="no run directory"):
@@ -75,20 +82,77 @@ def test_targets_are_the_tilt_of_the_composed_shifts(run: lw.Run) -> None:
             log_q_O[:-1] += r_PC[p] / 2.0
             log_q_O -= np.log(np.exp(log_q_O).sum())
         np.testing.assert_allclose(target.log_q_PO[p], log_q_O, atol=1e-5)
+    assert target.alpha == 2.0
+    np.testing.assert_array_equal(
+        run.target("both").log_q_PO[: len(run.target("both", [0]).log_q_PO)], run.target("both", [0]).log_q_PO
+    )
     with pytest.raises(lw.InputError, match="no such composition; this recipe has both"):
         run.target("bot", rows)
+
+
+def test_a_block_is_the_same_in_torch(run: lw.Run) -> None:
+    rows = [5, 0]
+    block = run.cache.block(rows)
+    copied = block.tensors()
+    place = 0
+    for row, (prompt, response) in enumerate(zip(block.rollouts.prompt_ids, block.rollouts.response_ids, strict=True)):
+        assert copied.tokens[row].tolist() == [*prompt.tolist(), *response.tolist()]
+        for token in response.tolist():
+            assert copied.row_P[place] == row
+            assert copied.sampled_P[place] == copied.tokens[row][copied.state_P[place] + 1] == token
+            place += 1
+    assert place == len(copied.log_b_PO)
+    np.testing.assert_array_equal(copied.candidate_ids_PC, block.candidates.ids.flat)
+    np.testing.assert_array_equal(copied.log_b_PO, run.target("both", rows).log_b_PO)
+    np.testing.assert_array_equal(copied.r_KPC, block.r_KPC)
+    np.testing.assert_array_equal(copied.valid_KP, block.valid_KP)
+    assert copied.candidate_ids_PC.dtype == copied.tokens[0].dtype == torch.int64
+    copied.r_KPC[:] = 0  # a copy: what is cached stays as it is
+    assert np.abs(run.cache.block(rows).r_KPC).max() > 0
+
+
+def test_rows_that_are_not_there_are_refused_by_number(run: lw.Run) -> None:
+    last = len(run.cache) - 1
+    for wrong in (-1, last + 1):
+        for read in (run.cache.block, run.shifts, lambda rows: run.target("both", rows)):
+            with pytest.raises(lw.InputError, match=f"row {wrong}: this run has rows 0 to {last}"):
+                read([0, wrong])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((None,), "recipe: must be a file, a list of files, a dict or a Recipe, got None"),
+        (("nowhere.toml",), "nowhere.toml: no such recipe"),
+        (
+            ({"name": "x", "student": {"model": "m"}}, "train.epochs=3"),
+            r"must be a list such as \[\"train.epochs=3\"\]",
+        ),
+        (({"name": "x", "student": {"model": "m"}}, {"train.epochs": 3}), "overrides: must be a list"),
+        (({"name": "x", "student": {"model": "m"}}, ["train.epoch=3"]), "unknown key train.epoch. Did you mean"),
+    ],
+)
+def test_a_wrong_call_says_what_it_wants(arguments: tuple[Any, ...], said: str) -> None:
+    with pytest.raises(lw.InputError, match=said):
+        lw.Run(*arguments)
 
 
 def test_results_are_plain_records(run: lw.Run) -> None:
     points = run.points()
     assert [point["policy"] for point in points] == ["base", "both"]
     (benchmark,) = run.recipe.eval.benchmarks
+    assert [point["benchmarks"]["bench"]["accuracy"] for point in points] == [point["accuracy"] for point in points]
     samples = run.samples("both", benchmark)
     assert len(samples) == 3
+    assert run.samples("both", "bench") == samples  # as tables name it
     assert {"problem", "text", "correct", "tokens"} <= samples[0].keys()
     json.dumps(samples)
     with pytest.raises(lw.InputError, match="no such policy"):
         run.samples("bot", benchmark)
+    with pytest.raises(lw.InputError, match="'bunch': no such benchmark; this recipe has bench"):
+        run.samples("both", "bunch")
+    with pytest.raises(lw.InputError, match="'bot': no such policy; this recipe has base, both"):
+        run.eval("bot")
     assert any(row["check"] == "vocabulary" for row in run.doctor())
 
 
@@ -98,12 +162,22 @@ def test_what_a_person_looks_at_draws_itself_in_a_notebook(run: lw.Run) -> None:
     assert "<pre" in run.decision(0, 0)._repr_html_()
 
 
+def test_a_table_of_many_long_responses_stays_readable() -> None:
+    many = Records({"policy": f"p{number}", "text": "word " * 10_000} for number in range(1000))
+    page = many._repr_html_()
+    assert "<td>p49</td>" in page
+    assert "<td>p50</td>" not in page
+    assert "950 more rows" in page
+    assert len(page) < 20_000
+    assert "<td>p7</td>" in many[7:9]._repr_html_()
+
+
 def test_the_loop_of_the_page_has_the_loss_of_training(run: lw.Run) -> None:
     page = Path(__file__).parents[1] / "docs" / "python.md"
     code = page.read_text().split("```python\n")[2].split("```")[0].replace('"even"', '"both"')
     names: dict[str, Any] = {"run": run}
     exec(code, names)
-    target = run.target("both", [0])
+    target = run.target("both", [0, 5])
     kept = target.valid_P
     log_b_NO, log_q_NO = (torch.from_numpy(part[kept]).double() for part in (target.log_b_PO, target.log_q_PO))
     # The student is the behaviour policy still, so its own log-probabilities are those of the cache.

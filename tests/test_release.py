@@ -1,10 +1,12 @@
 """What a release has to agree on, and documents whose links lead somewhere."""
 
+import json
 import re
 import tomllib
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 import yaml
@@ -14,7 +16,7 @@ from lightning_weave import __version__
 from lightning_weave.config import check_recipe
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.ipynb")])
 
 
 def test_the_version_is_the_same_everywhere() -> None:
@@ -41,7 +43,16 @@ def test_every_page_is_on_the_site() -> None:
     """`make docs-site` builds it; what is not in its navigation is hard to find."""
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     listed = {page for section in nav for entry in section.values() for page in _pages(entry)}
-    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")} | {"tutorial.md"}  # made of the notebook
+
+
+def test_the_tutorial_is_a_page_with_all_its_cells() -> None:
+    notebook = (ROOT / "docs" / "tutorial.ipynb").read_text()
+    page = run_path(str(ROOT / "scripts" / "site_links.py"))["as_markdown"](notebook)
+    assert page.startswith("# Your own weights")
+    for cell in json.loads(notebook)["cells"]:
+        source = "".join(cell["source"])
+        assert (f"```python\n{source}\n```" if cell["cell_type"] == "code" else source) in page
 
 
 QUESTIONS = ("two-specialists", "system-prompt", "adapters", "one-card", "agent-logs")

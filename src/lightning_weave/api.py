@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_weave.config import Recipe, check_recipe, load_recipe, merge_overrides
 from lightning_weave.errors import InputError
@@ -19,9 +19,12 @@ from lightning_weave.runs.steps import Steps
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from rich.console import Console
 
     from lightning_weave.cache.reader import Cache
     from lightning_weave.cache.targets import Targets
+    from lightning_weave.runs.work import Do
+    from lightning_weave.train.targets import TargetReader
     from lightning_weave.views.inspect import Decision
 
 Recipes = str | Path | Sequence[str | Path] | Mapping[str, Any] | Recipe
@@ -33,7 +36,7 @@ class Run:
     `recipe` is a file, several that are merged, a dict, or a checked `Recipe`; `overrides` are as after `--set`:
     `Run("mine.toml", ["train.epochs=3"])`. Nothing is read or made before a method is called. `yes` discards what a
     changed recipe makes stale, as `--yes` does; without it that is refused. `trust` lets the Python files run that the
-    recipe names, as `--trust` does.
+    recipe names, as `--trust` does. `cluster` and `address` are where shards are made, as `--cluster ray` says it.
     """
 
     def __init__(
@@ -44,11 +47,18 @@ class Run:
         quiet: bool = False,
         yes: bool = False,
         trust: bool = False,
+        cluster: Literal["ray"] | None = None,
+        address: str | None = None,
     ) -> None:
         self.recipe = _check(recipe, overrides)
-        self.steps = Steps(self.recipe, _named(recipe), trust)
+        self.steps = Steps(self.recipe, None, trust)
         self.progress = Progress(quiet)
         self.yes = yes
+        self.cluster = cluster
+        self.address = address
+        self.command: str | None = None  # what the log is to say, where a command called
+        self._named = _named(recipe, overrides)
+        self._targets: dict[str, TargetReader] = {}  # opened once, for loops over rows
 
     @classmethod
     def open(
@@ -89,42 +99,45 @@ class Run:
         from lightning_weave.pipeline import run as stage
 
         with self._writing("run"):
-            stage.run(self.steps, self.progress, force=force, yes=self.yes)
+            stage.run(self.steps, self.progress, self.workers(), force, self.yes)
 
-    def rollout(self) -> None:
-        """Sample the student's own trajectories."""
+    def rollout(self, *, check: bool = False) -> None:
+        """Sample the student's own trajectories.
+
+        Here and below `check` first checks all that later stages need, as `run` does.
+        """
         from lightning_weave.pipeline.flow import make_rollouts
 
-        with self._making("rollout"):
-            make_rollouts(self.steps, self.progress)
+        with self._making("rollout", check=check):
+            make_rollouts(self.steps, self.progress, self.workers())
 
-    def reference(self) -> None:
+    def reference(self, *, check: bool = False) -> None:
         """Find the student's candidates on its own trajectories."""
         from lightning_weave.pipeline import reference as stage
 
-        with self._making("reference"):
-            stage.run(self.steps, self.progress)
+        with self._making("reference", check=check):
+            stage.run(self.steps, self.progress, self.workers())
 
-    def score(self, *models: str) -> None:
+    def score(self, *models: str, check: bool = False) -> None:
         """Score the cached candidates under every anchor model, or under these."""
         from lightning_weave.pipeline import score as stage
 
-        with self._making("score", models):
-            stage.run(self.steps, self.progress, list(models) or None)
+        with self._making("score", models, check):
+            stage.run(self.steps, self.progress, models or None, self.workers())
 
-    def train(self, *compositions: str) -> None:
+    def train(self, *compositions: str, check: bool = False) -> None:
         """Fit the student to every composition, or to these."""
         from lightning_weave.pipeline.flow import make_students
 
-        with self._making("train", compositions):
-            make_students(self.steps, self.progress, list(compositions) or None)
+        with self._making("train", compositions, check):
+            make_students(self.steps, self.progress, compositions or None)
 
     def eval(self, *policies: str) -> Records:
         """Sample, grade and summarise every policy, or these; returns the points."""
         from lightning_weave.pipeline import eval as stage
 
         with self._making("eval", policies):
-            stage.run(self.steps, self.progress, list(policies) or None)
+            stage.run(self.steps, self.progress, policies or None, self.workers())
         return self.points()
 
     def harness(self, *policies: str) -> Records:
@@ -132,7 +145,28 @@ class Run:
         from lightning_weave.pipeline import eval as stage
 
         with self._making("harness", policies):
-            stage.run_harness(self.steps, self.progress, list(policies) or None)
+            stage.run_harness(self.steps, self.progress, policies or None)
+        return self.points()
+
+    def sweep(
+        self,
+        shares: Sequence[float],
+        anchor: str | None = None,
+        alphas: Sequence[float] | None = None,
+        tag: str | None = None,
+        *,
+        console: "Console | None" = None,
+    ) -> Records:
+        """Train and evaluate a range of shares of one anchor (the last, if none is named); returns the points.
+
+        The frontier is printed as it grows, to `console` if there is one.
+        """
+        from lightning_weave.pipeline import sweep as stage
+        from lightning_weave.runs.sweeps import plan_sweep
+
+        plan = plan_sweep(self.recipe, shares, anchor, alphas, tag)
+        with self._writing("sweep"):
+            stage.run(self.steps, plan, self.progress, console or self.progress.console, self.yes)
         return self.points()
 
     def report(self) -> Path:
@@ -169,25 +203,30 @@ class Run:
 
         cache = open_scored(self.steps)
         if cache is None:
-            raise InputError(f"{self.path}: nothing is cached yet. Call rollout() and reference() first")
+            raise InputError(f"{self.path}: nothing is cached yet. Make it with: run.rollout(), run.reference()")
         return cache
 
-    def shifts(self, rows: Sequence[int]) -> "dict[str, NDArray[np.float32]]":
-        """Give each scored anchor's shift of every candidate at every decision of these rows, (decisions, candidates).
+    def shifts(self, rows: Sequence[int] | None = None) -> "dict[str, NDArray[np.float32]]":
+        """Give each scored anchor's shift of every candidate at every decision of these rows, or of all.
 
-        NaN where an anchor cannot express the candidate.
+        Arrays of (decisions, candidates); NaN where an anchor cannot express the candidate.
         """
         import numpy as np
 
         cache = self.cache
-        block = cache.block(rows)
+        if not cache.names:
+            raise InputError(f"{self.path}: no anchor is scored yet. Make it with: {self.steps.command('score')}")
+        block = cache.block(range(len(cache)) if rows is None else rows)
         return {name: np.where(block.mapped_KPC[k], block.r_KPC[k], np.nan) for k, name in enumerate(cache.names)}
 
-    def target(self, composition: str, rows: Sequence[int]) -> "Targets":
-        """Give behaviour and target of a composition at every decision of these rows."""
+    def target(self, composition: str, rows: Sequence[int] | None = None) -> "Targets":
+        """Give behaviour and target of a composition at every decision of these rows, or of all."""
         from lightning_weave.train.targets import open_targets
 
-        return open_targets(self.steps, composition)(rows)
+        if composition not in self._targets:
+            self._targets[composition] = open_targets(self.steps, composition)
+        reader = self._targets[composition]
+        return reader(range(len(reader.cache)) if rows is None else rows)
 
     def decision(self, row: int, position: int) -> "Decision":
         """Give one decision as everything cached sees it."""
@@ -202,12 +241,15 @@ class Run:
         return Records(points(self.steps, result_rows(self.steps, summaries(self.steps))))
 
     def samples(self, policy: str, benchmark: str) -> Records:
-        """Give every graded response of a policy to a benchmark."""
+        """Give every graded response of a policy to a benchmark, which is named as in the recipe or as in tables."""
         from lightning_weave.bench.samples import read_samples
+        from lightning_weave.config import benchmark_folder
 
         self._check("policy", policy, self.steps.policies)
-        self._check("benchmark", benchmark, self.recipe.eval.benchmarks)
-        stage = self.steps.store.stage(self.steps.eval(policy, benchmark))
+        names = {benchmark_folder(name): name for name in self.recipe.eval.benchmarks}
+        if benchmark not in names.values():
+            self._check("benchmark", benchmark, list(names))
+        stage = self.steps.store.stage(self.steps.eval(policy, names.get(benchmark, benchmark)))
         stage.require()
         return Records(map(asdict, read_samples(stage.folder / "samples.jsonl")))
 
@@ -215,18 +257,30 @@ class Run:
         if name not in known:
             raise InputError(f"{name!r}: no such {what}; this recipe has {', '.join(known)}")
 
-    def _writing(self, verb: str) -> AbstractContextManager[None]:
+    def workers(self) -> "Do":
+        """Say who makes the shards: this process, or the nodes of a cluster."""
+        if self.cluster is None:
+            from lightning_weave.runs.work import do_here
+
+            return do_here
+        from lightning_weave.runs.cluster import connect
+
+        return connect(self.address)
+
+    def _writing(self, verb: str, only: Sequence[str] = ()) -> AbstractContextManager[None]:
         from lightning_weave.runs.directory import writing
 
-        return writing(self.steps, f"Run({self.steps.arguments}).{verb}()")
+        self._targets.clear()
+        called = f"Run({self._named}).{verb}({', '.join(map(repr, only))})"
+        return writing(self.steps, self.command or called)
 
     @contextmanager
-    def _making(self, verb: str, only: Sequence[str] = ()) -> Iterator[None]:
+    def _making(self, verb: str, only: Sequence[str] = (), check: bool = False) -> Iterator[None]:
         """Hold the run directory, and discard nothing that was not agreed to."""
         from lightning_weave.pipeline.run import allow
 
-        with self._writing(verb):
-            allow(self.steps, verb, list(only) or None, self.yes)
+        with self._writing(verb, only):
+            allow(self.steps, verb, only or None, self.yes, check)
             yield
 
     def __repr__(self) -> str:
@@ -239,15 +293,20 @@ class Run:
 
 
 def _check(recipe: Recipes, overrides: Sequence[str]) -> Recipe:
+    if isinstance(overrides, str | Mapping):
+        raise InputError(f'overrides: must be a list such as ["train.epochs=3"], got {overrides!r}')
     if isinstance(recipe, Mapping):
         return check_recipe(merge_overrides(recipe, overrides))
-    if not isinstance(recipe, Recipe):
-        return load_recipe(recipe, overrides)
-    return check_recipe(merge_overrides(recipe.model_dump(mode="json", by_alias=True, exclude_none=True), overrides))
+    if isinstance(recipe, Recipe):
+        data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return check_recipe(merge_overrides(data, overrides)) if overrides else recipe
+    if not isinstance(recipe, str | Path | Sequence):
+        raise InputError(f"recipe: must be a file, a list of files, a dict or a Recipe, got {recipe!r}")
+    return load_recipe(recipe, overrides)
 
 
-def _named(recipe: Recipes) -> str:
-    """Name the recipe as a command would, for what messages say to type."""
-    if isinstance(recipe, Mapping | Recipe):
-        return "RECIPE"
-    return str(recipe) if isinstance(recipe, str | Path) else " ".join(map(str, recipe))
+def _named(recipe: Recipes, overrides: Sequence[str]) -> str:
+    """Name the recipe as the call did, for the log."""
+    files = [recipe] if isinstance(recipe, str | Path) else recipe
+    first = "..." if isinstance(files, Mapping | Recipe) else ", ".join(map(str, files))
+    return f"{first}, {list(overrides)}" if overrides else first

@@ -3,11 +3,13 @@
 import html
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 from rich.console import Console
 
 WIDTH = 120  # characters, of what is drawn as on a terminal
+SHOWN = 50  # rows of a table, and no more than LONG characters of a cell: responses are long
+LONG = 300
 _PRE = '<pre style="line-height:1.3">{code}</pre>'
 
 
@@ -18,10 +20,21 @@ class Records(list[dict[str, Any]]):
     '<table><tr><th>policy</th><th>accuracy</th></tr><tr><td>base</td><td>75.25</td></tr><tr><td>a&lt;b</td><td></td></tr></table>'
     """
 
+    @overload
+    def __getitem__(self, place: SupportsIndex) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> "Records": ...
+
+    def __getitem__(self, place: SupportsIndex | slice) -> Any:
+        found: Any = super().__getitem__(place)
+        return Records(found) if isinstance(place, slice) else found
+
     def _repr_html_(self) -> str:
         names = list(dict.fromkeys(name for row in self for name in row))
-        rows = [_row("th", names), *(_row("td", [_cell(row.get(name)) for name in names]) for row in self)]
-        return f"<table>{''.join(rows)}</table>"
+        shown = [_row("td", [_cell(row.get(name)) for name in names]) for row in self[:SHOWN]]
+        left = f"<p>{len(self) - SHOWN:,} more rows</p>" if len(self) > SHOWN else ""
+        return f"<table>{_row('th', names)}{''.join(shown)}</table>{left}"
 
 
 def as_html(draw: Callable[[Console], object]) -> str:
@@ -36,4 +49,5 @@ def _row(tag: str, cells: list[str]) -> str:
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= LONG else f"{text[: LONG - 1]}…"

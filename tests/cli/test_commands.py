@@ -77,8 +77,13 @@ def test_help_speaks_no_python(capsys: pytest.CaptureFixture[str]) -> None:
         assert "Usage: " in said
 
 
-def test_shell_completion_can_be_had() -> None:
+def test_a_shell_completes_commands_and_options() -> None:
     assert "--install-completion" in lweave("--help")
+    code = "import sys; from lightning_weave.cli import main; sys.argv = ['lweave']; main()"
+    for typed, expected in (("lweave re", {"reference", "rehearse", "report"}), ("lweave run --dry", {"--dry-run"})):
+        words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_LWEAVE_COMPLETE": "complete_bash"}
+        said = subprocess.run([sys.executable, "-c", code], env=os.environ | words, capture_output=True, text=True)
+        assert set(said.stdout.split()) == expected
 
 
 def test_an_unreachable_hub_is_asked_once_and_the_answer_names_the_model(tmp_path: Path) -> None:

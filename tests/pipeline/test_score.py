@@ -208,7 +208,7 @@ def test_stale_inputs_are_refused_with_the_command(recipe: dict[str, Any]) -> No
     recipe["reference"]["candidates"] = 5
     with pytest.raises(StaleInput, match=r"reference is stale \(candidates 4 -> 5\).*\n.*lweave reference small\.toml"):
         score.run(steps_of(recipe), QUIET)
-    with pytest.raises(InputError, match=r"--only nobody: no such model; this recipe scores post, pre"):
+    with pytest.raises(InputError, match=r"'nobody': no such model; this recipe scores post, pre"):
         score.run(steps_of(recipe), QUIET, ["nobody"])
 
 

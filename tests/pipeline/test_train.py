@@ -223,7 +223,7 @@ def test_a_checkpoint_of_another_recipe_is_not_continued_and_a_broken_one_is_nam
 def test_wrong_wishes_are_refused_with_what_to_do(tmp_path: Path) -> None:
     steps = make_run(tmp_path)
     quiet = Progress(quiet=True)
-    with pytest.raises(InputError, match="--only nobody: no such composition; this recipe has both"):
+    with pytest.raises(InputError, match="'nobody': no such composition; this recipe has both"):
         make_students(steps, quiet, ["nobody"])
     with pytest.raises(InputError, match=rf"reverse-kl-full.*set reference\.candidates = {VOCABULARY} \(now 4\)"):
         make_students(with_train(steps, objective="reverse-kl-full"), quiet)

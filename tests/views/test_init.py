@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2VLConfig
 
+from forked import Forked
 from hub import serve_hub
 from lightning_weave.config import Recipe, load_recipe
 from lightning_weave.errors import InputError
@@ -244,6 +245,19 @@ def test_a_situation_leads_to_a_recipe_that_doctor_accepts(world: Path, tmp_path
     assert any(said in text for text in draft.assumed), draft.assumed
     # On this machine the paper's benchmarks cannot be fetched, which is no fault of the recipe.
     assert [text for text in errors(recipe) if "eval.benchmarks" not in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("situation", [name for name in ACCEPTED if name not in ("no benchmark", "no specialist yet")])
+def test_a_situation_leads_to_a_recipe_that_goes_through_a_rehearsal(
+    world: Path, tmp_path: Path, forked: Forked, situation: str
+) -> None:
+    """The whole recipe with doubles of its models, but for the paper's benchmarks, which are on the hub."""
+    write(world, tmp_path, **ACCEPTED[situation][0](world, tmp_path))
+    ended = forked.lweave("rehearse", "mine.toml", folder=str(tmp_path))
+    assert ended.code == 0, ended.said
+    assert "Now for real: lweave run mine.toml" in ended.said
+    assert (tmp_path / "runs/mine-rehearsal/report/index.html").exists()
 
 
 @pytest.mark.parametrize("situation", MISSING)

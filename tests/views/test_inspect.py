@@ -121,10 +121,10 @@ def test_a_wrong_row_or_position_is_answered_with_the_range(recipe: dict[str, An
     steps = steps_of(recipe)
     length = len(read_cache(steps)[3]["response_ids"])
     for row, position, message in (
-        (12, 0, "--row 12: this run has rows 0 to 11"),
-        (-1, 0, "--row -1: this run has rows 0 to 11"),
-        (3, length, f"--position {length}: row 3 has positions 0 to {length - 1}"),
-        (3, -1, f"--position -1: row 3 has positions 0 to {length - 1}"),
+        (12, 0, "row 12: this run has rows 0 to 11"),
+        (-1, 0, "row -1: this run has rows 0 to 11"),
+        (3, length, f"position {length}: row 3 has positions 0 to {length - 1}"),
+        (3, -1, f"position -1: row 3 has positions 0 to {length - 1}"),
     ):
         with pytest.raises(InputError) as caught:
             inspect.look(steps, row, position)
@@ -138,11 +138,11 @@ def test_the_command_takes_a_run_directory_wherever_it_stands(recipe: dict[str, 
     moved = tmp_path / "elsewhere"
     moved.symlink_to(run, target_is_directory=True)
     for place in (run, moved, run / "recipe.toml"):
-        result = CliRunner().invoke(app, ["inspect", str(place), "--row", "2", "--position", "1", "--json"])
+        result = CliRunner().invoke(app, ["inspect", str(place), "row", "2", "--position", "1", "--json"])
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout) == inspect.asdict(expected)
     with pytest.raises(InputError, match=r"no recipe\.toml here"):
-        CliRunner().invoke(app, ["inspect", str(tmp_path), "--row", "0", "--position", "0"], catch_exceptions=False)
+        CliRunner().invoke(app, ["inspect", str(tmp_path), "row", "0", "--position", "0"], catch_exceptions=False)
 
 
 def test_what_is_not_scored_is_said(recipe: dict[str, Any]) -> None:

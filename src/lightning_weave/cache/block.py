@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_weave.cache.sources import Shift
 from lightning_weave.types import Candidates, Ragged, Rollouts, join_rows, pick_rows
+
+if TYPE_CHECKING:
+    from lightning_weave.cache.tensors import Tensors
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,12 @@ class Block:
     def tokens_R(self) -> NDArray[np.int64]:
         """How many tokens each row has, prompt and response."""
         return np.diff(self.rollouts.prompt_ids.offsets) + self.decisions_R
+
+    def tensors(self) -> "Tensors":
+        """Copy all of it into torch."""
+        from lightning_weave.cache.tensors import Tensors
+
+        return Tensors.of(self)
 
     def pick(self, rows: Sequence[int]) -> "Block":
         """Take some of its rows, by their place in the block."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.sources import Shift, ShiftSource
-from lightning_weave.errors import CorruptData, Mismatch
+from lightning_weave.errors import CorruptData, InputError, Mismatch
 from lightning_weave.store import RowIndex, Shard, Stage
 from lightning_weave.types import Candidates, Rollouts, Scores
 
@@ -64,6 +64,9 @@ class Cache:
         """Read rows from every stage, checking CRCs, that all stages mean the same trajectories, and every number."""
         if not len(rows):  # a rank without rows
             return self.block([0]).pick([])
+        for row in (min(rows), max(rows)):
+            if not 0 <= row < len(self):
+                raise InputError(f"row {row}: this run has rows 0 to {len(self) - 1}")
         return Block.joined([self._read(run) for run in self._runs(rows)])
 
     def shard_rows(self, shard: int) -> range:

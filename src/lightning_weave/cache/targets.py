@@ -15,13 +15,15 @@ from lightning_weave.maths import compose_shifts, tilted_target, with_other
 class Targets:
     """Behaviour and target of P decisions over O = C + 1 outcomes, as log-probabilities; the last is `other`.
 
-    Where `valid_P` is false the composition has no shift and the target is the behaviour.
+    Where `valid_P` is false the composition has no shift and the target is the behaviour. The arrays can be written to,
+    so `torch.from_numpy` takes them; `block.tensors()` has the rest.
     """
 
     block: Block
     valid_P: NDArray[np.bool_]
     log_b_PO: NDArray[np.float32]
     log_q_PO: NDArray[np.float32]
+    alpha: float
 
 
 def find_targets(block: Block, weights: Sequence[float], alpha: float) -> Targets:
@@ -32,4 +34,4 @@ def find_targets(block: Block, weights: Sequence[float], alpha: float) -> Target
     # Copied: the arrays of a cache are read-only maps of its files.
     log_b_PO = with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat))
     log_q_PO = torch.where(valid_P[:, None], tilted_target(log_b_PO, r_PC, alpha), log_b_PO)
-    return Targets(block, valid_P.numpy(), log_b_PO.numpy(), log_q_PO.numpy())
+    return Targets(block, valid_P.numpy(), log_b_PO.numpy(), log_q_PO.numpy(), alpha)

@@ -180,7 +180,7 @@ def _check_survival(steps: Steps, anchor: str) -> Finding:
     valid_P = block.valid_KP[0][block.decided_P]
     share = float(valid_P.mean()) if len(valid_P) else 0.0
     fact = f"its shift is valid at {percent(share)} of {len(valid_P):,} positions; the others teach nothing"
-    advice = f"lweave doctor {steps.arguments} names the tokens that mask them"
+    advice = f"{steps.command('doctor')} names the tokens that mask them"
     bounds = Bounds(limits.surviving_warn, limits.surviving_stop, below=True)
     return _finding(f"anchors.{anchor}", "positions", (fact, advice), share, bounds=bounds, count=len(rows))
 

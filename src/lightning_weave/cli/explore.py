@@ -5,7 +5,18 @@ from typing import Annotated
 
 import typer
 
-from lightning_weave.cli.options import Files, Only, Sets, Trust, Yes, load_steps, open_console, open_progress, writing
+from lightning_weave.cli.options import (
+    Files,
+    Only,
+    Sets,
+    Trust,
+    Yes,
+    load_run,
+    load_steps,
+    open_console,
+    open_progress,
+    writing,
+)
 from lightning_weave.errors import InputError
 
 app = typer.Typer()
@@ -119,14 +130,8 @@ def sweep(
     The frontier is printed as it grows.
     """
     wanted = _numbers("--shares", shares), _numbers("--alphas", alphas) if alphas else None
-    steps = load_steps(recipe, set_, trust)
-    from lightning_weave.runs.sweeps import plan_sweep
-
-    plan = plan_sweep(steps.recipe, wanted[0], anchor, wanted[1], tag)
-    from lightning_weave.pipeline import sweep as stage
-
-    with writing(steps):
-        stage.run(steps, plan, open_progress(), open_console(), yes)
+    run = load_run(recipe, set_, yes=yes, trust=trust)
+    run.sweep(wanted[0], anchor, wanted[1], tag, console=open_console())
 
 
 def _numbers(option: str, text: str) -> list[float]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lightning_weave.cli.options import Files, Json, Sets, Trust, load_steps, open_console, open_progress
+from lightning_weave.cli.options import Files, Json, Sets, Trust, load_run, load_steps, open_console, open_progress
 from lightning_weave.errors import InputError
 
 if TYPE_CHECKING:
@@ -95,10 +95,7 @@ def export(
 
     Hugging Face datasets reads it; rerun to resume.
     """
-    steps = load_steps(recipe, set_)
-    from lightning_weave.views import export as stage
-
-    stage.run(steps, composition, Path(out), open_progress())
+    load_run(recipe, set_).export(composition, out)
 
 
 @app.command()
@@ -169,9 +166,7 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show one decision: candidates, shifts and targets."""
-    from lightning_weave.api import Run
-
-    steps = Run.open(run, set_ or ()).steps if Path(run).is_dir() else load_steps([run], set_)
+    (steps,) = _load_runs([run], None, set_)
     from lightning_weave.views import inspect as stage
 
     stage.run(steps, row, position, open_console(), json)

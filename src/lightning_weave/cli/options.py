@@ -10,9 +10,9 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from lightning_weave.api import Run
     from lightning_weave.progress import Progress
     from lightning_weave.runs.steps import Steps
-    from lightning_weave.runs.work import Do
 
 Files = Annotated[list[str], typer.Argument(metavar="RECIPE", help="recipe files (TOML); a later one overrides")]
 Sets = Annotated[
@@ -60,19 +60,36 @@ def open_progress() -> "Progress":
     return Progress()
 
 
-def choose_workers(cluster: str | None, address: str | None) -> "Do":
-    """Say who makes the shards."""
-    if cluster is None:
-        from lightning_weave.runs.work import do_here
+def load_run(
+    files: list[str],
+    sets: list[str] | None,
+    *,
+    yes: bool = False,
+    trust: bool = False,
+    cluster: Literal["ray"] | None = None,
+    address: str | None = None,
+) -> "Run":
+    """Load a recipe as a run whose messages and log speak of commands."""
+    return as_run(load_steps(files, sets, trust), yes=yes, cluster=cluster, address=address)
 
-        return do_here
-    from lightning_weave.runs.cluster import connect
 
-    return connect(address)
+def as_run(
+    steps: "Steps", *, yes: bool = False, cluster: Literal["ray"] | None = None, address: str | None = None
+) -> "Run":
+    from lightning_weave.api import Run
+
+    run = Run(steps.recipe, yes=yes, cluster=cluster, address=address)
+    run.steps = steps
+    run.command = _typed()
+    return run
 
 
 def writing(steps: "Steps") -> AbstractContextManager[None]:
     """Hold the run directory and log what is said, after the command."""
     from lightning_weave.runs import directory
 
-    return directory.writing(steps, shlex.join(["lweave", *sys.argv[1:]]))
+    return directory.writing(steps, _typed())
+
+
+def _typed() -> str:
+    return shlex.join(["lweave", *sys.argv[1:]])

@@ -16,10 +16,10 @@ from lightning_weave.cli.options import (
     Sets,
     Trust,
     Yes,
-    choose_workers,
+    as_run,
+    load_run,
     load_steps,
     open_console,
-    open_progress,
     writing,
 )
 from lightning_weave.errors import InputError
@@ -40,13 +40,7 @@ def rollout(
     address: Address = None,
 ) -> None:
     """Sample the student's own trajectories."""
-    steps = load_steps(recipe, set_)
-    from lightning_weave.pipeline.flow import make_rollouts
-    from lightning_weave.pipeline.run import allow
-
-    with writing(steps):
-        allow(steps, "rollout", None, yes, check)
-        make_rollouts(steps, open_progress(), choose_workers(cluster, address))
+    load_run(recipe, set_, yes=yes, cluster=cluster, address=address).rollout(check=check)
 
 
 @app.command()
@@ -59,13 +53,7 @@ def reference(
     address: Address = None,
 ) -> None:
     """Find the student's candidates on its own trajectories."""
-    steps = load_steps(recipe, set_)
-    from lightning_weave.pipeline import reference as stage
-    from lightning_weave.pipeline.run import allow
-
-    with writing(steps):
-        allow(steps, "reference", None, yes, check)
-        stage.run(steps, open_progress(), choose_workers(cluster, address))
+    load_run(recipe, set_, yes=yes, cluster=cluster, address=address).reference(check=check)
 
 
 @app.command()
@@ -79,13 +67,7 @@ def score(
     address: Address = None,
 ) -> None:
     """Score the cached candidates under every anchor model."""
-    steps = load_steps(recipe, set_)
-    from lightning_weave.pipeline import score as stage
-    from lightning_weave.pipeline.run import allow
-
-    with writing(steps):
-        allow(steps, "score", only, yes, check)
-        stage.run(steps, open_progress(), only, choose_workers(cluster, address))
+    load_run(recipe, set_, yes=yes, cluster=cluster, address=address).score(*only or (), check=check)
 
 
 @app.command()
@@ -93,13 +75,7 @@ def train(
     recipe: Files, set_: Sets = None, only: Only = None, check: Ahead = False, yes: Yes = False, trust: Trust = False
 ) -> None:
     """Fit the student to every composition of the cached shifts."""
-    steps = load_steps(recipe, set_, trust)
-    from lightning_weave.pipeline.flow import make_students
-    from lightning_weave.pipeline.run import allow
-
-    with writing(steps):
-        allow(steps, "train", only, yes, check)
-        make_students(steps, open_progress(), only)
+    load_run(recipe, set_, yes=yes, trust=trust).train(*only or (), check=check)
 
 
 @app.command("eval")
@@ -138,22 +114,16 @@ def evaluate(
     steps = load_steps(recipe, set_, trust) if recipe else _load_model_only(model, bench, set_, trust)
     if harness and not steps.recipe.harness.tasks:
         raise InputError("--harness lm-eval: which tasks? Add --tasks A,B, or harness.tasks to the recipe")
-    from lightning_weave.pipeline import eval as stage
+    from lightning_weave.pipeline.eval import export_lm_eval
     from lightning_weave.report.results import show_results
     from lightning_weave.store import make_directory
 
     if lm_eval:  # before anything is sampled
         make_directory(Path(lm_eval), f"--lm-eval {lm_eval}")
-    from lightning_weave.pipeline.run import allow
-
-    with writing(steps):
-        allow(steps, "harness" if harness else "eval", only, yes)
-        if harness:
-            stage.run_harness(steps, open_progress(), only)
-        else:
-            stage.run(steps, open_progress(), only, choose_workers(cluster, address))
-        if lm_eval:
-            stage.export_lm_eval(steps, Path(lm_eval), datetime.now())
+    run = as_run(steps, yes=yes, cluster=cluster, address=address)
+    (run.harness if harness else run.eval)(*only or ())
+    if lm_eval:
+        export_lm_eval(steps, Path(lm_eval), datetime.now())
     show_results(steps, open_console())
 
 
@@ -213,16 +183,15 @@ def run(
     address: Address = None,
 ) -> None:
     """Make all that is missing or stale, in order."""
-    steps = load_steps(recipe, set_, trust)
-    from lightning_weave.pipeline import run as stage
+    loaded = load_run(recipe, set_, yes=yes, trust=trust, cluster=cluster, address=address)
+    from lightning_weave.pipeline.run import dry_run as say
     from lightning_weave.report.results import show_results
 
     if dry_run:
-        stage.dry_run(steps, open_console())
+        say(loaded.steps, open_console())
         return
-    with writing(steps):
-        stage.run(steps, open_progress(), choose_workers(cluster, address), force, yes)
-    show_results(steps, open_console())
+    loaded.run(force)
+    show_results(loaded.steps, open_console())
 
 
 @app.command()
@@ -233,7 +202,7 @@ def rehearse(
 
     It needs configurations and tokenizers, no weights, and says what the real run can count on.
     """
-    steps = load_steps(recipe, set_, trust)
+    loaded = load_run(recipe, set_, trust=trust, cluster=cluster, address=address)
     from lightning_weave.pipeline import run as running
     from lightning_weave.plan import plan
     from lightning_weave.plan.costs import PlannedMachine
@@ -242,8 +211,7 @@ def rehearse(
     from lightning_weave.report import report
     from lightning_weave.views import card
 
-    progress = open_progress()
-    workers = choose_workers(cluster, address)
+    steps, progress, workers = loaded.steps, loaded.progress, loaded.workers()
     commands = stage.Commands(
         run=lambda small: running.run(small, progress, workers, yes=True),
         report=lambda small: report.run([small], progress),

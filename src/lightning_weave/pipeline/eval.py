@@ -58,7 +58,7 @@ def run_harness(steps: Steps, progress: Progress, only: Sequence[str] | None = N
 
 def _check_names(steps: Steps, only: Sequence[str] | None) -> None:
     if unknown := sorted(set(only or ()) - set(steps.policies)):
-        raise InputError(f"--only {unknown[0]}: no such policy; this recipe has {', '.join(steps.policies)}")
+        raise InputError(f"{unknown[0]!r}: no such policy; this recipe has {', '.join(steps.policies)}")
 
 
 def export_lm_eval(steps: Steps, folder: Path, when: datetime) -> list[Path]:

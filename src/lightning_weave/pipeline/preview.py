@@ -151,7 +151,7 @@ def preview_step(steps: Steps, name: str, benchmark: str, problems: int) -> Step
         step = steps.train(name)
         keys = ("weights", "alpha", "anchors", "routes")
         settings["target"] = {key: step.settings[key] for key in keys if key in step.settings}
-    return Step(f"preview/{name}/{benchmark_folder(benchmark)}", settings, (), f"lweave preview {steps.arguments}")
+    return Step(f"preview/{name}/{benchmark_folder(benchmark)}", settings, (), steps.command("preview"))
 
 
 def _open_anchors(steps: Steps, name: str, loaded: dict[ScoredModel, AnchorScorer]) -> LiveAnchors:

@@ -125,4 +125,6 @@ def refuse(findings: list[Finding], force: bool) -> None:
     if errors:
         text = "\n".join(dict.fromkeys(finding.line for finding in errors))
         forced = all(finding.judged for finding in errors)
-        raise InputError(f"{text}\nNothing was run." + (" To continue anyway: --force" if forced else ""))
+        raise InputError(
+            f"{text}\nNothing was run." + (" To continue anyway: --force (in Python: force=True)" if forced else "")
+        )

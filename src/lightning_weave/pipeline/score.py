@@ -22,7 +22,7 @@ def run(
     """Score the cached candidates under every anchor model, one model at a time. Resumable."""
     names = steps.score_names
     if unknown := sorted(set(only or ()) - set(names.values())):
-        raise InputError(f"--only {unknown[0]}: no such model; this recipe scores {', '.join(names.values())}")
+        raise InputError(f"{unknown[0]!r}: no such model; this recipe scores {', '.join(names.values())}")
     made = any(steps.store.stage(steps.score(scored)).state() != "done" for scored in names)
     bases: Bases = {}
     for whole, sides in _by_model([scored for scored, name in names.items() if only is None or name in only]).items():

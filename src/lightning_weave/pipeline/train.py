@@ -35,7 +35,7 @@ def run(
     """
     names = list(steps.recipe.compositions)
     if unknown := sorted(set(only or ()) - set(names)):
-        raise InputError(f"--only {unknown[0]}: no such composition; this recipe has {', '.join(names) or 'none'}")
+        raise InputError(f"{unknown[0]!r}: no such composition; this recipe has {', '.join(names) or 'none'}")
     if not names:
         raise InputError("this recipe has no composition to train; add a [compositions.NAME] with weights")
     wanted = [name for name in names if only is None or name in only]

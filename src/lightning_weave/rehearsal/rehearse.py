@@ -82,7 +82,7 @@ def run(steps: Steps, small: Steps, commands: Commands, progress: Progress) -> N
         for line in wrong:
             progress.say(f"  {line}")
     progress.say("")
-    progress.say(f"Now for real: lweave run {steps.arguments}")
+    progress.say(f"Now for real: {steps.command('run')}")
     commands.plan()
 
 

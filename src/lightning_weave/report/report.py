@@ -112,7 +112,7 @@ def run(
     ]
     if not rows and not any(view.loom or view.training_and_cost for view in views):
         raise InputError(
-            f"{runs[0].store.run_dir}: there is nothing to report yet. Start with: lweave run {runs[0].arguments}"
+            f"{runs[0].store.run_dir}: there is nothing to report yet. Start with: {runs[0].command('run')}"
         )
     subject, result, lead = _headline(students, labels)
     page = Page(
@@ -205,7 +205,7 @@ def _run_view(
     drawings = {**costs.cost_figures(steps, ledger), **costs.training_figures(steps, writer.hues)}
     cache = open_scored(steps)
     complete = not steps.recipe.anchors or (cache is not None and len(cache.sources) == len(steps.recipe.anchors))
-    next_step = f"The cache is not complete, so some anchors are not shown. Next: lweave score {steps.arguments}"
+    next_step = f"The cache is not complete, so some anchors are not shown. Next: {steps.command('score')}"
     view = RunView(
         name=name,
         training_and_cost=writer.figures(drawings, suffix),
@@ -289,9 +289,7 @@ def _changes(given: Sequence[Steps], changed: Sequence[Mapping[str, str]], main:
             reasons.setdefault(why, []).append(path)
         for why, stages in reasons.items():
             names = ", ".join(stages[:6]) + (f" and {len(stages) - 6} more" if len(stages) > 6 else "")
-            notes.append(
-                f"Stale, shown as it was made: {names}. Changed since: {why}. Next: lweave run {steps.arguments}"
-            )
+            notes.append(f"Stale, shown as it was made: {names}. Changed since: {why}. Next: {steps.command('run')}")
     return notes
 
 
@@ -312,7 +310,7 @@ def _missing(
         policies = evaluated[str(steps.store.run_dir)]
         waiting = [policy for policy in steps.policies if policy not in policies]
         if waiting:
-            notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: lweave eval {steps.arguments}")
+            notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: {steps.command('eval')}")
         notes += [
             f"{policy} on {result.label}: {result.error}"
             for policy, results in policies.items()
@@ -328,9 +326,8 @@ def _missing(
 
 
 def _footer(runs: Sequence[Steps]) -> list[str]:
-    lines = [
-        f"Made by Lightning Weave {__version__}: lweave report {' --run '.join(steps.arguments for steps in runs)}"
-    ]
+    command = " --run ".join([runs[0].command("report"), *(str(steps.arguments) for steps in runs[1:])])
+    lines = [f"Made by Lightning Weave {__version__}: {command}"]
     for steps, name in zip(runs, across.run_names(runs), strict=True):
         if steps.recipe.anchors:
             lines.append(f"{name}: cache {steps.reference.fingerprint}")

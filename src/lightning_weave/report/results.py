@@ -132,6 +132,9 @@ def _point(steps: Steps, row: PolicyRow) -> dict[str, Any]:
         "aes": _number(row.aes),
         "aes_low": _number(row.aes_low if row.policy != "base" else row.aes),
         "aes_high": _number(row.aes_high if row.policy != "base" else row.aes),
+        "benchmarks": {
+            one.benchmark: {"accuracy": _number(one.accuracy), "tokens": _number(one.tokens)} for one in row.scores
+        },
         **({"tasks": tasks} if tasks else {}),
     }
 

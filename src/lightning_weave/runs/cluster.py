@@ -116,7 +116,7 @@ class ShardWorker:
     """What lives in an actor: one worker, opened when it is first needed and again after every restart."""
 
     def __init__(
-        self, opener: Callable[[Steps], Worker], recipe: Recipe, arguments: str, trust: bool, folder: str
+        self, opener: Callable[[Steps], Worker], recipe: Recipe, arguments: str | None, trust: bool, folder: str
     ) -> None:
         os.chdir(folder)  # the recipe's paths are relative to it
         self.opener = opener

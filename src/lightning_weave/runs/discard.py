@@ -54,7 +54,11 @@ def allow_discards(steps: Steps, wanted: Iterable[Step], yes: bool, check: Calla
         check()
         title = f"The recipe has changed since these were made in {steps.store.run_dir}. Making them again discards:"
         keep = "To keep them, give this recipe a name of its own: --set name=NAME"
-        agree([title, *listing(found, steps.store.run_dir)], yes, f"Nothing was made. To discard them: --yes. {keep}")
+        agree(
+            [title, *listing(found, steps.store.run_dir)],
+            yes,
+            f"Nothing was made. To discard them: --yes (in Python: yes=True). {keep}",
+        )
 
 
 def _require_inputs(steps: Steps, wanted: Sequence[Step]) -> None:

@@ -51,10 +51,10 @@ IDENTITIES = "identities.json"
 
 @dataclass(frozen=True)
 class Steps:
-    """All steps of one recipe. `arguments` is how the user named it, for the commands in messages."""
+    """All steps of one recipe. `arguments` is how a command named it, None from Python: messages say what to type."""
 
     recipe: Recipe
-    arguments: str = "RECIPE"
+    arguments: str | None = "RECIPE"
     trust: bool = False  # whether Python files that the recipe names may run: the command says it, never the recipe
     standing: bool = False  # take what is finished as it is on disk, whatever the recipe says now
     sampler: Checkpoint | None = None  # what samples in the student's place: the student as training has left it
@@ -131,7 +131,7 @@ class Steps:
             settings["screen_against"] = [
                 self._data_identity(name, "prompts.screen_against") for name in self.recipe.prompts.screen_against
             ]
-        command = self._command("rollout" if self.needs_cache else "train")
+        command = self.command("rollout" if self.needs_cache else "train")
         settings["student"] = self.identity_of(self.student)
         return self._step(Step("prompts", self._as_made("prompts", settings), (), command))
 
@@ -156,7 +156,7 @@ class Steps:
         settings = self.recipe.rollout.model_dump(mode="json", include=names)
         settings |= quantization(self.recipe.rollout)
         settings["student"] = self.identity_of(self.sampler or self.student)
-        return self._step(Step("rollout", settings, (self.prompts,), self._command("rollout")))
+        return self._step(Step("rollout", settings, (self.prompts,), self.command("rollout")))
 
     @cached_property
     def proposal(self) -> Step:
@@ -173,7 +173,7 @@ class Steps:
         settings = {"candidates": section.candidates, "dtype": section.dtype, **engine_settings(section)}
         settings |= self._rounding
         settings["student"] = self.identity_of(model)
-        return self._step(Step(path, settings, (before,), self._command("reference")))
+        return self._step(Step(path, settings, (before,), self.command("reference")))
 
     def score(self, scored: ScoredModel) -> Step:
         settings = {
@@ -192,7 +192,7 @@ class Steps:
             settings["context"] = scored.context.model_dump(exclude_none=True)
             settings |= {"missing": "mask"} if scored.masks_missing else {}
         name = self.score_names[scored]
-        command = f"{self._command('score')} --only {name}"
+        command = self.command("score", name)
         return self._step(Step(f"score/{name}", settings, (self.reference,), command))
 
     @cached_property
@@ -281,7 +281,7 @@ class Steps:
         cached = (self.reference, *scores.values())
         inputs = (self.prompts,) if composition.method == "online" else cached
         path = f"train/{name}"
-        command = f"{self._command('train')} --only {name}"
+        command = self.command("train", name)
         return self._step(Step(path, self._as_made(path, settings), inputs, command))
 
     def train_section(self, name: str) -> Train:
@@ -356,7 +356,7 @@ class Steps:
         source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
         key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
         settings["benchmark"] = self._data_identity(source, key)
-        return self._measured(policy, benchmark_folder(benchmark), settings)
+        return self._measured(policy, benchmark_folder(benchmark), settings, self.command("eval", policy))
 
     def harness(self, policy: str, task: str) -> Step:
         """A task of another harness. Its version and data are that environment's, and not known before it runs."""
@@ -365,9 +365,9 @@ class Steps:
         settings = {"benchmark": f"lm-eval:{task}", **section.model_dump(mode="json", include=names)}
         if section.include is not None:
             settings["include"] = self._data_identity(section.include, "harness.include")
-        return self._measured(policy, f"{HARNESS}{slug(task)}", settings, " --harness lm-eval")
+        return self._measured(policy, f"{HARNESS}{slug(task)}", settings, self.command("harness", policy))
 
-    def _measured(self, policy: str, folder: str, settings: dict[str, Any], options: str = "") -> Step:
+    def _measured(self, policy: str, folder: str, settings: dict[str, Any], command: str) -> Step:
         """The evaluation of a policy in a folder of its own."""
         inputs: tuple[Step, ...] = ()
         if policy in self.recipe.compositions:
@@ -376,7 +376,6 @@ class Steps:
             settings["model"] = self.identity_of(Checkpoint.of(self.recipe.policies[policy]))
         else:
             settings["model"] = self.identity_of(self.student)
-        command = f"{self._command('eval')} --only {policy}{options}"
         subject = frozenset({"model", "benchmark"})
         return self._step(Step(f"eval/{policy}/{folder}", settings, inputs, command, subject=subject))
 
@@ -436,5 +435,9 @@ class Steps:
         methods = self.methods()
         return methods != {"online"} if methods else bool(self.recipe.anchors)
 
-    def _command(self, verb: str) -> str:
-        return f"lweave {verb} {self.arguments}"
+    def command(self, verb: str, only: str = "") -> str:
+        """Say what to type: a command, or from Python a method of the run."""
+        if self.arguments is None:
+            return f"run.{verb}({only!r})" if only else f"run.{verb}()"
+        words = {"harness": f"eval {self.arguments} --harness lm-eval"}.get(verb, f"{verb} {self.arguments}")
+        return f"lweave {words} --only {only}" if only else f"lweave {words}"

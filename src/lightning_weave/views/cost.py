@@ -47,7 +47,7 @@ def run(runs: Sequence[Steps], console: Console, json: bool = False) -> None:
 def _read(steps: Steps) -> Spent:
     spent = read_spent(steps.store.run_dir)
     if not spent.kept and not spent.discarded:
-        raise InputError(f"{steps.store.run_dir}: nothing measured yet. Start with: lweave run {steps.arguments}")
+        raise InputError(f"{steps.store.run_dir}: nothing measured yet. Start with: {steps.command('run')}")
     return spent
 
 

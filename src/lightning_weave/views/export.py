@@ -93,9 +93,9 @@ def _check_target(out: Path, made_from: Mapping[str, Any]) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / MADE_FROM).is_file():
-        raise InputError(f"--out {out}: exists and was not made by this command. Name another directory")
+        raise InputError(f"{out}: exists and was not made by this command. Name another directory")
     if read_json(out / MADE_FROM).get("fingerprint") != made_from["fingerprint"]:
-        raise InputError(f"--out {out}: holds targets of another cache or composition. Name another directory")
+        raise InputError(f"{out}: holds targets of another cache or composition. Name another directory")
 
 
 def _table(targets: Targets, prompts: Sequence[Prompt]) -> pa.Table:

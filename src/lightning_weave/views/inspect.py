@@ -102,7 +102,7 @@ def look(steps: Steps, row: int, position: int) -> Decision:
 def _check_range(what: str, number: int, count: int, where: str) -> None:
     if not 0 <= number < count:
         choice = f"{what}s 0 to {count - 1}" if count else f"no {what}s"
-        raise InputError(f"--{what} {number}: {where} has {choice}")
+        raise InputError(f"{what} {number}: {where} has {choice}")
 
 
 def _models(steps: Steps, at: tuple[int, int], position: int) -> dict[str, list[float | None]]:

@@ -47,7 +47,7 @@ def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
         console.print(
             f"{len(waiting)} of {len(found)} to do. Next: {waiting[0].step.command}", soft_wrap=True, markup=False
         )
-        console.print(f"Everything: lweave run {steps.arguments}", soft_wrap=True, markup=False)
+        console.print(f"Everything: {steps.command('run')}", soft_wrap=True, markup=False)
     else:
         console.print("Everything is up to date.")
     return found
