@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from lightning_weave.progress import Progress
     from lightning_weave.runs.steps import Steps
-    from lightning_weave.runs.work import Do
+    from lightning_weave.runs.work import Workers
 
 Files = Annotated[list[str], typer.Argument(metavar="RECIPE", help="recipe files (TOML); a later one overrides")]
 Sets = Annotated[
@@ -21,7 +21,7 @@ Sets = Annotated[
 Only = Annotated[
     list[str] | None, typer.Option("--only", metavar="NAME", help="only this one, by name; may be repeated")
 ]
-Cluster = Annotated[Literal["ray"] | None, typer.Option(metavar="ray", help="make the shards on a Ray cluster")]
+Cluster = Annotated[Literal["ray"] | None, typer.Option(metavar="ray", help="do the work on a Ray cluster")]
 Address = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="of the cluster; default: $RAY_ADDRESS, or a new one on this machine"),
@@ -60,12 +60,12 @@ def open_progress() -> "Progress":
     return Progress()
 
 
-def choose_workers(cluster: str | None, address: str | None) -> "Do":
-    """Say who makes the shards."""
+def choose_workers(cluster: str | None, address: str | None) -> "Workers":
+    """Say who does the work."""
     if cluster is None:
-        from lightning_weave.runs.work import do_here
+        from lightning_weave.runs.work import HERE
 
-        return do_here
+        return HERE
     from lightning_weave.runs.cluster import connect
 
     return connect(address)

@@ -46,7 +46,7 @@ def rollout(
 
     with writing(steps):
         allow(steps, "rollout", None, yes, check)
-        make_rollouts(steps, open_progress(), choose_workers(cluster, address))
+        make_rollouts(steps, open_progress(), choose_workers(cluster, address).do)
 
 
 @app.command()
@@ -65,7 +65,7 @@ def reference(
 
     with writing(steps):
         allow(steps, "reference", None, yes, check)
-        stage.run(steps, open_progress(), choose_workers(cluster, address))
+        stage.run(steps, open_progress(), choose_workers(cluster, address).do)
 
 
 @app.command()
@@ -85,12 +85,19 @@ def score(
 
     with writing(steps):
         allow(steps, "score", only, yes, check)
-        stage.run(steps, open_progress(), only, choose_workers(cluster, address))
+        stage.run(steps, open_progress(), only, choose_workers(cluster, address).do)
 
 
 @app.command()
 def train(
-    recipe: Files, set_: Sets = None, only: Only = None, check: Ahead = False, yes: Yes = False, trust: Trust = False
+    recipe: Files,
+    set_: Sets = None,
+    only: Only = None,
+    check: Ahead = False,
+    yes: Yes = False,
+    trust: Trust = False,
+    cluster: Cluster = None,
+    address: Address = None,
 ) -> None:
     """Fit the student to every composition of the cached shifts."""
     steps = load_steps(recipe, set_, trust)
@@ -99,7 +106,7 @@ def train(
 
     with writing(steps):
         allow(steps, "train", only, yes, check)
-        make_students(steps, open_progress(), only)
+        make_students(steps, open_progress(), only, workers=choose_workers(cluster, address))
 
 
 @app.command("eval")
@@ -151,7 +158,7 @@ def evaluate(
         if harness:
             stage.run_harness(steps, open_progress(), only)
         else:
-            stage.run(steps, open_progress(), only, choose_workers(cluster, address))
+            stage.run(steps, open_progress(), only, choose_workers(cluster, address).do)
         if lm_eval:
             stage.export_lm_eval(steps, Path(lm_eval), datetime.now())
     show_results(steps, open_console())

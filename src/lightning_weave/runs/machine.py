@@ -14,8 +14,13 @@ from lightning_weave.store import Store, read_json, write_json
 
 def set_up(recipe: Recipe, store: Store) -> torch.device:
     """Choose device and threads. A measured thread count is kept with the run, so that its resumes round alike."""
-    torch.set_num_threads(recipe.machine.threads or _kept_threads(store.run_dir / "machine.json"))
+    set_threads(recipe, store)
     return choose_device(recipe)
+
+
+def set_threads(recipe: Recipe, store: Store) -> None:
+    """Set the threads alone, where other machines compute and keep to the same number."""
+    torch.set_num_threads(recipe.machine.threads or _kept_threads(store.run_dir / "machine.json"))
 
 
 def choose_device(recipe: Recipe) -> torch.device:
