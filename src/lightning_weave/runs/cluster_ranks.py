@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_weave.config import Recipe
 from lightning_weave.errors import InputError, PeerStopped, WeaveError, first_line
@@ -157,7 +157,7 @@ def _run(actors: Sequence[Any], training: Training, steps: Steps, progress: Prog
         screen.show(ray.get(actors[0].told.remote()))
 
 
-def _raise_why(running: Sequence[Any]) -> None:
+def _raise_why(running: Sequence[Any]) -> NoReturn:
     """Raise what a rank had to complain about; if none had, one of them is gone."""
     import ray
 
