@@ -39,7 +39,7 @@ test-peers:      ## against other libraries, in an environment of its own
 	@scripts/peers-env "$(PEERS_VENV)"
 	OMP_NUM_THREADS=1 $(PEERS_VENV)/bin/python -m pytest -m peers tests
 
-test-ray: dev    ## shards on a Ray cluster of two nodes, one of them killed
+test-ray: dev    ## whole runs on a Ray cluster of two nodes, one killed in each phase
 	@scripts/ray-env "$(VENV)" "$(RAY_VENV)"
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m ray tests
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from lightning_weave.cache.reader import Cache
     from lightning_weave.cache.targets import Targets
-    from lightning_weave.runs.work import Do
+    from lightning_weave.runs.work import Workers
     from lightning_weave.train.targets import TargetReader
     from lightning_weave.views.inspect import Decision
 
@@ -36,7 +36,7 @@ class Run:
     `recipe` is a file, several that are merged, a dict, or a checked `Recipe`; `overrides` are as after `--set`:
     `Run("mine.toml", ["train.epochs=3"])`. Nothing is read or made before a method is called. `yes` discards what a
     changed recipe makes stale, as `--yes` does; without it that is refused. `trust` lets the Python files run that the
-    recipe names, as `--trust` does. `cluster` and `address` are where shards are made, as `--cluster ray` says it.
+    recipe names, as `--trust` does. `cluster` and `address` are where the work is done, as `--cluster ray` says it.
     """
 
     def __init__(
@@ -109,35 +109,35 @@ class Run:
         from lightning_weave.pipeline.flow import make_rollouts
 
         with self._making("rollout", check=check):
-            make_rollouts(self.steps, self.progress, self.workers())
+            make_rollouts(self.steps, self.progress, self.workers().do)
 
     def reference(self, *, check: bool = False) -> None:
         """Find the student's candidates on its own trajectories."""
         from lightning_weave.pipeline import reference as stage
 
         with self._making("reference", check=check):
-            stage.run(self.steps, self.progress, self.workers())
+            stage.run(self.steps, self.progress, self.workers().do)
 
     def score(self, *models: str, check: bool = False) -> None:
         """Score the cached candidates under every anchor model, or under these."""
         from lightning_weave.pipeline import score as stage
 
         with self._making("score", models, check):
-            stage.run(self.steps, self.progress, models or None, self.workers())
+            stage.run(self.steps, self.progress, models or None, self.workers().do)
 
     def train(self, *compositions: str, check: bool = False) -> None:
         """Fit the student to every composition, or to these."""
         from lightning_weave.pipeline.flow import make_students
 
         with self._making("train", compositions, check):
-            make_students(self.steps, self.progress, compositions or None)
+            make_students(self.steps, self.progress, compositions or None, workers=self.workers())
 
     def eval(self, *policies: str) -> Records:
         """Sample, grade and summarise every policy, or these; returns the points."""
         from lightning_weave.pipeline import eval as stage
 
         with self._making("eval", policies):
-            stage.run(self.steps, self.progress, policies or None, self.workers())
+            stage.run(self.steps, self.progress, policies or None, self.workers().do)
         return self.points()
 
     def harness(self, *policies: str) -> Records:
@@ -257,12 +257,12 @@ class Run:
         if name not in known:
             raise InputError(f"{name!r}: no such {what}; this recipe has {', '.join(known)}")
 
-    def workers(self) -> "Do":
-        """Say who makes the shards: this process, or the nodes of a cluster."""
+    def workers(self) -> "Workers":
+        """Say who makes the shards and trains: this process, or the nodes of a cluster."""
         if self.cluster is None:
-            from lightning_weave.runs.work import do_here
+            from lightning_weave.runs.work import HERE
 
-            return do_here
+            return HERE
         from lightning_weave.runs.cluster import connect
 
         return connect(self.address)

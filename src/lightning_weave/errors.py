@@ -29,6 +29,10 @@ class Mismatch(WeaveError):
     """Two things that must agree do not: an engine and the reference, two caches of one trajectory, two ranks."""
 
 
+class PeerStopped(WeaveError):
+    """Another rank has stopped, which says why itself if it still can."""
+
+
 def logits_not_finite(where: str, model: str) -> WeaveError:
     """The error for a model that gives NaN or infinite logits; `where` names the prompt or row, if one is to blame."""
     place = f"{where}: the model's logits are not finite" if where else f"{model}: the model's logits are never finite"

@@ -1,4 +1,4 @@
-"""Which of the processes that torchrun started this one is. No other file reads these variables."""
+"""Which of the processes that torchrun or Ray started this one is. No other file knows these variables."""
 
 import os
 import re
@@ -29,6 +29,13 @@ def local_rank() -> int:
 def local_world_size() -> int:
     """How many ranks this machine has."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def become(rank: int, world: int, local_rank: int, local_world: int, address: str, port: int) -> None:
+    """Make this process one of several ranks that meet at an address, as torchrun does."""
+    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in {**place, **meeting}.items()})
 
 
 def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:

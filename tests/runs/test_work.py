@@ -41,7 +41,7 @@ def test_all_gpus_of_an_engine_are_counted(
     monkeypatch.setattr(work, "measure", measure)
     worker = SimpleNamespace(make=lambda shards: [work.Made(1) for _ in shards], close=lambda: None)
     job = Job("rollout", "", "shard", [0], lambda steps: worker, devices=rollout.gpus_of(section))
-    do_here(job, Steps(check_recipe(recipe)), Progress(quiet=True))
+    do_here([job], Steps(check_recipe(recipe)), Progress(quiet=True))
     assert meter.devices == devices
 
 

@@ -21,7 +21,7 @@ Sets = Annotated[
 Only = Annotated[
     list[str] | None, typer.Option("--only", metavar="NAME", help="only this one, by name; may be repeated")
 ]
-Cluster = Annotated[Literal["ray"] | None, typer.Option(metavar="ray", help="make the shards on a Ray cluster")]
+Cluster = Annotated[Literal["ray"] | None, typer.Option(metavar="ray", help="do the work on a Ray cluster")]
 Address = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="of the cluster; default: $RAY_ADDRESS, or a new one on this machine"),

@@ -72,10 +72,17 @@ def score(
 
 @app.command()
 def train(
-    recipe: Files, set_: Sets = None, only: Only = None, check: Ahead = False, yes: Yes = False, trust: Trust = False
+    recipe: Files,
+    set_: Sets = None,
+    only: Only = None,
+    check: Ahead = False,
+    yes: Yes = False,
+    trust: Trust = False,
+    cluster: Cluster = None,
+    address: Address = None,
 ) -> None:
     """Fit the student to every composition of the cached shifts."""
-    load_run(recipe, set_, yes=yes, trust=trust).train(*only or (), check=check)
+    load_run(recipe, set_, yes=yes, trust=trust, cluster=cluster, address=address).train(*only or (), check=check)
 
 
 @app.command("eval")

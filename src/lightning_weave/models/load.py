@@ -96,6 +96,9 @@ def load_quantised(path: Path, bits: str, dtype: torch.dtype, device: torch.devi
         if isinstance(weight := getattr(module, "weight", None), Tensor) and not weight.is_floating_point():
             # A state of its weight alone, which never changes: torch's checkpoints do not know what is beside it.
             module._save_to_state_dict = partial(nn.Module._save_to_state_dict, module)
+            module.support_avx512bf16_for_cpu = (
+                False  # some CPUs would repack it when it is looked at; that is a change
+            )
     return model
 
 

@@ -16,7 +16,7 @@ from lightning_weave.pipeline.harness import run_tasks
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_first
 from lightning_weave.report.results import track_evaluation
-from lightning_weave.runs.evaluation import Evaluated, drop_blocks, evaluate, prompt_texts
+from lightning_weave.runs.evaluation import Evaluated, drop_blocks, exam_jobs, prompt_texts
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, do_here, make_room
 
@@ -37,11 +37,13 @@ def run(
             drop_blocks(stages[benchmark])
         if waiting:
             policy = Evaluated(name, steps.policy(name))
+            jobs = []
+            for benchmark, stage in waiting.items():
+                whole = load_benchmark(benchmark, section.sources.get(benchmark))
+                check_lock(whole, steps.store.run_dir / "eval" / "benchmarks.json")
+                jobs += exam_jobs(steps, policy, whole.first(section.problems), stage, progress)
             try:
-                for benchmark, stage in waiting.items():
-                    whole = load_benchmark(benchmark, section.sources.get(benchmark))
-                    check_lock(whole, steps.store.run_dir / "eval" / "benchmarks.json")
-                    evaluate(steps, policy, whole.first(section.problems), stage, progress, do=do)
+                do(jobs, steps, progress)
             finally:
                 policy.close()
             watch(partial(check_evaluation, steps, name), True, progress)

@@ -4,14 +4,13 @@ prompts -> rollout -> reference -> score -> train -> eval
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 from lightning_weave.checks.watch import Watch, warn
 from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import prompts, reference, rollout, score, train
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import Do, do_here, wait_for_ranks
+from lightning_weave.runs.work import HERE, Do, Workers, do_here, wait_for_ranks
 from lightning_weave.types import Candidates, Rollouts, Scores
 
 
@@ -32,20 +31,26 @@ def make_cache(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch 
         wait_for_ranks(steps.store.stage(steps.score(scored)), Scores, shards)
 
 
-def make_students(steps: Steps, progress: Progress, only: Sequence[str] | None = None, watch: Watch = warn) -> None:
+def make_students(
+    steps: Steps,
+    progress: Progress,
+    only: Sequence[str] | None = None,
+    watch: Watch = warn,
+    workers: Workers = HERE,
+) -> None:
     """Train compositions. Those that sample while they train make their own cache, with the stages above."""
     if "online" in steps.methods(only):
         prompts.run(steps, progress)
-    train.run(steps, progress, partial(make_cache, progress=progress), only, watch)
+    train.run(steps, progress, make_cache, only, watch, workers)
 
 
-def make_everything(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn) -> None:
-    """Bring every stage up to date; what is up to date is not touched. `do` may hand shards out; training runs here."""
+def make_everything(steps: Steps, progress: Progress, workers: Workers = HERE, watch: Watch = warn) -> None:
+    """Bring every stage up to date; what is up to date is not touched."""
     if steps.recipe.compositions:
         if steps.needs_cache:
-            make_cache(steps, progress, do, watch)
-        make_students(steps, progress, watch=watch)
-    eval_stage.run(steps, progress, do=do, watch=watch)
+            make_cache(steps, progress, workers.do, watch)
+        make_students(steps, progress, watch=watch, workers=workers)
+    eval_stage.run(steps, progress, do=workers.do, watch=watch)
 
 
 def evaluate(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:

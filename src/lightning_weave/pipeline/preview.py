@@ -28,11 +28,12 @@ from lightning_weave.report.tables import console
 from lightning_weave.runs.anchors import AnchorScorer, LiveAnchors
 from lightning_weave.runs.caches import routed_weights
 from lightning_weave.runs.discard import allow_discards
-from lightning_weave.runs.evaluation import Evaluated, asked_problems, evaluate
+from lightning_weave.runs.evaluation import Evaluated, asked_problems, exam_jobs
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.scored import ScoredModel
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.trajectories import pack_rollouts
+from lightning_weave.runs.work import do_here
 from lightning_weave.store import Step
 from lightning_weave.types import Candidates, Ragged, Request, Response
 
@@ -138,7 +139,7 @@ def _evaluate(
             anchors = anchors or _open_anchors(steps, name, loaded)
             anchors.ask(asked_problems(benchmark, steps.student.tokenizer, section))
             policy = policy or _open_policy(steps, name, anchors)
-            evaluate(steps, policy, benchmark, stage, progress, booked="preview")
+            do_here(exam_jobs(steps, policy, benchmark, stage, progress, booked="preview"), steps, progress)
         summaries.append(read_summary(stage.folder / "summary.json"))
     return summaries
 

@@ -35,7 +35,7 @@ def _make(steps: Steps, stage: Stage, open_: Callable[[Steps], "ReferenceWorker"
     pending = stage.pending(shards)
     devices = gpus_of(steps.recipe.reference)
     job = Job(stage.step.path, "", "shard", pending, open_, fingerprint=stage.step.fingerprint, devices=devices)
-    do(job, steps, progress)
+    do([job], steps, progress)
     stage.finish(Candidates, shards)
 
 

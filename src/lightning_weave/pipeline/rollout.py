@@ -28,7 +28,7 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn)
     pending = stage.pending(shards)
     devices = gpus_of(steps.recipe.rollout)
     job = Job("rollout", "", "shard", pending, open_worker, fingerprint=stage.step.fingerprint, devices=devices)
-    do(job, steps, progress)
+    do([job], steps, progress)
     stage.finish(Rollouts, shards)
     if is_first():
         _journal(stage).remove()

@@ -17,25 +17,24 @@ from lightning_weave.progress import Progress, duration
 from lightning_weave.runs.changes import why_stale
 from lightning_weave.runs.discard import allow_discards, discards, file_size, listing
 from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import Do, do_here
+from lightning_weave.runs.work import HERE, Workers
 from lightning_weave.store import Stage
 from lightning_weave.train.export import check_lora
 
 
-def run(steps: Steps, progress: Progress, do: Do = do_here, force: bool = False, yes: bool = False) -> None:
+def run(steps: Steps, progress: Progress, workers: Workers = HERE, force: bool = False, yes: bool = False) -> None:
     """Make what is missing, unless something is known to be wrong with it.
 
     `force` overrides judgements, `yes` discards what another recipe has made without asking.
     """
     todo = Todo.of(steps)
     findings = look_ahead(steps, todo)
-    if do is not do_here:  # only training runs on this machine
-        elsewhere = {"memory", "idle GPUs"}
-        findings = [found for found in findings if found.check not in elsewhere or found.about == "train"]
+    if workers is not HERE:  # this machine's memory and GPUs say nothing about theirs
+        findings = [found for found in findings if found.check not in ("memory", "idle GPUs")]
     refuse(findings, force)
     say(findings, progress)
     allow_discards(steps, steps.everything() if steps.recipe.compositions else steps.made_by("eval"), yes)
-    make_everything(steps, progress, do, warn if force or todo.nothing else stop)
+    make_everything(steps, progress, workers, warn if force or todo.nothing else stop)
 
 
 def dry_run(steps: Steps, out: Console) -> None:

@@ -19,20 +19,18 @@ from lightning_weave.types import Candidates, Rollouts, Scores
 def run(
     steps: Steps, progress: Progress, only: Sequence[str] | None = None, do: Do = do_here, watch: Watch = warn
 ) -> None:
-    """Score the cached candidates under every anchor model, one model at a time. Resumable."""
+    """Score the cached candidates under every anchor model. Resumable."""
     names = steps.score_names
     if unknown := sorted(set(only or ()) - set(names.values())):
         raise InputError(f"{unknown[0]!r}: no such model; this recipe scores {', '.join(names.values())}")
     made = any(steps.store.stage(steps.score(scored)).state() != "done" for scored in names)
     bases: Bases = {}
-    for whole, sides in _by_model([scored for scored, name in names.items() if only is None or name in only]).items():
-        for scored in sides:
-            score_model(steps, scored, progress, do, bases)
-        bases.pop(whole, None)
+    wanted = _by_model([scored for scored, name in names.items() if only is None or name in only])
+    do([score_job(steps, scored, bases) for scored in wanted], steps, progress)
     watch(lambda: check_scores(steps), made, progress)
 
 
-def _by_model(wanted: Sequence[ScoredModel]) -> dict[Checkpoint, list[ScoredModel]]:
+def _by_model(wanted: Sequence[ScoredModel]) -> list[ScoredModel]:
     """Put those together that one load serves: contexts of one checkpoint, adapters of one base."""
     found: dict[Checkpoint, list[ScoredModel]] = {}
     for scored in wanted:
@@ -41,11 +39,11 @@ def _by_model(wanted: Sequence[ScoredModel]) -> dict[Checkpoint, list[ScoredMode
         except InputError:  # gone since it was scored
             whole = scored.checkpoint
         found.setdefault(whole, []).append(scored)
-    return found
+    return [scored for sides in found.values() for scored in sides]
 
 
-def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do, bases: Bases) -> None:
-    """Score every pending shard under one model."""
+def score_job(steps: Steps, scored: ScoredModel, bases: Bases) -> Job:
+    """Score every pending shard under one model; `bases` is what the model before has left loaded."""
     shards = len(steps.store.stage(steps.reference).require()["shards"])
     stage = steps.store.stage(steps.score(scored))
     make_room(stage)
@@ -53,9 +51,10 @@ def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do, b
     name = steps.score_names[scored]
     pending = stage.pending(shards)
     devices = gpus_of(steps.recipe.score)
-    job = Job("score", name, "shard", pending, opener, fingerprint=stage.step.fingerprint, devices=devices)
-    do(job, steps, progress)
-    stage.finish(Scores, shards)
+    finish = partial(stage.finish, Scores, shards)
+    return Job(
+        "score", name, "shard", pending, opener, fingerprint=stage.step.fingerprint, devices=devices, finish=finish
+    )
 
 
 @dataclass(frozen=True)
@@ -84,5 +83,8 @@ class ScoreWorker:
 
 
 def open_worker(steps: Steps, scored: ScoredModel, bases: Bases) -> ScoreWorker:
-    """Load one anchor model."""
+    """Load one anchor model, in place of another that the worker before has left."""
+    whole = scored.checkpoint.base or scored.checkpoint
+    for other in bases.keys() - {whole}:
+        del bases[other]
     return ScoreWorker(steps, scored, AnchorScorer.open(steps, scored, bases))

@@ -13,7 +13,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.ranks import can_meet
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import make_room
+from lightning_weave.runs.work import HERE, Workers, make_room
 from lightning_weave.train.offline import train_offline
 from lightning_weave.train.online import train_online
 from lightning_weave.train.parallel import join
@@ -25,9 +25,10 @@ from lightning_weave.train.training import TrainContext, give_back, needs_shardi
 def run(
     steps: Steps,
     progress: Progress,
-    make_cache: Callable[[Steps], None],
+    make_cache: Callable[[Steps, Progress], None],
     only: Sequence[str] | None = None,
     watch: Watch = warn,
+    workers: Workers = HERE,
 ) -> None:
     """Train every composition that is not up to date, resuming from the newest checkpoint.
 
@@ -45,15 +46,21 @@ def run(
             make_room(steps.store.stage(steps.train(name)))  # of a run that was killed as it ended
             watch(partial(check_training, steps, name), False, progress)
     if pending or can_meet():  # all ranks join, so that rank 0 can say what is pending: disks show files late
-        device = set_up(steps.recipe, steps.store)
-        dtype = _compute_dtype(steps.recipe, device)
-        with join(device, sharded=needs_sharding(steps, dtype, device)) as ranks:
-            pending = ranks.gathered(pending if ranks.first else [])
-            context = TrainContext(ranks, dtype, progress, make_cache)
-            for name in pending:
-                train_composition(steps, name, context)
-                give_back()
-                watch(partial(check_training, steps, name), True, progress)
+        workers.train(partial(train_compositions, names=pending, make_cache=make_cache, watch=watch), steps, progress)
+
+
+def train_compositions(
+    steps: Steps, progress: Progress, names: Sequence[str], make_cache: Callable[[Steps, Progress], None], watch: Watch
+) -> None:
+    """Train these compositions, all ranks together; those that rank 0 names count."""
+    device = set_up(steps.recipe, steps.store)
+    dtype = _compute_dtype(steps.recipe, device)
+    with join(device, sharded=needs_sharding(steps, dtype, device)) as ranks:
+        context = TrainContext(ranks, dtype, progress, lambda inner: make_cache(inner, progress))
+        for name in ranks.gathered(list(names) if ranks.first else []):
+            train_composition(steps, name, context)
+            give_back()
+            watch(partial(check_training, steps, name), True, progress)
 
 
 def train_composition(steps: Steps, name: str, context: TrainContext) -> None:

@@ -1,31 +1,36 @@
-"""`--cluster ray`: the shards of a stage on a Ray cluster. Workers hold one model each and meet on a shared disk.
+"""`--cluster ray`: the shards of jobs on a Ray cluster. Workers hold one model each and meet on a shared disk.
 
 Ray starts a worker again when its process or node dies, wherever there is room. The shard that it was making goes back
-to the others at once, so a cluster that has shrunk keeps working.
+to the others at once, so a cluster that has shrunk keeps working. A worker without a shard left in its job moves to the
+next: no device waits for the last shard of another.
 """
 
 import logging
 import os
 import socket
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_weave.config import Machine, Recipe
+from lightning_weave.config import Recipe
 from lightning_weave.errors import InputError, WeaveError, first_line
-from lightning_weave.progress import Progress
+from lightning_weave.progress import Bar, Progress
+from lightning_weave.runs.cluster_plan import live_nodes, plan_workers
+from lightning_weave.runs.cluster_ranks import train_on_ray
 from lightning_weave.runs.machine import set_threads
 from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import Do, Job, Made, Worker
-from lightning_weave.store.ledger import measure
+from lightning_weave.runs.work import Job, Made, Worker, Workers
+from lightning_weave.store.ledger import Meter, measure
 
 MOST_TRIES = 3  # of one shard whose worker dies
 log = logging.getLogger(__name__)
 
 
-def connect(address: str | None) -> Do:
-    """Join a Ray cluster, or start one on this machine; returns what does the shards of a job there."""
+def connect(address: str | None) -> Workers:
+    """Join a Ray cluster, or start one on this machine; returns what does all work there."""
     try:
         import ray
     except ModuleNotFoundError:
@@ -36,7 +41,7 @@ def connect(address: str | None) -> Do:
             ray.init(address=address, log_to_driver=False, configure_logging=False)
         except ConnectionError as error:
             raise InputError(f"--address {address}: no Ray cluster answers there ({error})") from None
-    return _do_on_ray
+    return Workers(do_on_ray, train_on_ray)
 
 
 def check_address(address: str | None) -> None:
@@ -53,85 +58,60 @@ def check_address(address: str | None) -> None:
         ) from None
 
 
-def _do_on_ray(job: Job, steps: Steps, progress: Progress) -> None:
-    """Make every pending shard on the cluster."""
+def do_on_ray(jobs: Sequence[Job], steps: Steps, progress: Progress) -> None:
+    """Make every pending shard of these jobs on the cluster, with the same workers for all of them."""
     import ray
 
-    if not job.pending:
+    for job in jobs:
+        if not job.pending:
+            job.finish()
+    jobs = [job for job in jobs if job.pending]
+    if not jobs:
         return
-    set_threads(steps.recipe, steps.store)  # which all workers keep to; where this is typed there may be no GPU
-    plan = plan_workers(steps.recipe.machine, ray.cluster_resources(), len(job.pending))
+    set_threads(steps.recipe, steps.store)  # all workers keep to it
+    shards = sum(len(job.pending) for job in jobs)
+    plan = plan_workers(steps.recipe.machine, live_nodes(), shards, max(job.devices for job in jobs))
     remote = ray.remote(max_restarts=-1, num_cpus=plan.cpus, num_gpus=plan.gpus)(_with_patient_start(ShardWorker))
+    openers = [job.open for job in jobs]  # sent together, so that a worker keeps what two of them share
     actors = [
-        remote.remote(job.open, steps.recipe, steps.arguments, steps.trust, os.getcwd()) for _ in range(plan.workers)
+        remote.remote(openers, steps.recipe, steps.arguments, steps.trust, os.getcwd()) for _ in range(plan.workers)
     ]
-    with (
-        measure(steps.store.run_dir, job.stage, job.name, fingerprint=job.fingerprint) as meter,
-        progress.bar(job.label, len(job.pending), job.unit) as bar,
-    ):
-        meter.devices = plan.devices
-
-        def count(made: Made) -> None:
-            meter.add(tokens=made.tokens, written=made.written)
-            bar.advance()
-
-        try:
-            _hand_out(actors, job, count)
-        finally:
-            for actor in actors:
-                ray.kill(actor)
-
-
-@dataclass(frozen=True)
-class WorkerPlan:
-    """How many workers, and what each of them takes from the cluster."""
-
-    workers: int
-    cpus: float
-    gpus: float
-
-    @property
-    def devices(self) -> float:
-        """How many devices are taken by all of them together."""
-        return self.workers * (self.gpus or 1.0)
-
-
-def plan_workers(machine: Machine, resources: dict[str, float], shards: int) -> WorkerPlan:
-    """Choose the number of workers by the recipe, or by what the cluster has."""
-    cpus = float(machine.threads or 1)
-    gpus = machine.gpus_per_worker
-    if machine.device == "cpu" or not resources.get("GPU") or gpus == 0:
-        gpus = 0.0
-    room = resources.get("GPU", 0.0) / gpus if gpus else resources.get("CPU", 1.0) / cpus
-    if room < 1:
-        has = ", ".join(f"{name} {resources.get(name, 0):g}" for name in ("CPU", "GPU"))
-        raise InputError(
-            f"no worker of {cpus:g} CPUs and {gpus:g} GPUs fits into the cluster, which has {has}. "
-            "Lower machine.threads or machine.gpus_per_worker, or add nodes"
-        )
-    return WorkerPlan(min(machine.workers or int(room), shards), cpus, gpus)
+    try:
+        with _underway(jobs, steps, plan.devices_each) as underway:
+            _hand_out(actors, underway, progress)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
 
 
 class ShardWorker:
-    """What lives in an actor: one worker, opened when it is first needed and again after every restart."""
+    """What lives in an actor: a worker of one job at a time, opened when a shard of that job comes."""
 
     def __init__(
-        self, opener: Callable[[Steps], Worker], recipe: Recipe, arguments: str | None, trust: bool, folder: str
+        self,
+        openers: Sequence[Callable[[Steps], Worker]],
+        recipe: Recipe,
+        arguments: str | None,
+        trust: bool,
+        folder: str,
     ) -> None:
         os.chdir(folder)  # the recipe's paths are relative to it
-        self.opener = opener
+        self.openers = openers
         self.steps = Steps(recipe, arguments, trust)
+        self.job: int | None = None
         self.worker: Worker | None = None
 
     def ready(self) -> None:
-        """Load the model."""
-        if self.worker is None:
-            self.worker = self.opener(self.steps)
+        """Return when there is room for this process."""
 
-    def make(self, shard: int) -> Made:
-        """Make one shard."""
-        self.ready()
-        assert self.worker is not None
+    def make(self, job: int, shard: int) -> Made:
+        """Make one shard of a job."""
+        if self.worker is None or self.job != job:
+            if self.worker is not None:
+                self.worker.close()
+            self.worker = None  # before another model is loaded
+            self.worker = self.openers[job](self.steps)
+            self.job = job
         (made,) = self.worker.make([shard])
         return made
 
@@ -146,43 +126,122 @@ def _with_patient_start(kind: type[ShardWorker]) -> type[ShardWorker]:
     return RestartedWorker
 
 
-def _hand_out(actors: Sequence[Any], job: Job, count: Callable[[Made], None]) -> None:
+@dataclass
+class _Underway:
+    """A job on the cluster: what is left to hand out and to come back, and what it has taken."""
+
+    number: int
+    job: Job
+    steps: Steps
+    devices_each: float
+    todo: deque[int]
+    left: int
+    tries: Counter[int] = field(default_factory=Counter)
+    shown: int = 0
+    bar: Bar | None = None
+    _meter: Meter | None = None
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def meter(self) -> Meter:
+        """Its account, opened with the first shard. Only what workers spend on its shards is counted."""
+        if self._meter is None:
+            job = self.job
+            account = measure(self.steps.store.run_dir, job.stage, job.name, fingerprint=job.fingerprint)
+            self._meter = self._open.enter_context(account)
+            self._meter.devices = 0.0
+        return self._meter
+
+    def count(self, made: Made) -> None:
+        """Book a shard; the last one ends the job."""
+        self.left -= 1
+        self.meter.add(tokens=made.tokens, written=made.written)
+        if not self.left:
+            self._open.close()
+            self.job.finish()
+
+    def take_back(self, shard: int, error: Exception) -> None:
+        """Put a shard back whose worker died, unless it has killed too many."""
+        self.tries[shard] += 1
+        if self.tries[shard] >= MOST_TRIES:
+            raise WeaveError(
+                f"{self.job.label}: {MOST_TRIES} workers died making {self.job.unit} {shard} ({first_line(error)}). "
+                "Out of memory? Lower token_budget or batch_size"
+            ) from None
+        self.todo.appendleft(shard)
+        log.info("%s: a worker died; %s %d goes to another", self.job.label, self.job.unit, shard)
+
+
+@contextmanager
+def _underway(jobs: Sequence[Job], steps: Steps, devices_each: float) -> Iterator[list[_Underway]]:
+    """Begin jobs, and book what they have taken however they end."""
+    begun = [
+        _Underway(number, job, steps, devices_each, deque(job.pending), len(job.pending))
+        for number, job in enumerate(jobs)
+    ]
+    try:
+        yield begun
+    finally:
+        for one in begun:
+            one._open.close()
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A shard in the hands of a worker."""
+
+    of: _Underway
+    shard: int
+    since: float = field(default_factory=time.monotonic)
+
+
+def _hand_out(actors: Sequence[Any], jobs: Sequence[_Underway], progress: Progress) -> None:
     """Give every worker that is ready a shard until none is left; take a shard back from a worker that dies."""
     import ray
 
-    todo = deque(job.pending)
-    tries = Counter[int]()
+    holds = dict.fromkeys(actors, jobs[0])
     idle = list[Any]()
-    running: dict[Any, tuple[Any, int | None]] = {actor.ready.remote(): (actor, None) for actor in actors}
-    left = len(todo)
-    while left:
-        while todo and idle:
-            actor = idle.pop()
-            shard = todo.popleft()
-            running[actor.make.remote(shard)] = (actor, shard)
-        finished = ray.wait(list(running))[0][0]
-        actor, made_shard = running.pop(finished)
-        try:
-            made = ray.get(finished)
-        except ray.exceptions.RayTaskError as error:  # the worker's own error, as it would be raised here
-            raise error.cause if isinstance(error.cause, WeaveError) else error from None
-        except ray.exceptions.RayActorError as error:
-            if made_shard is not None:
-                tries[made_shard] += 1
-                _check_tries(job, made_shard, tries[made_shard], error)
-                todo.appendleft(made_shard)
-                log.info("%s: a worker died; %s %d goes to another", job.label, job.unit, made_shard)
-            running[actor.ready.remote()] = (actor, None)
+    running: dict[Any, tuple[Any, _Task | None]] = {actor.ready.remote(): (actor, None) for actor in actors}
+    with ExitStack() as bars:
+        _show(jobs, progress, bars)
+        while any(job.left for job in jobs):
+            while idle and any(job.todo for job in jobs):
+                actor = idle.pop()
+                job = next(job for job in (holds[actor], *jobs) if job.todo)  # rather of the model that it holds
+                holds[actor] = job
+                task = _Task(job, job.todo.popleft())
+                running[actor.make.remote(job.number, task.shard)] = (actor, task)
+            finished = ray.wait(list(running))[0][0]
+            actor, done = running.pop(finished)
+            try:
+                made = ray.get(finished)
+            except ray.exceptions.RayTaskError as error:  # the worker's own error, as it would be raised here
+                raise error.cause if isinstance(error.cause, WeaveError) else error from None
+            except ray.exceptions.RayActorError as error:
+                if done:
+                    done.of.take_back(done.shard, error)
+                running[actor.ready.remote()] = (actor, None)
+                continue
+            finally:
+                if done:
+                    done.of.meter.spend((time.monotonic() - done.since) * done.of.devices_each)
+            if done:
+                done.of.count(made)
+                _show(jobs, progress, bars)
+            idle.append(actor)
+
+
+def _show(jobs: Sequence[_Underway], progress: Progress, bars: ExitStack) -> None:
+    """Show one bar at a time, in the order of the jobs, though their ends overlap."""
+    for one in jobs:
+        total = len(one.job.pending)
+        if one.shown == total:
             continue
-        if made_shard is not None:
-            left -= 1
-            count(made)
-        idle.append(actor)
-
-
-def _check_tries(job: Job, shard: int, tries: int, error: Exception) -> None:
-    if tries >= MOST_TRIES:
-        raise WeaveError(
-            f"{job.label}: {tries} workers died making {job.unit} {shard} ({first_line(error)}). "
-            "Out of memory? Lower token_budget or batch_size"
-        ) from None
+        if one.bar is None:
+            one.bar = bars.enter_context(progress.bar(one.job.label, total, one.job.unit))
+        while one.shown < total - one.left:
+            one.shown += 1
+            one.bar.advance()
+        if one.left:
+            return
+        bars.close()

@@ -34,7 +34,7 @@ from lightning_weave.runs.grade import Grader
 from lightning_weave.runs.prompts import Asked, Form
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.stream import Journal, sample_shards
-from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
+from lightning_weave.runs.work import Job, Made, make_room
 from lightning_weave.store import Stage, write_atomic
 from lightning_weave.types import Prompt, Request, Response, SamplingSettings
 
@@ -63,18 +63,18 @@ class Evaluated:
         self._sampler = None
 
 
-def evaluate(
+def exam_jobs(
     steps: Steps,
     policy: Evaluated,
     benchmark: Benchmark,
     stage: Stage,
     progress: Progress,
-    do: Do = do_here,
     booked: str = "eval",
-) -> None:
-    """Sample what is missing of one benchmark, then write samples.jsonl and summary.json.
+) -> list[Job]:
+    """Say what is left to sample of one benchmark; when it is there, samples.jsonl and summary.json are written.
 
-    `booked` is the stage name for its rows in the ledger.
+    Samples that only have to be graded again are graded at once, and no job is left. `booked` is the stage name for
+    its rows in the ledger.
     """
     section = steps.recipe.eval
     samples = section.samples or benchmark.samples
@@ -87,26 +87,29 @@ def evaluate(
         )
     make_room(stage)
     if stage.state() == "done":  # it had been set aside, or another rank has graded it
-        return
+        return []
     if source := _graded_otherwise(stage):
         if is_first():
             progress.say(f"eval {policy.name}/{stage.folder.name}: grading the samples again, without sampling")
             _grade_again(steps, stage, benchmark, grader, progress, source=source)
-        return
+        return []
     todo = blocks(len(benchmark.problems), samples, section.block)
     folder = stage.folder / f"blocks-{stage.step.fingerprint}"
     opener = partial(open_exam, policy=policy, benchmark=benchmark, settings=settings, todo=todo, folder=folder)
     name = f"{policy.name}/{stage.folder.name}"
     pending = pending_blocks(folder, len(todo))
     devices = gpus_of(steps.recipe.eval)
-    job = Job(booked, name, "block", pending, opener, fingerprint=stage.step.fingerprint, devices=devices)
-    do(job, steps, progress)
-    if is_first():  # the blocks go when they are merged: one rank does it
-        while pending_blocks(folder, len(todo)):
-            time.sleep(0.2)
-        merge_blocks(folder, len(todo), stage.folder / "samples.jsonl")
-        _summarise(steps, stage, benchmark, grader, progress)
-        drop_blocks(stage)
+
+    def finish() -> None:
+        if is_first():  # the blocks go when they are merged: one rank does it
+            while pending_blocks(folder, len(todo)):
+                time.sleep(0.2)
+            merge_blocks(folder, len(todo), stage.folder / "samples.jsonl")
+            _summarise(steps, stage, benchmark, grader, progress)
+            drop_blocks(stage)
+
+    fingerprint = stage.step.fingerprint
+    return [Job(booked, name, "block", pending, opener, fingerprint=fingerprint, devices=devices, finish=finish)]
 
 
 def sampling_settings(section: Eval, benchmark: Benchmark) -> SamplingSettings:

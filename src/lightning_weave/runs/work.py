@@ -1,4 +1,4 @@
-"""Shards as units of work: a stage defines how one is made, and this process, a rank or a cluster makes it."""
+"""Units of work: a stage says how a shard is made or a student trained; this process, a rank or a cluster does it."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,18 +43,42 @@ class Job:
     pending: Sequence[int]
     open: Callable[[Steps], Worker]
     fingerprint: str = ""  # of the step, for the ledger
-    devices: int = 1  # that one worker in this process computes on
+    devices: int = 1  # that one worker computes on
+    finish: Callable[[], object] = lambda: None  # when all of its shards are there
 
     @property
     def label(self) -> str:
         return f"{self.stage} {self.name}".strip()
 
 
-Do = Callable[[Job, Steps, Progress], None]
+Do = Callable[[Sequence[Job], Steps, Progress], None]
+Training = Callable[[Steps, Progress], None]  # what every rank does
 
 
-def do_here(job: Job, steps: Steps, progress: Progress) -> None:
-    """Make this rank's share of the shards in this process."""
+@dataclass(frozen=True)
+class Workers:
+    """Who makes the shards of jobs, and who trains."""
+
+    do: Do
+    train: Callable[[Training, Steps, Progress], None]
+
+
+def do_here(jobs: Sequence[Job], steps: Steps, progress: Progress) -> None:
+    """Make this rank's share of the shards in this process, job after job."""
+    for job in jobs:
+        _make_share(job, steps, progress)
+        job.finish()
+
+
+def train_here(training: Training, steps: Steps, progress: Progress) -> None:
+    """Train in this process."""
+    training(steps, progress)
+
+
+HERE = Workers(do_here, train_here)
+
+
+def _make_share(job: Job, steps: Steps, progress: Progress) -> None:
     pending = my_share(job.pending)
     if not pending:
         return

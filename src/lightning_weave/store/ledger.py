@@ -45,6 +45,7 @@ class Meter:
     written: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
     _since: float = field(default_factory=lambda: time.monotonic())
+    _elsewhere: float = 0.0
     _clock: EngineClock = field(default_factory=lambda: replace(engine_clock))
 
     def add(self, tokens: int = 0, written: int = 0) -> None:
@@ -54,6 +55,10 @@ class Meter:
         if time.monotonic() - self._since >= FLUSH_EVERY:
             self.flush()
 
+    def spend(self, device_seconds: float) -> None:
+        """Count what devices of other processes took, beside those of this one."""
+        self._elsewhere += device_seconds
+
     def flush(self) -> None:
         """Append what has been counted since the last row."""
         now = time.monotonic()
@@ -62,7 +67,7 @@ class Meter:
         row = {
             "stage": self.stage,
             "name": self.name,
-            "device_seconds": round(seconds * self.devices, 3),
+            "device_seconds": round(seconds * self.devices + self._elsewhere, 3),
             "tokens": self.tokens,
             "bytes": self.written,
             "peak_memory": peak_memory(),
@@ -73,6 +78,7 @@ class Meter:
             **hardware(),
         }
         self.tokens = self.written = 0
+        self._elsewhere = 0.0
         append_line(self.path, row)
 
     def _engine(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_weave.devices import collective_backend
-from lightning_weave.errors import WeaveError
+from lightning_weave.errors import PeerStopped
 from lightning_weave.ranks import rank, world_size
 
 # All that the index of a checkpoint consists of. It is a pickle: anything else in it could run code.
@@ -139,7 +139,7 @@ def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
             # On GPUs that would wait for passes that nobody finishes any more; without it they are broken off.
             atexit.unregister(dist.destroy_process_group)
             if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
-                raise WeaveError(f"rank {rank()}: another rank has stopped; its own message says why") from error
+                raise PeerStopped(f"rank {rank()}: another rank has stopped; its own message says why") from error
             raise
         return
     if sharded:

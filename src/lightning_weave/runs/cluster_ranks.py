@@ -1,0 +1,253 @@
+"""Training on a Ray cluster: ranks in one placement group, each doing what a rank of torchrun does.
+
+When a rank or its node dies, all of them are started again, and training resumes from its newest checkpoint.
+"""
+
+import os
+import queue
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning_weave.config import Recipe
+from lightning_weave.errors import InputError, PeerStopped, WeaveError, first_line
+from lightning_weave.progress import Bar, Progress
+from lightning_weave.ranks import become
+from lightning_weave.runs.cluster_plan import WorkerPlan, live_nodes, plan_ranks
+from lightning_weave.runs.machine import set_threads
+from lightning_weave.runs.steps import Steps
+from lightning_weave.runs.work import Training
+from lightning_weave.store import MANIFEST
+
+MOST_DEATHS = 3  # one after another, without a new checkpoint or shard
+NODE_PATIENCE = 60.0  # seconds for a lost node to come back, before training resumes with fewer ranks
+LAST_WORDS = 30.0  # seconds for the other ranks to say why they stopped
+NAMESPACE = "lightning-weave"
+
+
+class _RankDied(Exception):
+    """A rank is gone without an error of its own."""
+
+
+def train_on_ray(training: Training, steps: Steps, progress: Progress) -> None:
+    """Train on all ranks that the cluster has room for, as often as it takes."""
+    set_threads(steps.recipe, steps.store)  # all ranks keep to it
+    plan = plan_ranks(steps.recipe, live_nodes())
+    deaths = 0
+    while True:
+        before = _finished(steps.store.run_dir)
+        try:
+            with _placed(plan, steps) as ranks:
+                progress.say(f"train: {plan.workers} ranks on the cluster")
+                _run(ranks, training, steps, progress)
+            return
+        except _RankDied as death:
+            deaths = 0 if _finished(steps.store.run_dir) - before else deaths + 1
+            if deaths == MOST_DEATHS:
+                raise WeaveError(
+                    f"train: {deaths} times a rank died before a new checkpoint was written ({death}). Out of memory? "
+                    "Lower train.token_budget. Do nodes go often? Lower train.checkpoint_every"
+                ) from None
+            progress.say(f"train: a rank died ({death}); all start again from the newest checkpoint")
+        plan = _plan_again(steps.recipe, plan)
+
+
+def _finished(run_dir: Path) -> set[Path]:
+    """What a restart would not do again: checkpoints, stages and shards."""
+    names = (MANIFEST, "position.json", "*.safetensors")
+    return {path for name in names for path in run_dir.rglob(name)}
+
+
+def _plan_again(recipe: Recipe, last: WorkerPlan) -> WorkerPlan:
+    """Plan as many ranks as before; fewer, but at least one, if no node comes back in time."""
+    until = time.monotonic() + NODE_PATIENCE
+    while not (plan := _plan_now(recipe)) or (plan.workers < last.workers and time.monotonic() < until):
+        time.sleep(1)
+    return plan
+
+
+def _plan_now(recipe: Recipe) -> WorkerPlan | None:
+    """Plan with the nodes that are left; None where there is no room at all."""
+    try:
+        return plan_ranks(recipe, live_nodes())
+    except InputError:
+        return None
+
+
+@contextmanager
+def _placed(plan: WorkerPlan, steps: Steps) -> Iterator[list[Any]]:
+    """Start one actor per rank, in the order of their nodes, and end them all."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    name = f"train {steps.store.run_dir.resolve()}"
+    _end_orphan(name)
+    bundle = {"CPU": plan.cpus, **({"GPU": plan.gpus} if plan.gpus else {})}
+    group = placement_group([bundle] * plan.workers, strategy="PACK" if plan.gpus else "SPREAD")
+    actors = list[Any]()
+    try:
+        while not group.wait(10):
+            left = _plan_now(steps.recipe)
+            if left is None or left.workers < plan.workers:
+                raise _RankDied("a node is gone")
+        for number in range(plan.workers):
+            remote = ray.remote(
+                num_cpus=plan.cpus,
+                num_gpus=plan.gpus,
+                max_concurrency=2,  # it trains, and tells of it
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
+                **({"name": name, "namespace": NAMESPACE} if number == 0 else {}),
+            )(Rank)
+            actors.append(remote.remote(os.getcwd()))
+        yield actors
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+
+
+def _end_orphan(name: str) -> None:
+    """End the first rank of a command that was killed, if Ray has not yet done so: two would write one checkpoint."""
+    import ray
+
+    while True:
+        try:
+            orphan = ray.get_actor(name, NAMESPACE)
+        except ValueError:
+            return
+        ray.kill(orphan)
+        time.sleep(0.2)
+
+
+def _run(actors: Sequence[Any], training: Training, steps: Steps, progress: Progress) -> None:
+    """Let all ranks train, and show what the first of them tells."""
+    import ray
+
+    try:
+        found = ray.get([actor.where.remote() for actor in actors])
+    except ray.exceptions.RayActorError as error:
+        raise _RankDied(first_line(error)) from None
+    nodes = [node for node, _, _ in found]
+    order = sorted(range(len(actors)), key=lambda number: nodes.index(nodes[number]))  # the first stays the first
+    _, address, port = found[0]
+    running = list[Any]()
+    for rank, number in enumerate(order):
+        earlier = [nodes[other] for other in order[:rank]]
+        local = (earlier.count(nodes[number]), nodes.count(nodes[number]))
+        place = (rank, len(actors), *local, address, port)
+        running.append(actors[number].train.remote(place, training, steps.recipe, steps.arguments, steps.trust))
+    with _Screen(progress) as screen:
+        left = list(running)
+        told = actors[0].told.remote()
+        while left:
+            (done,), _ = ray.wait([told, *left])
+            try:
+                if done == told:
+                    screen.show(ray.get(told))
+                    told = actors[0].told.remote()
+                else:
+                    left.remove(done)
+                    ray.get(done)
+            except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
+                _raise_why(running)
+        screen.show(ray.get(actors[0].told.remote()))
+
+
+def _raise_why(running: Sequence[Any]) -> NoReturn:
+    """Raise what a rank had to complain about; if none had, one of them is gone."""
+    import ray
+
+    ended, _ = ray.wait(list(running), num_returns=len(running), timeout=LAST_WORDS)
+    death = "no answer"
+    own = list[Exception]()
+    for rank in ended:
+        try:
+            ray.get(rank)
+        except ray.exceptions.RayActorError as error:
+            death = first_line(error)
+        except ray.exceptions.RayTaskError as error:
+            if not isinstance(error.cause, PeerStopped):
+                own.append(error.cause if isinstance(error.cause, WeaveError) else error)
+    raise own[0] if own else _RankDied(death)
+
+
+class Rank:
+    """What lives in an actor: one rank."""
+
+    def __init__(self, folder: str) -> None:
+        os.chdir(folder)  # the recipe's paths are relative to it
+        self.messages = queue.SimpleQueue[tuple[Any, ...]]()
+
+    def where(self) -> tuple[str, str, int]:
+        """Name this node, its address and a free port there."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
+
+    def train(
+        self, place: tuple[Any, ...], training: Training, recipe: Recipe, arguments: str | None, trust: bool
+    ) -> None:
+        """Train as this rank of all."""
+        become(*place)
+        training(Steps(recipe, arguments, trust), Telling(self.messages.put))
+
+    def told(self) -> list[tuple[Any, ...]]:
+        """Give what was said since the last call; wait a moment for something."""
+        messages = []
+        try:
+            messages.append(self.messages.get(timeout=1.0))
+            while True:
+                messages.append(self.messages.get_nowait())
+        except queue.Empty:
+            return messages
+
+
+class Telling(Progress):
+    """Hands on what it is told to show."""
+
+    def __init__(self, tell: Callable[[tuple[Any, ...]], None]) -> None:
+        super().__init__()
+        self.tell = tell
+
+    def say(self, message: str) -> None:
+        if not self.quiet:
+            self.tell((message,))
+
+    @contextmanager
+    def bar(self, what: str, total: int, unit: str) -> Iterator[Bar]:
+        telling = self
+
+        class TellingBar(Bar):
+            def show(self) -> None:
+                if not telling.quiet:
+                    telling.tell((what, total, unit, self.done, self.note))
+
+        yield TellingBar(what, total, unit)
+
+
+class _Screen(ExitStack):
+    """Shows here what a rank tells elsewhere."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self.progress = progress
+        self.bar: Bar | None = None
+
+    def show(self, messages: Sequence[tuple[Any, ...]]) -> None:
+        """Say a line, or move the bar; another bar ends the one before."""
+        for message in messages:
+            if len(message) == 1:
+                self.progress.say(*message)
+                continue
+            what, total, unit, done, note = message
+            if self.bar is None or (self.bar.what, self.bar.total) != (what, total):
+                self.close()
+                self.bar = self.enter_context(self.progress.bar(what, total, unit))
+            self.bar.advance(done - self.bar.done, note)

@@ -1,0 +1,232 @@
+"""Training and whole runs on a Ray cluster (`make test-ray`): two nodes on this machine, killed as they work."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import tiny
+from lightning_weave.config import dump_recipe
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.pipeline import eval as eval_stage
+from lightning_weave.pipeline import run
+from lightning_weave.pipeline.flow import make_cache, make_students
+from lightning_weave.progress import Progress
+from lightning_weave.report.results import show_results
+from lightning_weave.runs import cluster_ranks
+from lightning_weave.runs.cluster import connect
+from lightning_weave.runs.steps import Steps
+from lightning_weave.store.ledger import read_ledger
+from runs.clustered import Watching, world
+from train import launch
+
+QUIET = Progress(quiet=True)
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+# The loss of the method itself. Where nobody has been there before it waits in the tenth pass until it is let go.
+LOSS = """
+import time
+from pathlib import Path
+from lightning_weave.maths import log_residual_loss
+
+passes = []
+
+
+def loss(log_pi_NO, log_b_NO, log_q_NO, alpha):
+    passes.append(None)
+    if len(passes) == 10 and not Path({reached!r}).exists():
+        Path({reached!r}).touch()
+        while not Path({go!r}).exists():
+            time.sleep(0.1)
+    return log_residual_loss(log_pi_NO, log_b_NO, log_q_NO, alpha)
+"""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A run that nothing disturbs: this process makes all but its student, which two ranks train without Ray."""
+
+    recipe: dict[str, Any]
+    steps: Steps
+    reached: Path
+    go: Path
+
+    def again(self, runs: Path) -> Steps:
+        """The same run elsewhere, which will wait in the middle of its training."""
+        self.reached.unlink(missing_ok=True)
+        self.go.unlink(missing_ok=True)
+        return tiny.steps_of({**self.recipe, "runs": str(runs)}, trust=True)
+
+    def wait(self) -> None:
+        """Return when training is in its middle."""
+        while not self.reached.exists():
+            time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    root = tmp_path_factory.mktemp("alone")
+    reached, go = root / "reached", root / "go"
+    (root / "losses.py").write_text(LOSS.format(reached=str(reached), go=str(go)))
+    recipe = world(root)
+    recipe["compositions"] = {"both": recipe["compositions"]["both"]}
+    recipe["train"] |= {"epochs": 1, "checkpoint_every": 2, "objective": f"{root / 'losses.py'}:loss"}
+    recipe["machine"] = {"threads": 1, "workers": 2}
+    steps = tiny.steps_of(recipe, trust=True)
+    reached.touch()
+    make_cache(steps, QUIET)
+    assert launch.start(launch.Plan([steps]), ranks=2) == [0, 0]
+    eval_stage.run(steps, QUIET)
+    return Alone(recipe, steps, reached, go)
+
+
+def results(steps: Steps) -> dict[Path, bytes]:
+    """All that a run has made: shards, weights, samples, summaries."""
+    root = steps.store.run_dir
+    paths = [*root.rglob("*.safetensors"), *root.rglob("samples.jsonl"), *root.rglob("summary.json")]
+    return {path.relative_to(root): path.read_bytes() for path in paths}
+
+
+def table(steps: Steps) -> str:
+    out = StringIO()
+    show_results(steps, Console(file=out, width=140))
+    return out.getvalue()
+
+
+def test_a_node_that_dies_in_every_phase_costs_nothing_but_time(cluster: Any, alone: Alone, tmp_path: Path) -> None:
+    steps = alone.again(tmp_path)
+
+    def replace_a_node() -> None:
+        """One node is killed, and another one joins, as where machines are rented."""
+        cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+        cluster.add_node(num_cpus=1)
+
+    def replace_a_node_in_training() -> None:
+        alone.wait()
+        replace_a_node()
+        alone.go.touch()
+
+    phases = ("rollout", "score acc-pre", "eval both/problems")
+    watching = Watching(dict.fromkeys(phases, replace_a_node))
+    killer = Thread(target=replace_a_node_in_training, daemon=True)
+    killer.start()
+    run.run(steps, watching, connect(None), force=True)
+    killer.join()
+
+    made, expected = results(steps), results(alone.steps)
+    assert made.keys() == expected.keys()
+    assert sum(path.suffix == ".safetensors" for path in made) == 12 * 6 + 1
+    assert [path for path in made if made[path] != expected[path]] == []
+    assert table(steps) == table(alone.steps)
+    # Every shard was counted once, those of the dead workers too; training went back to a checkpoint.
+    models = ["acc-post", "acc-pre", "brief-post", "brief-pre"]
+    shards = {"rollout": 12, "reference": 12, **{f"score {name}": 12 for name in models}}
+    assert {what: watching.counts[what] for what in shards} == shards
+    assert {what: watching.counts[what] for what in ("eval base/problems", "eval both/problems")} == {
+        "eval base/problems": 6,
+        "eval both/problems": 6,
+    }
+    said = "\n".join(watching.said)
+    assert "a rank died" in said
+    assert "train both: resuming from update" in said
+    tokens = [
+        sum(row["tokens"] for row in read_ledger(one.store.run_dir) if row["stage"] != "train")
+        for one in (steps, alone.steps)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_command_that_is_killed_goes_on_where_it_was(cluster: Any, alone: Alone, tmp_path: Path) -> None:
+    steps = alone.again(tmp_path)
+    shutil.copytree(
+        alone.steps.store.run_dir, steps.store.run_dir, ignore=shutil.ignore_patterns("train", "eval", ".lock")
+    )
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(dump_recipe(steps.recipe))
+    command = [sys.executable, "-m", "lightning_weave.cli", "train", str(recipe), "--trust"]
+    command += ["--cluster", "ray", "--address", cluster.address]
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    alone.wait()
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train: 2 ranks on the cluster" in done.stderr
+    assert "train both: resuming from update" in done.stderr
+    weights = Path("train/both/final/model.safetensors")
+    assert results(steps)[weights] == results(alone.steps)[weights]
+
+
+def test_what_is_wrong_with_a_recipe_is_said_here_and_not_tried_again(cluster: Any, alone: Alone) -> None:
+    wrong = {**alone.recipe, "train": {**alone.recipe["train"], "dtype": "float16"}}
+    watching = Watching()
+    with pytest.raises(InputError, match=r'train\.dtype = "float16": small gradients'):
+        make_students(tiny.steps_of(wrong, trust=True), watching, workers=connect(None))
+    assert watching.said == ["train: 2 ranks on the cluster"]
+
+
+def no_models(root: Path) -> Steps:
+    """A recipe for what never looks at a model."""
+    machine = {"threads": 1, "workers": 2}
+    return tiny.steps_of({"name": "r", "runs": str(root), "student": {"model": "none"}, "machine": machine})
+
+
+def _die(steps: Steps, progress: Progress) -> None:
+    """The first rank dies; the other would wait for it."""
+    import os as system
+    import time as clock
+
+    if system.environ["RANK"] == "0":
+        system._exit(1)
+    clock.sleep(3600)
+
+
+def test_ranks_that_die_again_and_again_are_given_up(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _by_value()
+    monkeypatch.setattr(cluster_ranks, "LAST_WORDS", 0.0)
+    watching = Watching()
+    with pytest.raises(WeaveError, match="3 times a rank died before a new checkpoint was written"):
+        connect(None).train(_die, no_models(tmp_path), watching)
+    assert watching.said.count("train: 2 ranks on the cluster") == 3
+
+
+def _die_with_the_node(steps: Steps, progress: Progress) -> None:
+    """Two ranks lose the node of the second; one goes on alone."""
+    import os as system
+    import signal as signals
+    import time as clock
+
+    progress.say(f"rank {system.environ['RANK']} of {system.environ['WORLD_SIZE']}")
+    if system.environ["WORLD_SIZE"] == "2":
+        if system.environ["RANK"] == "1":
+            system.kill(system.getppid(), signals.SIGKILL)
+        clock.sleep(3600)
+
+
+def test_training_goes_on_with_fewer_ranks_where_no_node_comes_back(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _by_value()
+    monkeypatch.setattr(cluster_ranks, "LAST_WORDS", 0.0)
+    monkeypatch.setattr(cluster_ranks, "NODE_PATIENCE", 0.0)
+    watching = Watching()
+    connect(None).train(_die_with_the_node, no_models(tmp_path), watching)
+    assert [line for line in watching.said if line.startswith("rank")] == ["rank 0 of 2", "rank 0 of 1"]
+
+
+def _by_value() -> None:
+    """Send the functions of this file to workers, which cannot import it."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
