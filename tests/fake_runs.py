@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,21 +94,29 @@ def config_of(model: str) -> dict[str, Any]:
     return json.loads(shipped.read_text(encoding="utf-8"))
 
 
-def measure(settings: Sequence[Setting], lengths: Sequence[int]) -> list[Measured]:
-    """Measure in a process of its own."""
+def measure(settings: Sequence[Setting], lengths: Sequence[int]) -> Iterator[Measured]:
+    """Measure in a process of its own, and give each setting when it is measured."""
     asked = {"lengths": lengths, "settings": [asdict(setting) for setting in settings]}
-    return [read(line) for line in ask(__file__, asked)]
+    return map(read, ask(__file__, asked))
 
 
-def ask(program: str, question: Any) -> list[Any]:
-    """Start a program, put a question to it, and read the lines of its answer."""
+def ask(program: str, question: Any) -> Iterator[Any]:
+    """Start a program, put a question to it, and give the lines of its answer as they come."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-W", "ignore", program]
-    asked = json.dumps(question)
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        raise AssertionError(done.stderr)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    pipe = subprocess.PIPE
+    with (
+        TemporaryFile("w+") as words,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=words, text=True, env=environment) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdin:
+            process.stdin.write(json.dumps(question))
+        yield from map(json.loads, process.stdout)
+        if process.wait():
+            words.seek(0)
+            raise AssertionError(words.read())
 
 
 def read(line: dict[str, Any]) -> Measured:

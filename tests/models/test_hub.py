@@ -17,7 +17,10 @@ from lightning_weave.errors import InputError
 from lightning_weave.hub import _answers
 from lightning_weave.models import hub as hub_files
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.plan.costs import PlannedMachine
 from lightning_weave.plan.find import find_shape
+from lightning_weave.plan.gpus import find_gpu
+from lightning_weave.plan.recipe import make_plan
 from lightning_weave.prompts.sources import read_rows
 from lightning_weave.store import identity, model_identity
 from lightning_weave.views import doctor, status
@@ -72,7 +75,7 @@ def test_what_the_hub_has_hashed_is_not_hashed_again(hub: Hub, model: Path, monk
     assert hashed.count("model.safetensors") == 1  # of the copy that is not the hub's
 
 
-def test_status_and_doctor_fetch_no_weights(hub: Hub, tmp_path: Path) -> None:
+def test_status_doctor_and_plan_fetch_no_weights(hub: Hub, tmp_path: Path) -> None:
     recipe = make_world(tmp_path)
     sections = [recipe["student"], *recipe["anchors"].values()]
     for section in sections:
@@ -86,6 +89,7 @@ def test_status_and_doctor_fetch_no_weights(hub: Hub, tmp_path: Path) -> None:
     findings = doctor.examine(steps)
     assert not [finding for finding in findings if finding.check == "checkpoint"]
     assert [finding for finding in findings if "still on the hub" in finding.text]
+    assert make_plan(steps.recipe, PlannedMachine(find_gpu("H100"), 8)).memory
     assert hub.sent(".safetensors") == []
 
 

@@ -1,6 +1,7 @@
 """Two ranks are one process, whatever the rows they get; a run goes on with another number of ranks."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,33 @@ def test_ranks_wait_for_the_export_in_a_group_without_the_clock_of_a_gpu(monkeyp
     assert parallel.WAITING > parallel.PATIENCE
 
 
+def test_ranks_that_start_again_do_not_meet_the_keys_of_an_earlier_start() -> None:
+    """Three starts on one store, before which rank 1 was killed when it had said hello."""
+    store = parallel.HashStore()
+    parts: list[Any] = [None] * 3
+
+    def open_part(number: int) -> None:
+        parts[number] = parallel.fresh_store(store, number, 3)
+
+    store.set("hello/1", "a rank that was killed")
+    for attempt in range(3):
+        ranks = [threading.Thread(target=open_part, args=(number,)) for number in range(3)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert not parts[1].check(["address"])
+        parts[0].set("address", str(attempt))
+        assert [part.get("address") for part in parts] == [str(attempt).encode()] * 3
+
+
 def test_a_rank_that_failed_does_not_wait_for_the_others_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """To end a group of GPUs in good order is to wait for passes under way, which a rank that failed never joins."""
     at_end: list[Any] = []
     monkeypatch.setattr(parallel.atexit, "register", at_end.append)
     monkeypatch.setattr(parallel.atexit, "unregister", at_end.remove)
+    monkeypatch.setattr(parallel.dist, "rendezvous", lambda *_, **__: iter([(None, 0, 2)]))
+    monkeypatch.setattr(parallel, "fresh_store", lambda *_: None)
     monkeypatch.setattr(parallel.dist, "init_process_group", lambda *_, **__: None)
     for name in ("_hosts", "_writers"):
         monkeypatch.setattr(parallel, name, lambda: None)

@@ -74,8 +74,8 @@ def check_memory(steps: Steps, stages: set[str], anchors: list[str]) -> Iterator
 
 def check_idle_gpus(recipe: Recipe) -> Iterator[Finding]:
     """Warn of GPUs that no process uses: each takes one, or as many as its engine."""
-    gpus = max(gpus_of(recipe.rollout), gpus_of(recipe.reference), gpus_of(recipe.score), gpus_of(recipe.eval))
-    most = most_processes(choose_device(recipe), gpus)
+    each = max(gpus_of(recipe.rollout), gpus_of(recipe.reference), gpus_of(recipe.score), gpus_of(recipe.eval))
+    most = most_processes(choose_device(recipe), each)
     if most > local_world_size():
         text = (
             f"this machine has GPUs for {most} processes, and {local_world_size()} is started. To use all of them: "

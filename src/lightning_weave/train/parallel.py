@@ -7,6 +7,7 @@ so that a run started on two ranks resumes on one and the other way round.
 import atexit
 import io
 import pickle
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -129,7 +131,9 @@ def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
     if world > 1:
         # Once per process: a second group would meet the keys of the first in torchrun's store, and hang.
         if not _grouped():
-            dist.init_process_group(backend, timeout=PATIENCE)
+            store, number, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+            fresh = fresh_store(store, number, world)
+            dist.init_process_group(backend, store=fresh, rank=number, world_size=world, timeout=PATIENCE)
             atexit.register(dist.destroy_process_group)
             _hosts()
             _writers()
@@ -149,6 +153,28 @@ def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
     finally:
         if sharded:
             dist.destroy_process_group()
+
+
+def fresh_store(store: Any, number: int, world: int) -> Any:
+    """Give the ranks of this start a part of the store that no earlier start has used.
+
+    When torchrun starts ranks again it keeps its store, and whoever finds an address of the time before there waits for
+    ever. So rank 0 makes up a name, and tells it to those who say hello with a name of their own.
+    """
+    own = uuid4().hex
+    if number > 0:
+        store.set(f"hello/{number}", own)
+        name = store.get(f"welcome/{own}").decode()
+        store.set(f"{name}/heard/{number}", "")
+        return dist.PrefixStore(name, store)
+    deaf = set(range(1, world))
+    while deaf:
+        for other in sorted(deaf):
+            if store.check([f"hello/{other}"]):  # perhaps of an earlier start: then nobody hears the answer
+                store.set(f"welcome/{store.get(f'hello/{other}').decode()}", own)
+        deaf = {other for other in deaf if not store.check([f"{own}/heard/{other}"])}
+        time.sleep(0.02)
+    return dist.PrefixStore(own, store)
 
 
 def shard(module: nn.Module, blocks: list[nn.Module], ranks: Ranks, dtype: torch.dtype, among: int) -> None:

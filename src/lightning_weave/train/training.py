@@ -62,6 +62,7 @@ def open_trainee(steps: Steps, context: TrainContext, start: Checkpoint | None =
 
     It is built and sharded without memory; then each rank reads its own rows, and never holds more than it keeps.
     """
+    give_back()  # what sampled and scored before
     section = steps.recipe.train
     ranks = context.ranks
     checkpoint = start or steps.student
