@@ -66,7 +66,7 @@ def choose_workers(cluster: str | None, address: str | None) -> "Workers":
         from lightning_weave.runs.work import HERE
 
         return HERE
-    from lightning_weave.runs.cluster import connect
+    from lightning_weave.cluster.connect import connect
 
     return connect(address)
 

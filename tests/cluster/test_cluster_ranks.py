@@ -16,6 +16,9 @@ import pytest
 from rich.console import Console
 
 import tiny
+from cluster.clustered import Watching, world
+from lightning_weave.cluster import ranks as cluster_ranks
+from lightning_weave.cluster.connect import connect
 from lightning_weave.config import dump_recipe
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.pipeline import eval as eval_stage
@@ -23,11 +26,8 @@ from lightning_weave.pipeline import run
 from lightning_weave.pipeline.flow import make_cache, make_students
 from lightning_weave.progress import Progress
 from lightning_weave.report.results import show_results
-from lightning_weave.runs import cluster_ranks
-from lightning_weave.runs.cluster import connect
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store.ledger import read_ledger
-from runs.clustered import Watching, world
 from train import launch
 
 QUIET = Progress(quiet=True)

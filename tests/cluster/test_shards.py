@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 import tiny
+from cluster.clustered import Watching, world
+from lightning_weave.cluster.connect import check_address, connect
+from lightning_weave.cluster.plan import plan_ranks, plan_workers
 from lightning_weave.config import Machine, check_recipe
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.pipeline import reference
 from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
-from lightning_weave.runs.cluster import check_address, connect
-from lightning_weave.runs.cluster_plan import plan_ranks, plan_workers
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Job, Made
 from lightning_weave.store.ledger import read_ledger
-from runs.clustered import Watching, world
 
 QUIET = Progress(quiet=True)
 
@@ -60,7 +60,7 @@ def test_ranks_are_one_per_gpu_or_one_per_node() -> None:
     assert ranks(gpus, machine={"workers": 4, "gpus_per_worker": 2.0}) == 8  # all GPUs of four engines
     assert ranks(gpus, machine={"workers": 4, "gpus_per_worker": 0.5}) == 2
     assert ranks([*gpus[:1], {"CPU": 32.0, "GPU": 7.0}], train={"shard_ranks": 4}) == 12
-    assert ranks(gpus, train={"lora": {"base": "4-bit"}}) == 1
+    assert ranks(gpus, train={"lora": {"base": "nf4"}}) == 1
     assert ranks(cpus) == 2
     assert ranks(cpus, machine={"workers": 3}) == 3
     with pytest.raises(InputError, match=r"train\.shard_ranks = 32: the cluster has room for 16 ranks"):

@@ -12,14 +12,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning_weave.cluster.plan import WorkerPlan, live_nodes, plan_ranks
 from lightning_weave.config import Recipe
 from lightning_weave.errors import InputError, PeerStopped, WeaveError, first_line
 from lightning_weave.progress import Bar, Progress
 from lightning_weave.ranks import become
-from lightning_weave.runs.cluster_plan import WorkerPlan, live_nodes, plan_ranks
 from lightning_weave.runs.machine import set_threads
 from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import Training
+from lightning_weave.runs.work import RankWork
 from lightning_weave.store import MANIFEST
 
 MOST_DEATHS = 3  # one after another, without a new checkpoint or shard
@@ -32,7 +32,7 @@ class _RankDied(Exception):
     """A rank is gone without an error of its own."""
 
 
-def train_on_ray(training: Training, steps: Steps, progress: Progress) -> None:
+def train_on_ray(work: RankWork, steps: Steps, progress: Progress) -> None:
     """Train on all ranks that the cluster has room for, as often as it takes."""
     set_threads(steps.recipe, steps.store)  # all ranks keep to it
     plan = plan_ranks(steps.recipe, live_nodes())
@@ -42,7 +42,7 @@ def train_on_ray(training: Training, steps: Steps, progress: Progress) -> None:
         try:
             with _placed(plan, steps) as ranks:
                 progress.say(f"train: {plan.workers} ranks on the cluster")
-                _run(ranks, training, steps, progress)
+                _run(ranks, work, steps, progress)
             return
         except _RankDied as death:
             deaths = 0 if _finished(steps.store.run_dir) - before else deaths + 1
@@ -123,7 +123,7 @@ def _end_orphan(name: str) -> None:
         time.sleep(0.2)
 
 
-def _run(actors: Sequence[Any], training: Training, steps: Steps, progress: Progress) -> None:
+def _run(actors: Sequence[Any], work: RankWork, steps: Steps, progress: Progress) -> None:
     """Let all ranks train, and show what the first of them tells."""
     import ray
 
@@ -139,7 +139,7 @@ def _run(actors: Sequence[Any], training: Training, steps: Steps, progress: Prog
         earlier = [nodes[other] for other in order[:rank]]
         local = (earlier.count(nodes[number]), nodes.count(nodes[number]))
         place = (rank, len(actors), *local, address, port)
-        running.append(actors[number].train.remote(place, training, steps.recipe, steps.arguments, steps.trust))
+        running.append(actors[number].train.remote(place, work, steps.recipe, steps.arguments, steps.trust))
     with _Screen(progress) as screen:
         left = list(running)
         told = actors[0].told.remote()
@@ -191,10 +191,10 @@ class Rank:
             port = free.getsockname()[1]
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
 
-    def train(self, place: tuple[Any, ...], training: Training, recipe: Recipe, arguments: str, trust: bool) -> None:
+    def train(self, place: tuple[Any, ...], work: RankWork, recipe: Recipe, arguments: str, trust: bool) -> None:
         """Train as this rank of all."""
         become(*place)
-        training(Steps(recipe, arguments, trust), Telling(self.messages.put))
+        work(Steps(recipe, arguments, trust), Telling(self.messages.put))
 
     def told(self) -> list[tuple[Any, ...]]:
         """Give what was said since the last call; wait a moment for something."""
