@@ -15,6 +15,7 @@ import tiny
 from cluster.clustered import Watching, world
 from lightning_weave.cluster.connect import check_address, connect
 from lightning_weave.cluster.plan import plan_ranks, plan_workers
+from lightning_weave.cluster.shards import ShardWorker
 from lightning_weave.config import Machine, check_recipe
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.pipeline import reference
@@ -65,6 +66,12 @@ def test_ranks_are_one_per_gpu_or_one_per_node() -> None:
     assert ranks(cpus, machine={"workers": 3}) == 3
     with pytest.raises(InputError, match=r"train\.shard_ranks = 32: the cluster has room for 16 ranks"):
         ranks(gpus, train={"shard_ranks": 32})
+
+
+def test_a_folder_that_a_node_does_not_have_is_said(tmp_path: Path) -> None:
+    recipe = check_recipe({"name": "r", "student": {"model": "s"}})
+    with pytest.raises(InputError, match=r"gone is not on node .*: start the command in a folder that all nodes share"):
+        ShardWorker([], recipe, "", False, str(tmp_path / "gone")).ready()
 
 
 def test_an_address_where_nobody_listens_is_refused_at_once() -> None:

@@ -8,10 +8,11 @@ import queue
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning_weave.cluster.actors import enter, own_error
 from lightning_weave.cluster.plan import WorkerPlan, live_nodes, plan_ranks
 from lightning_weave.config import Recipe
 from lightning_weave.errors import InputError, PeerStopped, WeaveError, first_line
@@ -102,7 +103,7 @@ def _placed(plan: WorkerPlan, steps: Steps) -> Iterator[list[Any]]:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
                 **({"name": name, "namespace": NAMESPACE} if number == 0 else {}),
             )(Rank)
-            actors.append(remote.remote(os.getcwd()))
+            actors.append(remote.remote())
         yield actors
     finally:
         for actor in actors:
@@ -128,9 +129,11 @@ def _run(actors: Sequence[Any], work: RankWork, steps: Steps, progress: Progress
     import ray
 
     try:
-        found = ray.get([actor.where.remote() for actor in actors])
+        found = ray.get([actor.begin.remote(os.getcwd()) for actor in actors])
     except ray.exceptions.RayActorError as error:
         raise _RankDied(first_line(error)) from None
+    except ray.exceptions.RayTaskError as error:
+        raise own_error(error) from None
     nodes = [node for node, _, _ in found]
     order = sorted(range(len(actors)), key=lambda number: nodes.index(nodes[number]))  # the first stays the first
     _, address, port = found[0]
@@ -154,7 +157,8 @@ def _run(actors: Sequence[Any], work: RankWork, steps: Steps, progress: Progress
                     ray.get(done)
             except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
                 _raise_why(running)
-        screen.show(ray.get(actors[0].told.remote()))
+        with suppress(ray.exceptions.RayActorError):  # all is done; only its last words are lost
+            screen.show(ray.get(actors[0].told.remote()))
 
 
 def _raise_why(running: Sequence[Any]) -> NoReturn:
@@ -171,21 +175,21 @@ def _raise_why(running: Sequence[Any]) -> NoReturn:
             death = first_line(error)
         except ray.exceptions.RayTaskError as error:
             if not isinstance(error.cause, PeerStopped):
-                own.append(error.cause if isinstance(error.cause, WeaveError) else error)
+                own.append(own_error(error))
     raise own[0] if own else _RankDied(death)
 
 
 class Rank:
     """What lives in an actor: one rank."""
 
-    def __init__(self, folder: str) -> None:
-        os.chdir(folder)  # the recipe's paths are relative to it
+    def __init__(self) -> None:
         self.messages = queue.SimpleQueue[tuple[Any, ...]]()
 
-    def where(self) -> tuple[str, str, int]:
-        """Name this node, its address and a free port there."""
+    def begin(self, folder: str) -> tuple[str, str, int]:
+        """Go to a folder; name this node, its address and a free port there."""
         import ray
 
+        enter(folder)
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_weave.cluster.actors import enter, own_error
 from lightning_weave.cluster.plan import live_nodes, plan_workers
 from lightning_weave.config import Recipe
 from lightning_weave.errors import WeaveError, first_line
@@ -59,14 +60,15 @@ class ShardWorker:
     def __init__(
         self, openers: Sequence[Callable[[Steps], Worker]], recipe: Recipe, arguments: str, trust: bool, folder: str
     ) -> None:
-        os.chdir(folder)  # the recipe's paths are relative to it
         self.openers = openers
+        self.folder = folder
         self.steps = Steps(recipe, arguments, trust)
         self.job: int | None = None
         self.worker: Worker | None = None
 
     def ready(self) -> None:
-        """Return when there is room for this process."""
+        """Begin, when there is room for this process."""
+        enter(self.folder)
 
     def make(self, job: int, shard: int) -> Made:
         """Make one shard of a job."""
@@ -179,8 +181,8 @@ def _hand_out(actors: Sequence[Any], jobs: Sequence[_Underway], progress: Progre
             actor, done = running.pop(finished)
             try:
                 made = ray.get(finished)
-            except ray.exceptions.RayTaskError as error:  # the worker's own error, as it would be raised here
-                raise error.cause if isinstance(error.cause, WeaveError) else error from None
+            except ray.exceptions.RayTaskError as error:
+                raise own_error(error) from None
             except ray.exceptions.RayActorError as error:
                 if done:
                     done.of.take_back(done.shard, error)
