@@ -225,6 +225,28 @@ def test_training_goes_on_with_fewer_ranks_where_no_node_comes_back(
     assert [line for line in watching.said if line.startswith("rank")] == ["rank 0 of 2", "rank 0 of 1"]
 
 
+def _look(steps: Steps, progress: Progress) -> None:
+    import os as system
+
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    rank, *others = (system.environ[name] for name in names)
+    (steps.store.run_dir / rank).write_text(" ".join(others))
+
+
+def test_each_rank_has_its_own_gpu(cluster: Any, tmp_path: Path) -> None:
+    """Ray believes in the GPUs of two nodes that have none; those of one node follow each other."""
+    _by_value()
+    for gpus in (2, 1):
+        cluster.add_node(num_cpus=gpus, num_gpus=gpus)
+    cluster.wait_for_nodes()
+    steps = tiny.steps_of({"name": "r", "runs": str(tmp_path), "student": {"model": "none"}})
+    connect(None).train(_look, steps, QUIET)
+    seen = [(steps.store.run_dir / str(rank)).read_text().split() for rank in range(3)]
+    alone, first, second = ["3", "0", "1"], ["3", "0", "2"], ["3", "1", "2"]
+    assert [places for *places, _ in seen] in ([alone, first, second], [first, second, alone])
+    assert {gpu for *places, gpu in seen if places != alone} == {"0", "1"}
+
+
 def _by_value() -> None:
     """Send the functions of this file to workers, which cannot import it."""
     from ray import cloudpickle

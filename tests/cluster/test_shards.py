@@ -164,6 +164,34 @@ def test_a_free_worker_begins_the_next_job(cluster: Any, tmp_path: Path) -> None
     assert [(row["name"], row["tokens"]) for row in rows] == [("second", 1), ("first", 1)]
 
 
+def _open_looking(steps: Steps, seen: Path) -> Any:
+    import os as system
+
+    class Looking:
+        def make(self, shards: list[int]) -> list[Made]:
+            for shard in shards:
+                (seen / str(shard)).write_text(system.environ["CUDA_VISIBLE_DEVICES"])
+            return [Made(1) for _ in shards]
+
+        def close(self) -> None: ...
+
+    return Looking()
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_a_worker_sees_the_gpus_of_its_engine(cluster: Any, tmp_path: Path) -> None:
+    """Ray believes in the four GPUs of a node that has none."""
+    _by_value()
+    cluster.add_node(num_cpus=4, num_gpus=4)
+    cluster.wait_for_nodes()
+    steps = tiny.steps_of({"name": "r", "runs": str(tmp_path / "runs"), "student": {"model": "s"}})
+    job = Job("rollout", "", "shard", [0, 1], partial(_open_looking, seen=tmp_path), devices=2)
+    connect(None).do([job], steps, QUIET)
+    assert {(tmp_path / str(shard)).read_text() for shard in (0, 1)} <= {"0,1", "2,3"}
+
+
 class _Engine:
     """Stays up from one benchmark to the next; `starts` counts how often it had to be started."""
 
