@@ -7,13 +7,11 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import tiny
 from cluster.clustered import Watching, world
@@ -25,7 +23,8 @@ from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import run
 from lightning_weave.pipeline.flow import make_cache, make_students
 from lightning_weave.progress import Progress
-from lightning_weave.report.results import show_results
+from lightning_weave.report.results import result_rows, summaries
+from lightning_weave.report.tables import plain
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store.ledger import read_ledger
 from train import launch
@@ -97,9 +96,7 @@ def results(steps: Steps) -> dict[Path, bytes]:
 
 
 def table(steps: Steps) -> str:
-    out = StringIO()
-    show_results(steps, Console(file=out, width=140))
-    return out.getvalue()
+    return plain(result_rows(steps, summaries(steps)))
 
 
 def test_a_node_that_dies_in_every_phase_costs_nothing_but_time(cluster: Any, alone: Alone, tmp_path: Path) -> None:
