@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": LIBRARIES,
     "plan": {"config", "errors", "bench", "hub"},
     "runs": MODELS,
+    "cluster": MODELS | {"runs"},
     "train": MODELS | {"runs"},
     "checks": MODELS | {"runs", "plan"},
     "report": MODELS | {"runs", "checks"},
@@ -44,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "views": MODELS | {"runs", "train", "checks", "report", "plan"},
     "world": MODELS | {"runs", "report", "pipeline"},
     "rehearsal": MODELS | {"runs", "checks"},  # the commands that it calls are handed to it
-    "api": MODELS | {"runs", "train", "report", "pipeline", "views", "world"},
+    "api": MODELS | {"runs", "cluster", "train", "report", "pipeline", "views", "world"},
     "cli": {
         "api",
         "config",
@@ -54,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "store",
         "models",
         "runs",
+        "cluster",
         "plan",
         "report",
         "pipeline",

@@ -263,7 +263,7 @@ class Run:
             from lightning_weave.runs.work import HERE
 
             return HERE
-        from lightning_weave.runs.cluster import connect
+        from lightning_weave.cluster.connect import connect
 
         return connect(self.address)
 

@@ -41,7 +41,7 @@ def make_students(
     """Train compositions. Those that sample while they train make their own cache, with the stages above."""
     if "online" in steps.methods(only):
         prompts.run(steps, progress)
-    train.run(steps, progress, make_cache, only, watch, workers)
+    train.run(steps, progress, make_cache, only, watch, workers=workers)
 
 
 def make_everything(steps: Steps, progress: Progress, workers: Workers = HERE, watch: Watch = warn) -> None:

@@ -52,7 +52,7 @@ class Job:
 
 
 Do = Callable[[Sequence[Job], Steps, Progress], None]
-Training = Callable[[Steps, Progress], None]  # what every rank does
+RankWork = Callable[[Steps, Progress], None]  # what every rank does
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Workers:
     """Who makes the shards of jobs, and who trains."""
 
     do: Do
-    train: Callable[[Training, Steps, Progress], None]
+    train: Callable[[RankWork, Steps, Progress], None]
 
 
 def do_here(jobs: Sequence[Job], steps: Steps, progress: Progress) -> None:
@@ -70,9 +70,9 @@ def do_here(jobs: Sequence[Job], steps: Steps, progress: Progress) -> None:
         job.finish()
 
 
-def train_here(training: Training, steps: Steps, progress: Progress) -> None:
+def train_here(work: RankWork, steps: Steps, progress: Progress) -> None:
     """Train in this process."""
-    training(steps, progress)
+    work(steps, progress)
 
 
 HERE = Workers(do_here, train_here)

@@ -8,18 +8,19 @@ import queue
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning_weave.cluster.actors import enter, own_error
+from lightning_weave.cluster.plan import WorkerPlan, live_nodes, plan_ranks
 from lightning_weave.config import Recipe
 from lightning_weave.errors import InputError, PeerStopped, WeaveError, first_line
 from lightning_weave.progress import Bar, Progress
 from lightning_weave.ranks import become
-from lightning_weave.runs.cluster_plan import WorkerPlan, live_nodes, plan_ranks
 from lightning_weave.runs.machine import set_threads
 from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import Training
+from lightning_weave.runs.work import RankWork
 from lightning_weave.store import MANIFEST
 
 MOST_DEATHS = 3  # one after another, without a new checkpoint or shard
@@ -32,7 +33,7 @@ class _RankDied(Exception):
     """A rank is gone without an error of its own."""
 
 
-def train_on_ray(training: Training, steps: Steps, progress: Progress) -> None:
+def train_on_ray(work: RankWork, steps: Steps, progress: Progress) -> None:
     """Train on all ranks that the cluster has room for, as often as it takes."""
     set_threads(steps.recipe, steps.store)  # all ranks keep to it
     plan = plan_ranks(steps.recipe, live_nodes())
@@ -42,7 +43,7 @@ def train_on_ray(training: Training, steps: Steps, progress: Progress) -> None:
         try:
             with _placed(plan, steps) as ranks:
                 progress.say(f"train: {plan.workers} ranks on the cluster")
-                _run(ranks, training, steps, progress)
+                _run(ranks, work, steps, progress)
             return
         except _RankDied as death:
             deaths = 0 if _finished(steps.store.run_dir) - before else deaths + 1
@@ -102,7 +103,7 @@ def _placed(plan: WorkerPlan, steps: Steps) -> Iterator[list[Any]]:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
                 **({"name": name, "namespace": NAMESPACE} if number == 0 else {}),
             )(Rank)
-            actors.append(remote.remote(os.getcwd()))
+            actors.append(remote.remote())
         yield actors
     finally:
         for actor in actors:
@@ -123,14 +124,16 @@ def _end_orphan(name: str) -> None:
         time.sleep(0.2)
 
 
-def _run(actors: Sequence[Any], training: Training, steps: Steps, progress: Progress) -> None:
+def _run(actors: Sequence[Any], work: RankWork, steps: Steps, progress: Progress) -> None:
     """Let all ranks train, and show what the first of them tells."""
     import ray
 
     try:
-        found = ray.get([actor.where.remote() for actor in actors])
+        found = ray.get([actor.begin.remote(os.getcwd()) for actor in actors])
     except ray.exceptions.RayActorError as error:
         raise _RankDied(first_line(error)) from None
+    except ray.exceptions.RayTaskError as error:
+        raise own_error(error) from None
     nodes = [node for node, _, _ in found]
     order = sorted(range(len(actors)), key=lambda number: nodes.index(nodes[number]))  # the first stays the first
     _, address, port = found[0]
@@ -139,7 +142,7 @@ def _run(actors: Sequence[Any], training: Training, steps: Steps, progress: Prog
         earlier = [nodes[other] for other in order[:rank]]
         local = (earlier.count(nodes[number]), nodes.count(nodes[number]))
         place = (rank, len(actors), *local, address, port)
-        running.append(actors[number].train.remote(place, training, steps.recipe, steps.arguments, steps.trust))
+        running.append(actors[number].train.remote(place, work, steps.recipe, steps.arguments, steps.trust))
     with _Screen(progress) as screen:
         left = list(running)
         told = actors[0].told.remote()
@@ -154,7 +157,8 @@ def _run(actors: Sequence[Any], training: Training, steps: Steps, progress: Prog
                     ray.get(done)
             except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
                 _raise_why(running)
-        screen.show(ray.get(actors[0].told.remote()))
+        with suppress(ray.exceptions.RayActorError):  # all is done; only its last words are lost
+            screen.show(ray.get(actors[0].told.remote()))
 
 
 def _raise_why(running: Sequence[Any]) -> NoReturn:
@@ -171,32 +175,30 @@ def _raise_why(running: Sequence[Any]) -> NoReturn:
             death = first_line(error)
         except ray.exceptions.RayTaskError as error:
             if not isinstance(error.cause, PeerStopped):
-                own.append(error.cause if isinstance(error.cause, WeaveError) else error)
+                own.append(own_error(error))
     raise own[0] if own else _RankDied(death)
 
 
 class Rank:
     """What lives in an actor: one rank."""
 
-    def __init__(self, folder: str) -> None:
-        os.chdir(folder)  # the recipe's paths are relative to it
+    def __init__(self) -> None:
         self.messages = queue.SimpleQueue[tuple[Any, ...]]()
 
-    def where(self) -> tuple[str, str, int]:
-        """Name this node, its address and a free port there."""
+    def begin(self, folder: str) -> tuple[str, str, int]:
+        """Go to a folder; name this node, its address and a free port there."""
         import ray
 
+        enter(folder)
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
 
-    def train(
-        self, place: tuple[Any, ...], training: Training, recipe: Recipe, arguments: str | None, trust: bool
-    ) -> None:
+    def train(self, place: tuple[Any, ...], work: RankWork, recipe: Recipe, arguments: str | None, trust: bool) -> None:
         """Train as this rank of all."""
         become(*place)
-        training(Steps(recipe, arguments, trust), Telling(self.messages.put))
+        work(Steps(recipe, arguments, trust), Telling(self.messages.put))
 
     def told(self) -> list[tuple[Any, ...]]:
         """Give what was said since the last call; wait a moment for something."""

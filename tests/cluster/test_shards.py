@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 
 import tiny
+from cluster.clustered import Watching, world
+from lightning_weave.cluster.connect import check_address, connect
+from lightning_weave.cluster.plan import plan_ranks, plan_workers
+from lightning_weave.cluster.shards import ShardWorker
 from lightning_weave.config import Machine, check_recipe
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.pipeline import reference
 from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
-from lightning_weave.runs.cluster import check_address, connect
-from lightning_weave.runs.cluster_plan import plan_ranks, plan_workers
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Job, Made
 from lightning_weave.store.ledger import read_ledger
-from runs.clustered import Watching, world
 
 QUIET = Progress(quiet=True)
 
@@ -60,11 +61,17 @@ def test_ranks_are_one_per_gpu_or_one_per_node() -> None:
     assert ranks(gpus, machine={"workers": 4, "gpus_per_worker": 2.0}) == 8  # all GPUs of four engines
     assert ranks(gpus, machine={"workers": 4, "gpus_per_worker": 0.5}) == 2
     assert ranks([*gpus[:1], {"CPU": 32.0, "GPU": 7.0}], train={"shard_ranks": 4}) == 12
-    assert ranks(gpus, train={"lora": {"base": "4-bit"}}) == 1
+    assert ranks(gpus, train={"lora": {"base": "nf4"}}) == 1
     assert ranks(cpus) == 2
     assert ranks(cpus, machine={"workers": 3}) == 3
     with pytest.raises(InputError, match=r"train\.shard_ranks = 32: the cluster has room for 16 ranks"):
         ranks(gpus, train={"shard_ranks": 32})
+
+
+def test_a_folder_that_a_node_does_not_have_is_said(tmp_path: Path) -> None:
+    recipe = check_recipe({"name": "r", "student": {"model": "s"}})
+    with pytest.raises(InputError, match=r"gone is not on node .*: start the command in a folder that all nodes share"):
+        ShardWorker([], recipe, "", False, str(tmp_path / "gone")).ready()
 
 
 def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
@@ -155,6 +162,34 @@ def test_a_free_worker_begins_the_next_job(cluster: Any, tmp_path: Path) -> None
     assert list(counted.counts.items()) == [("score first", 1), ("score second", 1)]  # bars keep the order
     rows = read_ledger(steps.store.run_dir)
     assert [(row["name"], row["tokens"]) for row in rows] == [("second", 1), ("first", 1)]
+
+
+def _open_looking(steps: Steps, seen: Path) -> Any:
+    import os as system
+
+    class Looking:
+        def make(self, shards: list[int]) -> list[Made]:
+            for shard in shards:
+                (seen / str(shard)).write_text(system.environ["CUDA_VISIBLE_DEVICES"])
+            return [Made(1) for _ in shards]
+
+        def close(self) -> None: ...
+
+    return Looking()
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_a_worker_sees_the_gpus_of_its_engine(cluster: Any, tmp_path: Path) -> None:
+    """Ray believes in the four GPUs of a node that has none."""
+    _by_value()
+    cluster.add_node(num_cpus=4, num_gpus=4)
+    cluster.wait_for_nodes()
+    steps = tiny.steps_of({"name": "r", "runs": str(tmp_path / "runs"), "student": {"model": "s"}})
+    job = Job("rollout", "", "shard", [0, 1], partial(_open_looking, seen=tmp_path), devices=2)
+    connect(None).do([job], steps, QUIET)
+    assert {(tmp_path / str(shard)).read_text() for shard in (0, 1)} <= {"0,1", "2,3"}
 
 
 class _Engine:

@@ -7,27 +7,26 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import tiny
+from cluster.clustered import Watching, world
+from lightning_weave.cluster import ranks as cluster_ranks
+from lightning_weave.cluster.connect import connect
 from lightning_weave.config import dump_recipe
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import run
 from lightning_weave.pipeline.flow import make_cache, make_students
 from lightning_weave.progress import Progress
-from lightning_weave.report.results import show_results
-from lightning_weave.runs import cluster_ranks
-from lightning_weave.runs.cluster import connect
+from lightning_weave.report.results import result_rows, summaries
+from lightning_weave.report.tables import plain
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store.ledger import read_ledger
-from runs.clustered import Watching, world
 from train import launch
 
 QUIET = Progress(quiet=True)
@@ -97,9 +96,7 @@ def results(steps: Steps) -> dict[Path, bytes]:
 
 
 def table(steps: Steps) -> str:
-    out = StringIO()
-    show_results(steps, Console(file=out, width=140))
-    return out.getvalue()
+    return plain(result_rows(steps, summaries(steps)))
 
 
 def test_a_node_that_dies_in_every_phase_costs_nothing_but_time(cluster: Any, alone: Alone, tmp_path: Path) -> None:
@@ -223,6 +220,28 @@ def test_training_goes_on_with_fewer_ranks_where_no_node_comes_back(
     watching = Watching()
     connect(None).train(_die_with_the_node, no_models(tmp_path), watching)
     assert [line for line in watching.said if line.startswith("rank")] == ["rank 0 of 2", "rank 0 of 1"]
+
+
+def _look(steps: Steps, progress: Progress) -> None:
+    import os as system
+
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    rank, *others = (system.environ[name] for name in names)
+    (steps.store.run_dir / rank).write_text(" ".join(others))
+
+
+def test_each_rank_has_its_own_gpu(cluster: Any, tmp_path: Path) -> None:
+    """Ray believes in the GPUs of two nodes that have none; those of one node follow each other."""
+    _by_value()
+    for gpus in (2, 1):
+        cluster.add_node(num_cpus=gpus, num_gpus=gpus)
+    cluster.wait_for_nodes()
+    steps = tiny.steps_of({"name": "r", "runs": str(tmp_path), "student": {"model": "none"}})
+    connect(None).train(_look, steps, QUIET)
+    seen = [(steps.store.run_dir / str(rank)).read_text().split() for rank in range(3)]
+    alone, first, second = ["3", "0", "1"], ["3", "0", "2"], ["3", "1", "2"]
+    assert [places for *places, _ in seen] in ([alone, first, second], [first, second, alone])
+    assert {gpu for *places, gpu in seen if places != alone} == {"0", "1"}
 
 
 def _by_value() -> None:

@@ -1,4 +1,4 @@
-"""`--cluster ray`: the shards of jobs on a Ray cluster. Workers hold one model each and meet on a shared disk.
+"""The shards of jobs on a Ray cluster, made by workers that hold one model each.
 
 Ray starts a worker again when its process or node dies, wherever there is room. The shard that it was making goes back
 to the others at once, so a cluster that has shrunk keeps working. A worker without a shard left in its job moves to the
@@ -7,7 +7,6 @@ next: no device waits for the last shard of another.
 
 import logging
 import os
-import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,47 +14,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_weave.cluster.actors import enter, own_error
+from lightning_weave.cluster.plan import live_nodes, plan_workers
 from lightning_weave.config import Recipe
-from lightning_weave.errors import InputError, WeaveError, first_line
+from lightning_weave.errors import WeaveError, first_line
 from lightning_weave.progress import Bar, Progress
-from lightning_weave.runs.cluster_plan import live_nodes, plan_workers
-from lightning_weave.runs.cluster_ranks import train_on_ray
 from lightning_weave.runs.machine import set_threads
 from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import Job, Made, Worker, Workers
+from lightning_weave.runs.work import Job, Made, Worker
 from lightning_weave.store.ledger import Meter, measure
 
 MOST_TRIES = 3  # of one shard whose worker dies
 log = logging.getLogger(__name__)
-
-
-def connect(address: str | None) -> Workers:
-    """Join a Ray cluster, or start one on this machine; returns what does all work there."""
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise InputError("--cluster ray needs Ray: pip install ray, on every node") from None
-    if not ray.is_initialized():
-        check_address(address)
-        try:
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
-        except ConnectionError as error:
-            raise InputError(f"--address {address}: no Ray cluster answers there ({error})") from None
-    return Workers(do_on_ray, train_on_ray)
-
-
-def check_address(address: str | None) -> None:
-    """Find out in seconds whether anything listens at HOST:PORT; Ray would retry for minutes."""
-    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():  # none, or a keyword of Ray's such as auto
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        raise InputError(
-            f"--address {address}: no answer there ({error.strerror or error}). Start a cluster there "
-            "(ray start --head), or leave --address out for one on this machine"
-        ) from None
 
 
 def do_on_ray(jobs: Sequence[Job], steps: Steps, progress: Progress) -> None:
@@ -95,14 +65,15 @@ class ShardWorker:
         trust: bool,
         folder: str,
     ) -> None:
-        os.chdir(folder)  # the recipe's paths are relative to it
         self.openers = openers
+        self.folder = folder
         self.steps = Steps(recipe, arguments, trust)
         self.job: int | None = None
         self.worker: Worker | None = None
 
     def ready(self) -> None:
-        """Return when there is room for this process."""
+        """Begin, when there is room for this process."""
+        enter(self.folder)
 
     def make(self, job: int, shard: int) -> Made:
         """Make one shard of a job."""
@@ -176,7 +147,7 @@ class _Underway:
 def _underway(jobs: Sequence[Job], steps: Steps, devices_each: float) -> Iterator[list[_Underway]]:
     """Begin jobs, and book what they have taken however they end."""
     begun = [
-        _Underway(number, job, steps, devices_each, deque(job.pending), len(job.pending))
+        _Underway(number, job, steps, devices_each, todo=deque(job.pending), left=len(job.pending))
         for number, job in enumerate(jobs)
     ]
     try:
@@ -215,8 +186,8 @@ def _hand_out(actors: Sequence[Any], jobs: Sequence[_Underway], progress: Progre
             actor, done = running.pop(finished)
             try:
                 made = ray.get(finished)
-            except ray.exceptions.RayTaskError as error:  # the worker's own error, as it would be raised here
-                raise error.cause if isinstance(error.cause, WeaveError) else error from None
+            except ray.exceptions.RayTaskError as error:
+                raise own_error(error) from None
             except ray.exceptions.RayActorError as error:
                 if done:
                     done.of.take_back(done.shard, error)
