@@ -34,9 +34,9 @@ class Run:
     """One run of a recipe.
 
     `recipe` is a file, several that are merged, a dict, or a checked `Recipe`; `overrides` are as after `--set`:
-    `Run("mine.toml", ["train.epochs=3"])`. Nothing is read or made before a method is called. `yes` discards what a
-    changed recipe makes stale, as `--yes` does; without it that is refused. `trust` lets the Python files run that the
-    recipe names, as `--trust` does. `cluster` and `address` are where shards are made, as `--cluster ray` says it.
+    `Run("mine.toml", ["train.epochs=3"])`. Nothing but the recipe is read before a method is called. `yes` discards
+    what a changed recipe makes stale, as `--yes` does; without it that is refused. `trust` lets the Python files run
+    that the recipe names, as `--trust` does. `cluster` and `address` say who makes the shards.
     """
 
     def __init__(
