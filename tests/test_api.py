@@ -137,6 +137,13 @@ def test_a_wrong_call_says_what_it_wants(arguments: tuple[Any, ...], said: str) 
         lw.Run(*arguments)
 
 
+def test_the_demo_takes_its_overrides_in_the_same_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(lw.InputError, match="overrides: must be a list"):
+        lw.Run.demo("name=mine")
+    assert lw.Run.demo(["name=mine"], quiet=True).path.name == "mine"
+
+
 def test_results_are_plain_records(run: lw.Run) -> None:
     points = run.points()
     assert [point["policy"] for point in points] == ["base", "both"]

@@ -55,7 +55,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "store",
         "models",
         "runs",
-        "cluster",
         "plan",
         "report",
         "pipeline",

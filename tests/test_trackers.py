@@ -15,6 +15,7 @@ from lightning_weave.report.results import track_evaluation, track_figures
 from lightning_weave.trackers import Tracked, open_trackers
 from report.evaluated import write_evaluations
 from tiny import save_model, steps_of
+from wandb_server import serve_wandb
 
 MINIMAL: dict[str, Any] = {"name": "mine", "student": {"model": "m"}}
 SAID = {"project": "weave", "tags": ["first", "try"], "name": "{policy} of {run}"}
@@ -104,11 +105,20 @@ def records(file: Path) -> Iterator[Any]:
             parts = b""
 
 
+@pytest.fixture
+def fresh_wandb() -> Iterator[None]:
+    """Its client reads the environment once, until it is torn down."""
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("fresh_wandb")
 def test_wandb_gets_the_settings_and_one_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline: a resume makes a second directory of the same run, which `wandb sync` joins by its id."""
-    pytest.importorskip("wandb")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     recipe = recipe_of("wandb", entity="me")
@@ -141,3 +151,28 @@ def test_wandb_gets_the_settings_and_one_id(tmp_path: Path, monkeypatch: pytest.
     assert [step for step, _ in losses] == [1, 2, 3, 4, 3, 4, 5]
     assert summary["eval/accuracy"] == 75.0
     assert summary["frontier/_type"] == "image-file"
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("fresh_wandb")
+def test_wandb_continues_a_run_on_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real client with a stand-in for the server: training, its resume and evaluation are one run there."""
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_of("wandb", entity="me")
+    with serve_wandb() as (address, runs):
+        settings = {"BASE_URL": address, "API_KEY": 40 * "a", "MODE": "online", "DIR": str(tmp_path), "SILENT": "true"}
+        for name, value in settings.items():
+            monkeypatch.setenv(f"WANDB_{name}", value)
+        train(recipe, tmp_path)
+        (tracker,) = open_trackers(recipe, Tracked("even", tmp_path, "abc123"))
+        tracker.results({"eval/accuracy": 75.0})
+        tracker.close()
+    (run,) = runs.values()
+    # Updates 3 and 4 were logged before the kill; a server keeps what it has, and the same update is the same.
+    assert [(row["_step"], row["train/loss"]) for row in run.history] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 25)]
+    assert (run.summary["train/loss"], run.summary["eval/accuracy"]) == (25, 75)
+    begun = [one for one in run.settings if one["displayName"]]
+    assert [(one["name"], one["displayName"], one["groupName"]) for one in begun] == 3 * [
+        ("abc123", "even of mine", "mine")
+    ]

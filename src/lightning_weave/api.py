@@ -34,9 +34,9 @@ class Run:
     """One run of a recipe.
 
     `recipe` is a file, several that are merged, a dict, or a checked `Recipe`; `overrides` are as after `--set`:
-    `Run("mine.toml", ["train.epochs=3"])`. Nothing is read or made before a method is called. `yes` discards what a
-    changed recipe makes stale, as `--yes` does; without it that is refused. `trust` lets the Python files run that the
-    recipe names, as `--trust` does. `cluster` and `address` are where the work is done, as `--cluster ray` says it.
+    `Run("mine.toml", ["train.epochs=3"])`. Nothing but the recipe is read before a method is called. `yes` discards
+    what a changed recipe makes stale, as `--yes` does; without it that is refused. `trust` lets the Python files run
+    that the recipe names, as `--trust` does. `cluster` and `address` say who does the work, as `--cluster ray` does.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Run:
         from lightning_weave.world.demo import World, load_demo
 
         World().lay_out(Progress(quiet))
-        return cls(load_demo(World(), False, 0, list(overrides)).recipe, quiet=quiet, yes=yes, trust=trust)
+        return cls(load_demo(World(), False, 0, _check_overrides(overrides)).recipe, quiet=quiet, yes=yes, trust=trust)
 
     @property
     def path(self) -> Path:
@@ -293,8 +293,7 @@ class Run:
 
 
 def _check(recipe: Recipes, overrides: Sequence[str]) -> Recipe:
-    if isinstance(overrides, str | Mapping):
-        raise InputError(f'overrides: must be a list such as ["train.epochs=3"], got {overrides!r}')
+    overrides = _check_overrides(overrides)
     if isinstance(recipe, Mapping):
         return check_recipe(merge_overrides(recipe, overrides))
     if isinstance(recipe, Recipe):
@@ -303,6 +302,12 @@ def _check(recipe: Recipes, overrides: Sequence[str]) -> Recipe:
     if not isinstance(recipe, str | Path | Sequence):
         raise InputError(f"recipe: must be a file, a list of files, a dict or a Recipe, got {recipe!r}")
     return load_recipe(recipe, overrides)
+
+
+def _check_overrides(overrides: Sequence[str]) -> list[str]:
+    if isinstance(overrides, str | Mapping):
+        raise InputError(f'overrides: must be a list such as ["train.epochs=3"], got {overrides!r}')
+    return list(overrides)
 
 
 def _named(recipe: Recipes, overrides: Sequence[str]) -> str:

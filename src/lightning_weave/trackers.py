@@ -97,7 +97,8 @@ class WandB:
         )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self.run.log({f"train/{name}": value for name, value in figures.items()}, step=step)
+        if step >= self.run.starting_step:  # else the server has it, from before the resume
+            self.run.log({f"train/{name}": value for name, value in figures.items()}, step=step)
 
     def results(self, figures: Mapping[str, float]) -> None:
         self.run.summary.update(dict(figures))
