@@ -75,7 +75,7 @@ class Run:
         from lightning_weave.world.demo import World, load_demo
 
         World().lay_out(Progress(quiet))
-        return cls(load_demo(World(), False, 0, list(overrides)).recipe, quiet=quiet, yes=yes, trust=trust)
+        return cls(load_demo(World(), None, 0, list(overrides)).recipe, quiet=quiet, yes=yes, trust=trust)
 
     @property
     def path(self) -> Path:
