@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -307,7 +308,7 @@ def main() -> None:
     parser.add_argument(
         "--shorter", type=int, default=8, help="rows of unequal length are so much shorter than the paper's"
     )
-    parser.add_argument("--only", choices=["packing", "checkpoint"], help="one table alone")
+    parser.add_argument("--only", choices=["head", "step", "packing", "checkpoint"], help="one table alone")
     parser.add_argument("--cached", type=int, default=256, help="rows of the smaller cache")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -322,15 +323,16 @@ def main() -> None:
     clock = choose_clock(options.processor_time)
     print(f"{options.threads} threads, {'processor' if options.processor_time else 'wall-clock'} time")
     with tempfile.TemporaryDirectory() as root:
-        if options.only == "packing":
-            show_packing(options, Path(root), clock)
-            return
-        if options.only == "checkpoint":
-            show_checkpoint(options, Path(root))
-            return
-        results = show_head(options, clock) + show_head_memory(options) + show_step(options, Path(root), clock)
-        results += show_packing(options, Path(root), clock) + show_checkpoint(options, Path(root))
-        results += show_lengths(options, Path(root)) + show_cache(options, Path(root))
+        tables: dict[str, Callable[[], list[dict[str, Any]]]] = {
+            "head": lambda: show_head(options, clock),
+            "head memory": lambda: show_head_memory(options),
+            "step": lambda: show_step(options, Path(root), clock),
+            "packing": lambda: show_packing(options, Path(root), clock),
+            "checkpoint": lambda: show_checkpoint(options, Path(root)),
+            "lengths": lambda: show_lengths(options, Path(root)),
+            "cache": lambda: show_cache(options, Path(root)),
+        }
+        results = [row for name, show in tables.items() if options.only in (None, name) for row in show()]
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 

@@ -72,6 +72,7 @@ class Setting:
     world: int = 1
     checkpointing: bool = False
     layers: int | None = None  # instead of all
+    lora: int | None = None  # the rank of adapters, which alone are trained
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,7 @@ def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object
     """Load a student with its optimizer's moments; give what updates it on one row per rank."""
     import torch
 
+    from lightning_weave.config import Lora
     from lightning_weave.models.load import without_weights
     from lightning_weave.train import training
     from lightning_weave.train.loop import Fit, adam
@@ -214,8 +216,9 @@ def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object
     from lightning_weave.train.parallel import Ranks
     from lightning_weave.train.training import TrainContext, open_trainee
 
+    lora = None if setting.lora is None else Lora(rank=setting.lora)
     section = SimpleNamespace(
-        lora=None, gradient_checkpointing=setting.checkpointing, compile=False, seed=0, shard_ranks=None
+        lora=lora, gradient_checkpointing=setting.checkpointing, compile=False, seed=0, shard_ranks=None
     )
 
     def student_on_device(dtype: Any) -> Any:
@@ -228,6 +231,7 @@ def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object
         layout=None,
         updates={},
         path=Path(),
+        dtype=getattr(torch, setting.dtype),
         vocabulary=_vocabulary(setting),
         without_weights=student_on_device,
     )
@@ -241,7 +245,7 @@ def _trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object
 
         def update(tokens: int) -> object:
             if not optimizer.state:  # as after a first update
-                for parameter in trainee.parameters():
+                for parameter in (each for each in trainee.parameters() if each.requires_grad):
                     parameter.grad = torch.zeros_like(parameter)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
