@@ -142,7 +142,7 @@ def test_a_kill_before_a_round_loses_nothing(
     assert killed.code == -signal.SIGKILL, killed.said
     ended = forked.lweave("train", file)
     assert ended.code == 0, ended.said
-    assert "resuming from update 4" in ended.said
+    assert re.search(r"resuming from update [24]\b", ended.said), "the checkpoint of 4 may not have been whole yet"
     folder = tmp_path / "engine/runs/tiny/train/live"
     assert same(load_file(folder / "final/model.safetensors"), final(whole))
     assert not [path for path in folder.iterdir() if "round-" in path.name]
