@@ -28,10 +28,8 @@ from lightning_weave.types import Candidates, Prompt, Request, Response, Rollout
 
 def train_online(steps: Steps, name: str, context: TrainContext) -> None:
     """Fit one composition with live anchors. Resumable between rounds."""
-    composition = steps.recipe.compositions[name]
-    assert isinstance(composition, Online), composition.method
     prompts = read_prompts(steps.prompts_file)
-    schedule = make_schedule(steps.recipe, len(prompts), epochs=composition.epochs)
+    schedule = make_schedule(steps.recipe, len(prompts), epochs=steps.recipe.compositions[name].epochs)
     trainee = open_trainee(steps, context)
     with closing(LiveRows(steps, name, trainee, prompts, schedule, ranks=context.ranks)) as rows:
         _fit(steps, name, trainee, rows, context)
@@ -39,6 +37,7 @@ def train_online(steps: Steps, name: str, context: TrainContext) -> None:
 
 def _fit(steps: Steps, name: str, trainee: Trainee, rows: "LiveRows", context: TrainContext) -> None:
     composition = steps.recipe.compositions[name]
+    assert isinstance(composition, Online), composition.method
     fit = make_fit(steps, name, trainee, rows, alpha=composition.alpha, ranks=context.ranks)
     training = Training(steps, name, rows.schedule, fit, context.progress, before_round=rows.refresh)
     spent = {"method": "online", "fingerprint": training.stage.step.fingerprint}
