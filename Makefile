@@ -79,7 +79,8 @@ docs-site:       ## the pages of docs/ as a site with search, in build/site; bro
 
 claims: install  ## every baseline on three worlds with three seeds each (five hours of one core), into docs/claims.md
 	$(VENV)/bin/lweave demo --full --seeds 3 --world 101 --world 202
-	$(PY) scripts/claims-docs runs/demo
+	$(VENV)/bin/lweave demo --refresh --seeds 3 --world 101 --world 202
+	$(PY) scripts/claims-docs runs/demo runs/demo-refresh
 
 real: dev        ## brevity and correctness on SmolLM2-135M (hours of two cores; resumes), into docs/real-models.md
 	@scripts/real-models "$(PY)" "$(REAL_MODELS)"

@@ -73,6 +73,7 @@ class Setting:
     world: int = 1
     checkpointing: bool = False
     layers: int | None = None  # instead of all
+    lora: int | None = None  # the rank of adapters, which alone are trained
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,7 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
     """Load a student with its optimizer's moments; give what updates it on one row per rank."""
     import torch
 
+    from lightning_weave.config import Lora
     from lightning_weave.models.load import without_weights
     from lightning_weave.train import training
     from lightning_weave.train.loop import Fit, adam
@@ -236,8 +238,9 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
     from lightning_weave.train.parallel import Ranks
     from lightning_weave.train.training import TrainContext, open_trainee
 
+    lora = None if setting.lora is None else Lora(rank=setting.lora)
     section = SimpleNamespace(
-        lora=None, gradient_checkpointing=setting.checkpointing, compile=False, seed=0, shard_ranks=None
+        lora=lora, gradient_checkpointing=setting.checkpointing, compile=False, seed=0, shard_ranks=None
     )
 
     def student_on_device(dtype: Any) -> Any:
@@ -250,6 +253,7 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
         layout=None,
         updates={},
         path=Path(),
+        dtype=getattr(torch, setting.dtype),
         vocabulary=vocabulary(setting),
         without_weights=student_on_device,
     )
@@ -263,7 +267,7 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
 
         def update(tokens: int, micro_batches: int = 1) -> object:
             if not optimizer.state:  # as after a first update
-                for parameter in trainee.parameters():
+                for parameter in (each for each in trainee.parameters() if each.requires_grad):
                     parameter.grad = torch.zeros_like(parameter)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": MODELS | {"runs", "checks"},
     "pipeline": MODELS | {"runs", "train", "checks", "report"},
     "views": MODELS | {"runs", "train", "checks", "report", "plan"},
-    "world": MODELS | {"runs", "report", "pipeline"},
+    "world": MODELS | {"runs", "train", "report", "pipeline"},
     "rehearsal": MODELS | {"runs", "checks"},  # the commands that it calls are handed to it
     "api": MODELS | {"runs", "cluster", "train", "report", "pipeline", "views", "world"},
     "cli": {

@@ -85,7 +85,7 @@ class Run:
         from lightning_weave.world.demo import World, load_demo
 
         World().lay_out(Progress(quiet))
-        return cls(load_demo(World(), False, 0, _check_overrides(overrides)).recipe, quiet=quiet, yes=yes, trust=trust)
+        return cls(load_demo(World(), None, 0, _check_overrides(overrides)).recipe, quiet=quiet, yes=yes, trust=trust)
 
     @property
     def path(self) -> Path:

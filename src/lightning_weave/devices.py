@@ -145,6 +145,15 @@ def memory_of(device: "torch.device") -> int:
     return min(total, int(allowed)) if allowed.isdigit() else total
 
 
+def memory_left(device: "torch.device") -> tuple[int, int] | None:
+    """Say how many bytes of a GPU nobody uses, and how many it has; None of what shares the machine's memory."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.mem_get_info(device)
+
+
 def peak_bytes() -> int | None:
     """Most memory that tensors took on the accelerator in use; None where nobody counts it."""
     if _chosen is None or _chosen.type != "cuda":

@@ -15,7 +15,7 @@ from lightning_weave.heads import find_head
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.hf import Scorer, ScoreRow, hf_scorer
 from lightning_weave.models.vllm_body import VLLMBody, load_head
-from lightning_weave.runs.engines import check_scoring_version
+from lightning_weave.runs.engines import check_version
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -124,8 +124,8 @@ def test_a_quantised_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_is_too_old_to_score_is_refused() -> None:
-    check_scoring_version("0.32.0")
-    check_scoring_version("1.2.3+cpu")
-    check_scoring_version("unknown")
+    check_version("0.32.0", "score", "[score]")
+    check_version("1.2.3+cpu", "score", "[score]")
+    check_version("unknown", "score", "[score]")
     with pytest.raises(InputError, match=r'vLLM 0\.31\.2 cannot score.*0\.32 or later.*engine = "hf"'):
-        check_scoring_version("0.31.2")
+        check_version("0.31.2", "score", "[score]")

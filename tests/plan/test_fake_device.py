@@ -3,6 +3,7 @@
 import pytest
 
 from fake_runs import Measured, Setting, measure
+from lightning_weave.plan.memory import lora_parameters, training_memory
 from plan_table import BEGIN, END, LENGTHS, PAGE, planned, recorded, settings, shape_of, table
 
 MEASURED = recorded()
@@ -65,6 +66,23 @@ def test_the_device_measures_the_same_again() -> None:
         expected = known[one.setting]
         assert one.ready == expected.ready
         assert one.peaks == {tokens: pytest.approx(expected.peaks[tokens], rel=0.01) for tokens in LENGTHS[:2]}
+
+
+@pytest.mark.slow
+def test_an_8b_student_with_adapters_fits_one_card_of_24_gb_at_8k_tokens() -> None:
+    """With its base in bfloat16 and checkpointing, all layers; `plan` says the same."""
+    (one,) = measure([Setting("train", "Qwen/Qwen3-8B-Base", "bfloat16", checkpointing=True, lora=16)], [8192])
+    assert one.peaks[8192] < 0.95 * 24e9
+    shape = shape_of(one.setting)
+    assert one.ready == pytest.approx(2 * shape.parameters + 4 * lora_parameters(shape, 16), rel=0.01)
+    needed = training_memory(shape, 8192, 1, True, lora_parameters(shape, 16), bytes_per_number=2, base="own")
+    assert needed.total == pytest.approx(one.peaks[8192], rel=0.1)
+
+
+def test_all_weights_of_a_32b_student_fit_64_cards_of_80_gb_at_32k_tokens() -> None:
+    """As measured with all layers and checkpointing."""
+    (one,) = [each for each in MEASURED if each.setting == Setting("train", "Qwen/Qwen3-32B", "bfloat16", 64, True)]
+    assert max(one.loading, one.peaks[32768]) < 0.95 * 80e9
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from lightning_weave.bench.metrics import BudgetPoint
 from lightning_weave.bench.statistics import ProblemMeans
 from lightning_weave.config import check_recipe, dump_recipe
+from lightning_weave.pipeline import prompts
 from lightning_weave.progress import Progress
 from lightning_weave.report import report
 from lightning_weave.runs.steps import Steps
@@ -50,7 +51,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small_demo(place: Path, monkeypatch: pytest.MonkeyPatch, *sets: str) -> Steps:
     monkeypatch.chdir(place)
-    return demo.load_demo(demo.World(), False, 0, [*SMALL, *sets])
+    return demo.load_demo(demo.World(), None, 0, [*SMALL, *sets])
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +115,35 @@ def test_two_ranks_make_the_same_cache_and_nearly_the_same_students(
 
 def test_seeds_and_worlds_have_runs_of_their_own() -> None:
     names = [
-        demo.load_demo(demo.World(seed), True, number, ["name=x"]).recipe.name
+        demo.load_demo(demo.World(seed), demo.FULL, number, ["name=x"]).recipe.name
         for seed in (None, 7)
         for number in (0, 1)
     ]
     assert names == ["x", "x-1", "x-world-7", "x-world-7-1"]
-    assert demo.load_demo(demo.World(), False, 0, []).recipe.name == "demo"
+    assert demo.load_demo(demo.World(), None, 0, []).recipe.name == "demo"
+    refresh = demo.load_demo(demo.World(7), demo.REFRESH, 2, []).recipe
+    assert refresh.name == "demo-refresh-world-7-2"
+    named = {policy for claim in claims.REFRESH_CLAIMS for policy in (claim.one, claim.two)}
+    assert named == refresh.compositions.keys(), "what is compared is trained, and nothing else"
+
+
+def test_the_work_of_refreshed_states_is_counted(place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """16 prompts with 4 responses: sampled once, once per part, or in every one of four epochs."""
+    monkeypatch.chdir(place)
+    small = [*SMALL, "train.epochs=4", f"runs={tmp_path}"]
+    steps = demo.load_demo(demo.World(), demo.REFRESH, 0, small)
+    prompts.run(steps, QUIET)
+    monkeypatch.setattr(claims, "RESAMPLES", 50)
+    found = {name: policy(60, 40, 5) for name in ("base", *steps.recipe.compositions)}
+    found["strong-refresh-4"] = policy(80, 40, 5)
+    monkeypatch.setattr(demo, "summaries", lambda steps: found)
+    monkeypatch.setattr(demo, "pooled", lambda seeds: seeds[0])
+    text = demo.write_refresh({demo.World(): [steps]}, "lweave demo --refresh").read_text()
+    for line in ("offline | 16 | 64", "refresh-2 | 16 | 128", "refresh-4 | 16 | 256", "online-exact | 16 | 256"):
+        assert f"| {line} |" in text
+    assert "| strong-long-refresh-4 | 80 | 256 |" in text
+    assert "| at four times the dose, four parts beat offline | **holds** aes +1." in text
+    assert "| at four times the dose, two parts beat offline | **within noise** aes +0.00" in text
 
 
 def policy(accuracy: float, tokens: float, spread: float) -> list[ProblemMeans]:

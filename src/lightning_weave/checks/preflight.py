@@ -102,6 +102,8 @@ def _read_by_vllm(steps: Steps, todo: Todo, about: str) -> str | None:
     if about == "student" and todo.rollout:
         sections |= {"reference": recipe.reference}
         sections |= {"rollout": recipe.rollout} if recipe.rollout.from_ is None else {}
+    if about == "student" and todo.online:
+        sections |= {"rollout": recipe.rollout}
     if about.startswith("anchors."):
         sections |= {"score": recipe.score}
     if about.startswith("policies.") or (about == "student" and "base" in todo.benchmarks):
@@ -126,7 +128,7 @@ def _check_packages(steps: Steps, todo: Todo) -> Iterator[Finding]:
             text = f"{about} needs the package {package}, which is not installed: pip install '{install}'"
             yield Finding(about.partition(":")[0], "package", "error", text)
     works: dict[str, tuple[bool, Rollout | Reference | Score | Eval]] = {
-        "rollout": (todo.rollout and recipe.rollout.from_ is None, recipe.rollout),
+        "rollout": (todo.online or (todo.rollout and recipe.rollout.from_ is None), recipe.rollout),
         "reference": (todo.rollout, recipe.reference),
         "score": (bool(todo.anchors), recipe.score),
         "eval": (bool(todo.benchmarks), recipe.eval),

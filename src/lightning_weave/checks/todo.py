@@ -19,6 +19,7 @@ class Todo:
     compositions: list[str]
     benchmarks: dict[str, list[str]]  # policy -> benchmarks
     tasks: bool = False  # of another harness
+    online: bool = False  # a composition samples while it trains, with the engine of the rollouts
 
     @classmethod
     def of(cls, steps: Steps, verb: str = "run") -> "Todo":
@@ -47,7 +48,7 @@ class Todo:
         rollout = cached and is_pending(steps, lambda: steps.rollout)
         prompts = (rollout or online) and is_pending(steps, lambda: steps.prompts)
         benchmarks = {name: todo for name, todo in benchmarks.items() if todo}
-        return cls(prompts, rollout, anchors, compositions, benchmarks, tasks=tasks)
+        return cls(prompts, rollout, anchors, compositions, benchmarks, tasks=tasks, online=online)
 
     @property
     def stages(self) -> set[str]:

@@ -20,6 +20,9 @@ world_app = typer.Typer(help="The tiny world of the demo.", no_args_is_help=True
 def demo(
     set_: Sets = None,
     full: Annotated[bool, typer.Option("--full", help="a third anchor, the sweep and every baseline")] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="instead: refreshed states between offline and online training")
+    ] = False,
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="training seeds per world")] = 1,
     world: Annotated[
         list[int] | None,
@@ -38,15 +41,18 @@ def demo(
     out = open_console()
     worlds = [] if fresh else [stage.World()]
     worlds += [stage.World(seed) for seed in (world or ([1] if fresh else []))]
+    over = stage.FULL if full else stage.REFRESH if refresh else None
     runs: dict[stage.World, list[Steps]] = {}
     for each in worlds:
         each.lay_out(progress)
-        runs[each] = [stage.load_demo(each, full, number, set_ or []) for number in range(seeds)]
+        runs[each] = [stage.load_demo(each, over, number, set_ or []) for number in range(seeds)]
         for steps in runs[each]:
             with writing(steps):
                 stage.run(steps, progress, out, report.run)
-    if full:
-        command = " ".join(["lweave", *sys.argv[1:]])
+    command = " ".join(["lweave", *sys.argv[1:]])
+    if over == stage.REFRESH:
+        out.print(f"Refreshed: {stage.write_refresh(runs, command)}", soft_wrap=True)
+    if over == stage.FULL:
         claims = stage.write_claims(runs, progress, command, partial(preview.run, yes=True))
         out.print(f"Claims:    {claims}", soft_wrap=True)
 

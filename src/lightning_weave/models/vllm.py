@@ -60,6 +60,8 @@ class VLLMSampler:
             environment,
         )
         self.limit = int(self._engine.hello["limit"])
+        self._sleeps = bool((options or {}).get("enable_sleep_mode"))
+        self._asleep = False
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, dtype: str, **settings: Any) -> "VLLMSampler":
@@ -108,6 +110,18 @@ class VLLMSampler:
         """Give the engine's log-probability of every token of a row but the first."""
         scored: list[list[float]] = self._engine.ask({"rows": [list(map(int, ids)) for ids in rows]})["logprobs"]
         return scored
+
+    def reload(self, folder: Path) -> None:
+        """Sample with the weights of another checkpoint of the same architecture from now on."""
+        self._engine.ask({"reload": str(folder), "asleep": self._asleep})
+        self._asleep = False
+        self.path = folder
+
+    def rest(self) -> None:
+        """Give the device's memory back until the next `reload`, where the engine's options let it sleep."""
+        if self._sleeps and not self._asleep:
+            self._engine.ask({"sleep": True})
+            self._asleep = True
 
     def close(self) -> None:
         """Stop the engine."""

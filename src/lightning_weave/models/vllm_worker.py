@@ -43,6 +43,12 @@ def main() -> None:
                 answer(answers, {"count": hidden(engine, job)})
             elif "rows" in job:
                 answer(answers, {"logprobs": score(engine, job["rows"])})
+            elif "reload" in job:
+                reload(engine, job["reload"], asleep=job["asleep"])
+                answer(answers, {"reloaded": job["reload"]})
+            elif "sleep" in job:
+                engine.sleep(level=2)  # its memory is given back, weights and all
+                answer(answers, {"asleep": True})
             else:
                 for entry in sample(engine, job, padding):
                     answer(answers, entry)
@@ -126,6 +132,16 @@ def score(engine: Any, rows: list[list[int]]) -> list[list[float]]:
         [entry[token].logprob for token, entry in zip(ids[1:], list(output.prompt_logprobs)[1:])]  # noqa: B905 (Python 3.9)
         for ids, output in zip(rows, outputs)  # noqa: B905
     ]
+
+
+def reload(engine: Any, folder: str, asleep: bool) -> None:
+    """Take the weights of another checkpoint of the same architecture; what the old ones computed is dropped."""
+    if asleep:
+        engine.wake_up(tags=["weights"])
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    if asleep:
+        engine.wake_up(tags=["kv_cache"])
+    engine.reset_prefix_cache()
 
 
 def hidden(engine: Any, job: dict[str, Any]) -> int:

@@ -100,7 +100,7 @@ def make_plan(
     models = _scored_models(recipe)
     load = _workload(recipe, prompt_tokens, response_tokens)
     hours = offline_hours(student, list(models.values()), load, constants, machine, products=_products(recipe, student))
-    sampling = _live_sampling(recipe, student, load, machine)
+    sampling = hours.rollout if recipe.rollout.engine != "hf" else _live_sampling(recipe, student, load, machine)
     trainings = {
         name: _training_hours(recipe, section, hours, models, load, sampling=sampling)
         for name, section in recipe.compositions.items()

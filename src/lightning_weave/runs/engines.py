@@ -34,7 +34,7 @@ from lightning_weave.runs.parity import (
 )
 from lightning_weave.runs.steps import Steps
 
-OLDEST_SCORER = (0, 32)
+OLDEST = (0, 32)
 MOST_TOKENS_PER_TOKEN = 4  # of another tokenizer: a longer row is refused by its number
 FEW_TOKENS = 4096
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score
     _refuse_adapter(checkpoint)
     device = beside_engine(device, gpus_of(section))
     version = engine_version(section.python)
-    check_scoring_version(version)
+    check_version(version, "score", "[reference] and [score]")
     length = _longest_row(steps, checkpoint)
     room = {"gpu_memory_utilization": 0.8} if device.type != "cpu" else {}  # the head lives beside the engine
 
@@ -159,13 +159,13 @@ class ParityCheck:
         return gpus_of(self.section) > 1 and not isinstance(error, InputError)
 
 
-def check_scoring_version(version: str) -> None:
-    """Refuse a vLLM whose hidden states were never compared with ours."""
+def check_version(version: str, task: str, where: str) -> None:
+    """Refuse a vLLM with which a task was never tried."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and tuple(map(int, numbers.groups())) < OLDEST_SCORER:
+    if numbers and tuple(map(int, numbers.groups())) < OLDEST:
         raise InputError(
-            f'vLLM {version} cannot score: engine = "vllm" in [reference] and [score] needs '
-            f'{OLDEST_SCORER[0]}.{OLDEST_SCORER[1]} or later. Install it there, or set engine = "hf"'
+            f'vLLM {version} cannot {task}: engine = "vllm" in {where} needs '
+            f'{OLDEST[0]}.{OLDEST[1]} or later. Install it there, or set engine = "hf"'
         )
 
 

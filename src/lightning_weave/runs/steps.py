@@ -330,6 +330,9 @@ class Steps:
                 return {"method": "self", "sharpen": composition.sharpen}
             case Online():
                 rollout["responses"] = self.recipe.rollout.responses  # of the others the cache itself says it
+                if self.recipe.rollout.engine != "hf":
+                    engine = self.recipe.rollout.model_dump(mode="json", include={"engine", "dtype"})
+                    rollout |= {**engine, **quantization(self.recipe.rollout)}
                 return {"method": "online", "rollout": rollout, "candidates": candidates}
             case Sequential():
                 order = {"sequence": composition.sequence, "dose": composition.dose, "resample": composition.resample}

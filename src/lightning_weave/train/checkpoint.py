@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,14 +42,8 @@ class TrainingCheckpoints:
 
     def wait_for(self, update: int) -> None:
         """Wait until a checkpoint that rank 0 has seen is seen here: a shared disk may show it late."""
-        until = time.monotonic() + LATE
-        while update not in [int(path.name) for path in self._complete()]:
-            if time.monotonic() > until:
-                raise WeaveError(
-                    f"{self.folder / f'{update:06d}'}: rank 0 sees this checkpoint, and this rank does not. Do all "
-                    "machines share the run directory?"
-                )
-            time.sleep(0.1)
+        folder = self.folder / f"{update:06d}"
+        wait_until_seen(folder, lambda: folder in self._complete())
 
     def restore(self, update: int, module: "nn.Module", optimizer: "optim.Optimizer") -> None:
         """Load one checkpoint, by whatever number of ranks it was written."""
@@ -76,6 +70,18 @@ class TrainingCheckpoints:
         """Remove all but the last few."""
         for old in self._complete()[: -self.keep]:
             shutil.rmtree(old)
+
+
+def wait_until_seen(folder: Path, seen: Callable[[], bool]) -> None:
+    """Wait for a checkpoint that rank 0 has written, or say that this rank never sees it."""
+    until = time.monotonic() + LATE
+    while not seen():
+        if time.monotonic() > until:
+            raise WeaveError(
+                f"{folder}: rank 0 sees this checkpoint, and this rank does not. Do all machines share the run "
+                "directory?"
+            )
+        time.sleep(0.1)
 
 
 class CheckpointWriter:

@@ -164,15 +164,16 @@ def write_model(
     ranks: Ranks,
     merged: Collection[str] = (),
     adapter: Adapter | None = None,
+    beside: bool = False,
 ) -> list[Path]:
     """Write the student's directory with the trained weights in their places; whole or not at all.
 
     Of weights that were not trained, those are written into which the student's own adapter was `merged`. What training
-    has not touched, such as the vision tower of a multimodal student, is the student's to the bit. All
-    ranks gather one weight after another, and rank 0 writes.
+    has not touched, such as the vision tower of a multimodal student, is the student's to the bit. Adapters that lie
+    `beside` their weights are added to the student's own. All ranks gather one weight after another, and rank 0 writes.
     """
     weights = student_weights(trainee)
-    updates = _quantised_updates(trainee)
+    updates = _trained_updates(trainee, beside)
     changed = {*student_weights(trainee, trained=True), *updates, *merged}
     try:
         with whole_directory(folder) if ranks.first else nullcontext() as unfinished:
@@ -182,7 +183,7 @@ def write_model(
             for piece in (piece for piece in layout.pieces if changed & set(piece.names)):
                 ranks.wait()  # for rank 0's disk, without the clock of a GPU's group
                 if updates:
-                    gathered = _added(layout, piece.names, updates)
+                    gathered = _added(layout, piece.names, updates) if unfinished else {}
                 else:
                     gathered = {name: whole_weight(weights[name], layout.dtypes[name]) for name in piece.names}
                 if unfinished:
@@ -197,16 +198,22 @@ def write_model(
     return sorted(path for path in folder.rglob("*") if path.is_file()) if ranks.first else []
 
 
-def _quantised_updates(trainee: Trainee) -> dict[str, Update]:
-    """What was trained beside quantised weights, by their names; nothing of a student that is not quantised."""
+def _trained_updates(trainee: Trainee, beside: bool) -> dict[str, Update]:
+    """What was trained beside weights, by their names: beside quantised ones, which never take it up, or any."""
     if not hasattr(trainee.model, "peft_config"):
         return {}
     from peft.tuners.lora import LoraLayer
 
     found = {}
     for place, layer in trainee.model.get_base_model().named_modules():
-        if isinstance(layer, LoraLayer) and not layer.get_base_layer().weight.is_floating_point():
-            a_RI, b_OR = (factor["default"].weight.detach() for factor in (layer.lora_A, layer.lora_B))
+        if isinstance(layer, LoraLayer) and (beside or not layer.get_base_layer().weight.is_floating_point()):
+            if "default" not in layer.lora_A:
+                raise InputError(
+                    f"train.lora.targets: {place} is an embedding, whose adapter cannot be given to vLLM while it is "
+                    'trained. Leave it out, or set rollout.engine = "hf"'
+                )
+            factors = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+            a_RI, b_OR = (whole_weight(factor.detach(), torch.float32) for factor in factors)
             found[f"{place}.weight"] = Update(a_RI, b_OR, layer.scaling["default"], layer.fan_in_fan_out)
     return found
 

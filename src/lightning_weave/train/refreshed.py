@@ -59,7 +59,7 @@ def parts_of(steps: Steps, name: str) -> Iterator[Part]:
     """The parts of a composition, in their order."""
     composition = steps.recipe.compositions[name]
     assert isinstance(composition, Joint), composition.method
-    schedule = _schedule(steps, name)
+    schedule = schedule_of(steps, name)
     trained = steps.train(name)
     for number, updates in enumerate(schedule.parts(composition.refresh), start=1):
         rows = {row for update in updates for row in schedule.rows(update)}
@@ -69,7 +69,8 @@ def parts_of(steps: Steps, name: str) -> Iterator[Part]:
         yield Part(number, updates, sorted({row // schedule.responses for row in rows}), own, sampler)
 
 
-def _schedule(steps: Steps, name: str) -> Schedule:
+def schedule_of(steps: Steps, name: str) -> Schedule:
+    """The updates of a composition, and the rows of each."""
     prompts = steps.store.stage(steps.prompts).require()["rows"]
     return make_schedule(steps.recipe, prompts, epochs=steps.recipe.compositions[name].epochs)
 
@@ -102,7 +103,7 @@ class Refreshed:
         self.name = name
         self.context = context
         self.cache = open_cache(steps, name)
-        self.schedule = _schedule(steps, name)
+        self.schedule = schedule_of(steps, name)
         self.dose = find_dose(steps, name, self.cache, self.schedule)
         self.parts = list(parts_of(steps, name))
 

@@ -152,10 +152,17 @@ def deal_rows(
     while (bins := _fill(order, lengths, cost, count * world, token_budget)) is None:
         count += 1
     bins.sort(key=lambda members: (-sum(cost[index] for index in members), members))
-    side_by_side = [bins[step * world : (step + 1) * world] for step in range(count)]
-    # The dearest of a micro-batch goes first to one end of the ranks, then to the other.
-    turned = [bins if step % 2 == 0 else bins[::-1] for step, bins in enumerate(side_by_side)]
-    return [[bins[rank] for bins in turned] for rank in range(world)]
+    ranks: list[list[list[int]]] = [[] for _ in range(world)]
+    spent = [0.0] * world
+    for step in range(count):  # of those that run side by side, the dearest goes to the rank that has done least
+        for rank, members in zip(_ascending(spent), bins[step * world : (step + 1) * world], strict=True):
+            ranks[rank].append(members)
+            spent[rank] += sum(cost[index] for index in members)
+    return ranks
+
+
+def _ascending(values: Sequence[float]) -> list[int]:
+    return sorted(range(len(values)), key=lambda place: (values[place], place))
 
 
 def row_cost(length: int, width: int) -> float:

@@ -34,9 +34,13 @@ class Difference:
     two: str
 
 
-CLAIMS = tuple(
-    Difference(claim, *statement.split())
-    for claim, statement in {
+def differences(statements: Mapping[str, str]) -> tuple[Difference, ...]:
+    """Read claims, each with a statement such as `aes weave-50 > brevity-only`."""
+    return tuple(Difference(claim, *statement.split()) for claim, statement in statements.items())
+
+
+CLAIMS = differences(
+    {
         "composition beats the accuracy anchor alone": "aes weave-50 > accuracy-only",
         "composition beats the brevity anchor alone": "aes weave-50 > brevity-only",
         "tilted beats naive, accuracy anchor": "aes accuracy-only > naive-accuracy",
@@ -60,7 +64,21 @@ CLAIMS = tuple(
         "adding a second accuracy anchor to the pair is more accurate": "accuracy all-three > weave-50",
         "adding accuracy to brevity and thoroughness is more accurate": "accuracy all-three > brevity-thorough",
         "composition is more accurate than the accuracy anchor": "accuracy weave-50 > accuracy-only",
-    }.items()
+    }
+)
+REFRESH_CLAIMS = differences(  # not the paper's: at its dose, at four times the dose (alpha 0.5), and for longer
+    {
+        "at the paper's dose, two parts are close to offline": "aes refresh-2 ~ offline",
+        "at the paper's dose, four parts are close to offline": "aes refresh-4 ~ offline",
+        "at the paper's dose, online is close to offline": "aes online-exact ~ offline",
+        "at four times the dose, two parts beat offline": "aes strong-refresh-2 > strong",
+        "at four times the dose, four parts beat offline": "aes strong-refresh-4 > strong",
+        "at four times the dose, online beats offline": "aes strong-online-exact > strong",
+        "at four times the dose, four parts are close to online": "aes strong-refresh-4 ~ strong-online-exact",
+        "at four times the dose, offline drifts with five times the updates": "aes strong-long < strong",
+        "with five times the updates as well, two parts beat offline": "aes strong-long-refresh-2 > strong-long",
+        "with five times the updates as well, four parts beat offline": "aes strong-long-refresh-4 > strong-long",
+    }
 )
 SWEEP = ("accuracy-only", "weave-25", "weave-37", "weave-50", "weave-62", "weave-75", "brevity-only")
 SINGLES = ("accuracy-only", "brevity-only")
@@ -104,7 +122,7 @@ def check(
     `evaluated` are the same as they were evaluated, for budgets; `kept` is the share of positions of `weave-50`.
     """
     return [
-        *(_check_difference(claim, policies, seeds) for claim in CLAIMS),
+        *(check_difference(claim, policies, seeds) for claim in CLAIMS),
         _check_monotone(policies),
         _check_undominated(policies),
         _check_highest(policies),
@@ -114,7 +132,8 @@ def check(
     ]
 
 
-def _check_difference(claim: Difference, policies: Policies, seeds: Sequence[Policies]) -> ClaimFinding:
+def check_difference(claim: Difference, policies: Policies, seeds: Sequence[Policies]) -> ClaimFinding:
+    """Test one claim about two policies."""
     if claim.one not in policies or claim.two not in policies:
         return ClaimFinding(claim.claim, "not measured")
     interval = _difference(claim, policies, RESAMPLES)

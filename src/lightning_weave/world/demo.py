@@ -20,12 +20,15 @@ from lightning_weave.runs.costs import read_spent, summary
 from lightning_weave.runs.discard import discards, listing
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import whole_directory, write_atomic
+from lightning_weave.train.refreshed import parts_of, schedule_of
 from lightning_weave.world.build import build_world
-from lightning_weave.world.claims import check, claims_table, pooled, results_table
+from lightning_weave.world.claims import REFRESH_CLAIMS, check, check_difference, claims_table, pooled, results_table
 from lightning_weave.world.layout import shipped_world
 
 Preview = Callable[[Steps, Progress, Console, int, Sequence[str]], PolicySummaries]
 WORLD = "runs/demo-world"  # the folder that the recipes name
+FULL = "demo-full.toml"
+REFRESH = "demo-refresh.toml"
 PREVIEWED = ("accuracy-only", "weave-50", "brevity-only")
 
 
@@ -53,18 +56,24 @@ class World:
                 shutil.copytree(shipped_world(), unfinished, dirs_exist_ok=True)
 
 
-def load_demo(world: World, full: bool, number: int, sets: list[str]) -> Steps:
-    """Load the demo's recipe for one world and one training seed."""
-    data: dict = {}
-    for name in ["demo.toml", "demo-full.toml"] if full else ["demo.toml"]:
-        text = (files("lightning_weave.recipes") / name).read_text(encoding="utf-8")
-        data = merge_tables(data, tomllib.loads(text.replace(WORLD, world.folder)))
+def load_demo(world: World, over: str | None, number: int, sets: list[str]) -> Steps:
+    """Load the demo's recipe, with another over it, for one world and one training seed."""
+    data = _read("demo.toml", world)
+    if over == REFRESH:  # it has all its compositions itself
+        data = {section: value for section, value in data.items() if section not in ("compositions", "report")}
+    if over:
+        data = merge_tables(data, _read(over, world))
     for section, seed in (("rollout", 42), ("train", 1234), ("eval", 42)):
         data[section]["seed"] = seed + number
     data = merge_overrides(data, sets)
     data["name"] += (f"-world-{world.seed}" if world.seed is not None else "") + (f"-{number}" if number else "")
     recipe = check_recipe(data, "demo")
     return Steps(recipe, str(Path(recipe.runs) / recipe.name / "recipe.toml"))  # there with or without a clone
+
+
+def _read(name: str, world: World) -> dict:
+    text = (files("lightning_weave.recipes") / name).read_text(encoding="utf-8")
+    return tomllib.loads(text.replace(WORLD, world.folder))
 
 
 def run(steps: Steps, progress: Progress, out: Console, write_report: Callable[[list[Steps], Progress], Path]) -> None:
@@ -97,9 +106,7 @@ def write_claims(worlds: dict[World, list[Steps]], progress: Progress, command: 
         evaluated = [summaries(steps) for steps in runs]
         policies = pooled(evaluated)
         seeds = [pooled([seed]) for seed in evaluated]
-        findings[f"{world.label}, {len(runs)} seed{'s' * (len(runs) > 1)}"] = check(
-            policies, seeds, evaluated, [_kept(steps) for steps in runs]
-        )
+        findings[_column(world, runs)] = check(policies, seeds, evaluated, [_kept(steps) for steps in runs])
         targets = preview(runs[0], progress, Console(quiet=True), 50, PREVIEWED)
         parts.append(
             f"## The {world.label}\n\nMeans over {len(runs)} training seeds.\n\n{results_table(policies, seeds)}\n\n"
@@ -107,9 +114,45 @@ def write_claims(worlds: dict[World, list[Steps]], progress: Progress, command: 
             f"{_preview_table(targets)}\n"
         )
     text = f"Made by `{command}`.\n\n{claims_table(findings)}\n\n" + "\n".join(parts)
-    path = next(iter(worlds.values()))[0].store.run_dir / "report" / "claims.md"
+    return _write(worlds, "claims.md", text)
+
+
+def write_refresh(worlds: dict[World, list[Steps]], command: str) -> Path:
+    """Test on every world what refreshed states bring, and write it as Markdown with what it took."""
+    findings = {}
+    parts = []
+    for world, runs in worlds.items():
+        evaluated = [summaries(steps) for steps in runs]
+        policies = pooled(evaluated)
+        seeds = [pooled([seed]) for seed in evaluated]
+        findings[_column(world, runs)] = [check_difference(claim, policies, seeds) for claim in REFRESH_CLAIMS]
+        parts.append(f"### Refreshed states in the {world.label}\n\n{results_table(policies, seeds)}\n")
+    taken = _work_table(next(iter(worlds.values()))[0])
+    text = f"Made by `{command}`.\n\n{claims_table(findings)}\n\n{taken}\n\n" + "\n".join(parts)
+    return _write(worlds, "refresh.md", text)
+
+
+def _column(world: World, runs: Sequence[Steps]) -> str:
+    return f"{world.label}, {len(runs)} seed{'s' * (len(runs) > 1)}"
+
+
+def _write(worlds: dict[World, list[Steps]], name: str, text: str) -> Path:
+    path = next(iter(worlds.values()))[0].store.run_dir / "report" / name
     write_atomic(path, text.encode())
     return path
+
+
+def _work_table(steps: Steps) -> str:
+    """Markdown of the updates of every composition, and of the trajectories that it samples and scores."""
+    lines = ["| composition | updates | trajectories sampled and scored |", "| --- | ---: | ---: |"]
+    for name, composition in steps.recipe.compositions.items():
+        schedule = schedule_of(steps, name)
+        if composition.method == "online":
+            drawn = sum(len(schedule.rows(update)) for update in range(len(schedule)))
+        else:
+            drawn = sum(len(part.groups) for part in parts_of(steps, name)) * schedule.responses
+        lines.append(f"| {name} | {len(schedule):,} | {drawn:,} |")
+    return "\n".join(lines)
 
 
 def _kept(steps: Steps) -> float:

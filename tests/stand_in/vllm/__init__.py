@@ -1,13 +1,19 @@
-"""Stands in for vLLM: writes down its environment and arguments, meets itself on a port, and answers fixed tokens."""
+"""Stands in for vLLM: writes down its environment and arguments, meets itself on a port, and answers fixed tokens.
+
+With `STAND_IN_COMPUTES` it answers what the checkpoint says that it was given, or was given last.
+"""
 
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from vllm.computed import Computed
 
 
 class LLM:
@@ -19,23 +25,55 @@ class LLM:
         port = _meet() if settings.get("tensor_parallel_size", 1) > 1 else None
         record = {"settings": settings, "environment": dict(os.environ), "port": port}
         (Path(os.environ["STAND_IN_RECORDS"]) / f"{os.getpid()}.json").write_text(json.dumps(record))
-        self.llm_engine = LLMEngine(settings["max_model_len"] or 64)
+        self.computed = Computed(settings["model"]) if "STAND_IN_COMPUTES" in os.environ else None
+        self.llm_engine = LLMEngine(
+            settings["max_model_len"] or 64, self._answer, self.computed.size if self.computed else 16
+        )
 
     def generate(self, prompts: list[dict], params: Any, use_tqdm: bool) -> list[Any]:
         """Answer every prompt with token 7 until its room ends; every token is certain."""
         several = params if isinstance(params, list) else [params] * len(prompts)
-        return [_output(prompt["prompt_token_ids"], one) for prompt, one in zip(prompts, several, strict=True)]
+        return [self._answer(prompt["prompt_token_ids"], one) for prompt, one in zip(prompts, several, strict=True)]
+
+    def collective_rpc(self, method: str, kwargs: dict) -> None:
+        """Take other weights."""
+        assert method == "reload_weights", method
+        self._write_down(f"reload {kwargs['weights_path']}")
+        assert self.computed is not None
+        self.computed.load(kwargs["weights_path"])
+
+    def sleep(self, level: int) -> None:
+        """Forget the weights."""
+        self._write_down(f"sleep {level}")
+        assert self.computed is not None
+        self.computed.model = None
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Make room for weights, or for what is computed with them."""
+        self._write_down(f"wake up {' '.join(tags)}")
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what was computed."""
+        self._write_down("reset")
+
+    def _answer(self, prompt: list[int], params: "SamplingParams") -> Any:
+        return self.computed.answer(prompt, params) if self.computed else _output(prompt, params)
+
+    def _write_down(self, call: str) -> None:
+        with open(Path(os.environ["STAND_IN_RECORDS"]) / f"{os.getpid()}.calls", "a") as calls:
+            calls.write(f"{call}\n")
 
 
 class LLMEngine:
     """Takes requests, and finishes one of them per step, the newest first."""
 
-    def __init__(self, longest: int) -> None:
-        self.model_config = SimpleNamespace(max_model_len=longest, get_vocab_size=lambda: 16)
+    def __init__(self, longest: int, answer: Callable[[list[int], "SamplingParams"], Any], size: int) -> None:
+        self.model_config = SimpleNamespace(max_model_len=longest, get_vocab_size=lambda: size)
+        self.answer = answer
         self.waiting: list[Any] = []
 
     def add_request(self, request_id: str, prompt: dict, params: "SamplingParams") -> None:
-        self.waiting.append((request_id, _output(prompt["prompt_token_ids"], params)))
+        self.waiting.append((request_id, self.answer(prompt["prompt_token_ids"], params)))
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting)

@@ -1,0 +1,178 @@
+"""Online training that samples with an engine: it draws from the weights of each round, on any number of ranks."""
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forked import Forked, kill_at
+from lightning_weave.config import check_recipe, dump_recipe
+from lightning_weave.errors import Mismatch
+from lightning_weave.models.load import load_model
+from lightning_weave.pipeline.flow import make_students
+from lightning_weave.prompts import read_prompts
+from lightning_weave.runs.steps import Steps
+from lightning_weave.store import read_lines
+from lightning_weave.train import round_engine
+from lightning_weave.train.parallel import Ranks
+from lightning_weave.train.round_engine import room_beside
+from lightning_weave.train.training import open_trainee
+from pipeline.scored import HALF, QUIET, same
+from runs.test_engines import make_recipe
+from tiny import make_world, steps_of
+from train.cached import context
+from train.launch import Plan, start
+
+TESTS = Path(__file__).parents[1]
+LIVE = {"weights": HALF, "method": "online"}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """An online composition alone, quick to change, in three rounds of two updates."""
+    recipe = make_world(tmp_path_factory.mktemp("round-engine"))
+    train = {**recipe["train"], "epochs": 1, "learning_rate": 0.01, "checkpoint_every": 1}
+    return {**recipe, "compositions": {"live": LIVE}, "train": train}
+
+
+def with_engine(world: dict, folder: Path, *environment: str, **options: object) -> dict:
+    """The recipe with an engine that computes; what it is asked to do is written down in `folder`."""
+    folder.mkdir()
+    python = folder / "python"
+    paths = os.pathsep.join([str(TESTS / "stand_in"), *filter(None, sys.path)])
+    said = " ".join([f"PYTHONPATH={paths}", f"STAND_IN_RECORDS={folder}", "STAND_IN_COMPUTES=1", *environment])
+    python.write_text(f'#!/bin/sh\nexec env {said} {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    engine = {"engine": "vllm", "python": str(python), "parity": 1e-3, "options": options}
+    return {**world, "runs": str(folder / "runs"), "rollout": {**world["rollout"], **engine}}
+
+
+def calls(folder: Path) -> list[str]:
+    """What one engine was asked to do, in order; weights by the name of their folder."""
+    (file,) = folder.glob("*.calls")
+    return [re.sub(r"/\S*/", "", line) for line in file.read_text().splitlines()]
+
+
+def train(recipe: dict) -> Steps:
+    steps = steps_of(recipe)
+    make_students(steps, QUIET)
+    return steps
+
+
+def final(steps: Steps) -> dict[str, torch.Tensor]:
+    return load_file(steps.store.run_dir / "train/live/final/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(world: dict, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """A run in peace."""
+    return train(with_engine(world, tmp_path_factory.mktemp("whole") / "engine"))
+
+
+@pytest.mark.slow
+def test_an_engine_samples_each_round_from_the_weights_of_that_round(whole: Steps) -> None:
+    """The rounds' own check holds every token to 1e-3 nats of the student that is trained."""
+    assert calls(Path(whole.recipe.rollout.python).parent) == [
+        *("reload student", "reset"),
+        *("reload round-000002", "reset"),
+        *("reload round-000004", "reset"),
+    ]
+    folder = whole.store.run_dir / "train" / "live"
+    assert not list(folder.glob("round-*")), "what an engine was given goes with it"
+    assert len(list(read_lines(folder / "metrics.jsonl"))) == 6
+    other = steps_of(
+        whole.recipe.model_copy(update={"rollout": whole.recipe.rollout.model_copy(update={"engine": "hf"})})
+    )
+    assert other.train("live").fingerprint != whole.train("live").fingerprint
+
+
+@pytest.mark.slow
+def test_an_engine_that_keeps_its_old_weights_is_found_out(world: dict, tmp_path: Path) -> None:
+    with pytest.raises(Mismatch, match=r"rollout\.engine = 'vllm' and the scorer disagree by .* rollout\.parity"):
+        train(with_engine(world, tmp_path / "deaf", "STAND_IN_DEAF=1"))
+
+
+@pytest.mark.slow
+def test_an_engine_sleeps_while_the_student_computes(world: dict, whole: Steps, tmp_path: Path) -> None:
+    slept = train(with_engine(world, tmp_path / "engine", enable_sleep_mode=True))
+    awake = ["wake up weights", "reload round-000002", "wake up kv_cache", "reset", "sleep 2"]
+    assert calls(tmp_path / "engine")[:8] == ["reload student", "reset", "sleep 2", *awake]
+    assert same(final(slept), final(whole))
+
+
+@pytest.mark.slow
+def test_adapters_are_given_to_an_engine_without_touching_the_weights_beside_them(world: dict, tmp_path: Path) -> None:
+    lora = {**world, "train": {**world["train"], "lora": {"rank": 2}, "learning_rate": 0.1}}
+    train(with_engine(lora, tmp_path / "engine"))
+    assert "reload round-000004" in calls(tmp_path / "engine")
+    with pytest.raises(Mismatch):  # the check would have seen weights without their adapters
+        train(with_engine(lora, tmp_path / "deaf", "STAND_IN_DEAF=1"))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_engines_of_two_ranks_draw_what_one_draws(world: dict, whole: Steps, tmp_path: Path) -> None:
+    together = steps_of(with_engine(world, tmp_path / "engines"))
+    assert start(Plan([together]), ranks=2) == [0, 0]
+    assert len(list((tmp_path / "engines").glob("*.calls"))) == 2
+    alone, both = (
+        [row["loss"] for row in read_lines(steps.store.run_dir / "train/live/metrics.jsonl")]
+        for steps in (whole, together)
+    )
+    np.testing.assert_allclose(both, alone, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.parametrize("action", ["write", "rename"], ids=["while weights are written", "while an engine reloads"])
+def test_a_kill_before_a_round_loses_nothing(
+    world: dict, whole: Steps, tmp_path: Path, forked: Forked, action: str
+) -> None:
+    recipe = with_engine(world, tmp_path / "engine")
+    file = tmp_path / "live.toml"
+    file.write_text(dump_recipe(check_recipe(recipe)))
+    place = r"/\.tmp-round-000004/model\.safetensors$" if action == "write" else r"/\.tmp-round-\d+$"
+    killed = forked.lweave("train", file, **kill_at(action, place, count=1 if action == "write" else 2))
+    assert killed.code == -signal.SIGKILL, killed.said
+    ended = forked.lweave("train", file)
+    assert ended.code == 0, ended.said
+    assert re.search(r"resuming from update [24]\b", ended.said), "the checkpoint of 4 may not have been whole yet"
+    folder = tmp_path / "engine/runs/tiny/train/live"
+    assert same(load_file(folder / "final/model.safetensors"), final(whole))
+    assert not [path for path in folder.iterdir() if "round-" in path.name]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_vllm_draws_each_round_from_the_weights_of_that_round(vllm_python: str, tmp_path: Path) -> None:
+    """The rounds' own check, at 1e-3 nats, and a student that has moved further than that between them."""
+    recipe = make_recipe(tmp_path, vllm_python)
+    recipe["rollout"]["parity"] = 1e-3
+    recipe["train"] |= {"epochs": 1, "learning_rate": 0.01}
+    steps = train({**recipe, "compositions": {"live": LIVE}})
+    folder = steps.store.run_dir / "train/live"
+    assert len(list(read_lines(folder / "metrics.jsonl"))) == 6
+    before, after = (
+        load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+        for path in (steps.student.path, folder / "final")
+    )
+    ids = torch.tensor([read_prompts(steps.prompts_file)[0].token_ids])
+    with torch.no_grad():
+        moved = (after(ids).logits.log_softmax(-1) - before(ids).logits.log_softmax(-1)).abs().mean()
+    assert moved > 0.02
+
+
+def test_an_engine_takes_what_a_trainer_leaves_of_a_gpu(world: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainee = open_trainee(steps_of(world), context(Ranks(0, 1, torch.device("cpu"))))
+    numbers = sum(weight.numel() for weight in trainee.parameters())
+    assert room_beside(trainee, torch.device("cpu")) == {}
+    for left, share in ((50 * numbers, 0.35), (9 * numbers, 0.05)):  # (50 - 8) / 100 of it, and next to nothing
+        monkeypatch.setattr(round_engine, "memory_left", lambda device, left=left: (left, 100 * numbers))
+        taken = room_beside(trainee, torch.device("cpu"))
+        assert taken == {"enable_sleep_mode": True, "gpu_memory_utilization": share}
