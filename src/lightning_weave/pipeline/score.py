@@ -9,7 +9,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
 from lightning_weave.runs.anchors import AnchorScorer, Bases
-from lightning_weave.runs.engines import gpus_of
+from lightning_weave.runs.engines import Engines, borrowed, gpus_of
 from lightning_weave.runs.scored import ScoredModel
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
@@ -17,23 +17,32 @@ from lightning_weave.types import Candidates, Rollouts, Scores
 
 
 def run(
-    steps: Steps, progress: Progress, only: Sequence[str] | None = None, do: Do = do_here, watch: Watch = warn
+    steps: Steps,
+    progress: Progress,
+    only: Sequence[str] | None = None,
+    do: Do = do_here,
+    watch: Watch = warn,
+    engines: Engines | None = None,
 ) -> None:
     """Score the cached candidates under every anchor model, one model at a time. Resumable."""
     names = steps.score_names
     if unknown := sorted(set(only or ()) - set(names.values())):
         raise InputError(f"--only {unknown[0]}: no such model; this recipe scores {', '.join(names.values())}")
     made = any(steps.store.stage(steps.score(scored)).state() != "done" for scored in names)
-    bases: Bases = {}
-    for whole, sides in _by_model([scored for scored, name in names.items() if only is None or name in only]).items():
-        for scored in sides:
-            score_model(steps, scored, progress, do, bases)
-        bases.pop(whole, None)
+    wanted = [scored for scored, name in names.items() if only is None or name in only]
+    with borrowed(engines) as engines:
+        for sides in _by_model(steps, wanted).values():
+            bases: Bases = {}
+            for scored in sides:
+                score_model(steps, scored, progress, do, bases, engines)
     watch(lambda: check_scores(steps), made, progress)
 
 
-def _by_model(wanted: Sequence[ScoredModel]) -> dict[Checkpoint, list[ScoredModel]]:
-    """Put those together that one load serves: contexts of one checkpoint, adapters of one base."""
+def _by_model(steps: Steps, wanted: Sequence[ScoredModel]) -> dict[Checkpoint, list[ScoredModel]]:
+    """Put those together that one load serves: contexts of one checkpoint, adapters of one base.
+
+    The student comes first: the engine of the reference may still be up.
+    """
     found: dict[Checkpoint, list[ScoredModel]] = {}
     for scored in wanted:
         try:
@@ -41,15 +50,15 @@ def _by_model(wanted: Sequence[ScoredModel]) -> dict[Checkpoint, list[ScoredMode
         except InputError:  # gone since it was scored
             whole = scored.checkpoint
         found.setdefault(whole, []).append(scored)
-    return found
+    return dict(sorted(found.items(), key=lambda entry: entry[0] != steps.student))
 
 
-def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do, bases: Bases) -> None:
+def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do, bases: Bases, engines: Engines) -> None:
     """Score every pending shard under one model."""
     shards = len(steps.store.stage(steps.reference).require()["shards"])
     stage = steps.store.stage(steps.score(scored))
     make_room(stage)
-    opener = partial(open_worker, scored=scored, bases=bases)
+    opener = partial(open_worker, scored=scored, bases=bases, engines=engines)
     name = steps.score_names[scored]
     pending = stage.pending(shards)
     devices = gpus_of(steps.recipe.score)
@@ -79,10 +88,9 @@ class ScoreWorker:
         return Made(tokens, store.stage(self.steps.score(self.scored)).write(shard, scores))
 
     def close(self) -> None:
-        """Release the model."""
-        self.scorer.close()
+        """The model stays for another context or adapter of it."""
 
 
-def open_worker(steps: Steps, scored: ScoredModel, bases: Bases) -> ScoreWorker:
+def open_worker(steps: Steps, scored: ScoredModel, bases: Bases, engines: Engines) -> ScoreWorker:
     """Load one anchor model."""
-    return ScoreWorker(steps, scored, AnchorScorer.open(steps, scored, bases))
+    return ScoreWorker(steps, scored, AnchorScorer.open(steps, scored, bases, engines))

@@ -2,10 +2,12 @@
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from types import TracebackType
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -39,12 +41,99 @@ MOST_TOKENS_PER_TOKEN = 4  # of another tokenizer: a longer row is refused by it
 FEW_TOKENS = 4096
 log = logging.getLogger(__name__)
 Compared = TypeVar("Compared", VLLMSampler, Scorer)
+Section = Rollout | Eval | Reference | Score
+
+
+class Engines:
+    """Opens samplers and scorers, one at a time, and keeps the last one up for whoever asks for the same again.
+
+    One at a time, since an engine takes nearly all of a GPU. A process that is sent this object has its own.
+    """
+
+    def __init__(self, room: int = 0) -> None:
+        self.room = room  # tokens that later jobs will ask of an engine that is opened for an earlier one
+        self._key: dict[str, Any] = {}
+        self._open: Sampler | Scorer | None = None
+
+    def sampler(
+        self,
+        steps: Steps,
+        checkpoint: Checkpoint,
+        section: Rollout | Eval,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+    ) -> Sampler:
+        """A sampler for these prompts and at most so many tokens each."""
+        key = {"kind": "sampler", "model": checkpoint, **engine_key(section)}
+        needed = longest_context(checkpoint, prompts, max_tokens)
+        if key != self._key or (isinstance(self._open, VLLMSampler) and self._open.limit < needed):
+            self.close()
+            length = max(self.room, needed) + 1  # an engine scores no row that fills it
+            limit = checkpoint.context_limit
+            self._open = open_sampler(
+                steps, checkpoint, section, prompts, length if limit is None else min(length, limit)
+            )
+            self._key = key
+        return cast(Sampler, self._open)
+
+    def scorer(self, steps: Steps, checkpoint: Checkpoint, section: Reference | Score) -> Scorer:
+        """A scorer of rows in the model's own tokens."""
+        key = {"kind": "scorer", "model": checkpoint, **engine_key(section)}
+        if key != self._key:
+            self.close()
+            self._open = open_scorer(steps, checkpoint, section)
+            self._key = key
+        return cast(Scorer, self._open)
+
+    def close(self) -> None:
+        """Stop what is up."""
+        engine, self._open, self._key = self._open, None, {}
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> "Engines":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _engines_here, (self.room,)
+
+
+_here = Engines()  # of a worker process, such as an actor of Ray: for all jobs that it is sent
+
+
+def _engines_here(room: int) -> Engines:
+    _here.room = max(_here.room, room)
+    return _here
+
+
+@contextmanager
+def borrowed(engines: Engines | None) -> Iterator[Engines]:
+    """These engines, which stay up afterwards; without any, new ones, which do not."""
+    if engines is not None:
+        yield engines
+        return
+    with Engines() as own:
+        yield own
+
+
+def engine_key(section: Section) -> dict[str, Any]:
+    """What two sections must agree on to use one engine."""
+    names = {"hf": {"batch_size", "token_budget"}, "vllm": {"python", "options", "parity", "token_budget"}}
+    return section.model_dump(include=names[section.engine] | {"engine", "dtype"})
+
+
+def share_an_engine(one: Section, other: Section) -> bool:
+    """Whether an engine of its own process that is opened for one section can do the work of the other."""
+    return one.engine == other.engine != "hf" and engine_key(one) == engine_key(other)
 
 
 def open_sampler(
-    steps: Steps, checkpoint: Checkpoint, section: Rollout | Eval, prompts: Sequence[list[int]], max_tokens: int
+    steps: Steps, checkpoint: Checkpoint, section: Rollout | Eval, prompts: Sequence[list[int]], length: int
 ) -> Sampler:
-    """Load a model behind the Sampler protocol, for these prompts and at most so many tokens each."""
+    """Load a model behind the Sampler protocol, for contexts of this length; these prompts are what it is tried on."""
     device = set_up(steps.recipe, steps.store)
     free_memory()  # of models that nobody uses any more: an engine wants nearly all of a GPU
     dtype = checkpoint.compute_dtype(section.dtype, device)
@@ -52,7 +141,6 @@ def open_sampler(
         model = checkpoint.load(dtype, device)
         return HFSampler(model, checkpoint.stop_ids, checkpoint.vocabulary, section.batch_size)
     _refuse_adapter(checkpoint)
-    length = longest_context(checkpoint, prompts, max_tokens + 1)  # an engine scores no row that fills it
     start = partial(
         VLLMSampler.open,
         checkpoint,
@@ -105,7 +193,7 @@ class ParityCheck:
 
     steps: Steps
     checkpoint: Checkpoint
-    section: Rollout | Eval | Reference | Score
+    section: Section
     engine: str
     dtype: torch.dtype
 

@@ -41,6 +41,7 @@ from lightning_weave.runs.settings import (
     own_content,
     quantization,
     template_identity,
+    with_engines,
     without_defaults,
     without_unset,
 )
@@ -59,6 +60,9 @@ class Steps:
     standing: bool = False  # take what is finished as it is on disk, whatever the recipe says now
     sampler: Checkpoint | None = None  # what samples in the student's place: the student as training has left it
     _identities: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", with_engines(self.recipe))
 
     @property
     def store(self) -> Store:
