@@ -61,9 +61,9 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
-def sees_gpu() -> bool:
-    """Whether a GPU that vLLM computes on is in sight; asked without torch, which takes seconds to import."""
-    if os.environ.get(VISIBLE, "0").strip() in ("", "-1"):
+def sees_gpu(setting: str) -> bool:
+    """Whether the setting leads to a GPU that vLLM computes on; asked without torch, which takes seconds to import."""
+    if setting in ("cpu", "mps") or os.environ.get(VISIBLE, "0").strip() in ("", "-1"):
         return False
     return any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/kfd"))
 

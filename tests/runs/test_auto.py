@@ -26,13 +26,13 @@ def engines_of(recipe: Recipe) -> tuple[str, ...]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with a GPU, on which vLLM is installed."""
-    monkeypatch.setattr(settings, "sees_gpu", lambda: True)
+    monkeypatch.setattr(settings, "sees_gpu", lambda device: device == "auto")
     monkeypatch.setattr(settings, "find_spec", lambda name: object())
     return monkeypatch
 
 
 def test_without_a_gpu_transformers_samples(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
-    gpu.setattr(settings, "sees_gpu", lambda: False)
+    gpu.setattr(settings, "sees_gpu", lambda device: False)
     assert engines_of(recipe_of(tmp_path)) == ("hf", "hf", "hf", "hf")
 
 
@@ -46,7 +46,7 @@ def test_with_a_gpu_and_vllm_it_samples_and_transformers_scores(tmp_path: Path, 
 
 def test_what_is_said_is_not_decided(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
     assert engines_of(recipe_of(tmp_path, rollout={"engine": "hf"}))[0] == "hf"
-    gpu.setattr(settings, "sees_gpu", lambda: False)
+    gpu.setattr(settings, "sees_gpu", lambda device: False)
     assert engines_of(recipe_of(tmp_path, eval={"engine": "vllm"}))[3] == "vllm"
 
 
@@ -60,9 +60,9 @@ def test_a_run_keeps_the_engine_that_it_began_with(tmp_path: Path, gpu: pytest.M
     recipe = recipe_of(tmp_path)
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)
-    gpu.setattr(settings, "sees_gpu", lambda: False)
+    gpu.setattr(settings, "sees_gpu", lambda device: False)
     (run / "recipe.toml").write_text(dump_recipe(Steps(recipe).recipe))  # as every command writes it
-    gpu.setattr(settings, "sees_gpu", lambda: True)
+    gpu.setattr(settings, "sees_gpu", lambda device: True)
     assert engines_of(recipe) == ("hf", "hf", "hf", "hf")
     assert choose_engines(recipe)["eval"] == ("hf", "as the run has it")
 
@@ -74,7 +74,7 @@ def test_the_engine_that_is_chosen_is_part_of_the_fingerprint(tmp_path: Path, gp
         for engine in ("hf", "vllm")
     }
     assert tiny.steps_of(recipe).rollout.fingerprint == said["vllm"].rollout.fingerprint
-    gpu.setattr(settings, "sees_gpu", lambda: False)
+    gpu.setattr(settings, "sees_gpu", lambda device: False)
     assert tiny.steps_of(recipe).rollout.fingerprint == said["hf"].rollout.fingerprint
 
 
@@ -88,6 +88,9 @@ def test_show_says_what_is_chosen_here(tmp_path: Path, gpu: pytest.MonkeyPatch) 
 def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.Path, "exists", lambda path: str(path) == "/dev/nvidiactl")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert devices.sees_gpu()
+    assert devices.sees_gpu("auto")
+    assert devices.sees_gpu("cuda")
+    assert not devices.sees_gpu("cpu")
+    assert not devices.sees_gpu("mps")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not devices.sees_gpu()
+    assert not devices.sees_gpu("auto")

@@ -216,6 +216,9 @@ class Eval(_Asked, _Engine):
     graders: dict[str, Grading] = Field({}, description="benchmark -> its grader, instead of the profile")
     unsafe_local: bool = Field(False, description="run generated code without a sandbox")
     budgets: list[Count] = Field([], description="also accuracy within so many tokens, from the same samples cut there")
+    adapters: bool = Field(
+        False, description="students trained with LoRA as adapters in the student's vLLM engine, instead of merged"
+    )
     block: Count = Field(64, description="(problem, sample) pairs sampled as one batch: the unit of resume")
     batch_size: Count = 64
 

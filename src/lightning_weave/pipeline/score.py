@@ -61,7 +61,7 @@ def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do, b
     opener = partial(open_worker, scored=scored, bases=bases, engines=engines)
     name = steps.score_names[scored]
     pending = stage.pending(shards)
-    devices = gpus_of(steps.recipe.score)
+    devices = gpus_of(steps.scoring(scored))
     job = Job("score", name, "shard", pending, opener, fingerprint=stage.step.fingerprint, devices=devices)
     do(job, steps, progress)
     stage.finish(Scores, shards)

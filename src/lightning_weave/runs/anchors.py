@@ -39,16 +39,16 @@ class AnchorScorer:
 
     @classmethod
     def open(cls, steps: Steps, scored: ScoredModel, bases: Bases, engines: Engines | None) -> "AnchorScorer":
-        """Load the model as the recipe's [score] says, and align its tokenizer with the student's.
+        """Load the model with the engine that the recipe gives it, and align its tokenizer with the student's.
 
         A model that `bases` has is used as it is there; one that it has not is added. Without `engines` transformers
         loads it in any case.
         """
-        section = steps.recipe.score
+        section = steps.scoring(scored)
         checkpoint = scored.checkpoint
         model = None
-        if engines is not None and section.engine != "hf":
-            scorer = engines.scorer(steps, checkpoint, section)
+        if engines is not None and (section.engine != "hf" or scored.url):
+            scorer = engines.scorer(steps, checkpoint, section, scored.url)
         else:
             if engines is not None:
                 engines.close()  # one of them would leave no room for the model

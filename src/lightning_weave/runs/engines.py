@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -16,11 +17,11 @@ from lightning_weave.devices import own_gpus
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.engine_process import engine_version
-from lightning_weave.models.hf import HFSampler, Scorer, hf_scorer
+from lightning_weave.models.hf import RefillingSampler, Scorer, hf_scorer
 from lightning_weave.models.memory import free_memory
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.models.vllm import VLLMSampler
-from lightning_weave.models.vllm_body import VLLMBody
+from lightning_weave.models.vllm_body import ServerBody, VLLMBody, server_version
 from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.parity import (
@@ -39,6 +40,7 @@ from lightning_weave.runs.steps import Steps
 OLDEST_SCORER = (0, 32)
 MOST_TOKENS_PER_TOKEN = 4  # of another tokenizer: a longer row is refused by its number
 FEW_TOKENS = 4096
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 log = logging.getLogger(__name__)
 Compared = TypeVar("Compared", VLLMSampler, Scorer)
 Section = Rollout | Eval | Reference | Score
@@ -76,12 +78,14 @@ class Engines:
             self._key = key
         return cast(Sampler, self._open)
 
-    def scorer(self, steps: Steps, checkpoint: Checkpoint, section: Reference | Score) -> Scorer:
-        """A scorer of rows in the model's own tokens."""
-        key = {"kind": "scorer", "model": checkpoint, **engine_key(section)}
+    def scorer(
+        self, steps: Steps, checkpoint: Checkpoint, section: Reference | Score, url: str | None = None
+    ) -> Scorer:
+        """A scorer of rows in the model's own tokens; `url` is that of a server that runs the model."""
+        key = {"kind": "scorer", "model": checkpoint, "url": url, **engine_key(section)}
         if key != self._key:
             self.close()
-            self._open = open_scorer(steps, checkpoint, section)
+            self._open = open_scorer(steps, checkpoint, section, url)
             self._key = key
         return cast(Scorer, self._open)
 
@@ -139,7 +143,7 @@ def open_sampler(
     dtype = checkpoint.compute_dtype(section.dtype, device)
     if section.engine == "hf":
         model = checkpoint.load(dtype, device)
-        return HFSampler(model, checkpoint.stop_ids, checkpoint.vocabulary, section.batch_size)
+        return RefillingSampler(model, checkpoint.stop_ids, checkpoint.vocabulary, section.batch_size)
     _refuse_adapter(checkpoint)
     start = partial(
         VLLMSampler.open,
@@ -156,20 +160,45 @@ def open_sampler(
     return check.start(start, few, compare)
 
 
-def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score) -> Scorer:
-    """Load a model that scores rows in its own tokens."""
+def with_lora(section: Eval, rank: int) -> Eval:
+    """Let an engine take LoRA adapters of this rank."""
+    room = next((size for size in LORA_RANKS if size >= rank), rank)
+    return section.model_copy(update={"options": {"enable_lora": True, "max_lora_rank": room, **section.options}})
+
+
+def worn(
+    sampler: Sampler,
+    adapter: Path,
+    steps: Steps,
+    merged: Checkpoint,
+    section: Eval,
+    prompts: Sequence[list[int]],
+) -> Sampler:
+    """Put an adapter on the model of an engine, once it is known to be the merged checkpoint."""
+    assert isinstance(sampler, VLLMSampler)
+    dtype = merged.compute_dtype(section.dtype, set_up(steps.recipe, steps.store))
+    check = ParityCheck(steps, merged, section, f"vllm {engine_version(section.python)}, adapter", dtype)
+    # On the CPU: the device is the engine's.
+    few = partial(score_a_few, merged, prompts, sampler.limit, dtype=dtype, device=torch.device("cpu"), padded=True)
+    return check.start(lambda: sampler.wearing(adapter), few, compare)
+
+
+def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score, url: str | None = None) -> Scorer:
+    """Load a model that scores rows in its own tokens, or reach the server that has it."""
     device = set_up(steps.recipe, steps.store)
     dtype = checkpoint.compute_dtype(section.dtype, device)
-    if section.engine == "hf":
+    if section.engine == "hf" and url is None:
         return hf_scorer(checkpoint.load(dtype, device), checkpoint.vocabulary, section.token_budget)
     _refuse_adapter(checkpoint)
     free_memory()
-    version = engine_version(section.python)
+    version = engine_version(section.python) if url is None else server_version(url)
     check_scoring_version(version)
     length = _longest_row(steps, checkpoint)
     room = {"gpu_memory_utilization": 0.8} if device.type != "cpu" else {}  # the head lives beside the engine
 
     def start() -> Scorer:
+        if url is not None:
+            return Scorer(ServerBody(checkpoint, device, url), section.token_budget)
         body = VLLMBody(
             checkpoint,
             _name(dtype),
@@ -181,7 +210,8 @@ def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score
         )
         return Scorer(body, section.token_budget)
 
-    check = ParityCheck(steps, checkpoint, section, f"vllm {version}, hidden states", dtype)
+    where = "hidden states" if url is None else f"hidden states from {url}"
+    check = ParityCheck(steps, checkpoint, section, f"vllm {version}, {where}", dtype)
     prompts = _few_prompts(steps, checkpoint)
     few = partial(score_a_few, checkpoint, prompts, length or FEW_TOKENS, dtype=dtype, device=device, padded=False)
     return check.start(start, few, compare_scorers)

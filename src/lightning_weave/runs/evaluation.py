@@ -28,7 +28,7 @@ from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import ask, encode, livecodebench
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.engines import Engines, gpus_of
+from lightning_weave.runs.engines import Engines, gpus_of, with_lora, worn
 from lightning_weave.runs.grade import Grader
 from lightning_weave.runs.prompts import Asked, Form
 from lightning_weave.runs.steps import Steps
@@ -51,7 +51,13 @@ class Evaluated:
         """Load the checkpoint, or use the engine that is up."""
         if self.given is not None:
             return self.given
-        return self.engines.sampler(steps, self.checkpoint, steps.recipe.eval, prompts, max_tokens)
+        section = steps.recipe.eval
+        adapter = Path(self.checkpoint.path) / "adapter"
+        if steps.lora_rank is None or not (self.name == "base" or adapter.is_dir()):
+            return self.engines.sampler(steps, self.checkpoint, section, prompts, max_tokens)
+        section = with_lora(section, steps.lora_rank)
+        sampler = self.engines.sampler(steps, steps.student, section, prompts, max_tokens)
+        return sampler if self.name == "base" else worn(sampler, adapter, steps, self.checkpoint, section, prompts)
 
 
 def evaluate(

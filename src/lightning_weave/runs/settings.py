@@ -57,7 +57,7 @@ def _choose(recipe: Recipe, name: str, before: str | None) -> tuple[str, str]:
     if before in ("hf", "vllm"):
         return before, "as the run has it"
     python = getattr(recipe, name).python
-    if recipe.machine.device in ("cpu", "mps") or not sees_gpu():
+    if not sees_gpu(recipe.machine.device):
         return "hf", "no GPU for vLLM"
     if python is None and find_spec("vllm") is None:
         return "hf", "vLLM is not installed"

@@ -21,6 +21,7 @@ from lightning_weave.config import (
     Objective,
     Online,
     Recipe,
+    Score,
     SelfDistilled,
     Sequential,
     Train,
@@ -182,7 +183,7 @@ class Steps:
     def score(self, scored: ScoredModel) -> Step:
         settings = {
             "dtype": self.recipe.score.dtype,
-            **engine_settings(self.recipe.score),
+            **({"engine": "vllm server"} if scored.url else engine_settings(self.scoring(scored))),
             "model": self.identity_of(scored.checkpoint),
             "aliases": dict(scored.aliases),
             "untrained": scored.untrained,
@@ -198,6 +199,13 @@ class Steps:
         name = self.score_names[scored]
         command = f"{self._command('score')} --only {name}"
         return self._step(Step(f"score/{name}", settings, (self.reference,), command))
+
+    def scoring(self, scored: ScoredModel) -> Score:
+        """[score], with the engine that this side has of its own."""
+        if scored.engine is None:
+            return self.recipe.score
+        own = {"engine": scored.engine, "options": dict(scored.options)}
+        return self.recipe.score.model_copy(update=own)
 
     @cached_property
     def score_names(self) -> dict[ScoredModel, str]:
@@ -226,6 +234,9 @@ class Steps:
             template=self.anchor(anchor, "post") if section.prompt == "native" else None,
             context=context,
             masks_missing=section.missing == "mask" and bool(context.columns),
+            engine=section.engine,
+            options=tuple(sorted(section.options.items())),
+            url=section.post_url if role == "post" else section.pre_url,
         )
 
     def anchor(self, name: str, role: Role) -> Checkpoint:
@@ -352,11 +363,20 @@ class Steps:
         """Everything that can be evaluated: the student, every composition, every other checkpoint."""
         return ["base", *self.recipe.compositions, *self.recipe.policies]
 
+    @property
+    def lora_rank(self) -> int | None:
+        """The rank of the students that are evaluated as adapters in one engine; None where they are merged."""
+        section = self.recipe.eval
+        lora = self.recipe.train.lora
+        return lora.rank if lora is not None and section.adapters and section.engine == "vllm" else None
+
     def eval(self, policy: str, benchmark: str) -> Step:
         section = self.recipe.asked(policy)
-        execution = {"python", "options", "parity", "batch_size", "unsafe_local"}
+        execution = {"python", "options", "parity", "batch_size", "unsafe_local", "adapters"}
         settings = section.model_dump(mode="json", exclude={"benchmarks", "sources", "graders", *execution})
         settings = without_unset(settings) | {"profile": self._grading(benchmark)} | quantization(section)
+        if policy in self.recipe.compositions and self.lora_rank is not None:
+            settings["adapters"] = True
         source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
         key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
         settings["benchmark"] = self._data_identity(source, key)

@@ -21,7 +21,7 @@ class LLM:
         (Path(os.environ["STAND_IN_RECORDS"]) / f"{os.getpid()}.json").write_text(json.dumps(record))
         self.llm_engine = LLMEngine(settings["max_model_len"] or 64)
 
-    def generate(self, prompts: list[dict], params: Any, use_tqdm: bool) -> list[Any]:
+    def generate(self, prompts: list[dict], params: Any, use_tqdm: bool, lora_request: Any = None) -> list[Any]:
         """Answer every prompt with token 7 until its room ends; every token is certain."""
         several = params if isinstance(params, list) else [params] * len(prompts)
         return [_output(prompt["prompt_token_ids"], one) for prompt, one in zip(prompts, several, strict=True)]
@@ -34,7 +34,7 @@ class LLMEngine:
         self.model_config = SimpleNamespace(max_model_len=longest, get_vocab_size=lambda: 16)
         self.waiting: list[Any] = []
 
-    def add_request(self, request_id: str, prompt: dict, params: "SamplingParams") -> None:
+    def add_request(self, request_id: str, prompt: dict, params: "SamplingParams", lora_request: Any = None) -> None:
         self.waiting.append((request_id, _output(prompt["prompt_token_ids"], params)))
 
     def has_unfinished_requests(self) -> bool:
