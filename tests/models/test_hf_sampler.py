@@ -243,23 +243,25 @@ class HostWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def host_waits(model: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Count the waits of one batch whose rows never stop; lists are waits that the dispatcher does not see."""
+def host_waits(model: Any, tokens: int, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Count the waits for rows that never stop; lists are waits that the dispatcher does not see."""
     lists: list[torch.Tensor] = []
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: (lists.append(tensor), tolist(tensor))[1])
-    sampler = HFSampler(model, frozenset(), VOCABULARY)
+    sampler = RefillingSampler(model, frozenset(), VOCABULARY, size)
     sampler.look_every = LOOK_EVERY
+    requests = [Request([9, 8, 7], 0, 0), Request([9, 8], 1, 0), Request([9], 2, 0)]
     with HostWaits() as waits:
-        sampler.sample([Request([9, 8, 7], 0, 0), Request([9, 8], 1, 0)], SamplingSettings(1.0, 0.9, tokens, 1))
+        sampler.sample(requests, SamplingSettings(1.0, 0.9, tokens, 1))
     monkeypatch.undo()
     return waits.count + len(lists)
 
 
-def test_the_host_waits_once_in_sixteen_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "batches"), [(3, 1), (2, 2)])
+def test_the_host_waits_once_in_sixteen_steps(size: int, batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("qwen3", max_position_embeddings=128)
-    short = host_waits(model, 16, monkeypatch)
-    assert host_waits(model, 16 + 4 * LOOK_EVERY, monkeypatch) == short + 4
+    short = host_waits(model, 16, size, monkeypatch)
+    assert host_waits(model, 16 + 4 * LOOK_EVERY, size, monkeypatch) == short + 4 * batches
 
 
 def test_running_out_of_memory_halves_the_batch_and_changes_no_trajectory(caplog: pytest.LogCaptureFixture) -> None:

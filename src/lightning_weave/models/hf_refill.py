@@ -82,6 +82,7 @@ class Flight:
         self.told = 0  # tokens that progress has heard of
         self.rows: list[int] = []  # those in flight
         self.masked: list[int] = []  # columns of the cache before each row's own
+        self._settle()
         self.cache: DynamicCache | None = None
         self.logits_NV: Tensor | None = None
 
@@ -104,12 +105,18 @@ class Flight:
             layers[0].keys = torch.cat([_widened(layer.keys, length) for layer in layers])
             layers[0].values = torch.cat([_widened(layer.values, length) for layer in layers])
         self.logits_NV = torch.cat(logits)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Tell the device who is in flight, once and not in every step."""
+        self.rows_N = torch.tensor(self.rows, device=self.device)
+        self.masked_N = torch.tensor(self.masked, device=self.device)
 
     def step(self) -> None:
         """Draw a token for every row that has not ended, and read it."""
         assert self.cache is not None, "rows have joined"
         assert self.logits_NV is not None, "rows have joined"
-        rows_N = torch.tensor(self.rows, device=self.device)
+        rows_N = self.rows_N
         open_N = ~self.ended_R[rows_N]
         step_N = self.count_R[rows_N].clamp(max=self.uniform_RS.shape[1] - 1)
         self.broken_R[rows_N] |= open_N & ~self.logits_NV.max(dim=-1).values.isfinite()
@@ -123,19 +130,18 @@ class Flight:
     def _read(self, token_N: Tensor) -> Tensor:
         assert self.cache is not None
         length = self.cache.get_seq_length()
-        masked_N = torch.tensor(self.masked, device=self.device)
-        position_N = length - masked_N
+        position_N = length - self.masked_N
         if self.sampler.limit is not None:  # of a row that has ended and is still here
             position_N = position_N.clamp(max=self.sampler.limit - 1)
-        mask_NT = torch.arange(length + 1, device=self.device) >= masked_N[:, None]
+        mask_NT = torch.arange(length + 1, device=self.device) >= self.masked_N[:, None]
         return self.sampler.forward(
             token_N[:, None], self.cache, attention_mask=mask_NT.long(), position_ids=position_N[:, None]
         )
 
     def look(self) -> list[int]:
         """Give the rows that have ended. The one place of a step where the host waits for the device."""
-        rows_N = torch.tensor(self.rows, device=self.device)
-        flags = torch.cat([self.ended_R[rows_N].long(), self.broken_R[rows_N].long(), self.count_R.sum()[None]])
+        ended_N, broken_N = self.ended_R[self.rows_N], self.broken_R[self.rows_N]
+        flags = torch.cat([ended_N.long(), broken_N.long(), self.count_R.sum()[None]])
         *flags_2N, count = flags.tolist()
         if self.sampler.on_tokens is not None:
             self.sampler.on_tokens(count - self.told)
@@ -156,6 +162,7 @@ class Flight:
             return
         nobodys = min(self.masked[place] for place in kept)
         self.masked = [self.masked[place] - nobodys for place in kept]
+        self._settle()
         kept_N = torch.tensor(kept, device=self.device)
         self.logits_NV = self.logits_NV[kept_N]
         for layer in self.cache.layers:
