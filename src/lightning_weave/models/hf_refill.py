@@ -140,7 +140,8 @@ class Flight:
 
     def look(self) -> list[int]:
         """Give the rows that have ended. The one place of a step where the host waits for the device."""
-        ended_N, broken_N = self.ended_R[self.rows_N], self.broken_R[self.rows_N]
+        ended_N = self.ended_R[self.rows_N]
+        broken_N = self.broken_R[self.rows_N]
         flags = torch.cat([ended_N.long(), broken_N.long(), self.count_R.sum()[None]])
         *flags_2N, count = flags.tolist()
         if self.sampler.on_tokens is not None:
@@ -158,7 +159,9 @@ class Flight:
         kept = [place for place, row in enumerate(self.rows) if row not in set(ended)]
         self.rows = [self.rows[place] for place in kept]
         if not kept:
-            self.cache, self.logits_NV, self.masked = None, None, []
+            self.cache = None
+            self.logits_NV = None
+            self.masked = []
             return
         nobodys = min(self.masked[place] for place in kept)
         self.masked = [self.masked[place] - nobodys for place in kept]

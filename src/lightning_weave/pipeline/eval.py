@@ -37,7 +37,7 @@ def run(
     with Engines() as engines:
         for name in steps.policies:
             if only is None or name in only:
-                run_policy(steps, name, progress, engines, do, watch)
+                run_policy(steps, name, progress, engines, do=do, watch=watch)
     run_tasks(steps, progress, only)
 
 

@@ -35,7 +35,7 @@ def make_cache(
     with Engines(eval_stage.room_of(steps, "base") if shared else 0) as engines:
         shards = make_rollouts(steps, progress, do, watch, engines)
         if shared:
-            eval_stage.run_policy(steps, "base", progress, engines, do, watch)
+            eval_stage.run_policy(steps, "base", progress, engines, do=do, watch=watch)
     wait_for_ranks(steps.store.stage(steps.rollout), Rollouts, shards)
     with Engines() as engines:
         reference.run(steps, progress, do, engines)

@@ -47,7 +47,7 @@ class AnchorScorer:
         section = steps.scoring(scored)
         checkpoint = scored.checkpoint
         model = None
-        if engines is not None and (section.engine != "hf" or scored.url):
+        if engines is not None and section.engine != "hf":
             scorer = engines.scorer(steps, checkpoint, section, scored.url)
         else:
             if engines is not None:

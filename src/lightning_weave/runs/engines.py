@@ -91,7 +91,9 @@ class Engines:
 
     def close(self) -> None:
         """Stop what is up."""
-        engine, self._open, self._key = self._open, None, {}
+        engine = self._open
+        self._open = None
+        self._key = {}
         if engine is not None:
             engine.close()
 
@@ -167,12 +169,7 @@ def with_lora(section: Eval, rank: int) -> Eval:
 
 
 def worn(
-    sampler: Sampler,
-    adapter: Path,
-    steps: Steps,
-    merged: Checkpoint,
-    section: Eval,
-    prompts: Sequence[list[int]],
+    steps: Steps, sampler: Sampler, adapter: Path, *, merged: Checkpoint, section: Eval, prompts: Sequence[list[int]]
 ) -> Sampler:
     """Put an adapter on the model of an engine, once it is known to be the merged checkpoint."""
     assert isinstance(sampler, VLLMSampler)
@@ -187,7 +184,7 @@ def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score
     """Load a model that scores rows in its own tokens, or reach the server that has it."""
     device = set_up(steps.recipe, steps.store)
     dtype = checkpoint.compute_dtype(section.dtype, device)
-    if section.engine == "hf" and url is None:
+    if section.engine == "hf":
         return hf_scorer(checkpoint.load(dtype, device), checkpoint.vocabulary, section.token_budget)
     _refuse_adapter(checkpoint)
     free_memory()
@@ -211,7 +208,7 @@ def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score
         return Scorer(body, section.token_budget)
 
     where = "hidden states" if url is None else f"hidden states from {url}"
-    check = ParityCheck(steps, checkpoint, section, f"vllm {version}, {where}", dtype)
+    check = ParityCheck(steps, checkpoint, section, f"vllm {version}, {where}", dtype, elsewhere=url is not None)
     prompts = _few_prompts(steps, checkpoint)
     few = partial(score_a_few, checkpoint, prompts, length or FEW_TOKENS, dtype=dtype, device=device, padded=False)
     return check.start(start, few, compare_scorers)
@@ -226,6 +223,7 @@ class ParityCheck:
     section: Section
     engine: str
     dtype: torch.dtype
+    elsewhere: bool = False  # on a server, whose machine may be larger than this one
 
     def start(
         self,
@@ -269,10 +267,10 @@ class ParityCheck:
             free_memory()
 
     def _may_be_too_much_for_transformers(self, error: WeaveError) -> bool:
-        """Say whether the engine may do what the scorer cannot: more GPUs than one, or quantised weights."""
+        """Say whether the engine may do what the scorer cannot: more GPUs, another machine, or quantised weights."""
         if self.checkpoint.is_quantised:
             return True
-        return gpus_of(self.section) > 1 and not isinstance(error, InputError)
+        return (self.elsewhere or gpus_of(self.section) > 1) and not isinstance(error, InputError)
 
 
 def check_scoring_version(version: str) -> None:

@@ -57,7 +57,9 @@ class Evaluated:
             return self.engines.sampler(steps, self.checkpoint, section, prompts, max_tokens)
         section = with_lora(section, steps.lora_rank)
         sampler = self.engines.sampler(steps, steps.student, section, prompts, max_tokens)
-        return sampler if self.name == "base" else worn(sampler, adapter, steps, self.checkpoint, section, prompts)
+        if self.name == "base":
+            return sampler
+        return worn(steps, sampler, adapter, merged=self.checkpoint, section=section, prompts=prompts)
 
 
 def evaluate(

@@ -202,10 +202,10 @@ class Steps:
 
     def scoring(self, scored: ScoredModel) -> Score:
         """[score], with the engine that this side has of its own."""
-        if scored.engine is None:
+        engine = "vllm" if scored.url else scored.engine
+        if engine is None:
             return self.recipe.score
-        own = {"engine": scored.engine, "options": dict(scored.options)}
-        return self.recipe.score.model_copy(update=own)
+        return self.recipe.score.model_copy(update={"engine": engine, "options": dict(scored.options)})
 
     @cached_property
     def score_names(self) -> dict[ScoredModel, str]:
