@@ -34,7 +34,7 @@ def run(
         for sides in _by_model(steps, wanted).values():
             bases: Bases = {}
             for scored in sides:
-                score_model(steps, scored, progress, do, bases, engines)
+                score_model(steps, scored, progress, do, bases=bases, engines=engines)
     watch(lambda: check_scores(steps), made, progress)
 
 
@@ -53,7 +53,9 @@ def _by_model(steps: Steps, wanted: Sequence[ScoredModel]) -> dict[Checkpoint, l
     return dict(sorted(found.items(), key=lambda entry: entry[0] != steps.student))
 
 
-def score_model(steps: Steps, scored: ScoredModel, progress: Progress, do: Do, bases: Bases, engines: Engines) -> None:
+def score_model(
+    steps: Steps, scored: ScoredModel, progress: Progress, do: Do, *, bases: Bases, engines: Engines
+) -> None:
     """Score every pending shard under one model."""
     shards = len(steps.store.stage(steps.reference).require()["shards"])
     stage = steps.store.stage(steps.score(scored))
