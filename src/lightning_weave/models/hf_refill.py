@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from lightning_weave.errors import logits_not_finite
+from lightning_weave.models.attention import SPARING
 from lightning_weave.models.hf_sampler import HFSampler, draw, uniforms
 from lightning_weave.models.memory import is_out_of_memory
 from lightning_weave.types import Request, Response, SamplingSettings
@@ -43,7 +44,9 @@ class RefillingSampler(HFSampler):
     def _can_refill(self) -> bool:
         layers = DynamicCache(config=self.model.config).layers
         full_attention = bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
-        return full_attention and "position_ids" in inspect.signature(self.model.forward).parameters
+        masked_by_torch = self.model.config._attn_implementation in ("sdpa", SPARING)
+        takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
+        return full_attention and masked_by_torch and takes_positions
 
     @torch.inference_mode()
     def _refill(
@@ -133,9 +136,10 @@ class Flight:
         position_N = length - self.masked_N
         if self.sampler.limit is not None:  # of a row that has ended and is still here
             position_N = position_N.clamp(max=self.sampler.limit - 1)
-        mask_NT = torch.arange(length + 1, device=self.device) >= self.masked_N[:, None]
+        # With all four dimensions, transformers takes it as it is; of two it would ask the device whether all are true.
+        mask_N11T = torch.arange(length + 1, device=self.device) >= self.masked_N[:, None, None, None]
         return self.sampler.forward(
-            token_N[:, None], self.cache, attention_mask=mask_NT.long(), position_ids=position_N[:, None]
+            token_N[:, None], self.cache, attention_mask=mask_N11T, position_ids=position_N[:, None]
         )
 
     def look(self) -> list[int]:
