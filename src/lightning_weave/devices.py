@@ -66,6 +66,13 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
+def sees_gpu(setting: str) -> bool:
+    """Whether the setting leads to a GPU that vLLM computes on; asked without torch, which takes seconds to import."""
+    if setting in ("cpu", "mps") or os.environ.get(VISIBLE, "0").strip() in ("", "-1"):
+        return False
+    return any(Path(driver).exists() for driver in ("/dev/nvidiactl", "/dev/kfd"))
+
+
 def own_gpus(device: "torch.device", count: int) -> dict[str, str]:
     """Give the environment in which a program of this rank sees `count` GPUs, and no other rank's program the same."""
     if device.type != "cuda":

@@ -11,7 +11,7 @@ from small_models import ARCHITECTURES, PADDED, VOCABULARY, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.models.hf import HFSampler
+from lightning_weave.models.hf import HFSampler, RefillingSampler
 from lightning_weave.models.hf_sampler import LOOK_EVERY, draw
 from lightning_weave.types import Request, Response, SamplingSettings
 
@@ -62,13 +62,59 @@ def test_batched_sampling_is_the_slow_one(architecture: str) -> None:
     assert {response.finish for response in drawn} == {"stop", "length"}  # both ends are exercised
 
 
+@pytest.mark.parametrize("kind", [HFSampler, RefillingSampler])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_neither_batch_size_nor_order_changes_a_trajectory(architecture: str) -> None:
+def test_neither_batch_size_nor_order_changes_a_trajectory(architecture: str, kind: type[HFSampler]) -> None:
     model, requests = small_model(architecture), some_requests()
     drawn = HFSampler(model, STOP, VOCABULARY, batch_size=64).sample(requests, PLAIN)
-    assert HFSampler(model, STOP, VOCABULARY, batch_size=4).sample(requests, PLAIN) == drawn
-    backwards = HFSampler(model, STOP, VOCABULARY, batch_size=5).sample(requests[::-1], PLAIN)
+    assert kind(model, STOP, VOCABULARY, batch_size=4).sample(requests, PLAIN) == drawn
+    backwards = kind(model, STOP, VOCABULARY, batch_size=5).sample(requests[::-1], PLAIN)
     assert backwards[::-1] == drawn
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_a_batch_that_is_refilled_is_full_while_anyone_waits(size: int) -> None:
+    model, requests = small_model("qwen3"), some_requests(responses=6)
+    sizes: list[int] = []
+    counted: list[int] = []
+
+    def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["past_key_values"].get_seq_length():
+            sizes.append(len(kwargs["input_ids"]))
+
+    model.base_model.register_forward_pre_hook(count, with_kwargs=True)
+    sampler = RefillingSampler(model, STOP, VOCABULARY, batch_size=size, on_tokens=counted.append)
+    drawn = sampler.sample(requests, PLAIN)
+    assert drawn == [slow_sample(small_model("qwen3"), request, PLAIN, STOP) for request in requests]
+    assert sum(counted) == sum(len(response.ids) for response in drawn)
+    assert max(sizes) == size
+    first_short = next((place for place, rows in enumerate(sizes) if rows < size), len(sizes))
+    # Once a place stays empty nobody waits, and what is in flight ends within one response.
+    assert len(sizes) - first_short <= PLAIN.max_tokens
+
+
+def test_a_refilled_batch_that_runs_out_of_memory_is_halved(caplog: pytest.LogCaptureFixture) -> None:
+    model, requests = small_model("llama"), some_requests()
+    expected = HFSampler(model, STOP, VOCABULARY).sample(requests, PLAIN)
+
+    def refuse(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if kwargs["past_key_values"].get_seq_length() > 8 and len(kwargs["input_ids"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.base_model.register_forward_pre_hook(refuse, with_kwargs=True)
+    sampler = RefillingSampler(model, STOP, VOCABULARY, batch_size=4)
+    with caplog.at_level(logging.WARNING):
+        assert sampler.sample(requests, PLAIN) == expected
+    assert sampler.batch_size == 2
+
+
+def test_broken_logits_in_a_refilled_batch_name_the_prompt() -> None:
+    model = small_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[33] = float("nan")
+    requests = [Request([3, 4, 6, 7], 0, 0), Request([3, 4, 7], 1, 0), Request([3, 33], 17, 2)]
+    with pytest.raises(WeaveError, match="prompt 17, response 2"):
+        RefillingSampler(model, STOP, VOCABULARY, batch_size=2).sample(requests, PLAIN)
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.0, 0.6), (1.3, 0.9)])
@@ -142,6 +188,8 @@ def test_a_response_ends_at_the_context_limit() -> None:
     sampler = HFSampler(model, frozenset(), VOCABULARY)
     drawn = sampler.sample(some_requests((1, 12, 15)), PLAIN)
     assert [len(response.ids) for response in drawn] == [15] * 2 + [4] * 2 + [1] * 2
+    refilled = RefillingSampler(model, frozenset(), VOCABULARY, batch_size=4)
+    assert refilled.sample(some_requests((1, 12, 15)), PLAIN) == drawn
     assert {response.finish for response in drawn} == {"length"}
     with pytest.raises(InputError, match="prompt 0 has 16 tokens"):
         sampler.sample(some_requests((16,)), PLAIN)
@@ -165,11 +213,12 @@ def test_progress_counts_every_sampled_token_once() -> None:
     assert sum(counted) == sum(len(response.ids) for response in drawn)
 
 
+@pytest.mark.parametrize("size", [4, 64])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_looking_less_often_changes_no_trajectory(architecture: str) -> None:
+def test_looking_less_often_changes_no_trajectory(architecture: str, size: int) -> None:
     model, requests = small_model(architecture), some_requests()
     counted: list[int] = []
-    sampler = HFSampler(model, STOP, VOCABULARY, on_tokens=counted.append)
+    sampler = RefillingSampler(model, STOP, VOCABULARY, size, on_tokens=counted.append)
     expected = HFSampler(model, STOP, VOCABULARY).sample(requests, PLAIN)
     for steps in (3, 16):
         sampler.look_every = steps
@@ -194,23 +243,25 @@ class HostWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def host_waits(model: Any, tokens: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Count the waits of one batch whose rows never stop; lists are waits that the dispatcher does not see."""
+def host_waits(model: Any, tokens: int, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Count the waits for rows that never stop; lists are waits that the dispatcher does not see."""
     lists: list[torch.Tensor] = []
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: (lists.append(tensor), tolist(tensor))[1])
-    sampler = HFSampler(model, frozenset(), VOCABULARY)
+    sampler = RefillingSampler(model, frozenset(), VOCABULARY, size)
     sampler.look_every = LOOK_EVERY
+    requests = [Request([9, 8, 7], 0, 0), Request([9, 8], 1, 0), Request([9], 2, 0)]
     with HostWaits() as waits:
-        sampler.sample([Request([9, 8, 7], 0, 0), Request([9, 8], 1, 0)], SamplingSettings(1.0, 0.9, tokens, 1))
+        sampler.sample(requests, SamplingSettings(1.0, 0.9, tokens, 1))
     monkeypatch.undo()
     return waits.count + len(lists)
 
 
-def test_the_host_waits_once_in_sixteen_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "batches"), [(3, 1), (2, 2)])
+def test_the_host_waits_once_in_sixteen_steps(size: int, batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("qwen3", max_position_embeddings=128)
-    short = host_waits(model, 16, monkeypatch)
-    assert host_waits(model, 16 + 4 * LOOK_EVERY, monkeypatch) == short + 4
+    short = host_waits(model, 16, size, monkeypatch)
+    assert host_waits(model, 16 + 4 * LOOK_EVERY, size, monkeypatch) == short + 4 * batches
 
 
 def test_running_out_of_memory_halves_the_batch_and_changes_no_trajectory(caplog: pytest.LogCaptureFixture) -> None:

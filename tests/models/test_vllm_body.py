@@ -1,5 +1,6 @@
 """Scoring through vLLM: its hidden states and our head give what transformers gives."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +59,39 @@ def some_rows(vocabulary: int) -> list[tuple[list[int], list[int]]]:
     ]
 
 
+def engine_of(checkpoint: Checkpoint, python: str, options: dict[str, int]) -> Scorer:
+    """Start an engine; two processes of one have no memory nodes of their own here."""
+    body = VLLMBody(
+        checkpoint,
+        "float32",
+        CPU,
+        max_length=128,
+        python=python,
+        options={"enforce_eager": True, **options},
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if options else {},
+    )
+    return Scorer(body)
+
+
 def hf_of(checkpoint: Checkpoint) -> Scorer:
     return hf_scorer(checkpoint.load(torch.float32, CPU), checkpoint.vocabulary)
 
 
+TWO_WAYS = {"tensor_parallel_size": 2}
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_scores_as_transformers_does(kind: str, tmp_path: Path, vllm_python: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("tied", {}), ("soft cap", {}), ("experts", {}), ("soft cap", TWO_WAYS), ("experts", TWO_WAYS)],
+)
+def test_an_engine_scores_as_transformers_does(
+    kind: str, options: dict[str, int], tmp_path: Path, vllm_python: str
+) -> None:
     checkpoint = save(tmp_path / "model", kind)
     rows = some_rows(checkpoint.vocabulary)
-    body = VLLMBody(checkpoint, "float32", CPU, max_length=128, python=vllm_python, options={"enforce_eager": True})
-    engine = Scorer(body)
+    engine = engine_of(checkpoint, vllm_python, options)
     try:
         assert engine.limit == 128
         found = engine.candidates(rows, 8)
@@ -92,6 +114,64 @@ def test_an_engine_scores_as_transformers_does(kind: str, tmp_path: Path, vllm_p
     for theirs, expected in zip(scores, ours.score(asked), strict=True):
         for array, right in zip(theirs, expected, strict=True):
             np.testing.assert_allclose(array, right, atol=2e-4)
+
+
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
+
+
+def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round to 8 bits by row: integers, and the scale of each row."""
+    scale = weight.abs().amax(dim=-1, keepdim=True) / 127
+    return (weight / scale).round().clamp(-128, 127), scale
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_quantised_checkpoint_is_scored(tmp_path: Path, vllm_python: str) -> None:
+    checkpoint = save(tmp_path / "model", "tied")
+    model = checkpoint.load(torch.float32, CPU)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors: dict[str, Any] = load_file(file)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            integers, scale = rounded(module.weight)
+            tensors |= {f"{name}.weight": integers.to(torch.int8), f"{name}.weight_scale": scale}
+            module.weight.copy_(integers * scale)
+            # As the kernel does: what goes into a layer is rounded too, token by token.
+            module.register_forward_pre_hook(lambda _, args: (torch.mul(*rounded(args[0])),))
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"quantization_config": INT8}))
+    rows = some_rows(checkpoint.vocabulary)
+    engine = engine_of(Checkpoint(checkpoint.name), vllm_python, {})
+    try:
+        found = engine.candidates(rows, 8)
+    finally:
+        engine.close()
+    expected = hf_scorer(model, checkpoint.vocabulary).rescore(rows, [ids_TC for ids_TC, *_ in found])
+    gaps = np.concatenate([np.abs(own[1] - other[1]).ravel() for own, other in zip(found, expected, strict=True)])
+    print(f"int8: mean {gaps.mean():.1e}, largest {gaps.max():.1e} nats")
+    whole = hf_of(save(tmp_path / "whole", "tied")).rescore(rows, [ids_TC for ids_TC, *_ in found])
+    lost = np.concatenate([np.abs(own[1] - other[1]).ravel() for own, other in zip(found, whole, strict=True)])
+    assert gaps.mean() < 0.1 * lost.mean()  # its own rounding, not that of the checkpoint
 
 
 @pytest.mark.parametrize("kind", KINDS)

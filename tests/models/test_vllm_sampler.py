@@ -120,6 +120,15 @@ def test_an_engine_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> 
         VLLMSampler(tmp_path, STOP, VOCABULARY, python=str(python))
 
 
+def test_what_an_engine_has_started_ends_with_it(tmp_path: Path) -> None:
+    python, number = tmp_path / "python", tmp_path / "number"
+    python.write_text(f"#!/bin/sh\nread line\nsleep 1000 &\necho $! > {number}\necho '{{\"limit\": 64}}'\nread line\n")
+    python.chmod(0o755)
+    VLLMSampler(tmp_path, STOP, VOCABULARY, python=str(python)).close()
+    status = Path(f"/proc/{number.read_text().strip()}/status")
+    assert not status.exists() or "zombie" in status.read_text()  # of a container that reaps nobody
+
+
 def test_the_cause_behind_a_general_failure_is_shown(tmp_path: Path) -> None:
     answer = '{"error": "RuntimeError: Engine core initialization failed. See root cause above."}'
     log = "(EngineCore pid=7) ERROR 01-01 00:00:00 [core.py:1] ValueError: No available memory for the cache blocks."

@@ -3,9 +3,11 @@
 import json
 import logging
 import os
+import pickle
 import sys
 import threading
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import tiny
+from lightning_weave.bench.definitions import asked_benchmark
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
 from lightning_weave.errors import InputError, Mismatch
@@ -23,11 +26,12 @@ from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.engine_process import EngineProcess
 from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline import prompts, reference
-from lightning_weave.pipeline.flow import make_rollouts
+from lightning_weave.pipeline.flow import make_cache, make_rollouts
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
 from lightning_weave.runs import engines
-from lightning_weave.runs.engines import longest_context, open_sampler
+from lightning_weave.runs.engines import Engines, longest_context
+from lightning_weave.runs.evaluation import asked_problems
 from lightning_weave.runs.parity import score_a_few
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
@@ -37,14 +41,17 @@ from pipeline.scored import make_scored
 
 QUIET = Progress(quiet=True)
 # Speaks the protocol of the engine's process: settings, then jobs. It knows what it answers, and how likely rows are.
+# What it was started with is beside what it knows.
 ENGINE = """
 import json, sys
 known = json.load(open(sys.argv[1]))
 if "--version" in sys.argv:
     print(json.dumps({"version": known["version"]}))
     sys.exit()
-json.loads(sys.stdin.readline())
-print(json.dumps({"limit": 100}), flush=True)
+settings = json.loads(sys.stdin.readline())
+with open(sys.argv[1] + ".starts", "a") as starts:
+    starts.write(json.dumps(settings) + "\\n")
+print(json.dumps({"limit": settings["max_length"]}), flush=True)
 for line in sys.stdin:
     job = json.loads(line)
     if "rows" in job:
@@ -117,7 +124,14 @@ def write_known(recipe: dict, known: Path, error: float, version: str = "1", wri
     steps = tiny.steps_of(recipe)
     model = AutoModelForCausalLM.from_pretrained(steps.student.path, dtype=torch.float32)
     prompts = [prompt.token_ids for prompt in made_prompts(steps)]
-    drawn = score_a_few(steps.student, prompts, 256, dtype=torch.float32, device=torch.device("cpu"), padded=True)
+    section = steps.recipe.eval
+    asked = [
+        one.prompt.token_ids
+        for name in section.benchmarks
+        for one in asked_problems(asked_benchmark(section, name), steps.student.tokenizer, section)
+    ]
+    few = partial(score_a_few, steps.student, dtype=torch.float32, device=torch.device("cpu"), padded=True)
+    drawn = [*few(prompts, 256), *few(asked, 256)]
     response = [1, 2, 3]
 
     def logps(ids: list[int]) -> list[float]:
@@ -125,9 +139,9 @@ def write_known(recipe: dict, known: Path, error: float, version: str = "1", wri
             logp_TV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         return [float(logp_TV[place, token]) + error for place, token in enumerate(ids[1:])]
 
-    rows = [ids + response for ids in prompts] + [row.prompt + row.response for row in drawn]
+    rows = [ids + response for ids in [*prompts, *asked]] + [row.prompt + row.response for row in drawn]
     answers = {}
-    for ids in prompts:
+    for ids in [*prompts, *asked]:
         likely = [logp + written for logp in logps(ids + response)[len(ids) - 1 :]]
         answers[" ".join(map(str, ids))] = {"ids": response, "finish": "length", "logprobs": likely}
     known.write_text(json.dumps({"version": version, "answers": answers, "rows": [(ids, logps(ids)) for ids in rows]}))
@@ -158,7 +172,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
 
 def open_engine(steps: Steps) -> None:
     prompts = [prompt.token_ids for prompt in read_prompts(steps.prompts_file)]
-    open_sampler(steps, steps.student, steps.recipe.rollout, prompts, 12).close()
+    with Engines() as engines:
+        engines.sampler(steps, steps.student, steps.recipe.rollout, prompts, 12)
 
 
 @pytest.mark.slow
@@ -273,6 +288,94 @@ def test_an_engine_that_says_nan_does_not_agree(false_engine: tuple[dict, Path])
     write_known(recipe, known, error=float("nan"))
     with pytest.raises(Mismatch, match="disagree by nan"):
         make_rollouts(tiny.steps_of(recipe), QUIET)
+
+
+def starts(known: Path) -> list[dict[str, Any]]:
+    """What every engine was started with."""
+    return [json.loads(line) for line in Path(f"{known}.starts").read_text().splitlines()]
+
+
+def with_long_benchmark(recipe: dict, tmp_path: Path) -> dict:
+    """Two benchmarks, the second with a problem that takes more room than all others."""
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"problem": "+".join("123456789" * 3), "answer": "5", "id": "long"}) + "\n")
+    short = recipe["eval"]["benchmarks"][0]
+    return {**recipe, "eval": recipe["eval"] | {"benchmarks": [short, f"file:{long}"]}}
+
+
+@pytest.mark.slow
+def test_one_engine_samples_the_rollouts_and_evaluates_the_student(
+    false_engine: tuple[dict, Path], tmp_path: Path
+) -> None:
+    recipe, known = false_engine
+    recipe = with_long_benchmark(recipe, tmp_path)
+    write_known(recipe, known, error=0.0)
+    steps = tiny.steps_of(recipe)
+    make_cache(steps, QUIET, evaluates=True)
+    longest = max(len(ids.split()) for ids in json.loads(known.read_text())["answers"])
+    assert [start["max_length"] for start in starts(known)] == [longest + 12 + 1]
+    made = [steps.eval("base", name) for name in steps.recipe.eval.benchmarks]
+    assert {steps.store.stage(step).state() for step in [*steps.cache, *made]} == {"done"}
+
+
+@pytest.mark.slow
+def test_an_engine_of_other_options_is_one_of_its_own(false_engine: tuple[dict, Path], tmp_path: Path) -> None:
+    recipe, known = false_engine
+    recipe = with_long_benchmark(recipe, tmp_path)
+    recipe["eval"]["options"] = recipe["eval"]["options"] | {"max_num_seqs": 4}
+    write_known(recipe, known, error=0.0)
+    steps = tiny.steps_of(recipe)
+    make_cache(steps, QUIET, evaluates=True)
+    assert len(starts(known)) == 1
+    assert steps.store.stage(steps.eval("base", steps.recipe.eval.benchmarks[0])).state() == "missing"
+    eval_stage.run(steps, QUIET, ["base"])
+    assert [start["options"].get("max_num_seqs") for start in starts(known)] == [None, 4]  # and both benchmarks on one
+
+
+class Stub:
+    """Stands for an engine; writes down when it is closed."""
+
+    def __init__(self, events: list[str], name: str) -> None:
+        self.events, self.name = events, name
+        events.append(f"open {name}")
+
+    def close(self) -> None:
+        self.events.append(f"close {self.name}")
+
+
+def test_what_is_up_serves_the_same_again_and_makes_room_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    monkeypatch.setattr(engines, "open_sampler", lambda steps, model, *_: Stub(events, f"{model.path.name} sampler"))
+    monkeypatch.setattr(engines, "open_scorer", lambda steps, model, *_: Stub(events, f"{model.path.name} scorer"))
+    recipe = tiny.make_world(tmp_path)
+    sections = ("rollout", "reference", "score", "eval")
+    steps = tiny.steps_of(recipe | {name: recipe.get(name, {}) | {"engine": "vllm"} for name in sections})
+    other = steps.anchor("brief", "pre")
+    with Engines() as kept:
+        first = kept.sampler(steps, steps.student, steps.recipe.rollout, [[1]], 4)
+        assert kept.sampler(steps, steps.student, steps.recipe.eval, [[1]], 4) is first
+        scorer = kept.scorer(steps, steps.student, steps.recipe.reference)
+        assert kept.scorer(steps, steps.student, steps.recipe.score) is scorer
+        kept.scorer(steps, other, steps.recipe.score)
+        kept.scorer(steps, other, steps.recipe.score, "http://localhost:1")
+    assert events == [
+        "open student sampler",
+        "close student sampler",
+        "open student scorer",
+        "close student scorer",
+        "open brief-pre scorer",
+        "close brief-pre scorer",
+        "open brief-pre scorer",
+        "close brief-pre scorer",
+    ]
+
+
+def test_engines_that_are_sent_to_another_process_are_its_own() -> None:
+    sent = pickle.dumps(Engines(room=7))
+    assert pickle.loads(sent) is pickle.loads(sent)
+    assert pickle.loads(sent).room == 7
 
 
 def test_room_is_made_for_the_longest_prompt_and_never_beyond_the_model(tmp_path: Path) -> None:

@@ -62,8 +62,9 @@ def check_memory(steps: Steps, stages: set[str], anchors: list[str]) -> Iterator
     except InputError as error:
         yield Finding("run", "memory", "note", f"what it needs is not known: {error}")
         return
-    scored = {scored_name(recipe, anchor, role) for anchor in anchors for role in ROLES}
-    engines = {"rollout": recipe.rollout, "reference": recipe.reference, "score": recipe.score}
+    sides = [(anchor, role) for anchor in anchors for role in ROLES if recipe.scored_by(anchor, role) == "hf"]
+    scored = {scored_name(recipe, anchor, role) for anchor, role in sides}
+    engines = {"rollout": recipe.rollout, "reference": recipe.reference}
     for row in plan.memory:
         outside = row.stage in engines and engines[row.stage].engine != "hf"  # such an engine fits itself
         if row.stage in stages and not outside and (row.stage != "score" or row.what in scored):

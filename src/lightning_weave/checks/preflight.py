@@ -105,7 +105,8 @@ def _read_by_vllm(steps: Steps, todo: Todo, about: str) -> str | None:
     if about == "student" and todo.online:
         sections |= {"rollout": recipe.rollout}
     if about.startswith("anchors."):
-        sections |= {"score": recipe.score}
+        name, _, role = about.removeprefix("anchors.").rpartition(".")
+        return "score" if recipe.scored_by(name, "post" if role == "post" else "pre") != "hf" else None
     if about.startswith("policies.") or (about == "student" and "base" in todo.benchmarks):
         sections |= {"eval": recipe.eval}
     return next((key for key, section in sections.items() if section.engine == "vllm"), None)
@@ -127,10 +128,11 @@ def _check_packages(steps: Steps, todo: Todo) -> Iterator[Finding]:
         if find_spec(package) is None:
             text = f"{about} needs the package {package}, which is not installed: pip install '{install}'"
             yield Finding(about.partition(":")[0], "package", "error", text)
+    scores = any(recipe.scored_by(name, role) == "vllm" for name in todo.anchors for role in ROLES)
     works: dict[str, tuple[bool, Rollout | Reference | Score | Eval]] = {
         "rollout": (todo.online or (todo.rollout and recipe.rollout.from_ is None), recipe.rollout),
         "reference": (todo.rollout, recipe.reference),
-        "score": (bool(todo.anchors), recipe.score),
+        "score": (scores, recipe.score.model_copy(update={"engine": "vllm"})),
         "eval": (bool(todo.benchmarks), recipe.eval),
     }
     for key, (does, section) in works.items():

@@ -62,6 +62,12 @@ class Anchor(Strict):
     )
     post_revision: str | None = None
     pre_revision: str | None = None
+    engine: Literal["hf", "vllm"] | None = Field(None, description="what scores its models, instead of score.engine")
+    options: dict[str, bool | int | float | str] = Field({}, description="of its own engine, instead of score.options")
+    post_url: str | None = Field(
+        None, description="a vLLM server that runs post for pooling, instead of an engine here"
+    )
+    pre_url: str | None = Field(None, description="the same for pre")
     trust_remote_code: bool = False
     aliases: dict[str, str] = Field({}, description="student token -> anchor token, for candidates only")
     untrained: Literal["keep", "mask"] | None = Field(
@@ -109,6 +115,8 @@ class Anchor(Strict):
                 "one model in the same context on both sides has no shift. Give post_prompt, such as "
                 '{ system = "Answer briefly." }'
             )
+        if self.options and self.engine is None:
+            raise ValueError('options are of an engine of its own: set engine = "vllm", or use score.options')
         if self.missing == "mask" and not (self.post_prompt.columns | self.pre_prompt.columns):
             raise ValueError('missing = "mask" concerns the columns of a template, and there are none: leave it out')
         return self

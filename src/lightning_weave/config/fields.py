@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Engine = Literal["hf", "vllm"]
+Engine = Literal["auto", "hf", "vllm"]
 Decay = Literal["constant", "linear", "cosine"]
 LoraBase = Literal["own", "nf4", "int8"]
 OBJECTIVES = ("tilted", "reverse-kl", "reverse-kl-full", "direct-opd")

@@ -22,7 +22,7 @@ MEANINGS = {
     "trust_remote_code": "run the code that comes with this checkpoint; read it first",
     "seed": "of everything random here",
     "dtype": "precision of the computation; auto: float32 on a CPU, the checkpoint's own elsewhere",
-    "engine": "what computes: hf (transformers, built in) or vllm",
+    "engine": "what computes: hf (transformers, built in), vllm, or auto: vllm where it and a GPU are, else hf",
     "python": "Python executable of the engine's own environment",
     "temperature": "of sampling; 0 takes the likeliest token",
     "top_p": "sample from the likeliest tokens that together have this probability",

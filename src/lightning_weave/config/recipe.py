@@ -97,6 +97,12 @@ class Recipe(Strict):
         revision = section.post_revision if is_post else section.pre_revision
         return Side(model, revision, section.trust_remote_code, context)
 
+    def scored_by(self, anchor: str, role: Literal["post", "pre"]) -> Literal["auto", "hf", "vllm", "server"]:
+        """What scores one of the two models of an anchor."""
+        section = self.anchors[anchor]
+        url = section.post_url if role == "post" else section.pre_url
+        return "server" if url is not None else section.engine or self.score.engine
+
     def asked(self, policy: str) -> Eval:
         """[eval] as one policy is asked: with the system prompt that it has of its own."""
         own = self.policies[policy].system if policy in self.policies else None

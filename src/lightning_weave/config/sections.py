@@ -133,6 +133,7 @@ class _Engine(Strict):
 class Rollout(_Engine):
     """The student's own trajectories (appendix: Behavior trajectories)."""
 
+    engine: Engine = "auto"
     responses: Count = 4
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -199,6 +200,7 @@ class Grading(Strict):
 class Eval(_Asked, _Engine):
     """How policies are sampled and graded (appendix: Evaluation Prompts and Answer Extraction)."""
 
+    engine: Engine = "auto"
     benchmarks: list[str] = Field(["aime-2024", "aime-2025", "hmmt-feb-2025"], min_length=1)
     sources: dict[str, str] = Field({}, description="benchmark -> file, directory or hub name, instead of the default")
     problems: Count | None = Field(None, description="only the first so many of each benchmark; default: all")
@@ -214,6 +216,9 @@ class Eval(_Asked, _Engine):
     graders: dict[str, Grading] = Field({}, description="benchmark -> its grader, instead of the profile")
     unsafe_local: bool = Field(False, description="run generated code without a sandbox")
     budgets: list[Count] = Field([], description="also accuracy within so many tokens, from the same samples cut there")
+    adapters: bool = Field(
+        False, description="students trained with LoRA as adapters in the student's vLLM engine, instead of merged"
+    )
     block: Count = Field(64, description="(problem, sample) pairs sampled as one batch: the unit of resume")
     batch_size: Count = 64
 
@@ -264,7 +269,7 @@ class Harness(Strict):
     generation: dict[str, bool | int | float | str] = Field(
         {}, description="how it samples, instead of the task's own, such as { do_sample = true, temperature = 0.6 }"
     )
-    engine: Engine = Field("hf", description="which of its own models it loads the checkpoint with")
+    engine: Literal["hf", "vllm"] = Field("hf", description="which of its own models it loads the checkpoint with")
     options: dict[str, bool | int | float | str] = Field(
         {}, description="arguments of that model, such as enable_thinking or max_length"
     )

@@ -4,6 +4,7 @@ import json
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,11 +67,11 @@ class EngineProcess:
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):  # what a dead engine did not read
                 self._process.stdin.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with suppress(ProcessLookupError):  # processes that it has started and that have not ended with it
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._reader.join()
         if self._process.stdout is not None:
             self._process.stdout.close()
@@ -85,6 +86,7 @@ class EngineProcess:
                 stderr=self._words,
                 env=_environment(self.python) | self.environment,
                 text=True,
+                start_new_session=True,  # a group of its own, which ends with it
             )
         except OSError as error:
             self._words.close()

@@ -93,12 +93,12 @@ class HFSampler:
     @torch.inference_mode()
     def _sample_batch(self, batch: list[Request], settings: SamplingSettings) -> list[Response]:
         device = self.model.device
-        room = [self._room(request, settings) for request in batch]
+        room = [self.room(request, settings) for request in batch]
         starts = [len(request.prompt_ids) for request in batch]
         longest = max(start + most for start, most in zip(starts, room, strict=True))
         start_B = torch.tensor(starts, device=device)
         end_B = start_B + torch.tensor(room, device=device)  # moves forward where a row stops
-        uniform_BS = torch.from_numpy(_uniforms(batch, settings.seed, max(room))).to(_widest(device)).to(device)
+        uniform_BS = uniforms(batch, settings.seed, max(room), device)
         tokens_BT = _prompt_tokens(batch, longest).to(device)
         first = min(starts)
         cache, logits_NV = self._prefill(tokens_BT[:, :first])
@@ -129,7 +129,7 @@ class HFSampler:
                     token_N = token_N[kept_N]
                     broken_N = broken_N[kept_N]
                     cache.reorder_cache(kept_N)
-            logits_NV = self._forward(token_N[:, None], cache)
+            logits_NV = self.forward(token_N[:, None], cache)
         return self._responses(tokens_BT.tolist(), starts, end_B.tolist())
 
     def _look(
@@ -145,7 +145,7 @@ class HFSampler:
             raise logits_not_finite(batch[int(rows_N[broken.index(1)])].name, self.model.name_or_path)
         return [row for row, goes in enumerate(going) if goes]
 
-    def _room(self, request: Request, settings: SamplingSettings) -> int:
+    def room(self, request: Request, settings: SamplingSettings) -> int:
         """Count the tokens that a response may have."""
         length = len(request.prompt_ids)
         if length == 0:
@@ -161,12 +161,13 @@ class HFSampler:
         """Run each distinct prompt once and give every row its copy of the state."""
         distinct, row_to_distinct_B = torch.unique(prompts_BT, dim=0, return_inverse=True)
         cache = DynamicCache(config=self.model.config)
-        logits_NV = self._forward(distinct, cache)
+        logits_NV = self.forward(distinct, cache)
         cache.reorder_cache(row_to_distinct_B)  # index_select, in every kind of layer: it repeats as well as drops
         return cache, logits_NV[row_to_distinct_B]
 
-    def _forward(self, ids_NT: Tensor, cache: DynamicCache) -> Tensor:
-        output = self.model(input_ids=ids_NT, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    def forward(self, ids_NT: Tensor, cache: DynamicCache, **places: Tensor) -> Tensor:
+        """Read tokens, and give the logits after the last; `places` are masks and positions that are not the usual."""
+        output = self.model(input_ids=ids_NT, past_key_values=cache, use_cache=True, logits_to_keep=1, **places)
         return output.logits[:, -1, : self.vocabulary]
 
     def _tilted(
@@ -226,10 +227,11 @@ def _batches(requests: Sequence[Request], size: int, spread: int) -> list[list[i
     return batches
 
 
-def _uniforms(batch: list[Request], seed: int, steps: int) -> np.ndarray:
+def uniforms(requests: Sequence[Request], seed: int, steps: int, device: torch.device) -> Tensor:
     """Give each (seed, prompt, response) its own stream, one number per step."""
-    keys = [np.array([seed, request.prompt << 32 | request.response], dtype=np.uint64) for request in batch]
-    return np.stack([np.random.Generator(np.random.Philox(key=key)).random(steps) for key in keys])
+    keys = [np.array([seed, request.prompt << 32 | request.response], dtype=np.uint64) for request in requests]
+    streams = np.stack([np.random.Generator(np.random.Philox(key=key)).random(steps) for key in keys])
+    return torch.from_numpy(streams).to(_widest(device)).to(device)
 
 
 def _prompt_tokens(batch: list[Request], length: int) -> Tensor:

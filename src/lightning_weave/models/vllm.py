@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +48,7 @@ class VLLMSampler:
         self.stop = sorted(token for token in stop if token < vocabulary)
         self.vocabulary = vocabulary
         self.on_tokens = on_tokens
+        self.adapter: Path | None = None
         self._engine = EngineProcess(
             {
                 "model": str(path),
@@ -71,6 +73,12 @@ class VLLMSampler:
             checkpoint.path, checkpoint.stop_ids, checkpoint.vocabulary, dtype, trust_remote_code=trust, **settings
         )
 
+    def wearing(self, adapter: Path) -> "VLLMSampler":
+        """The same engine with a LoRA adapter over its model; others may use it without."""
+        worn = copy(self)
+        worn.adapter = adapter
+        return worn
+
     def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]:
         """Draw one response per request, in their order."""
         responses = dict(self.stream(requests, settings))
@@ -94,11 +102,12 @@ class VLLMSampler:
         self._check_prompts(requests)
         job = {
             "prompts": [list(map(int, request.prompt_ids)) for request in requests],
-            "seeds": [_seed(settings.seed, request) for request in requests],
+            "seeds": [request_seed(settings.seed, request) for request in requests],
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "max_tokens": settings.max_tokens,
             "stop": self.stop,
+            "adapter": self._adapter,
         }
         for entry in self._engine.stream(job):
             drawn = self._drawn(entry)
@@ -108,7 +117,9 @@ class VLLMSampler:
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Give the engine's log-probability of every token of a row but the first."""
-        scored: list[list[float]] = self._engine.ask({"rows": [list(map(int, ids)) for ids in rows]})["logprobs"]
+        scored: list[list[float]] = self._engine.ask(
+            {"rows": [list(map(int, ids)) for ids in rows], "adapter": self._adapter}
+        )["logprobs"]
         return scored
 
     def reload(self, folder: Path) -> None:
@@ -122,6 +133,10 @@ class VLLMSampler:
         if self._sleeps and not self._asleep:
             self._engine.ask({"sleep": True})
             self._asleep = True
+
+    @property
+    def _adapter(self) -> str | None:
+        return None if self.adapter is None else str(self.adapter)
 
     def close(self) -> None:
         """Stop the engine."""
@@ -150,7 +165,7 @@ class VLLMSampler:
         return Drawn(Response(ids, "stop" if ended else "length"), entry["logprobs"])
 
 
-def _seed(seed: int, request: Request) -> int:
+def request_seed(seed: int, request: Request) -> int:
     """Give each (seed, prompt, response) a seed of its own."""
     digest = hashlib.sha256(f"{seed}/{request.prompt}/{request.response}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # the engine takes signed 64-bit integers

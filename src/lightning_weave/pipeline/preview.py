@@ -28,6 +28,7 @@ from lightning_weave.report.tables import console
 from lightning_weave.runs.anchors import AnchorScorer, LiveAnchors
 from lightning_weave.runs.caches import routed_weights
 from lightning_weave.runs.discard import allow_discards
+from lightning_weave.runs.engines import Engines
 from lightning_weave.runs.evaluation import Evaluated, asked_problems, exam_jobs
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.scored import ScoredModel
@@ -172,7 +173,7 @@ def _open_policy(steps: Steps, name: str, anchors: LiveAnchors) -> Evaluated:
     model = student.load(student.compute_dtype(section.dtype, device), device)
     tilt = None if name == "base" else _open_target(steps, name, anchors)
     sampler = HFSampler(model, student.stop_ids, student.vocabulary, section.batch_size, tilt=tilt)
-    return Evaluated(name, student, sampler)
+    return Evaluated(name, student, Engines(), sampler)
 
 
 def _open_target(steps: Steps, name: str, anchors: LiveAnchors) -> Target:

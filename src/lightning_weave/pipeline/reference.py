@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.hf import Scorer
 from lightning_weave.progress import Progress
-from lightning_weave.runs.engines import gpus_of, open_scorer
+from lightning_weave.runs.engines import Engines, borrowed, gpus_of
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.trajectories import find_candidates, rescore_candidates
 from lightning_weave.runs.work import Do, Job, Made, do_here, make_room, wait_for_ranks
@@ -15,18 +16,19 @@ from lightning_weave.store import Stage, Step
 from lightning_weave.types import Candidates, Rollouts
 
 
-def run(steps: Steps, progress: Progress, do: Do = do_here) -> None:
+def run(steps: Steps, progress: Progress, do: Do = do_here, engines: Engines | None = None) -> None:
     """Find candidates for every pending shard. Resumable.
 
     Where another model samples in the student's place, it proposes the candidates, and the student reads them.
     """
-    if steps.sampler is None:
-        _make(steps, steps.store.stage(steps.reference), open_worker, progress, do)
-        return
-    proposal = steps.store.stage(steps.proposal)
-    _make(steps, proposal, open_proposer, progress, do)
-    wait_for_ranks(proposal, Candidates, len(steps.store.stage(steps.rollout).require()["shards"]))
-    _make(steps, steps.store.stage(steps.reference), open_reader, progress, do)
+    with borrowed(engines) as engines:
+        if steps.sampler is None:
+            _make(steps, steps.store.stage(steps.reference), partial(open_worker, engines=engines), progress, do)
+            return
+        proposal = steps.store.stage(steps.proposal)
+        _make(steps, proposal, partial(open_proposer, engines=engines), progress, do)
+        wait_for_ranks(proposal, Candidates, len(steps.store.stage(steps.rollout).require()["shards"]))
+        _make(steps, steps.store.stage(steps.reference), partial(open_reader, engines=engines), progress, do)
 
 
 def _make(steps: Steps, stage: Stage, open_: Callable[[Steps], "ReferenceWorker"], progress: Progress, do: Do) -> None:
@@ -63,30 +65,31 @@ class ReferenceWorker:
         return Made(tokens, self.to.write(shard, found))
 
     def close(self) -> None:
-        """Release the model."""
-        self.scorer.close()
+        """The model stays for whoever comes next."""
 
 
-def open_worker(steps: Steps) -> ReferenceWorker:
+def open_worker(steps: Steps, engines: Engines) -> ReferenceWorker:
     """Load the student, which finds its own candidates."""
-    return _open(steps, steps.student, steps.reference)
+    return _open(steps, engines, steps.student, steps.reference)
 
 
-def open_proposer(steps: Steps) -> ReferenceWorker:
+def open_proposer(steps: Steps, engines: Engines) -> ReferenceWorker:
     """Load what samples in the student's place."""
     assert steps.sampler is not None, "something samples in the student's place"
-    return _open(steps, steps.sampler, steps.proposal)
+    return _open(steps, engines, steps.sampler, steps.proposal)
 
 
-def open_reader(steps: Steps) -> ReferenceWorker:
+def open_reader(steps: Steps, engines: Engines) -> ReferenceWorker:
     """Load the student, which reads what another has proposed."""
-    return _open(steps, steps.student, steps.reference, steps.store.stage(steps.proposal))
+    return _open(steps, engines, steps.student, steps.reference, steps.store.stage(steps.proposal))
 
 
-def _open(steps: Steps, model: Checkpoint, step: Step, proposal: Stage | None = None) -> ReferenceWorker:
+def _open(
+    steps: Steps, engines: Engines, model: Checkpoint, step: Step, proposal: Stage | None = None
+) -> ReferenceWorker:
     section = steps.recipe.reference
     vocabulary = steps.student.vocabulary
     if section.candidates > vocabulary:
         raise InputError(f"reference.candidates = {section.candidates}: the student has only {vocabulary} tokens")
     rollouts, to = (steps.store.stage(one) for one in (steps.rollout, step))
-    return ReferenceWorker(rollouts, proposal, to, open_scorer(steps, model, section), section.candidates)
+    return ReferenceWorker(rollouts, proposal, to, engines.scorer(steps, model, section), section.candidates)

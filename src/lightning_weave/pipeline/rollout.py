@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_weave.checks.watch import Watch, check_rollouts, warn
 from lightning_weave.errors import InputError
-from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.engines import gpus_of, open_sampler
+from lightning_weave.runs.engines import Engines, borrowed, gpus_of
 from lightning_weave.runs.prompts import own_trajectories
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.stream import Journal, sample_shards
@@ -19,7 +19,7 @@ from lightning_weave.store import Stage
 from lightning_weave.types import Prompt, Request, Response, Rollouts, SamplingSettings
 
 
-def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn) -> int:
+def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn, engines: Engines | None = None) -> int:
     """Sample every pending shard; returns the number of all. Resumable: a shard is sampled whole, in the same order."""
     prompts = steps.store.stage(steps.prompts).require()["rows"]
     stage = steps.store.stage(steps.rollout)
@@ -27,8 +27,10 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn)
     make_room(stage)
     pending = stage.pending(shards)
     devices = gpus_of(steps.recipe.rollout)
-    job = Job("rollout", "", "shard", pending, open_worker, fingerprint=stage.step.fingerprint, devices=devices)
-    do([job], steps, progress)
+    with borrowed(engines) as engines:
+        opener = partial(open_worker, engines=engines)
+        job = Job("rollout", "", "shard", pending, opener, fingerprint=stage.step.fingerprint, devices=devices)
+        do([job], steps, progress)
     stage.finish(Rollouts, shards)
     if is_first():
         _journal(stage).remove()
@@ -43,7 +45,6 @@ class RolloutWorker:
     steps: Steps
     prompts: Sequence[Prompt]
     respond: Callable[[dict[int, list[Request]]], Iterable[tuple[int, list[Response]]]]
-    sampler: Sampler | None = None
 
     def make(self, shards: Sequence[int]) -> Iterator[Made]:
         """Sample these shards."""
@@ -63,11 +64,10 @@ class RolloutWorker:
         ]
 
     def close(self) -> None:
-        if self.sampler is not None:
-            self.sampler.close()
+        """The engine stays up for whoever comes next."""
 
 
-def open_worker(steps: Steps) -> RolloutWorker:
+def open_worker(steps: Steps, engines: Engines) -> RolloutWorker:
     """Load what answers the prompts."""
     section = steps.recipe.rollout
     prompts = read_prompts(steps.prompts_file)
@@ -82,10 +82,10 @@ def open_worker(steps: Steps) -> RolloutWorker:
         return RolloutWorker(steps, prompts, look_up)
     _check_lengths(steps, prompts)
     texts = [prompt.token_ids for prompt in prompts]
-    sampler = open_sampler(steps, steps.sampler or steps.student, section, texts, section.max_tokens)
+    sampler = engines.sampler(steps, steps.sampler or steps.student, section, texts, section.max_tokens)
     settings = SamplingSettings(section.temperature, section.top_p, section.max_tokens, section.seed)
     journal = _journal(steps.store.stage(steps.rollout))
-    return RolloutWorker(steps, prompts, lambda shards: sample_shards(sampler, settings, shards, journal), sampler)
+    return RolloutWorker(steps, prompts, lambda shards: sample_shards(sampler, settings, shards, journal))
 
 
 def _journal(stage: Stage) -> Journal:

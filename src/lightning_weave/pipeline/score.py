@@ -9,7 +9,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
 from lightning_weave.runs.anchors import AnchorScorer, Bases
-from lightning_weave.runs.engines import gpus_of
+from lightning_weave.runs.engines import Engines, borrowed, gpus_of
 from lightning_weave.runs.scored import ScoredModel
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
@@ -17,21 +17,31 @@ from lightning_weave.types import Candidates, Rollouts, Scores
 
 
 def run(
-    steps: Steps, progress: Progress, only: Sequence[str] | None = None, do: Do = do_here, watch: Watch = warn
+    steps: Steps,
+    progress: Progress,
+    only: Sequence[str] | None = None,
+    do: Do = do_here,
+    watch: Watch = warn,
+    engines: Engines | None = None,
 ) -> None:
     """Score the cached candidates under every anchor model. Resumable."""
     names = steps.score_names
     if unknown := sorted(set(only or ()) - set(names.values())):
         raise InputError(f"{unknown[0]!r}: no such model; this recipe scores {', '.join(names.values())}")
     made = any(steps.store.stage(steps.score(scored)).state() != "done" for scored in names)
-    bases: Bases = {}
-    wanted = _by_model([scored for scored, name in names.items() if only is None or name in only])
-    do([score_job(steps, scored, bases) for scored in wanted], steps, progress)
+    wanted = [scored for scored, name in names.items() if only is None or name in only]
+    with borrowed(engines) as engines:
+        bases: Bases = {}
+        jobs = [score_job(steps, scored, bases, engines) for scored in _by_model(steps, wanted)]
+        do(jobs, steps, progress)
     watch(lambda: check_scores(steps), made, progress)
 
 
-def _by_model(wanted: Sequence[ScoredModel]) -> list[ScoredModel]:
-    """Put those together that one load serves: contexts of one checkpoint, adapters of one base."""
+def _by_model(steps: Steps, wanted: Sequence[ScoredModel]) -> list[ScoredModel]:
+    """Put those together that one load serves: contexts of one checkpoint, adapters of one base.
+
+    The student comes first: the engine of the reference may still be up.
+    """
     found: dict[Checkpoint, list[ScoredModel]] = {}
     for scored in wanted:
         try:
@@ -39,18 +49,19 @@ def _by_model(wanted: Sequence[ScoredModel]) -> list[ScoredModel]:
         except InputError:  # gone since it was scored
             whole = scored.checkpoint
         found.setdefault(whole, []).append(scored)
-    return [scored for sides in found.values() for scored in sides]
+    models = sorted(found, key=lambda whole: whole != steps.student)
+    return [scored for whole in models for scored in found[whole]]
 
 
-def score_job(steps: Steps, scored: ScoredModel, bases: Bases) -> Job:
+def score_job(steps: Steps, scored: ScoredModel, bases: Bases, engines: Engines) -> Job:
     """Score every pending shard under one model; `bases` is what the model before has left loaded."""
     shards = len(steps.store.stage(steps.reference).require()["shards"])
     stage = steps.store.stage(steps.score(scored))
     make_room(stage)
-    opener = partial(open_worker, scored=scored, bases=bases)
+    opener = partial(open_worker, scored=scored, bases=bases, engines=engines)
     name = steps.score_names[scored]
     pending = stage.pending(shards)
-    devices = gpus_of(steps.recipe.score)
+    devices = gpus_of(steps.scoring(scored))
     finish = partial(stage.finish, Scores, shards)
     return Job(
         "score", name, "shard", pending, opener, fingerprint=stage.step.fingerprint, devices=devices, finish=finish
@@ -78,13 +89,12 @@ class ScoreWorker:
         return Made(tokens, store.stage(self.steps.score(self.scored)).write(shard, scores))
 
     def close(self) -> None:
-        """Release the model."""
-        self.scorer.close()
+        """The model stays for another context or adapter of it."""
 
 
-def open_worker(steps: Steps, scored: ScoredModel, bases: Bases) -> ScoreWorker:
+def open_worker(steps: Steps, scored: ScoredModel, bases: Bases, engines: Engines) -> ScoreWorker:
     """Load one anchor model, in place of another that the worker before has left."""
     whole = scored.checkpoint.base or scored.checkpoint
     for other in bases.keys() - {whole}:
         del bases[other]
-    return ScoreWorker(steps, scored, AnchorScorer.open(steps, scored, bases))
+    return ScoreWorker(steps, scored, AnchorScorer.open(steps, scored, bases, engines))

@@ -28,7 +28,7 @@ def run(steps: Steps, plan: Sequence[Planned], progress: Progress, out: Console,
     allow_discards(extended, made, yes)
     remember(steps, plan)
     out.print("\n".join(forecast(extended, plan)), markup=False, soft_wrap=True)
-    make_cache(extended, progress)
+    make_cache(extended, progress, evaluates=True)
     evaluate(extended, progress, ["base"])
     missing = [one.name for one in plan if not _is_evaluated(extended, one.name)]
     out.print("\n".join(running_front(extended, policies)), markup=False, soft_wrap=True)

@@ -336,7 +336,7 @@ def _memory_plans(
 
 def _sequences(recipe: Recipe, student: Shape, machine: PlannedMachine) -> int:
     """Count the sequences sampled together: the recipe's batch, or as many as vLLM can fit."""
-    if recipe.rollout.engine == "hf":
+    if recipe.rollout.engine != "vllm":
         return recipe.rollout.batch_size
     longest = recipe.prompts.max_tokens + recipe.rollout.max_tokens
     single = sampling_memory(student, longest, 1, _bytes(recipe.rollout.dtype, student))

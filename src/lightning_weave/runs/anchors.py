@@ -17,7 +17,7 @@ from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.hf import Scorer, hf_scorer
 from lightning_weave.models.untrained import untrained_rows
 from lightning_weave.runs.alignment import Alignment
-from lightning_weave.runs.engines import open_scorer
+from lightning_weave.runs.engines import Engines
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.prompts import Asked
 from lightning_weave.runs.scored import Role, ScoredModel
@@ -38,17 +38,21 @@ class AnchorScorer:
     adapter: str | None  # ... this one is put on while it scores
 
     @classmethod
-    def open(cls, steps: Steps, scored: ScoredModel, bases: Bases, section: Score | None = None) -> "AnchorScorer":
-        """Load the model as the recipe's [score] says, or as another, and align its tokenizer with the student's.
+    def open(cls, steps: Steps, scored: ScoredModel, bases: Bases, engines: Engines | None) -> "AnchorScorer":
+        """Load the model with the engine that the recipe gives it, and align its tokenizer with the student's.
 
-        A model that `bases` has is used as it is there; one that it has not is added.
+        A model that `bases` has is used as it is there; one that it has not is added. Without `engines` transformers
+        loads it in any case.
         """
-        section = section or steps.recipe.score
+        section = steps.scoring(scored)
         checkpoint = scored.checkpoint
-        model = _shared_model(steps, checkpoint, section, bases) if section.engine == "hf" else None
-        if model is None:
-            scorer = open_scorer(steps, checkpoint, section)
+        model = None
+        if engines is not None and section.engine != "hf":
+            scorer = engines.scorer(steps, checkpoint, section, scored.url)
         else:
+            if engines is not None:
+                engines.close()  # one of them would leave no room for the model
+            model = _shared_model(steps, checkpoint, section, bases)
             scorer = hf_scorer(model, checkpoint.vocabulary, section.token_budget)
         masked = _untrained_aliases(scored, checkpoint.tokenizer, scorer) if scored.checks_aliases else frozenset()
         alignment = Alignment.open(steps, scored, scorer.limit, masked)
@@ -58,10 +62,6 @@ class AnchorScorer:
         """The same model, reading these prompts in place of the run's."""
         alignment = Alignment.open(steps, scored, self.alignment.limit, self.alignment.masked_ids, asked)
         return replace(self, alignment=alignment)
-
-    def close(self) -> None:
-        """Release the model."""
-        self.scorer.close()
 
     def score(self, rows: Rollouts, candidates: Candidates) -> Scores:
         """Score candidates at the boundaries where the student decided (cross-tokenizer-shift)."""
@@ -156,8 +156,7 @@ class LiveAnchors:
         if scored in self.loaded:
             return self.loaded[scored]
         # Beside a trainee, and beside each other: an engine would want a GPU of its own.
-        section = self.steps.recipe.score.model_copy(update={"engine": "hf"})
-        scorer = AnchorScorer.open(self.steps, scored, self._bases if self.keep else {}, section)
+        scorer = AnchorScorer.open(self.steps, scored, self._bases if self.keep else {}, engines=None)
         if self.keep:
             self.loaded[scored] = scorer
         return scorer

@@ -2,10 +2,13 @@
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -14,11 +17,11 @@ from lightning_weave.devices import beside_engine, own_gpus
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.engine_process import engine_version
-from lightning_weave.models.hf import HFSampler, Scorer, hf_scorer
+from lightning_weave.models.hf import RefillingSampler, Scorer, hf_scorer
 from lightning_weave.models.memory import free_memory
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.models.vllm import VLLMSampler
-from lightning_weave.models.vllm_body import VLLMBody
+from lightning_weave.models.vllm_body import ServerBody, VLLMBody, server_version
 from lightning_weave.prompts import read_prompts
 from lightning_weave.runs.machine import set_up
 from lightning_weave.runs.parity import (
@@ -37,23 +40,114 @@ from lightning_weave.runs.steps import Steps
 OLDEST = (0, 32)
 MOST_TOKENS_PER_TOKEN = 4  # of another tokenizer: a longer row is refused by its number
 FEW_TOKENS = 4096
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 log = logging.getLogger(__name__)
 Compared = TypeVar("Compared", VLLMSampler, Scorer)
+Section = Rollout | Eval | Reference | Score
+
+
+class Engines:
+    """Opens samplers and scorers, one at a time, and keeps the last one up for whoever asks for the same again.
+
+    One at a time, since an engine takes nearly all of a GPU. A process that is sent this object has its own.
+    """
+
+    def __init__(self, room: int = 0) -> None:
+        self.room = room  # tokens that later jobs will ask of an engine that is opened for an earlier one
+        self._key: dict[str, Any] = {}
+        self._open: Sampler | Scorer | None = None
+
+    def sampler(
+        self,
+        steps: Steps,
+        checkpoint: Checkpoint,
+        section: Rollout | Eval,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+    ) -> Sampler:
+        """A sampler for these prompts and at most so many tokens each."""
+        key = {"kind": "sampler", "model": checkpoint, **engine_key(section)}
+        needed = longest_context(checkpoint, prompts, max_tokens)
+        if key != self._key or (isinstance(self._open, VLLMSampler) and self._open.limit < needed):
+            self.close()
+            length = max(self.room, needed) + 1  # an engine scores no row that fills it
+            limit = checkpoint.context_limit
+            self._open = open_sampler(
+                steps, checkpoint, section, prompts, length if limit is None else min(length, limit)
+            )
+            self._key = key
+        return cast(Sampler, self._open)
+
+    def scorer(
+        self, steps: Steps, checkpoint: Checkpoint, section: Reference | Score, url: str | None = None
+    ) -> Scorer:
+        """A scorer of rows in the model's own tokens; `url` is that of a server that runs the model."""
+        key = {"kind": "scorer", "model": checkpoint, "url": url, **engine_key(section)}
+        if key != self._key:
+            self.close()
+            self._open = open_scorer(steps, checkpoint, section, url)
+            self._key = key
+        return cast(Scorer, self._open)
+
+    def close(self) -> None:
+        """Stop what is up."""
+        engine = self._open
+        self._open = None
+        self._key = {}
+        if engine is not None:
+            engine.close()
+
+    def __enter__(self) -> "Engines":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _engines_here, (self.room,)
+
+
+_here = Engines()  # of a worker process, such as an actor of Ray: for all jobs that it is sent
+
+
+def _engines_here(room: int) -> Engines:
+    _here.room = max(_here.room, room)
+    return _here
+
+
+@contextmanager
+def borrowed(engines: Engines | None) -> Iterator[Engines]:
+    """These engines, which stay up afterwards; without any, new ones, which do not."""
+    if engines is not None:
+        yield engines
+        return
+    with Engines() as own:
+        yield own
+
+
+def engine_key(section: Section) -> dict[str, Any]:
+    """What two sections must agree on to use one engine."""
+    names = {"hf": {"batch_size", "token_budget"}, "vllm": {"python", "options", "parity", "token_budget"}}
+    return section.model_dump(include=names[section.engine] | {"engine", "dtype"})
+
+
+def share_an_engine(one: Section, other: Section) -> bool:
+    """Whether an engine of its own process that is opened for one section can do the work of the other."""
+    return one.engine == other.engine != "hf" and engine_key(one) == engine_key(other)
 
 
 def open_sampler(
-    steps: Steps, checkpoint: Checkpoint, section: Rollout | Eval, prompts: Sequence[list[int]], max_tokens: int
+    steps: Steps, checkpoint: Checkpoint, section: Rollout | Eval, prompts: Sequence[list[int]], length: int
 ) -> Sampler:
-    """Load a model behind the Sampler protocol, for these prompts and at most so many tokens each."""
+    """Load a model behind the Sampler protocol, for contexts of this length; these prompts are what it is tried on."""
     device = set_up(steps.recipe, steps.store)
     free_memory()  # of models that nobody uses any more: an engine wants nearly all of a GPU
     dtype = checkpoint.compute_dtype(section.dtype, device)
     if section.engine == "hf":
         model = checkpoint.load(dtype, device)
-        return HFSampler(model, checkpoint.stop_ids, checkpoint.vocabulary, section.batch_size)
+        return RefillingSampler(model, checkpoint.stop_ids, checkpoint.vocabulary, section.batch_size)
     _refuse_adapter(checkpoint)
     device = beside_engine(device, gpus_of(section))
-    length = longest_context(checkpoint, prompts, max_tokens + 1)  # an engine scores no row that fills it
     start = partial(
         VLLMSampler.open,
         checkpoint,
@@ -69,8 +163,26 @@ def open_sampler(
     return check.start(start, few, compare)
 
 
-def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score) -> Scorer:
-    """Load a model that scores rows in its own tokens."""
+def with_lora(section: Eval, rank: int) -> Eval:
+    """Let an engine take LoRA adapters of this rank."""
+    room = next((size for size in LORA_RANKS if size >= rank), rank)
+    return section.model_copy(update={"options": {"enable_lora": True, "max_lora_rank": room, **section.options}})
+
+
+def worn(
+    steps: Steps, sampler: Sampler, adapter: Path, *, merged: Checkpoint, section: Eval, prompts: Sequence[list[int]]
+) -> Sampler:
+    """Put an adapter on the model of an engine, once it is known to be the merged checkpoint."""
+    assert isinstance(sampler, VLLMSampler)
+    dtype = merged.compute_dtype(section.dtype, set_up(steps.recipe, steps.store))
+    check = ParityCheck(steps, merged, section, f"vllm {engine_version(section.python)}, adapter", dtype)
+    # On the CPU: the device is the engine's.
+    few = partial(score_a_few, merged, prompts, sampler.limit, dtype=dtype, device=torch.device("cpu"), padded=True)
+    return check.start(lambda: sampler.wearing(adapter), few, compare)
+
+
+def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score, url: str | None = None) -> Scorer:
+    """Load a model that scores rows in its own tokens, or reach the server that has it."""
     device = set_up(steps.recipe, steps.store)
     free_memory()
     dtype = checkpoint.compute_dtype(section.dtype, device)
@@ -78,12 +190,14 @@ def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score
         return hf_scorer(checkpoint.load(dtype, device), checkpoint.vocabulary, section.token_budget)
     _refuse_adapter(checkpoint)
     device = beside_engine(device, gpus_of(section))
-    version = engine_version(section.python)
+    version = engine_version(section.python) if url is None else server_version(url)
     check_version(version, "score", "[reference] and [score]")
     length = _longest_row(steps, checkpoint)
     room = {"gpu_memory_utilization": 0.8} if device.type != "cpu" else {}  # the head lives beside the engine
 
     def start() -> Scorer:
+        if url is not None:
+            return Scorer(ServerBody(checkpoint, device, url), section.token_budget)
         body = VLLMBody(
             checkpoint,
             _name(dtype),
@@ -95,7 +209,8 @@ def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score
         )
         return Scorer(body, section.token_budget)
 
-    check = ParityCheck(steps, checkpoint, section, f"vllm {version}, hidden states", dtype)
+    where = "hidden states" if url is None else f"hidden states from {url}"
+    check = ParityCheck(steps, checkpoint, section, f"vllm {version}, {where}", dtype, elsewhere=url is not None)
     prompts = _few_prompts(steps, checkpoint)
     few = partial(score_a_few, checkpoint, prompts, length or FEW_TOKENS, dtype=dtype, device=device, padded=False)
     return check.start(start, few, compare_scorers)
@@ -107,9 +222,10 @@ class ParityCheck:
 
     steps: Steps
     checkpoint: Checkpoint
-    section: Rollout | Eval | Reference | Score
+    section: Section
     engine: str
     dtype: torch.dtype
+    elsewhere: bool = False  # on a server, whose machine may be larger than this one
 
     def start(
         self,
@@ -153,10 +269,10 @@ class ParityCheck:
             free_memory()
 
     def _may_be_too_much_for_transformers(self, error: WeaveError) -> bool:
-        """Say whether the engine may do what the scorer cannot: more GPUs than one, or quantised weights."""
+        """Say whether the engine may do what the scorer cannot: more GPUs, another machine, or quantised weights."""
         if self.checkpoint.is_quantised:
             return True
-        return gpus_of(self.section) > 1 and not isinstance(error, InputError)
+        return (self.elsewhere or gpus_of(self.section) > 1) and not isinstance(error, InputError)
 
 
 def check_version(version: str, task: str, where: str) -> None:

@@ -25,11 +25,10 @@ from lightning_weave.config import Eval
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.protocols import Sampler
-from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import ask, encode, livecodebench
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.engines import gpus_of, longest_context, open_sampler
+from lightning_weave.runs.engines import Engines, gpus_of, with_lora, worn
 from lightning_weave.runs.grade import Grader
 from lightning_weave.runs.prompts import Asked, Form
 from lightning_weave.runs.steps import Steps
@@ -39,28 +38,28 @@ from lightning_weave.store import Stage, write_atomic
 from lightning_weave.types import Prompt, Request, Response, SamplingSettings
 
 
-@dataclass
+@dataclass(frozen=True)
 class Evaluated:
     """A policy under evaluation; its weights are loaded when the first sample is wanted."""
 
     name: str
     checkpoint: Checkpoint
-    _sampler: Sampler | None = None
+    engines: Engines
+    given: Sampler | None = None  # instead of what the recipe's engine would make of the checkpoint
 
     def sampler(self, steps: Steps, prompts: Sequence[list[int]], max_tokens: int) -> Sampler:
-        """Load the checkpoint, or keep it from the benchmark before where its engine has room for these prompts."""
-        needed = longest_context(self.checkpoint, prompts, max_tokens)
-        if isinstance(self._sampler, VLLMSampler) and self._sampler.limit < needed:
-            self.close()
-        if self._sampler is None:
-            self._sampler = open_sampler(steps, self.checkpoint, steps.recipe.eval, prompts, max_tokens)
-        return self._sampler
-
-    def close(self) -> None:
-        """Stop the engine."""
-        if self._sampler is not None:
-            self._sampler.close()
-        self._sampler = None
+        """Load the checkpoint, or use the engine that is up."""
+        if self.given is not None:
+            return self.given
+        section = steps.recipe.eval
+        adapter = Path(self.checkpoint.path) / "adapter"
+        if steps.lora_rank is None or not (self.name == "base" or adapter.is_dir()):
+            return self.engines.sampler(steps, self.checkpoint, section, prompts, max_tokens)
+        section = with_lora(section, steps.lora_rank)
+        sampler = self.engines.sampler(steps, steps.student, section, prompts, max_tokens)
+        if self.name == "base":
+            return sampler
+        return worn(steps, sampler, adapter, merged=self.checkpoint, section=section, prompts=prompts)
 
 
 def exam_jobs(
@@ -145,7 +144,7 @@ class Exam:
             yield Made(sum(sample.tokens for sample in done))
 
     def close(self) -> None:
-        """The policy keeps its engine for the next benchmark."""
+        """The engine stays up for the next benchmark."""
 
     def _graded(self, pairs: Sequence[SampleKey], responses: Sequence[Response]) -> list[Sample]:
         problems = self.benchmark.problems

@@ -23,17 +23,22 @@ class ScoredModel:
     template: Checkpoint | None  # whose chat template both models of a pair read natively: the post-anchor's
     context: PromptContext  # empty: the prompt as it is
     masks_missing: bool  # a row without a column that the context names is masked, not refused
+    engine: str | None = None  # of its own; None: that of [score]
+    options: tuple[tuple[str, bool | int | float | str], ...] = ()
+    url: str | None = None  # of a server that runs it
 
     @property
     def text(self) -> str:
         """What distinguishes two scored models of one name. Folders of existing runs are named by it: keep it."""
         template = None if self.template is None else (self.template.name, self.template.revision)
         context = f", context={self.context}, masks_missing={self.masks_missing}" if self.context else ""
+        engine = f", engine={self.engine}, quantization={dict(self.options).get('quantization')}" if self.engine else ""
+        server = ", server" if self.url else ""
         return (
             f"ScoredModel(model={self.checkpoint.name!r}, revision={self.checkpoint.revision!r}, "
             f"trust_remote_code={self.checkpoint.trust_remote_code!r}, aliases={self.aliases!r}, "
             f"checks_aliases={self.checks_aliases!r}, untrained={self.untrained!r}, bos={self.bos!r}, "
-            f"prompt={self.prompt!r}, template={template!r}{context})"
+            f"prompt={self.prompt!r}, template={template!r}{context}{engine}{server})"
         )
 
     @property

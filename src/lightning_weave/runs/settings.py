@@ -1,10 +1,16 @@
-"""How a recipe enters fingerprints: settings that came later, users' own functions, data by content."""
+"""How a recipe enters fingerprints: engines as chosen, settings that came later, users' own functions, data by content.
+
+`engine = "auto"` is decided once per run: from what the run has, else from what this machine has.
+"""
 
 import hashlib
+import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_weave.config import Eval, Reference, Rollout, Score
+from lightning_weave.config import Eval, Recipe, Reference, Rollout, Score
+from lightning_weave.devices import sees_gpu
 from lightning_weave.errors import InputError
 from lightning_weave.store import file_identities, file_identity
 
@@ -12,6 +18,7 @@ from lightning_weave.store import file_identities, file_identity
 LATER = {"warmup": 0, "decay": "constant", "lora.stabilised": False, "lora.base": "own"}
 LATER_ASKED = ("template", "system", "problems")  # keys of [prompts] and [eval] that came later, unset where unused
 SHIFT_RULES = {"shift_clip", "only_above", "mass_floor", "temperature"}
+ENGINES = ("rollout", "reference", "score", "eval")  # sections that name one
 TRAIN_EXECUTION = {
     "shard_ranks",
     "token_budget",
@@ -28,6 +35,53 @@ TRAIN_EXECUTION = {
     "keep_anchors",
     "objective",  # the composition's own, resolved
 }
+
+
+def with_engines(recipe: Recipe) -> Recipe:
+    """Put the name of an engine in every section that leaves it open."""
+    chosen = {name: engine for name, (engine, _) in choose_engines(recipe).items()}
+    sections = {name: getattr(recipe, name).model_copy(update={"engine": engine}) for name, engine in chosen.items()}
+    return recipe.model_copy(update=sections) if sections else recipe
+
+
+def choose_engines(recipe: Recipe) -> dict[str, tuple[str, str]]:
+    """Choose the engine of every section that leaves it open, each with the reason."""
+    open_ = [name for name in ENGINES if getattr(recipe, name).engine == "auto"]
+    if not open_:
+        return {}
+    kept = _kept(Path(recipe.runs) / recipe.name / "recipe.toml")
+    return {name: _choose(recipe, name, kept.get(name, {}).get("engine")) for name in open_}
+
+
+def _choose(recipe: Recipe, name: str, before: str | None) -> tuple[str, str]:
+    if before in ("hf", "vllm"):
+        return before, "as the run has it"
+    python = getattr(recipe, name).python
+    if not sees_gpu(recipe.machine.device):
+        return "hf", "no GPU for vLLM"
+    if python is None and find_spec("vllm") is None:
+        return "hf", "vLLM is not installed"
+    if _has_adapter(recipe, name):
+        return "hf", "vLLM reads no LoRA adapter"
+    return "vllm", "it is installed and there is a GPU"
+
+
+def _has_adapter(recipe: Recipe, name: str) -> bool:
+    """Whether a section reads a model that is a LoRA adapter in a directory."""
+    models: list[str | None] = [recipe.student.model]
+    if name == "score":
+        models += [model for anchor in recipe.anchors.values() for model in (anchor.post, anchor.pre, anchor.model)]
+    if name == "eval":
+        models += [policy.model for policy in recipe.policies.values()]
+    return any((Path(model).expanduser() / "adapter_config.json").exists() for model in models if model)
+
+
+def _kept(file: Path) -> dict[str, Any]:
+    """Read the recipe that the last command resolved, if there was one."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def engine_settings(section: Reference | Score) -> dict[str, Any]:

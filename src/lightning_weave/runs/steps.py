@@ -21,6 +21,7 @@ from lightning_weave.config import (
     Objective,
     Online,
     Recipe,
+    Score,
     SelfDistilled,
     Sequential,
     Train,
@@ -41,6 +42,7 @@ from lightning_weave.runs.settings import (
     own_content,
     quantization,
     template_identity,
+    with_engines,
     without_defaults,
     without_unset,
 )
@@ -59,6 +61,9 @@ class Steps:
     standing: bool = False  # take what is finished as it is on disk, whatever the recipe says now
     sampler: Checkpoint | None = None  # what samples in the student's place: the student as training has left it
     _identities: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", with_engines(self.recipe))
 
     @property
     def store(self) -> Store:
@@ -178,7 +183,7 @@ class Steps:
     def score(self, scored: ScoredModel) -> Step:
         settings = {
             "dtype": self.recipe.score.dtype,
-            **engine_settings(self.recipe.score),
+            **({"engine": "vllm server"} if scored.url else engine_settings(self.scoring(scored))),
             "model": self.identity_of(scored.checkpoint),
             "aliases": dict(scored.aliases),
             "untrained": scored.untrained,
@@ -194,6 +199,13 @@ class Steps:
         name = self.score_names[scored]
         command = self.command("score", name)
         return self._step(Step(f"score/{name}", settings, (self.reference,), command))
+
+    def scoring(self, scored: ScoredModel) -> Score:
+        """[score], with the engine that this side has of its own."""
+        engine = "vllm" if scored.url else scored.engine
+        if engine is None:
+            return self.recipe.score
+        return self.recipe.score.model_copy(update={"engine": engine, "options": dict(scored.options)})
 
     @cached_property
     def score_names(self) -> dict[ScoredModel, str]:
@@ -222,6 +234,9 @@ class Steps:
             template=self.anchor(anchor, "post") if section.prompt == "native" else None,
             context=context,
             masks_missing=section.missing == "mask" and bool(context.columns),
+            engine=section.engine,
+            options=tuple(sorted(section.options.items())),
+            url=section.post_url if role == "post" else section.pre_url,
         )
 
     def anchor(self, name: str, role: Role) -> Checkpoint:
@@ -351,11 +366,20 @@ class Steps:
         """Everything that can be evaluated: the student, every composition, every other checkpoint."""
         return ["base", *self.recipe.compositions, *self.recipe.policies]
 
+    @property
+    def lora_rank(self) -> int | None:
+        """The rank of the students that are evaluated as adapters in one engine; None where they are merged."""
+        section = self.recipe.eval
+        lora = self.recipe.train.lora
+        return lora.rank if lora is not None and section.adapters and section.engine == "vllm" else None
+
     def eval(self, policy: str, benchmark: str) -> Step:
         section = self.recipe.asked(policy)
-        execution = {"python", "options", "parity", "batch_size", "unsafe_local"}
+        execution = {"python", "options", "parity", "batch_size", "unsafe_local", "adapters"}
         settings = section.model_dump(mode="json", exclude={"benchmarks", "sources", "graders", *execution})
         settings = without_unset(settings) | {"profile": self._grading(benchmark)} | quantization(section)
+        if policy in self.recipe.compositions and self.lora_rank is not None:
+            settings["adapters"] = True
         source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
         key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
         settings["benchmark"] = self._data_identity(source, key)

@@ -11,6 +11,7 @@ from lightning_weave.errors import WeaveError
 from lightning_weave.runs.changes import why_stale
 from lightning_weave.runs.discard import file_size
 from lightning_weave.runs.known import as_it_stands, neighbours, with_known
+from lightning_weave.runs.settings import ENGINES
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage, State, Step
 from lightning_weave.train.checkpoint import TrainingCheckpoints
@@ -36,13 +37,17 @@ def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
             [{"stage": one.step.path, "state": one.state, "why": one.why} for one in part] for part in (found, others)
         )
         following = waiting[0].step.command if waiting else None
-        said = {"run": str(steps.store.run_dir), "stages": stages, "others": also, "next": following}
+        engines = {name: getattr(steps.recipe, name).engine for name in ENGINES}
+        run = {"run": str(steps.store.run_dir), "engines": engines}
+        said = {**run, "stages": stages, "others": also, "next": following}
         print(json_format.dumps(said, indent=2))
         return found
     table = Table("stage", "state", "", title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
     for status in (*found, *others):
         table.add_row(status.step.path, status.state, Text(status.why))
     console.print(table)
+    if outside := [name for name in ENGINES if getattr(steps.recipe, name).engine == "vllm"]:
+        console.print(f"vLLM does {', '.join(outside)}, transformers the rest.", markup=False)
     if waiting:
         console.print(
             f"{len(waiting)} of {len(found)} to do. Next: {waiting[0].step.command}", soft_wrap=True, markup=False

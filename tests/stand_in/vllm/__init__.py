@@ -30,7 +30,7 @@ class LLM:
             settings["max_model_len"] or 64, self._answer, self.computed.size if self.computed else 16
         )
 
-    def generate(self, prompts: list[dict], params: Any, use_tqdm: bool) -> list[Any]:
+    def generate(self, prompts: list[dict], params: Any, use_tqdm: bool, lora_request: Any = None) -> list[Any]:
         """Answer every prompt with token 7 until its room ends; every token is certain."""
         several = params if isinstance(params, list) else [params] * len(prompts)
         return [self._answer(prompt["prompt_token_ids"], one) for prompt, one in zip(prompts, several, strict=True)]
@@ -72,7 +72,7 @@ class LLMEngine:
         self.answer = answer
         self.waiting: list[Any] = []
 
-    def add_request(self, request_id: str, prompt: dict, params: "SamplingParams") -> None:
+    def add_request(self, request_id: str, prompt: dict, params: "SamplingParams", lora_request: Any = None) -> None:
         self.waiting.append((request_id, self.answer(prompt["prompt_token_ids"], params)))
 
     def has_unfinished_requests(self) -> bool:

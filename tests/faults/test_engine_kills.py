@@ -1,0 +1,123 @@
+"""SIGKILL while an engine samples or scores: nothing is lost, and no response that had finished is sampled again."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults.conftest import Lab, Tally
+from forked import Fault, Forked
+from lightning_weave.config import load_recipe
+from lightning_weave.models.vllm import request_seed
+from lightning_weave.runs.steps import Steps
+from lightning_weave.runs.stream import Journal
+from lightning_weave.types import Request, Rollouts
+from tiny import make_world, save_prompts
+
+VERBS = {"rollout": (), "reference": (), "score": (), "eval": ("--only", "base")}
+# Answers each request by its seed alone, in an order of its own, and says beside itself which seeds it answered. Hidden
+# states are made of the token and its place. Nothing but Python: it starts at once.
+ENGINE = """
+import array, json, pathlib, sys
+if "--version" in sys.argv:
+    print(json.dumps({"version": "0.32.0"}))
+    sys.exit()
+settings = json.loads(sys.stdin.readline())
+width = json.loads((pathlib.Path(settings["model"]) / "config.json").read_text())["hidden_size"]
+print(json.dumps({"limit": settings["max_length"]}), flush=True)
+for line in sys.stdin:
+    job = json.loads(line)
+    if "positions" in job:
+        states = array.array("f")
+        for ids, places in zip(job["rows"], job["positions"]):
+            states.extend((ids[place] * 7 + place * 3 + d) % 11 / 11 for place in places for d in range(width))
+        with open(job["file"], "wb") as file:
+            states.tofile(file)
+        print(json.dumps({"count": len(states) // width}), flush=True)
+    elif "rows" in job:
+        print(json.dumps({"logprobs": [[0.0] * (len(ids) - 1) for ids in job["rows"]]}), flush=True)
+    else:
+        for index in sorted(range(len(job["seeds"])), key=lambda index: job["seeds"][index] % 101):
+            seed = job["seeds"][index]
+            ids = [20 + seed // (place + 1) % 20 for place in range(seed % job["max_tokens"])] + [job["stop"][0]]
+            with open(__file__ + ".answered", "a") as answered:
+                answered.write(f"{seed}\\n")
+            entry = {"index": index, "ids": ids, "finish": "stop", "logprobs": [0.0] * len(ids)}
+            print(json.dumps(entry), flush=True)
+        print(json.dumps({"end": True}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def engine_lab(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Lab:
+    """A run whose samples and scores come from an engine, as it was before and after each verb."""
+    root = tmp_path_factory.mktemp("engine-faults")
+    script, python = root / "engine.py", root / "python"
+    script.write_text(ENGINE)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    python.chmod(0o755)
+    recipe = make_world(root / "world", prompts=6)
+    engine = {"engine": "vllm", "python": str(python), "parity": 1e9}
+    bench = save_prompts(root / "world" / "bench.jsonl", 6, seed=9)
+    recipe |= {"runs": "runs", "score": engine, "compositions": {"both": recipe["compositions"]["both"]}}
+    recipe["rollout"] |= {**engine, "prompts_per_shard": 2}
+    recipe["reference"] |= engine
+    recipe["eval"] = {
+        **engine,
+        "benchmarks": [f"file:{bench}"],
+        "samples": 2,
+        "max_tokens": 9,
+        "chat": False,
+        "block": 4,
+    }
+    made = Lab(root, recipe, forked)
+    (root / "whole").mkdir()
+    made.write("whole")
+    for verb, more in VERBS.items():
+        made.copy(f"before-{verb}", "whole")
+        ended = made.lweave("whole", verb, *more)
+        assert ended.code == 0, ended.said
+        made.copy(f"after-{verb}", "whole")
+    return made
+
+
+def finished(lab: Lab, name: str) -> set[int]:
+    """The seeds of all rollouts that a run has, in whole shards or in the journal of the others."""
+    recipe = load_recipe(lab.root / name / "r.toml").model_copy(update={"runs": str(lab.folder(name).parent)})
+    steps = Steps(recipe)
+    stage = steps.store.stage(steps.rollout)
+    shards = [stage.open(Rollouts, shard).read() for shard in range(3) if shard not in stage.pending(3)]
+    pairs: list[tuple[int, Any]] = list(Journal(stage.folder, f"journal-{stage.step.fingerprint}").read())
+    for rows in shards:
+        pairs += zip(rows.prompt_R.tolist(), rows.response_R.tolist(), strict=True)
+    return {request_seed(recipe.rollout.seed, Request([], *pair)) for pair in pairs}
+
+
+def answered(lab: Lab) -> list[int]:
+    return [int(line) for line in Path(f"{lab.root / 'engine.py'}.answered").read_text().split()]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_kills_beside_an_engine_leave_no_trace(engine_lab: Lab, tally: Tally, verb: str) -> None:
+    lab, more = engine_lab, VERBS[verb]
+    expected = lab.contents(f"after-{verb}")
+    events = lab.lweave(lab.copy(f"count-{verb}", f"before-{verb}"), verb, *more).events
+    plans = [[2, 3, 2], [len(events) // 3, 2, 2], [2 * len(events) // 3, 1], [len(events)]]
+    for trial, plan in enumerate(plans):
+        name = lab.copy(f"killed-{verb}-{trial}", f"before-{verb}")
+        for event in plan:
+            known = finished(lab, name) if verb == "rollout" else set()
+            before = len(answered(lab))
+            ended = lab.lweave(name, verb, *more, fault=Fault(event=event))
+            assert ended.code == -signal.SIGKILL, ended.said
+            assert known.isdisjoint(answered(lab)[before:])
+            tally.survived[f"SIGKILL beside an engine during lweave {verb}"] += 1
+        known = finished(lab, name) if verb == "rollout" else set()
+        before = len(answered(lab))
+        ended = lab.lweave(name, verb, *more)
+        assert ended.code == 0, ended.said
+        assert known.isdisjoint(answered(lab)[before:])
+        assert lab.lweave(name, "verify").code == 0
+        assert lab.contents(name) == expected
