@@ -16,7 +16,7 @@ from lightning_weave.devices import memory_left
 from lightning_weave.models.engine_process import engine_version
 from lightning_weave.models.hf import hf_scorer
 from lightning_weave.models.vllm import Drawn, VLLMSampler
-from lightning_weave.runs.engines import check_version, open_sampler
+from lightning_weave.runs.engines import Engines, check_version
 from lightning_weave.runs.parity import ROWS, Agreement, judge
 from lightning_weave.runs.steps import Steps
 from lightning_weave.train.checkpoint import wait_until_seen
@@ -42,9 +42,8 @@ class RoundEngine:
         check_version(engine_version(self.section.python), "be given the weights of a round", "[rollout]")
         options = {**room_beside(trainee, ranks.device), **self.section.options}
         section = self.section.model_copy(update={"options": options})
-        opened = open_sampler(
-            steps, self.student, section, [prompt.token_ids for prompt in prompts], section.max_tokens
-        )
+        asked = [prompt.token_ids for prompt in prompts]
+        opened = Engines().sampler(steps, self.student, section, asked, section.max_tokens)
         assert isinstance(opened, VLLMSampler), opened
         self.engine = opened
 
