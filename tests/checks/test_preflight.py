@@ -19,6 +19,7 @@ from lightning_weave.checks.todo import Todo
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
+from lightning_weave.models.load import load_tokenizer, vocabulary_size
 from lightning_weave.pipeline import run
 from lightning_weave.progress import Progress
 from lightning_weave.views import doctor
@@ -116,6 +117,20 @@ def test_run_refuses_and_doctor_exits_one_with_the_same_words(recipe: dict[str, 
     assert code == 1
     assert "error    checkpoint: " in said
     assert "holds GGUF weights, for llama.cpp. Give the directory" in said
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """As fine-tuned checkpoints with an added padding token have it; a policy is only sampled from."""
+    folder = shutil.copytree(recipe["anchors"]["acc"]["pre"], tmp_path / "longer")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens([f"<extra-{number}>" for number in range(40)])
+    tokenizer.save_pretrained(folder)
+    recipe["policies"] = {"longer": {"model": str(folder)}}
+    assert errors(recipe) == []
+    recipe["anchors"]["acc"]["pre"] = str(folder)
+    [found] = [finding for finding in errors(recipe) if finding.about == "anchors.acc.pre"]
+    assert found.text.startswith(f"{folder}: the tokenizer has ")
+    assert f"model.resize_token_embeddings({vocabulary_size(tokenizer)})" in found.text
 
 
 def test_weights_without_a_tokenizer_and_missing_parts(recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -255,6 +255,11 @@ WRONG_FILES = [
         "name = 'x'\nprompts.chat = false\nstudent.model = 'm'\nanchors.a = { model = 'p', post_prompt.system = 's' }",
         ["anchors.a: system needs a chat template", "Use prefix"],
     ),
+    (
+        "name = 'x'\nstudent.model = 'm'\nanchors.a = { post = 'q', pre = 'p' }\ntags.rules = { math = '1' }\n"
+        "compositions.c.weights = { mth = { a = 1.0 }, default = { a = 1.0 } }",
+        ["compositions.c.weights.mth", "no rule of [tags.rules] gives this tag; there is math, and default"],
+    ),
     ("", ["name is missing", "and 1 more"]),
 ]
 

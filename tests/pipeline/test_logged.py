@@ -119,6 +119,8 @@ def test_tables_of_other_tools_are_read_as_their_rows(student: dict[str, Any], t
         "hat<|end|>",
     ]
     assert tokenizer.decode(found[0][3][0]).endswith("a:an<|end|>\nu:abc\na:")
+    asked = [group.as_prompt(tokenizer).text for group in own_trajectories(steps_of(recipe))]
+    assert asked == [tokenizer.decode(ids) for ids, _, _ in found[0]]
 
 
 @pytest.mark.parametrize("as_ids", [False, True])

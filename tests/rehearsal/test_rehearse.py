@@ -253,6 +253,23 @@ def test_a_recipe_is_made_smaller_and_nothing_of_it_larger(stage: Stage, tmp_pat
     assert {len(row["response_ids"]) for row in kept} == {256}
 
 
+def test_trajectories_keep_the_columns_of_contexts_and_tags(stage: Stage, tmp_path: Path) -> None:
+    row = {"prompt_ids": [5, 6], "response_ids": [7], "id": "p", "hint": "so", "kind": "short", "unread": "x"}
+    lines(tmp_path / "own.jsonl", row)
+    hinted = {**stage.recipe["anchors"]["acc"], "post_prompt": {"template": "{prompt} {hint} {answer}"}}
+    recipe = {
+        **stage.recipe,
+        "runs": str(tmp_path / "runs"),
+        "rollout": {"from": str(tmp_path / "own.jsonl"), "responses": 1},
+        "anchors": {"acc": hinted},
+        "tags": {"column": "kind"},
+        "compositions": {"all": {"weights": {"short": {"acc": 1.0}, "default": {"acc": 1.0}}}},
+    }
+    small = small_recipe(Steps(check_recipe(recipe)))
+    (kept,) = [json.loads(line) for line in Path(str(small.rollout.from_)).read_text().splitlines()]
+    assert kept == {key: value for key, value in row.items() if key != "unread"} | {"finish": "length"}
+
+
 def test_models_of_one_line_are_told_from_others(stage: Stage) -> None:
     recipe = dict(stage.recipe)
     brief = recipe["anchors"]["brief"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_weave.config import slug
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.report import across, report
@@ -100,11 +101,17 @@ def test_students_and_domains_are_one_table(world: dict[str, Any], tmp_path: Pat
     assert [(point["student"], point["policy"]) for point in points] == [key for key in found if key[1] != "brief-only"]
     names = {path.name for path in (page.parent / "figures").glob("frontier*.svg")}
     assert len(names) == 6  # for each student the average and two benchmarks
+    curves = sorted((page.parent / "figures").glob("budgets*.svg"), key=lambda path: path.stem)
+    assert [[name in path.read_text() for name in ("sums", "code")] for path in curves] == [
+        [True, True], [False, True], [True, False]
+    ] * 2  # fmt: skip
     text = page.read_text()
     assert text.count('class="group"') == 2
     assert "2 students on 2 benchmarks" in text
     one = report.run(runs, QUIET, tmp_path / "chosen", "code")
-    assert "On code. " in one.read_text()
+    assert one.read_text().count("On code. ") == 4  # frontier and budgets of each student
+    (drawn,) = (one.parent / "figures").glob(f"budgets-{slug(groups[0])}.svg")
+    assert "sums" not in drawn.read_text()
     with pytest.raises(InputError, match="--benchmark nothing: not evaluated on that; there is sums, code"):
         report.run(runs, QUIET, None, "nothing")
     with pytest.raises(InputError, match="is given twice"):

@@ -24,6 +24,7 @@ from lightning_weave.pipeline.flow import make_cache, make_students
 from lightning_weave.progress import Progress
 from lightning_weave.report import anchors, read_cases, report
 from lightning_weave.report.cases import choose
+from lightning_weave.report.hyperparameters import table_lines
 from lightning_weave.report.loom import draw_rows
 from lightning_weave.runs.caches import open_scored
 from report.chromium import browsing, needs_chromium, open_page
@@ -33,6 +34,7 @@ from tiny import make_world, save_prompts, steps_of
 pytestmark = pytest.mark.slow
 QUIET = Progress(quiet=True)
 POLICIES = {"base": (0.55, 400), "acc-only": (0.85, 450), "brief-only": (0.5, 280), "both": (0.8, 250)}
+TABLES = ("results", "cost", "hyperparameters")
 CASE = {"wrong": ["brief-only"], "right": ["acc-only", "both"], "shortest": "both", "seed": 7, "count": 2}
 
 
@@ -71,10 +73,36 @@ def test_everything_is_written(page: Path) -> None:
     ]
     assert names == {
         "index.html", "points.json", "tables/cases.tex",
-        *(f"tables/{name}.{suffix}" for name in ("results", "cost") for suffix in ("md", "tex", "csv")),
+        *(f"tables/{name}.{suffix}" for name in TABLES for suffix in ("md", "tex", "csv")),
         *(f"figures/{name}.{suffix}" for name in figures for suffix in ("svg", "pdf", "png")),
     }  # fmt: skip
     assert page.stat().st_size < 5e6
+
+
+def test_hyperparameters_are_those_that_students_were_trained_with(recipe: dict[str, Any], page: Path) -> None:
+    with (page.parent / "tables" / "hyperparameters.csv").open() as file:
+        found = {row["Hyperparameter"]: row["Value"] for row in csv.DictReader(file)}
+    made = steps_of(recipe).store.stage(steps_of(recipe).train("both")).require()
+    assert found == {
+        "Replay rounds": str(made["updates"] // 2),  # updates_per_round
+        "Cached trajectories per round": "8",
+        "Training epochs": "2",
+        "Maximum response length": "12",
+        "Rollout temperature": "1",
+        "Rollout top-p": "1",
+        "alpha": "2",
+        "Global batch size": "4",
+        "Learning rate": "0.001",
+        "LR schedule": "constant",
+        "Optimizer": "AdamW",
+        "Adam betas": "0.9, 0.999",
+        "Weight decay": "0.01",
+        "Gradient clipping": "1",
+    }
+    other = steps_of({**recipe, "train": {**recipe["train"], "learning_rate": 1e-4}})
+    header, *lines = table_lines({"one": steps_of(recipe), "two": other})
+    assert header == ["Hyperparameter", "one", "two"]
+    assert ["Learning rate", "0.001", "0.0001"] in lines
 
 
 def test_points_are_what_was_evaluated(recipe: dict[str, Any], page: Path) -> None:

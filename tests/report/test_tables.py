@@ -16,6 +16,7 @@ from lightning_weave.report.tables import (
     escape_latex,
     escape_markdown,
     latex,
+    legend,
     markdown,
     plain,
     to_csv,
@@ -188,3 +189,17 @@ def test_short_responses_are_told_apart() -> None:
     assert [[cell.text for cell in line][1] for line in cells(rows)] == ["21.4", "20.8"]
     longer = [*rows, PolicyRow("c", (BenchmarkScore("sums", 70.0, 1234.4),), 70.0, 1234.4)]
     assert [[cell.text for cell in line][1] for line in cells(longer)] == ["21", "21", "1,234"]
+
+
+def test_the_legend_says_how_many_samples_a_column_averages() -> None:
+    def block(student: str, code: int) -> PolicyRow:
+        return PolicyRow(
+            "base", (BenchmarkScore("AIME", 1, 9, 64), BenchmarkScore("LCB", 2, 9, code)), 1, 9, group=student
+        )
+
+    assert "Samples per problem: AIME 64, LCB 4." in legend([block("1.7B", 4), block("4B", 4)])
+    assert "Samples per problem: AIME 64, LCB 1 (1.7B) and 4 (4B, 7B)." in legend(
+        [block("1.7B", 1), block("4B", 4), block("7B", 4)]
+    )
+    assert "Samples per problem: 64." in legend([block("1.7B", 64)])
+    assert "Samples" not in legend([one("a", 50.0)])

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from lightning_weave.errors import InputError
-from lightning_weave.report import cost_table
+from lightning_weave.report import cost_table, grid
 from lightning_weave.report.costs import variants_table
 from lightning_weave.runs import costs
 from lightning_weave.store import append_line
@@ -143,9 +143,10 @@ def test_several_runs_make_the_papers_table(tmp_path: Path) -> None:
     assert found["Anchor scoring"] == ["1.76", "2.93", "0.00"]
     assert found["Student-only training"] == ["2.43", "2.53", "2.00"]
     columns = cost_table.cost_columns(steps, rows, "Qwen_3")
-    assert "Qwen\\_3" in cost_table.latex(columns)
-    assert cost_table.markdown(columns).splitlines()[1] == "| :--- | ---: | ---: |"
-    assert cost_table.to_csv(columns).splitlines()[2] == "Number of anchors,1,2"
+    lines = cost_table.table_lines(columns)
+    assert "Qwen\\_3" in grid.latex(lines)
+    assert grid.markdown(lines).splitlines()[1] == "| :--- | ---: | ---: |"
+    assert grid.to_csv(lines).splitlines()[2] == "Number of anchors,1,2"
 
 
 def test_the_idle_share_of_engines_is_shown_where_there_are_any(tmp_path: Path) -> None:

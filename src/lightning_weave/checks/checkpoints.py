@@ -4,6 +4,7 @@ from pathlib import Path
 
 from lightning_weave.checks.findings import Finding
 from lightning_weave.errors import InputError, first_line
+from lightning_weave.heads import describe_head
 from lightning_weave.models.adapters import check_adapter
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.files import check_weights, checkpoint_json, indexed_files
@@ -33,6 +34,15 @@ def check_usable(about: str, checkpoint: Checkpoint) -> Finding | None:
         reason = first_line(error)
         text = f"{checkpoint.light_path}: not a causal language model that transformers can build ({reason})"
         return Finding(about, "checkpoint", "error", text)
+    return None
+
+
+def check_scorable(about: str, checkpoint: Checkpoint) -> Finding | None:
+    """Find out whether a usable checkpoint can be scored: its output layer must have a row for every token."""
+    try:
+        describe_head(checkpoint.skeleton(), checkpoint.vocabulary)
+    except InputError as error:
+        return Finding(about, "checkpoint", "error", f"{checkpoint.name}: {error}")
     return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from lightning_weave.bench.definitions import Benchmark, asked_benchmark
-from lightning_weave.checks.checkpoints import check_usable
+from lightning_weave.checks.checkpoints import check_scorable, check_usable
 from lightning_weave.checks.end_of_turn import judge_stops
 from lightning_weave.checks.findings import Finding, listed
 from lightning_weave.checks.memory import check_idle_gpus, check_memory
@@ -78,7 +78,10 @@ def _check_models(steps: Steps, todo: Todo) -> Iterator[Finding]:
     checked: dict[Checkpoint, Finding | None] = {}
     for about, checkpoint in wanted.items():
         if checkpoint not in checked:
-            checked[checkpoint] = check_usable(about, checkpoint)
+            scored = not about.startswith("policies.")  # others are only sampled from
+            checked[checkpoint] = check_usable(about, checkpoint) or (
+                check_scorable(about, checkpoint) if scored else None
+            )
         if found := checked[checkpoint]:
             yield Finding(about, found.check, found.verdict, found.text)
         elif checkpoint.base is not None and (section := _read_by_vllm(steps, todo, about)):

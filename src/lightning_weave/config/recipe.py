@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from lightning_weave.config.anchor import STUDENT, Anchor, Side
-from lightning_weave.config.composition import Composition
+from lightning_weave.config.composition import DEFAULT_TAG, Composition
 from lightning_weave.config.fields import EvalFormat, Name, Strict
 from lightning_weave.config.sections import (
     Checks,
@@ -126,6 +126,12 @@ class Recipe(Strict):
                 raise ValueError(
                     f"compositions.{name}.weights differ by tag, but nothing gives a prompt its tag: add [tags] with "
                     "column or rules"
+                )
+            known_tags = {*self.tags.rules, DEFAULT_TAG}
+            if self.tags.rules and (unknown := [tag for tag in composition.routes if tag not in known_tags]):
+                raise ValueError(
+                    f"compositions.{name}.weights.{unknown[0]}: no rule of [tags.rules] gives this tag; there is "
+                    f"{', '.join(self.tags.rules)}, and {DEFAULT_TAG} for all other prompts"
                 )
             for anchor in (*composition.weights, *(one for route in composition.routes.values() for one in route)):
                 if anchor not in self.anchors:

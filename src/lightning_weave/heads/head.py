@@ -104,7 +104,7 @@ def describe_head(model: Any, vocabulary: int) -> Head:
     if not 0 < vocabulary <= rows:
         raise InputError(
             f"the tokenizer has {vocabulary} tokens but the head of {type(model).__name__} has {rows} rows. "
-            f"Use the tokenizer of this checkpoint"
+            f"Use the tokenizer it was trained with, or add rows: model.resize_token_embeddings({vocabulary})"
         )
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0  # Cohere, Falcon

@@ -23,7 +23,7 @@ from lightning_weave.models.double import is_made, make_double
 from lightning_weave.models.files import check_trainable
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.prompts import own_trajectories
+from lightning_weave.runs.prompts import own_trajectories, tag_columns
 from lightning_weave.runs.scored import ROLES
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import write_atomic
@@ -168,9 +168,12 @@ def _make_doubles(doubles: Mapping[Checkpoint, list[Checkpoint]], steps: Steps, 
 def _trajectories(steps: Steps) -> Path:
     """Write the first few of a user's own trajectories, all of which are read and checked."""
     file = steps.store.run_dir.with_name(steps.recipe.name + SUFFIX) / "trajectories.jsonl"
+    contexts = [side for anchor in steps.recipe.anchors.values() for side in (anchor.post_prompt, anchor.pre_prompt)]
+    read = {name for context in contexts for name in context.columns} | tag_columns(steps.recipe)
     lines = []
     for group in own_trajectories(steps)[:FEW]:
-        kept = {key: group.row[key] for key in ("id", "answer", "prompt") if group.row.get(key) is not None}
+        named = ("id", "answer", "prompt", *sorted(read - {"id", "answer"}))
+        kept = {key: group.row[key] for key in named if group.row.get(key) is not None}
         kept |= {"messages": group.row["messages"]} if group.row.get("messages") else {}
         for response in group.responses:
             row = {**kept, "prompt_ids": list(group.prompt_ids), "response_ids": response.ids[:SHORT]}

@@ -149,7 +149,7 @@ def block(student: str, policies: PolicySummaries, rows: Sequence[PolicyRow], la
 
 
 def _partial(student: str, policy: str, results: Sequence[Any], labels: Sequence[str]) -> PolicyRow:
-    found = {one.label: BenchmarkScore(one.label, one.accuracy, one.tokens) for one in results}
+    found = {one.label: BenchmarkScore(one.label, one.accuracy, one.tokens, one.samples) for one in results}
     scores = tuple(found.get(label, BenchmarkScore(label, math.nan, math.nan)) for label in labels)
     return PolicyRow(policy, scores, math.nan, math.nan, group=student)
 

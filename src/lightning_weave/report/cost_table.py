@@ -1,16 +1,15 @@
 """The paper's cost table (tab. training-cost): a column for each student and number of anchors, in device hours."""
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_weave.report.tables import MISSING, escape_latex, escape_markdown
+from lightning_weave.report.tables import MISSING
 from lightning_weave.runs.costs import SHARED, setting_costs
 from lightning_weave.runs.steps import Steps
 
 TRAINING = "Student-only training"
+RULES = (3, 6)  # before these lines: what was measured, the parts of it
 
 
 @dataclass(frozen=True)
@@ -61,24 +60,3 @@ def table_lines(columns: Sequence[CostColumn]) -> list[list[str]]:
         ["Online/offline cost ratio", *(number(column.ratio, 1.0) for column in columns)],
         *([part, *(number(column.parts.get(part)) for column in columns)] for part in parts),
     ]
-
-
-def markdown(columns: Sequence[CostColumn]) -> str:
-    """Write the table as GitHub Markdown."""
-    lines = [[escape_markdown(text) for text in line] for line in table_lines(columns)]
-    rule = [":---", *["---:"] * len(columns)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
-
-
-def latex(columns: Sequence[CostColumn]) -> str:
-    """Write the table as a LaTeX tabular; it only needs the booktabs package."""
-    lines = [" & ".join(escape_latex(text) for text in line) + r" \\" for line in table_lines(columns)]
-    body = [r"\toprule", *lines[:3], r"\midrule", *lines[3:6], r"\midrule", *lines[6:], r"\bottomrule"]
-    return "\n".join([rf"\begin{{tabular}}{{@{{}}l{'r' * len(columns)}@{{}}}}", *body, r"\end{tabular}"]) + "\n"
-
-
-def to_csv(columns: Sequence[CostColumn]) -> str:
-    """Write the table as CSV."""
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(table_lines(columns))
-    return out.getvalue()

@@ -111,12 +111,12 @@ def _accuracy(result: Summary) -> Interval:
     return Interval(result.accuracy, result.accuracy - error, result.accuracy + error)
 
 
-def budgets_figure(summaries: PolicySummaries, hues: Hues) -> Any | None:
-    """Draw the accuracy of the same samples cut at token budgets."""
+def budgets_figure(summaries: PolicySummaries, hues: Hues, benchmark: str | None = None) -> Any | None:
+    """Draw the accuracy of the same samples cut at token budgets, on every benchmark or on one."""
     panels: dict[str, dict[str, Line]] = {}
     for policy, results in summaries.items():
         for result in results:
-            if result.budgets:
+            if result.budgets and benchmark in (None, result.label):
                 line = [(float(point.budget), point.accuracy) for point in result.budgets]
                 panels.setdefault(result.label, {})[policy] = line
     return lines(panels, "token budget", "accuracy, %", hues) if panels else None

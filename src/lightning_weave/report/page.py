@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -137,7 +138,7 @@ def render(page: Page) -> str:
             tagged=list(zip(page.by_tag, cells(page.by_tag), strict=True)) if page.by_tag else [],
             wide=bool(page.rows) and len(page.rows[0].scores) > 1,
             tasks=page.rows[0].tasks if page.rows else (),
-            crowd=round(crowd(len(page.rows)), 2),
+            crowd=round(crowd(max(Counter(row.group for row in page.rows).values(), default=0)), 2),
             hue=lambda policy: page.hues.get(policy, Hue("grey")).css,
             legend=table_legend(page.rows),
             style=Markup(_read("page.css")),

@@ -95,6 +95,7 @@ def run(
     if by_tag:
         writer.table("tags", by_tag)
     writer.costs(students)
+    writer.hyperparameters(dict(zip(across.run_names(runs), runs, strict=True)))
     cases = [
         case for steps in runs for case in read_cases.case_groups(steps, evaluated[str(steps.store.run_dir)], progress)
     ]

@@ -76,7 +76,7 @@ def policy_rows(
         rows.append(
             PolicyRow(
                 policy=policy,
-                scores=tuple(BenchmarkScore(result.label, result.accuracy, result.tokens) for result in results),
+                scores=tuple(BenchmarkScore(one.label, one.accuracy, one.tokens, one.samples) for one in results),
                 accuracy=overall.accuracy,
                 tokens=overall.tokens,
                 aes=aes.estimate if aes else None,

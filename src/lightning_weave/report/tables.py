@@ -32,6 +32,7 @@ class BenchmarkScore:
     benchmark: str
     accuracy: float
     tokens: float
+    samples: int = 0  # per problem; 0: not said
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,9 @@ def legend(rows: Sequence[PolicyRow]) -> str:
     parts = [f"Bold: best{where}. Underlined: second best."] if len(rows) > 1 else []
     if any(row.scores for row in rows):
         parts.append("Acc.: accuracy in %. #Tok.: mean response tokens.")
+    if counts := sample_counts(rows):
+        each = ", ".join(f"{name} {text}" for name, text in counts.items())
+        parts.append(f"Samples per problem: {each if len(set(counts.values())) > 1 else min(counts.values())}.")
     if any(not _is_missing(row.aes) for row in rows):
         parts.append(
             "AES: share of tokens saved plus three times the relative gain in accuracy (or minus five times the loss), "
@@ -155,6 +159,22 @@ def legend(rows: Sequence[PolicyRow]) -> str:
     if any(_is_missing(value) for row in rows for value in (row.accuracy, row.tokens, row.aes)):
         parts.append(f"{MISSING}: not measured, or undefined.")
     return " ".join(parts)
+
+
+def sample_counts(rows: Sequence[PolicyRow]) -> dict[str, str]:
+    """Say of every benchmark how many samples of a problem its column averages, and of which blocks if they differ."""
+    found: dict[str, dict[int, dict[str, None]]] = {}  # benchmark -> samples -> blocks
+    for row in rows:
+        for score in row.scores:
+            if score.samples:
+                found.setdefault(score.benchmark, {}).setdefault(score.samples, {})[row.group] = None
+    return {
+        name: " and ".join(
+            f"{samples} ({', '.join(filter(None, blocks))})" if len(counts) > 1 and any(blocks) else str(samples)
+            for samples, blocks in counts.items()
+        )
+        for name, counts in found.items()
+    }
 
 
 def to_csv(rows: Sequence[PolicyRow]) -> str:

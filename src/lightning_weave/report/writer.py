@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave.config import slug
-from lightning_weave.report import across, cost_table, headline, tables
+from lightning_weave.report import across, cost_table, grid, headline, hyperparameters, tables
 from lightning_weave.report.colours import Hues
 from lightning_weave.report.figures import frontier, inline, save
 from lightning_weave.report.page import Figure
 from lightning_weave.report.results import overalls, points
 from lightning_weave.runs.costs import read_spent
+from lightning_weave.runs.steps import Steps
 from lightning_weave.store import write_atomic, write_json
 
 FIGURES = {  # name -> title, caption (unless it depends on what is drawn), description
@@ -95,8 +96,11 @@ class Writer:
             title, usual, alt = FIGURES[name]
             caption = (captions or {}).get(name, usual)
             figures.append(Figure(f"{name}{suffix}", inline(drawing), title, caption, f"{alt} {data}".strip()))
-            self.written |= set(save(drawing, self.folder / "figures", f"{name}{suffix}"))
+            self._save(f"{name}{suffix}", drawing)
         return figures
+
+    def _save(self, name: str, drawing: Any) -> None:
+        self.written |= set(save(drawing, self.folder / "figures", name))
 
     def write_tables(self, rows: Sequence[tables.PolicyRow], students: Sequence[across.StudentResults]) -> None:
         """Write the results, and the ablation where there is one, as tables, and the policies as points."""
@@ -121,12 +125,22 @@ class Writer:
             for column in cost_table.cost_columns(steps, read_spent(steps.store.run_dir).kept, student.name)
         ]
         if columns:
-            self.text("tables/cost.md", cost_table.markdown(columns))
-            self.text("tables/cost.tex", cost_table.latex(columns))
-            self.text("tables/cost.csv", cost_table.to_csv(columns))
+            self._grid("cost", cost_table.table_lines(columns), cost_table.RULES)
+
+    def hyperparameters(self, runs: Mapping[str, Steps]) -> None:
+        """Write what the compositions of these runs were trained with."""
+        trained = {name: steps for name, steps in runs.items() if steps.recipe.compositions}
+        if trained:
+            mark = next(iter(trained.values())).recipe.mark
+            self._grid("hyperparameters", hyperparameters.table_lines(trained, mark))
+
+    def _grid(self, name: str, lines: grid.Grid, rules: Sequence[int] = (1,)) -> None:
+        self.text(f"tables/{name}.md", grid.markdown(lines))
+        self.text(f"tables/{name}.tex", grid.latex(lines, rules))
+        self.text(f"tables/{name}.csv", grid.to_csv(lines))
 
     def figures_of(self, student: across.StudentResults, several: bool) -> list[Figure]:
-        """Draw the results of one student: frontier, profile, budgets; and a frontier of each benchmark as files."""
+        """Draw the results of one student: frontier, profile, budgets; as files also those of each benchmark."""
         if not student.whole:
             return []
         steps = student.runs[0]
@@ -135,22 +149,25 @@ class Writer:
             result.label: overalls({policy: [results[at]] for policy, results in student.whole.items()})
             for at, result in enumerate(next(iter(student.whole.values())))
         }
-        for label, combined in by_benchmark.items():
-            if len(by_benchmark) > 1:
-                drawing = frontier(headline.frontier_points(steps, combined, self.hues))
-                self.written |= set(save(drawing, self.folder / "figures", f"frontier{suffix}-{slug(label)}"))
+        for label, combined in by_benchmark.items() if len(by_benchmark) > 1 else ():
+            self._save(
+                f"frontier{suffix}-{slug(label)}", frontier(headline.frontier_points(steps, combined, self.hues))
+            )
+            if (budgets := headline.budgets_figure(student.whole, self.hues, label)) is not None:
+                self._save(f"budgets{suffix}-{slug(label)}", budgets)
         shown = student.combined if self.benchmark is None else by_benchmark[self.benchmark]
         drawn = headline.frontier_points(steps, shown, self.hues)
         drawings = {
             "frontier": frontier(drawn),
             "profile": headline.profile_figure(student.rows, student.whole, self.hues),
         }
-        if (budgets := headline.budgets_figure(student.whole, self.hues)) is not None:
+        if (budgets := headline.budgets_figure(student.whole, self.hues, self.benchmark)) is not None:
             drawings["budgets"] = budgets
         where = f"On {self.benchmark}. " if self.benchmark else ""
         captions = {
             "frontier": where + headline.frontier_caption(drawn),
             "profile": headline.profile_caption(student.rows),
+            "budgets": where + FIGURES["budgets"][1],
         }
         data = "; ".join(f"{row.policy}: {row.accuracy:.1f} % at {row.tokens:,.0f} tokens" for row in student.rows)
         made = self.figures(drawings, suffix, data=f"{data}.", captions=captions)

@@ -91,7 +91,8 @@ class OwnGroup:
     responses: list[Response]
 
     def as_prompt(self, tokenizer: Any) -> Prompt:
-        text = self.row.get("prompt") or tokenizer.decode(self.prompt_ids)
+        said = self.row.get("prompt")  # a list beside a completion: its messages
+        text = said if said and isinstance(said, str) else tokenizer.decode(self.prompt_ids)
         digest = zlib.crc32(np.array(self.prompt_ids, "<i4").tobytes())
         known = self.row.get("id")
         name = f"own-{digest:08x}" if known is None else str(known)

@@ -287,5 +287,5 @@ def _count_updates(draft: Draft, kept: int) -> None:
 
 def _tell(draft: Draft, out: Path, console: Console) -> None:
     lines = [f"{out} is written. Assumed, and said in it:", *(f"- {text}" for text in draft.assumed), "Next:"]
-    lines += [f"  lweave {verb} {shlex.quote(str(out))}" for verb in ("doctor", "run", "report")]
+    lines += [f"  lweave {verb} {shlex.quote(str(out))}" for verb in ("doctor", "rehearse", "run", "report")]
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,34 @@
+"""A table that is texts alone: its header is the first line, its names the first column."""
+
+import csv
+import io
+from collections.abc import Collection, Sequence
+
+from lightning_weave.report.tables import escape_latex, escape_markdown
+
+Grid = Sequence[Sequence[str]]
+
+
+def markdown(lines: Grid) -> str:
+    """Write the table as GitHub Markdown."""
+    escaped = [[escape_markdown(text) for text in line] for line in lines]
+    rule = [":---", *["---:"] * (len(lines[0]) - 1)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in (escaped[0], rule, *escaped[1:]))
+
+
+def latex(lines: Grid, rules: Collection[int] = (1,)) -> str:
+    """Write the table as a LaTeX tabular with a rule before these lines; it only needs the booktabs package."""
+    body = [
+        (r"\midrule" + "\n") * (at in rules) + " & ".join(map(escape_latex, line)) + r" \\"
+        for at, line in enumerate(lines)
+    ]
+    columns = "r" * (len(lines[0]) - 1)
+    parts = [rf"\begin{{tabular}}{{@{{}}l{columns}@{{}}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"]
+    return "\n".join(parts) + "\n"
+
+
+def to_csv(lines: Grid) -> str:
+    """Write the table as CSV."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(lines)
+    return out.getvalue()
