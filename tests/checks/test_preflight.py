@@ -154,11 +154,15 @@ def _same_sides(recipe: dict[str, Any], folder: Path) -> None:
 
 WRONG: dict[str, tuple[Change, str, str]] = {
     "benchmark typo": (_set("eval", "benchmarks", value=["file:typo.jsonl"]), "eval.benchmarks", "no such file"),
-    "benchmark column": (_bench('{"frage": "1+1?"}'), "eval.benchmarks", "has frage; expected id, problem and answer"),
+    "benchmark column": (_bench('{"frage": "1+1?"}'), "eval.benchmarks", "has frage; expected problem and answer"),
     "long problem": (_bench('{"problem": "%s", "answer": "1"}' % ("1+" * 200)), "eval", "leaves no room in the 256"),
     "eval template": (_set("eval", "chat", value=True), "eval", "no chat template"),
     "prompt template": (_set("prompts", "chat", value=True), "prompts", "no chat template"),
-    "prompt column": (_set("prompts", "columns", "prompt", value="frage"), "prompts", "prompts.columns"),
+    "prompt column": (
+        _set("prompts", "columns", "prompt", value="frage"),
+        "prompts",
+        'By their names: prompts.columns = { prompt = "problem", answer = "answer", id = "id" }',
+    ),
     "prompt file": (_set("prompts", "source", value="nope.jsonl"), "prompts", "prompts.source = 'nope.jsonl'"),
     "alias": (_set("anchors", "acc", "aliases", value={"<|end|>": "nope"}), "anchors.acc", "'nope' is not a token"),
     "same model": (_same_sides, "anchors.acc", "the same model"),
@@ -200,8 +204,12 @@ def test_force_overrides_a_judgement_only(recipe: dict[str, Any], tmp_path: Path
     run.refuse(found, force=True)
 
 
-def test_prompts_that_are_benchmark_problems_are_a_warning(recipe: dict[str, Any]) -> None:
-    recipe["prompts"]["format"] = "plain"
+@pytest.mark.parametrize("asked", [{"format": "plain"}, {"format": "boxed"}, {"template": "Answer: {problem}"}])
+def test_prompts_that_are_benchmark_problems_are_a_warning(recipe: dict[str, Any], asked: dict[str, str]) -> None:
+    """Short ones too, whatever the prompts say around them; different problems in the same words are none."""
+    del recipe["prompts"]["format"]
+    recipe["prompts"] |= asked
+    assert not [finding for finding in look_ahead(recipe) if finding.check == "overlap"]
     recipe["eval"]["benchmarks"] = [f"file:{recipe['prompts']['source']}"]
     found = [finding for finding in look_ahead(recipe) if finding.check == "overlap"]
     assert [finding.verdict for finding in found] == ["warning"]

@@ -12,15 +12,13 @@ from typing import Any, Literal
 from lightning_weave.bench.sources import download_files, locate
 from lightning_weave.config import Eval, benchmark_folder
 from lightning_weave.errors import InputError
-from lightning_weave.store.tables import Row, checked_rows, plain_text, reference_answer
+from lightning_weave.store.tables import ANSWER_NAMES, PROBLEM_NAMES, Row, checked_rows, plain_text, reference_answer
 
 BenchmarkKind = Literal["math", "code"]
 SAMPLES: dict[BenchmarkKind, int] = {"math": 64, "code": 4}  # per problem
 MAX_TOKENS: dict[BenchmarkKind, int] = {"math": 32_768, "code": 40_960}
 
 ID_COLUMNS = ("id", "ID", "problem_idx", "unique_id", "question_id")
-QUESTION_COLUMNS = ("problem", "Problem", "question", "Question")
-ANSWER_COLUMNS = ("answer", "Answer", "expected_answer")
 CODE_COLUMNS = ("question_id", "question_content", "public_test_cases", "private_test_cases")
 
 
@@ -182,25 +180,29 @@ def _problem(row: Row, number: int) -> Problem:
     values = row.values
     if all(column in values for column in CODE_COLUMNS):
         return Problem(str(values["question_id"]), str(values["question_content"]), row=values)
-    question = _first(values, QUESTION_COLUMNS)
-    answer = _first(values, ANSWER_COLUMNS)
-    if question is None or answer is None:
+    asked, answered = _column(values, PROBLEM_NAMES), _column(values, ANSWER_NAMES)
+    if asked is None or answered is None:
         raise InputError(
-            f"{row.where}: has {', '.join(map(str, values)) or 'no fields'}; expected id, problem and answer, "
+            f"{row.where}: has {', '.join(map(str, values)) or 'no fields'}; expected problem and answer (or columns "
+            f"named like {', '.join(PROBLEM_NAMES[1:4])}; {', '.join(ANSWER_NAMES[1:])}), "
             f"or a LiveCodeBench row ({', '.join(CODE_COLUMNS)})."
         )
+    question, answer = values[asked], values[answered]
     if not isinstance(question, str) or not question.strip():
         raise InputError(f"{row.where}: its problem is {question!r}, expected text.")
     reference = reference_answer(answer)
     if reference is None:
         raise InputError(f"{row.where}: its answer is {answer!r}, expected a number or text.")
-    identity = _first(values, ID_COLUMNS)
-    shown = {name: value for name, value in values.items() if name not in ANSWER_COLUMNS}  # never what is asked for
-    return Problem(plain_text(number if identity is None else identity), question, reference, columns=shown)
+    identity = next((values[name] for name in ID_COLUMNS if values.get(name) is not None), number)
+    hidden = {answered.lower(), *ANSWER_NAMES[:2]}  # a template never sees what is asked for
+    shown = {name: value for name, value in values.items() if name.lower() not in hidden}
+    return Problem(plain_text(identity), question, reference, columns=shown)
 
 
-def _first(values: Mapping[str, Any], columns: tuple[str, ...]) -> object | None:
-    return next((values[column] for column in columns if values.get(column) is not None), None)
+def _column(values: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    """Find the first of the names, in whatever case, that a row has a value for."""
+    own = {str(name).lower(): name for name, value in values.items() if value is not None}
+    return next((own[name] for name in names if name in own), None)
 
 
 def ids_digest(problems: Iterable[Problem]) -> str:
