@@ -89,8 +89,9 @@ def load_benchmark(name: str, source: str | None = None) -> Benchmark:
     if name.startswith("file:"):
         return _load_file(name)
     if name not in KNOWN:
+        hint = f" Did you mean file:{name}?" if Path(name).expanduser().exists() else ""
         raise InputError(
-            f"unknown benchmark {name!r}. Use one of {', '.join(KNOWN)}, or file:PATH for your own problems."
+            f"unknown benchmark {name!r}. Use one of {', '.join(KNOWN)}, or file:PATH for your own problems.{hint}"
         )
     known = KNOWN[name]
     where = source or known.repo
@@ -112,7 +113,7 @@ def _load_file(name: str) -> Benchmark:
     path = Path(name.removeprefix("file:")).expanduser()
     if not path.exists():
         raise InputError(
-            f"benchmark {name}: no such file. Write one problem per line: "
+            f"benchmark {name}: no such file (looked in {Path.cwd()}). Write one problem per line: "
             '{"id": "1", "problem": "1+1?", "answer": "2"} or a LiveCodeBench row.'
         )
     problems = _problems(_rows(locate(str(path), ())), None)

@@ -154,7 +154,7 @@ def evaluate(
             stage.run(steps, open_progress(), only, choose_workers(cluster, address))
         if lm_eval:
             stage.export_lm_eval(steps, Path(lm_eval), datetime.now())
-    show_results(steps, open_console())
+        show_results(steps, open_console())
 
 
 def _as_setting(harness: str | None, tasks: str | None) -> list[str]:
@@ -205,6 +205,7 @@ def _check_same_model(run_dir: Path, model: str) -> None:
 def run(
     recipe: Files,
     set_: Sets = None,
+    only: Only = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be made, and what is wrong")] = False,
     force: Annotated[bool, typer.Option("--force", help="continue where a check would stop the run")] = False,
     yes: Yes = False,
@@ -217,12 +218,13 @@ def run(
     from lightning_weave.pipeline import run as stage
     from lightning_weave.report.results import show_results
 
+    steps = stage.narrowed(steps, only) if only else steps
     if dry_run:
         stage.dry_run(steps, open_console())
         return
     with writing(steps):
         stage.run(steps, open_progress(), choose_workers(cluster, address), force, yes)
-    show_results(steps, open_console())
+        show_results(steps, open_console())
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """`lweave run`: check what can be known, then bring every missing or stale stage up to date, in order."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +36,24 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, force: bool = False,
     say(findings, progress)
     allow_discards(steps, steps.everything() if steps.recipe.compositions else steps.made_by("eval"), yes)
     make_everything(steps, progress, do, warn if force or todo.nothing else stop)
+
+
+def narrowed(steps: Steps, only: Sequence[str]) -> Steps:
+    """Keep these compositions and policies, the student itself, and the anchors that they need."""
+    recipe = steps.recipe
+    if unknown := [name for name in only if name not in steps.policies]:
+        raise InputError(f"--only {unknown[0]}: no such policy; this recipe has {', '.join(steps.policies)}")
+    compositions = {name: one for name, one in recipe.compositions.items() if name in only}
+    used = {anchor for one in compositions.values() for anchor in one.used}
+    named = {
+        "compositions": compositions,
+        "policies": {name: one for name, one in recipe.policies.items() if name in only},
+        "anchors": {name: one for name, one in recipe.anchors.items() if name in used},
+    }
+    fewer = replace(steps, recipe=recipe.model_copy(update=named))
+    if fewer.score_names.items() <= steps.score_names.items():
+        return fewer
+    return replace(steps, recipe=recipe.model_copy(update=named | {"anchors": recipe.anchors}))  # folders keep names
 
 
 def dry_run(steps: Steps, out: Console) -> None:
