@@ -21,7 +21,7 @@ from lightning_weave.models.files import weight_files
 from lightning_weave.ranks import local_rank
 
 # `*.py` is only ever run with trust_remote_code; pickled weights are never downloaded.
-_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md"]  # the last has the licence
 _WEIGHTS = ["*.safetensors"]
 _UNWANTED = ["original/*", "consolidated*", "onnx/*"]
 # The bases of the hub's own errors: those of the client that it uses, for connections that break, and of the disk.
