@@ -201,7 +201,7 @@ WRONG = [
     ("compositions.both.resample=false", ['compositions.both.resample = false: add method = "sequential"']),
     ("compositions.both.sequense=['acc']", ["Did you mean compositions.both.sequence?"]),
     ("compositions.both.methd='online'", ["Did you mean compositions.both.method?"]),
-    ("compositions.x.wieghts={acc=1.0}", ["Did you mean compositions.x.weights?", "and 1 more"]),
+    ("compositions.x.wieghts={acc=1.0}", ["Did you mean compositions.x.weights?"]),
     # flags of earlier versions
     ("compositions.both.online=true", ['compositions.both.online = true: write method = "online" instead']),
     ("compositions.both.mixture=true", ['compositions.both.mixture = true: write method = "mixture" instead']),
@@ -255,7 +255,7 @@ WRONG_FILES = [
         "name = 'x'\nprompts.chat = false\nstudent.model = 'm'\nanchors.a = { model = 'p', post_prompt.system = 's' }",
         ["anchors.a: system needs a chat template", "Use prefix"],
     ),
-    ("", ["name is missing", "and 1 more"]),
+    ("", ["name is missing", "(also wrong or missing: student)"]),
 ]
 
 

@@ -181,14 +181,16 @@ def _problem(row: Row, number: int) -> Problem:
     values = row.values
     if all(column in values for column in CODE_COLUMNS):
         return Problem(str(values["question_id"]), str(values["question_content"]), row=values)
-    asked, answered = _column(values, PROBLEM_NAMES), _column(values, ANSWER_NAMES)
+    asked = _column(values, PROBLEM_NAMES)
+    answered = _column(values, ANSWER_NAMES)
     if asked is None or answered is None:
         raise InputError(
             f"{row.where}: has {', '.join(map(str, values)) or 'no fields'}; expected problem and answer (or columns "
             f"named like {', '.join(PROBLEM_NAMES[1:4])}; {', '.join(ANSWER_NAMES[1:])}), "
             f"or a LiveCodeBench row ({', '.join(CODE_COLUMNS)})."
         )
-    question, answer = values[asked], values[answered]
+    question = values[asked]
+    answer = values[answered]
     if not isinstance(question, str) or not question.strip():
         raise InputError(f"{row.where}: its problem is {question!r}, expected text.")
     reference = reference_answer(answer)

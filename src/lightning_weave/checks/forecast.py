@@ -83,7 +83,8 @@ def _planned(steps: Steps, prompts: int | None) -> dict[str, tuple[float | None,
 def _plan(steps: Steps, prompts: int | None) -> Plan:
     recipe = as_computed(steps.recipe)
     rollout = steps.store.stage(steps.rollout)
-    length = None
+    limit = steps.student.context_limit or recipe.rollout.max_tokens
+    length: float | None = limit if limit < recipe.rollout.max_tokens else None
     if steps.needs_cache and rollout.state() == "done":
         made = rollout.require()
         prompts = made["rows"] // recipe.rollout.responses

@@ -225,6 +225,7 @@ def run(
     with writing(steps):
         stage.run(steps, open_progress(), choose_workers(cluster, address), force, yes)
         show_results(steps, open_console())
+    stage.show_next(steps, open_console())
 
 
 @app.command()

@@ -35,7 +35,18 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, force: bool = False,
     refuse(findings, force)
     say(findings, progress)
     allow_discards(steps, steps.everything() if steps.recipe.compositions else steps.made_by("eval"), yes)
+    if todo.nothing:
+        progress.say(f"{steps.store.run_dir}: everything is up to date, nothing to run")
     make_everything(steps, progress, do, warn if force or todo.nothing else stop)
+
+
+def show_next(steps: Steps, out: Console) -> None:
+    """Print what to type once everything is made."""
+    lines = [f"The page: lweave report {steps.arguments}"]
+    if steps.recipe.compositions:
+        name = next(iter(steps.recipe.compositions))
+        lines.append(f"A student for the hub: lweave card {steps.arguments} --composition {name}")
+    out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def narrowed(steps: Steps, only: Sequence[str]) -> Steps:
@@ -102,7 +113,7 @@ def _show_stages(steps: Steps, stages: Sequence[Stage], taken: dict[str, Forecas
     if unknown:
         lines.append("? not known: nothing like it was measured in this run, and lweave plan knows only some GPUs")
     if any(stage.step.path == "rollout" for stage in missing):
-        lines.append("Bytes of the cache are the most that it can take: every response as long as rollout.max_tokens.")
+        lines.append("Bytes of the cache are the most that it can take: every response as long as it may be.")
     out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 

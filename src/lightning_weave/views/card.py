@@ -73,8 +73,11 @@ def metadata(steps: Steps, composition: str) -> str:
         )
         for result in results
     ]
-    named = {"model_name": f"{steps.recipe.name}-{composition}", "eval_results": measured} if measured else {}
-    return f"{ModelCardData(**licence, **named).to_yaml()}\n" if licence or named else ""
+    if measured:
+        data = ModelCardData(**licence, model_name=f"{steps.recipe.name}-{composition}", eval_results=measured)
+    else:
+        data = ModelCardData(**licence)
+    return f"{data.to_yaml()}\n" if licence or measured else ""
 
 
 def _check_target(target: Path) -> None:
