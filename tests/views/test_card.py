@@ -39,6 +39,7 @@ def test_the_directory_holds_student_card_and_recipe(trained: Steps, tmp_path: P
     text = (out / "README.md").read_text()
     assert "| acc | 0.5 | 0.25 |" in text
     assert "Not evaluated yet (`lweave eval RECIPE --only both`)" in text
+    (out / "adapter").mkdir()  # which a student of LoRA has
     assert card.run(trained, "both", out, QUIET) == out, "made by this command, so it may be replaced"
 
 

@@ -143,7 +143,7 @@ def legend(rows: Sequence[PolicyRow]) -> str:
     if any(not _is_missing(row.aes) for row in rows):
         parts.append(
             "AES: share of tokens saved plus three times the relative gain in accuracy (or minus five times the loss), "
-            "compared with the base and averaged over benchmarks."
+            "compared with the base" + " and averaged over benchmarks" * (len(_benchmarks(rows)) > 1) + "."
         )
     if any(map(_interval, rows)):
         parts.append("In brackets: 95 % interval, resampling problems for policy and base together.")

@@ -81,7 +81,7 @@ def metadata(steps: Steps, composition: str) -> str:
 
 
 def _check_target(target: Path) -> None:
-    """Replace only what an earlier call has made: a checkpoint and its recipe under our card, and no folder inside."""
+    """Replace only what an earlier call has made: a checkpoint and its recipe under our card, no folder but LoRA's."""
     if not target.exists():
         return
     card = target / "README.md"
@@ -89,6 +89,6 @@ def _check_target(target: Path) -> None:
     if (
         not ours
         or TAG not in card.read_text(encoding="utf-8", errors="replace")
-        or any(map(Path.is_dir, target.iterdir()))
+        or any(path.is_dir() and path.name != "adapter" for path in target.iterdir())
     ):
         raise InputError(f"--out {target}: exists and was not made by this command. Name another directory")
