@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from lightning_weave.checks import forecast as forecast_module
 from lightning_weave.checks import memory as memory_module
 from lightning_weave.checks import preflight as preflight_module
 from lightning_weave.checks.findings import Finding
+from lightning_weave.checks.memory import as_computed, this_machine
 from lightning_weave.checks.todo import Todo
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.pipeline import run
+from lightning_weave.plan.recipe import make_plan
 from lightning_weave.progress import Progress
 from lightning_weave.views import doctor
 from tiny import make_world, save_prompts, steps_of
@@ -242,6 +245,25 @@ def test_a_dry_run_on_a_known_gpu_says_how_long(
     _, said = lweave(recipe, tmp_path, "run", "--dry-run")
     assert re.search(r"10 of 10 would be made: about \d+ s of device time, [\d.]+ kB on disk", said), said
     assert "?" not in said
+
+
+def test_a_dry_run_elsewhere_bounds_the_time_by_the_matrix_products(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = steps_of(recipe)
+    stages = [steps.store.stage(step) for step in steps.everything()]
+    plan = make_plan(as_computed(steps.recipe), this_machine(steps.recipe))
+    work = {row.stage: row.operations for row in plan.stages}
+    for speed in (1e3, 1e4):
+        monkeypatch.setattr(forecast_module, "products_per_second", lambda device, speed=speed: speed)
+        found = forecast_module.forecast(steps, stages, None)
+        assert found["rollout"].at_least
+        assert found["rollout"].seconds == pytest.approx(work["rollout"] / speed)
+        assert found["eval/base/bench"].seconds is None
+    _, said = lweave(recipe, tmp_path, "run", "--dry-run")
+    assert re.search(r"rollout +missing +> \d", said), said
+    assert re.search(r"would be made: at least .* of device time and 2 stages of unknown time", said), said
+    assert "> at least: its matrix products alone" in said
 
 
 @pytest.mark.slow
