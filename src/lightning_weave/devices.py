@@ -3,7 +3,9 @@
 Torch is imported only where a device is chosen, so that reading a run stays quick.
 """
 
+import math
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -159,6 +161,20 @@ def memory_left(device: "torch.device") -> tuple[int, int] | None:
     import torch
 
     return torch.cuda.mem_get_info(device)
+
+
+def products_per_second(device: "torch.device") -> float:
+    """Measure how many operations of a matrix product a device makes in a second: the best of a few."""
+    import torch
+
+    size = 4096 if device.type == "cuda" else 1024
+    factor = torch.ones(size, size, device=device, dtype=torch.bfloat16 if has_bfloat16(device) else torch.float32)
+    best = math.inf
+    for _ in range(4):
+        start = time.perf_counter()
+        (factor @ factor)[0, 0].item()  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
 
 
 def peak_bytes() -> int | None:

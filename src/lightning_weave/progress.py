@@ -135,8 +135,8 @@ def _cut(text: str, width: int) -> str:
 
 
 @contextmanager
-def keep_log(path: Path, command: str) -> Iterator[None]:
-    """Append everything that is said meanwhile to a file, after the command, each line with its time."""
+def keep_log(path: Path, command: str | None = None) -> Iterator[None]:
+    """Append everything that is said meanwhile to a file, after the command if one begins, each line with its time."""
     if not is_first():
         yield
         return
@@ -146,7 +146,8 @@ def keep_log(path: Path, command: str) -> Iterator[None]:
     loggers = (SAID, logging.getLogger("lightning_weave"))
     for logger in loggers:
         logger.addHandler(handler)
-    SAID.info(f"$ {command}")
+    if command is not None:
+        SAID.info(f"$ {command}")
     try:
         yield
     except BaseException as error:

@@ -150,9 +150,26 @@ def test_own_files_are_told_apart_by_their_keys(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"Question": "q", "Target": 3, "unit": "m"}, {"Question": "q", "unit": "m"}),
+        ({"prompt": "q", "ground_truth": "3", "label": "x"}, {"prompt": "q", "label": "x"}),
+        (
+            {"problem": "q", "question": "other", "answer": "3", "gold": "4"},
+            {"problem": "q", "question": "other", "gold": "4"},
+        ),
+    ],
+)
+def test_columns_are_known_by_their_usual_names(tmp_path, row, columns):
+    """As `lweave init` knows those of prompts; a template sees the others, never the answer."""
+    (problem,) = load_benchmark(f"file:{write_jsonl(tmp_path / 'f.jsonl', [row])}").problems
+    assert (problem.question, problem.answer, problem.columns) == ("q", "3", columns)
+
+
+@pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"id": 1, "problem": "q"}], "f.jsonl:1: has id, problem; expected id, problem and answer"),
+        ([{"id": 1, "problem": "q"}], "f.jsonl:1: has id, problem; expected problem and answer"),
         ([*maths(1), *maths(1)], "f.jsonl:2: id 'p0' occurs twice"),
         ([*maths(1), lcb("a", "2020-01-01")], "f.jsonl:2: a code problem among math problems"),
         ([], "f.jsonl: the file has no problems"),

@@ -95,6 +95,21 @@ def test_prompts_without_answers_are_a_warning_or_an_error(recipe: dict[str, Any
     assert not Path(recipe["runs"]).exists()
 
 
+def test_a_context_shorter_than_the_responses_is_a_warning_and_bounds_the_disk(recipe: dict[str, Any]) -> None:
+    recipe["rollout"] |= {"max_tokens": 100_000}
+    assert "rollout.max_tokens is 100,000, but the context of" in warnings(recipe)["context"]
+    steps = steps_of(recipe)
+    [room] = [one for one in run.look_ahead(steps, Todo.of(steps)) if one.check == "disk"]
+    assert room.figures["positions"] == 16 * 2 * 256  # prompts x responses x context
+
+
+def test_prompts_that_make_hardly_an_update_are_a_warning(recipe: dict[str, Any]) -> None:
+    recipe["train"] = {"prompts_per_round": 8, "updates_per_round": 1, "epochs": 4}
+    assert "16 prompts make 8 updates" in warnings(recipe)["updates"]
+    recipe["train"]["epochs"] = 5
+    assert "updates" not in warnings(recipe)
+
+
 def test_a_disk_without_room_for_students_is_refused(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage._replace(free=100_000))

@@ -12,15 +12,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lightning_weave.checks import forecast as forecast_module
 from lightning_weave.checks import memory as memory_module
 from lightning_weave.checks import preflight as preflight_module
 from lightning_weave.checks.findings import Finding
+from lightning_weave.checks.memory import as_computed, this_machine
 from lightning_weave.checks.todo import Todo
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.models.load import load_tokenizer, vocabulary_size
 from lightning_weave.pipeline import run
+from lightning_weave.plan.recipe import make_plan
 from lightning_weave.progress import Progress
 from lightning_weave.views import doctor
 from tiny import make_world, save_prompts, steps_of
@@ -170,11 +173,15 @@ def _same_sides(recipe: dict[str, Any], folder: Path) -> None:
 
 WRONG: dict[str, tuple[Change, str, str]] = {
     "benchmark typo": (_set("eval", "benchmarks", value=["file:typo.jsonl"]), "eval.benchmarks", "no such file"),
-    "benchmark column": (_bench('{"frage": "1+1?"}'), "eval.benchmarks", "has frage; expected id, problem and answer"),
+    "benchmark column": (_bench('{"frage": "1+1?"}'), "eval.benchmarks", "has frage; expected problem and answer"),
     "long problem": (_bench('{"problem": "%s", "answer": "1"}' % ("1+" * 200)), "eval", "leaves no room in the 256"),
     "eval template": (_set("eval", "chat", value=True), "eval", "no chat template"),
     "prompt template": (_set("prompts", "chat", value=True), "prompts", "no chat template"),
-    "prompt column": (_set("prompts", "columns", "prompt", value="frage"), "prompts", "prompts.columns"),
+    "prompt column": (
+        _set("prompts", "columns", "prompt", value="frage"),
+        "prompts",
+        'By their names: prompts.columns = { prompt = "problem", answer = "answer", id = "id" }',
+    ),
     "prompt file": (_set("prompts", "source", value="nope.jsonl"), "prompts", "prompts.source = 'nope.jsonl'"),
     "alias": (_set("anchors", "acc", "aliases", value={"<|end|>": "nope"}), "anchors.acc", "'nope' is not a token"),
     "same model": (_same_sides, "anchors.acc", "the same model"),
@@ -216,8 +223,12 @@ def test_force_overrides_a_judgement_only(recipe: dict[str, Any], tmp_path: Path
     run.refuse(found, force=True)
 
 
-def test_prompts_that_are_benchmark_problems_are_a_warning(recipe: dict[str, Any]) -> None:
-    recipe["prompts"]["format"] = "plain"
+@pytest.mark.parametrize("asked", [{"format": "plain"}, {"format": "boxed"}, {"template": "Answer: {problem}"}])
+def test_prompts_that_are_benchmark_problems_are_a_warning(recipe: dict[str, Any], asked: dict[str, str]) -> None:
+    """Short ones too, whatever the prompts say around them; different problems in the same words are none."""
+    del recipe["prompts"]["format"]
+    recipe["prompts"] |= asked
+    assert not [finding for finding in look_ahead(recipe) if finding.check == "overlap"]
     recipe["eval"]["benchmarks"] = [f"file:{recipe['prompts']['source']}"]
     found = [finding for finding in look_ahead(recipe) if finding.check == "overlap"]
     assert [finding.verdict for finding in found] == ["warning"]
@@ -250,6 +261,25 @@ def test_a_dry_run_on_a_known_gpu_says_how_long(
     _, said = lweave(recipe, tmp_path, "run", "--dry-run")
     assert re.search(r"10 of 10 would be made: about \d+ s of device time, [\d.]+ kB on disk", said), said
     assert "?" not in said
+
+
+def test_a_dry_run_elsewhere_bounds_the_time_by_the_matrix_products(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = steps_of(recipe)
+    stages = [steps.store.stage(step) for step in steps.everything()]
+    plan = make_plan(as_computed(steps.recipe), this_machine(steps.recipe))
+    work = {row.stage: row.operations for row in plan.stages}
+    for speed in (1e3, 1e4):
+        monkeypatch.setattr(forecast_module, "products_per_second", lambda device, speed=speed: speed)
+        found = forecast_module.forecast(steps, stages, None)
+        assert found["rollout"].at_least
+        assert found["rollout"].seconds == pytest.approx(work["rollout"] / speed)
+        assert found["eval/base/bench"].seconds is None
+    _, said = lweave(recipe, tmp_path, "run", "--dry-run")
+    assert re.search(r"rollout +missing +> \d", said), said
+    assert re.search(r"would be made: at least .* of device time and 2 stages of unknown time", said), said
+    assert "> at least: its matrix products alone" in said
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The program as people meet it: its help, its version, and what it does not import."""
 
+import json
 import os
 import re
 import socket
@@ -75,6 +76,28 @@ def test_help_speaks_no_python(capsys: pytest.CaptureFixture[str]) -> None:
         options = re.findall(r"^  --[\w-]+.*(?:\n {10,}.*)*", said, re.MULTILINE)
         assert all(re.search(r"  \w", option[4:]) for option in options), f"{verb}: an option that explains nothing"
         assert "Usage: " in said
+
+
+def test_a_missing_argument_is_named_without_braces() -> None:
+    said = lweave("run", code=2)
+    assert "run [OPTIONS] RECIPE...\n" in said
+    assert "Missing argument 'RECIPE'" in said
+
+
+def test_status_lists_the_runs_of_a_directory_and_takes_one_of_them(recipe: Path) -> None:
+    """By the recipe that each directory holds; without an argument those in ./runs."""
+    root = recipe.parent
+    assert "runs: no run here" in lweave("status", "runs/tiny", cwd=root, code=2) + lweave("status", cwd=root, code=2)
+    (root / "runs" / "tiny" / "recipe.toml").write_bytes(recipe.read_bytes())
+    try:
+        for words in ([], ["runs"]):
+            said = lweave("status", *words, cwd=root)
+            assert re.search(r"runs/tiny +\S+/student +\d+ missing", said), said
+        said = lweave("status", "runs/tiny", cwd=root)
+        assert "Everything: lweave run runs/tiny/recipe.toml" in said
+        assert json.loads(lweave("status", "--json", cwd=root))[0]["run"] == "runs/tiny"
+    finally:
+        (root / "runs" / "tiny" / "recipe.toml").unlink()
 
 
 def test_a_shell_completes_commands_and_options() -> None:

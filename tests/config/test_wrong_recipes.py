@@ -201,7 +201,7 @@ WRONG = [
     ("compositions.both.resample=false", ['compositions.both.resample = false: add method = "sequential"']),
     ("compositions.both.sequense=['acc']", ["Did you mean compositions.both.sequence?"]),
     ("compositions.both.methd='online'", ["Did you mean compositions.both.method?"]),
-    ("compositions.x.wieghts={acc=1.0}", ["Did you mean compositions.x.weights?", "and 1 more"]),
+    ("compositions.x.wieghts={acc=1.0}", ["Did you mean compositions.x.weights?"]),
     # flags of earlier versions
     ("compositions.both.online=true", ['compositions.both.online = true: write method = "online" instead']),
     ("compositions.both.mixture=true", ['compositions.both.mixture = true: write method = "mixture" instead']),
@@ -260,7 +260,7 @@ WRONG_FILES = [
         "compositions.c.weights = { mth = { a = 1.0 }, default = { a = 1.0 } }",
         ["compositions.c.weights.mth", "no rule of [tags.rules] gives this tag; there is math, and default"],
     ),
-    ("", ["name is missing", "and 1 more"]),
+    ("", ["name is missing", "(also wrong or missing: student)"]),
 ]
 
 

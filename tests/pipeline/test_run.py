@@ -63,3 +63,33 @@ def test_everything_is_made_once_and_then_only_what_is_stale(recipe: dict[str, A
     touched = {path.split("/")[1] for path in after if after[path] != before.get(path)}
     assert touched == {"both"}
     assert {changed.store.stage(step).state() for step in changed.everything()} == {"done"}
+
+
+def test_only_keeps_what_the_named_policies_need(recipe: dict[str, Any], tmp_path: Path) -> None:
+    steps = steps_of(recipe)
+    whole = [step.path for step in steps.everything()]
+    paths = [step.path for step in run.narrowed(steps, ["acc-only"]).everything()]
+    assert [path for path in whole if path not in paths] == [
+        "score/brief-post",
+        "score/brief-pre",
+        "train/both",
+        "eval/both/bench",
+    ]
+    prints = {step.path: step.fingerprint for step in steps.everything()}
+    assert all(prints[step.path] == step.fingerprint for step in run.narrowed(steps, ["acc-only"]).everything())
+    assert [step.path for step in run.narrowed(steps, ["base"]).everything()] == ["eval/base/bench"]
+    with pytest.raises(InputError, match="--only acc: no such policy; this recipe has base, acc-only, both"):
+        run.narrowed(steps, ["acc"])
+
+
+def test_only_renames_no_folder(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """Of two models of one name the first has the plain folder, also when only the second is wanted."""
+    for anchor in ("acc", "brief"):
+        Path(recipe["anchors"][anchor]["post"]).rename(tmp_path / f"{anchor}-models")
+        (tmp_path / anchor).mkdir()
+        recipe["anchors"][anchor]["post"] = str((tmp_path / f"{anchor}-models").rename(tmp_path / anchor / "post"))
+    recipe["compositions"] = {"brief-only": {"weights": {"brief": 1.0}}}
+    steps = steps_of(recipe)
+    only = run.narrowed(steps, ["brief-only"])
+    assert only.scores_of("brief")[0].path == steps.scores_of("brief")[0].path
+    assert steps.scores_of("brief")[0].path.startswith("score/post-")

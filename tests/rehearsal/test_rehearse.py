@@ -136,7 +136,7 @@ def test_a_benchmark_without_answers(stage: Stage, tmp_path: Path) -> None:
     bench = lines(tmp_path / "bench.jsonl", {"id": "1", "problem": "1+1", "answer": "2"}, {"id": "2", "problem": "1+2"})
     ended = stage.rehearse(eval={"benchmarks": [bench], "chat": False})
     assert ended.code == 2
-    assert "bench.jsonl:2: has id, problem; expected id, problem and answer" in ended.said
+    assert "bench.jsonl:2: has id, problem; expected problem and answer" in ended.said
     assert "stopped before eval/base/bench was made" in ended.said
 
 

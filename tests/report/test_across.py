@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning_weave.config import slug
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.report import across, report
+from lightning_weave.report.results import summaries
 from lightning_weave.report.tables import BenchmarkScore, PolicyRow
 from report.evaluated import write_evaluations
 from tiny import make_world, save_prompts, steps_of
@@ -42,6 +44,23 @@ def test_what_a_policy_is_does_not_depend_on_names(world: dict[str, Any]) -> Non
     others = [across.meaning(two, name) for name in ("half", "strong", "naive", "there", "back")]
     assert len(set(others)) == 5
     assert across.meaning(one, "acc-only") not in others
+
+
+def test_one_policy_under_two_names_in_a_run_is_two_rows(world: dict[str, Any], tmp_path: Path) -> None:
+    """A composition that was renamed is still there under its old name; another run joins the first of them."""
+    world["eval"] = {"benchmarks": [f"file:{save_prompts(tmp_path / 'sums.jsonl', 3)}"]}
+    world["compositions"] = {"old": {"weights": {"acc": 1.0}}, "new": {"weights": {"acc": 1.0}}}
+    steps = steps_of(world)
+    write_evaluations(steps, {"base": (0.5, 50.0), "old": (0.8, 50.0), "new": (0.8, 50.0)})
+    found = summaries(steps)
+    assert list(across.join([steps], [found])) == ["base", "old", "new"]
+    more = {"base": [], "new": [replace(found["new"][0], label="more")]}
+    joined = across.join([steps, steps], [found, more])
+    assert {name: [one.label for one in results] for name, results in joined.items()} == {
+        "base": ["sums"],
+        "old": ["sums", "more"],
+        "new": ["sums"],
+    }
 
 
 def test_contexts_rules_and_weights_by_tag_make_other_policies(world: dict[str, Any]) -> None:

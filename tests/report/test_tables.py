@@ -95,6 +95,15 @@ def test_latex_prints_the_papers_rows():
     assert r"\begin{tabular}{lccccccccccccc}" in text
 
 
+def test_of_one_benchmark_text_has_no_average_beside_it():
+    """Neither in a pipe nor on a terminal that is too narrow for both."""
+    row = PolicyRow("base", (BenchmarkScore("sums", 55.5, 4.0),), 55.5, 4.0, 0.0)
+    assert plain([row]).splitlines()[0].split() == ["Policy", "sums", "Acc.↑", "sums", "#Tok.↓", "AES↑"]
+    assert plain([row]).splitlines()[1].split() == ["base", "55.50", "4.0", "0.00"]
+    shown = [column.header for column in console([row], width=20).columns]
+    assert shown == ["Policy", "sums Acc.↑", "sums #Tok.↓", "AES↑"]
+
+
 def test_csv_keeps_every_digit_and_leaves_gaps_empty():
     row = PolicyRow(
         'a "b", c', (BenchmarkScore("X", 1 / 3, 1234.5678),), 1 / 3, 1234.5678, float("nan"), None, None, "g"

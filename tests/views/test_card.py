@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import metadata_load
 
 from lightning_weave.config import dump_recipe, load_recipe
 from lightning_weave.errors import InputError
@@ -12,7 +13,8 @@ from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import write_atomic
 from lightning_weave.views import card
-from tiny import make_world, steps_of
+from report.evaluated import write_evaluations
+from tiny import make_world, save_prompts, steps_of
 
 QUIET = Progress(quiet=True)
 
@@ -37,7 +39,31 @@ def test_the_directory_holds_student_card_and_recipe(trained: Steps, tmp_path: P
     text = (out / "README.md").read_text()
     assert "| acc | 0.5 | 0.25 |" in text
     assert "Not evaluated yet (`lweave eval RECIPE --only both`)" in text
+    (out / "adapter").mkdir()  # which a student of LoRA has
     assert card.run(trained, "both", out, QUIET) == out, "made by this command, so it may be replaced"
+
+
+def test_the_hub_gets_the_licence_of_the_student_and_the_results(trained: Steps, tmp_path: Path) -> None:
+    bench = save_prompts(tmp_path / "sums.jsonl", 3)
+    recipe = trained.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    recipe["eval"] |= {"benchmarks": [f"file:{bench}"], "chat": False}
+    steps = steps_of(recipe)
+    write_evaluations(steps, {"base": (0.0, 50.0), "both": (1.0, 40.0)}, samples=6)
+    readme = steps.student.path / "README.md"
+    readme.write_text("---\nlicense: other\nlicense_name: mine\ntags: [x]\n---\n# A model\n")
+    try:
+        card.run(steps, "both", tmp_path / "out", QUIET)
+    finally:
+        readme.unlink()
+    said = metadata_load(tmp_path / "out" / "README.md")
+    assert (said["license"], said["license_name"], said["tags"]) == ("other", "mine", ["lightning-weave"])
+    (model,) = said["model-index"]
+    assert model["name"] == "tiny-both"
+    (result,) = model["results"]
+    assert result["dataset"]["name"] == "sums"
+    assert [(one["type"], one["value"]) for one in result["metrics"]] == [("accuracy", 100.0)]
+    card.run(steps, "both", tmp_path / "out", QUIET)
+    assert "license" not in metadata_load(tmp_path / "out" / "README.md"), "none is known"
 
 
 def test_nothing_else_is_replaced(trained: Steps, tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ MISSING: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
     ),
     "no answers in a benchmark": (
         lambda world, root: {"benchmarks": [rows(root / "unanswered.jsonl", {"problem": "1+1?"})]},
-        "expected id, problem and answer",
+        "expected problem and answer",
     ),
 }
 

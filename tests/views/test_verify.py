@@ -15,6 +15,13 @@ from tiny import make_world, steps_of
 QUIET = Progress(quiet=True)
 
 
+def test_nothing_finished_is_said(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as file:
+        out = Console(record=True, width=200, file=file)
+        verify.run(steps_of(make_world(tmp_path)), QUIET, out)
+    assert "nothing is finished yet, so there is nothing to check" in out.export_text()
+
+
 @pytest.mark.slow
 def test_a_flipped_byte_is_found_in_every_file_and_mended_by_the_command_named(tmp_path: Path) -> None:
     steps = steps_of(make_world(tmp_path))

@@ -12,15 +12,13 @@ from typing import Any, Literal
 from lightning_weave.bench.sources import download_files, locate
 from lightning_weave.config import Eval, benchmark_folder
 from lightning_weave.errors import InputError
-from lightning_weave.store.tables import Row, checked_rows, plain_text, reference_answer
+from lightning_weave.store.tables import ANSWER_NAMES, PROBLEM_NAMES, Row, checked_rows, plain_text, reference_answer
 
 BenchmarkKind = Literal["math", "code"]
 SAMPLES: dict[BenchmarkKind, int] = {"math": 64, "code": 4}  # per problem
 MAX_TOKENS: dict[BenchmarkKind, int] = {"math": 32_768, "code": 40_960}
 
 ID_COLUMNS = ("id", "ID", "problem_idx", "unique_id", "question_id")
-QUESTION_COLUMNS = ("problem", "Problem", "question", "Question")
-ANSWER_COLUMNS = ("answer", "Answer", "expected_answer")
 CODE_COLUMNS = ("question_id", "question_content", "public_test_cases", "private_test_cases")
 
 
@@ -91,8 +89,9 @@ def load_benchmark(name: str, source: str | None = None) -> Benchmark:
     if name.startswith("file:"):
         return _load_file(name)
     if name not in KNOWN:
+        hint = f" Did you mean file:{name}?" if Path(name).expanduser().exists() else ""
         raise InputError(
-            f"unknown benchmark {name!r}. Use one of {', '.join(KNOWN)}, or file:PATH for your own problems."
+            f"unknown benchmark {name!r}. Use one of {', '.join(KNOWN)}, or file:PATH for your own problems.{hint}"
         )
     known = KNOWN[name]
     where = source or known.repo
@@ -114,7 +113,7 @@ def _load_file(name: str) -> Benchmark:
     path = Path(name.removeprefix("file:")).expanduser()
     if not path.exists():
         raise InputError(
-            f"benchmark {name}: no such file. Write one problem per line: "
+            f"benchmark {name}: no such file (looked in {Path.cwd()}). Write one problem per line: "
             '{"id": "1", "problem": "1+1?", "answer": "2"} or a LiveCodeBench row.'
         )
     problems = _problems(_rows(locate(str(path), ())), None)
@@ -182,25 +181,31 @@ def _problem(row: Row, number: int) -> Problem:
     values = row.values
     if all(column in values for column in CODE_COLUMNS):
         return Problem(str(values["question_id"]), str(values["question_content"]), row=values)
-    question = _first(values, QUESTION_COLUMNS)
-    answer = _first(values, ANSWER_COLUMNS)
-    if question is None or answer is None:
+    asked = _column(values, PROBLEM_NAMES)
+    answered = _column(values, ANSWER_NAMES)
+    if asked is None or answered is None:
         raise InputError(
-            f"{row.where}: has {', '.join(map(str, values)) or 'no fields'}; expected id, problem and answer, "
+            f"{row.where}: has {', '.join(map(str, values)) or 'no fields'}; expected problem and answer (or columns "
+            f"named like {', '.join(PROBLEM_NAMES[1:4])}; {', '.join(ANSWER_NAMES[1:])}), "
             f"or a LiveCodeBench row ({', '.join(CODE_COLUMNS)})."
         )
+    question = values[asked]
+    answer = values[answered]
     if not isinstance(question, str) or not question.strip():
         raise InputError(f"{row.where}: its problem is {question!r}, expected text.")
     reference = reference_answer(answer)
     if reference is None:
         raise InputError(f"{row.where}: its answer is {answer!r}, expected a number or text.")
-    identity = _first(values, ID_COLUMNS)
-    shown = {name: value for name, value in values.items() if name not in ANSWER_COLUMNS}  # never what is asked for
-    return Problem(plain_text(number if identity is None else identity), question, reference, columns=shown)
+    identity = next((values[name] for name in ID_COLUMNS if values.get(name) is not None), number)
+    hidden = {answered.lower(), *ANSWER_NAMES[:2]}  # a template never sees what is asked for
+    shown = {name: value for name, value in values.items() if name.lower() not in hidden}
+    return Problem(plain_text(identity), question, reference, columns=shown)
 
 
-def _first(values: Mapping[str, Any], columns: tuple[str, ...]) -> object | None:
-    return next((values[column] for column in columns if values.get(column) is not None), None)
+def _column(values: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    """Find the first of the names, in whatever case, that a row has a value for."""
+    own = {str(name).lower(): name for name, value in values.items() if value is not None}
+    return next((own[name] for name in names if name in own), None)
 
 
 def ids_digest(problems: Iterable[Problem]) -> str:

@@ -63,7 +63,8 @@ def _student_bytes(steps: Steps, trainings: Sequence[str]) -> float:
 
 def _positions(steps: Steps, prompts: int, mean_length: float | None) -> int:
     section = steps.recipe.rollout
-    return round(prompts * section.responses * (section.max_tokens if mean_length is None else mean_length))
+    longest = min(section.max_tokens, steps.student.context_limit or section.max_tokens)
+    return round(prompts * section.responses * (longest if mean_length is None else mean_length))
 
 
 def _reference_positions(steps: Steps) -> int | None:

@@ -1,14 +1,16 @@
 """What the stages of a run will take, as far as that can be known before: device time and bytes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_weave.checks.memory import as_computed, is_known, this_machine
 from lightning_weave.config import benchmark_folder
+from lightning_weave.devices import products_per_second
 from lightning_weave.errors import InputError
 from lightning_weave.plan.costs import HOUR
 from lightning_weave.plan.recipe import Plan, make_plan, scored_name
 from lightning_weave.runs.costs import cost_of
+from lightning_weave.runs.machine import choose_device
 from lightning_weave.runs.scored import ROLES
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import Stage
@@ -22,6 +24,7 @@ class Forecast:
     seconds: float | None = None
     measured: bool = False  # by stages of the same kind in this run; else predicted for this GPU
     size: float | None = None  # bytes on disk
+    at_least: bool = False  # a bound: what its matrix products alone take here
 
 
 def forecast(steps: Steps, stages: Sequence[Stage], prompts: int | None) -> dict[str, Forecast]:
@@ -37,10 +40,9 @@ def forecast(steps: Steps, stages: Sequence[Stage], prompts: int | None) -> dict
             if _kind(steps, other.step.path) == _kind(steps, path) and other.state() in ("done", "stale")
             if (cost := cost_of(other.folder, steps.store.run_dir, rows)) is not None
         ]
-        seconds, size = planned.get(path, (None, None))
-        if alike:
-            seconds = sum(alike) / len(alike)
-        found[path] = Forecast(seconds, bool(alike), size)
+        forecast = planned.get(path, Forecast())
+        mean = {"seconds": sum(alike) / len(alike), "measured": True, "at_least": False} if alike else {}
+        found[path] = replace(forecast, **mean)
     return found
 
 
@@ -57,8 +59,8 @@ def _kind(steps: Steps, path: str) -> tuple[str, ...]:
             return (path,)
 
 
-def _planned(steps: Steps, prompts: int | None) -> dict[str, tuple[float | None, float | None]]:
-    """Predict by the models' configurations; hours only for a GPU that `plan` knows."""
+def _planned(steps: Steps, prompts: int | None) -> dict[str, Forecast]:
+    """Predict by the models' configurations: hours for a GPU that `plan` knows, else a bound if it says something."""
     try:
         machine = this_machine(steps.recipe)
         plan = _plan(steps, prompts)
@@ -69,21 +71,26 @@ def _planned(steps: Steps, prompts: int | None) -> dict[str, tuple[float | None,
         for role in ROLES:
             names[scored_name(steps.recipe, anchor, role)] = f"score/{steps.score_names[steps.side(anchor, role)]}"
     paths = {"rollout": "rollout", "reference": "reference"}
-    found: dict[str, tuple[float | None, float | None]] = {}
+    known = is_known(machine)
+    speed = 0.0 if known else products_per_second(choose_device(steps.recipe))
+    found: dict[str, Forecast] = {}
     for row in plan.stages:
         path = {**paths, "train": f"train/{row.what}", "score": names.get(row.what, "")}[row.stage]
-        found[path] = (row.gpu_hours * HOUR if is_known(machine) else None, row.disk)
-    for policy in steps.policies:
-        for name, hours in plan.benchmarks.items():
-            path = f"eval/{policy}/{benchmark_folder(name)}"
-            found[path] = (hours * HOUR if is_known(machine) else None, None)
+        seconds = row.gpu_hours * HOUR if known else row.operations / speed
+        said = seconds if known or seconds >= 1 else None
+        found[path] = Forecast(said, size=row.disk, at_least=not known and said is not None)
+    if known:
+        for policy in steps.policies:
+            for name, hours in plan.benchmarks.items():
+                found[f"eval/{policy}/{benchmark_folder(name)}"] = Forecast(hours * HOUR)
     return found
 
 
 def _plan(steps: Steps, prompts: int | None) -> Plan:
     recipe = as_computed(steps.recipe)
     rollout = steps.store.stage(steps.rollout)
-    length = None
+    limit = steps.student.context_limit or recipe.rollout.max_tokens
+    length: float | None = limit if limit < recipe.rollout.max_tokens else None
     if steps.needs_cache and rollout.state() == "done":
         made = rollout.require()
         prompts = made["rows"] // recipe.rollout.responses

@@ -4,13 +4,17 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from math import ceil
 
-from lightning_weave.bench.definitions import Benchmark
+from lightning_weave.bench.definitions import Benchmark, Problem
 from lightning_weave.checks.disk import check_disk
 from lightning_weave.checks.findings import Finding, listed
 from lightning_weave.checks.todo import Todo, is_pending
+from lightning_weave.config import Prompts, Recipe
 from lightning_weave.errors import InputError
 from lightning_weave.prompts import Screen, build_prompts, read_prompts
+from lightning_weave.prompts.formats import ask
+from lightning_weave.prompts.normal import normalise
 from lightning_weave.runs.alignment import own_prompts
 from lightning_weave.runs.caches import routed_weights
 from lightning_weave.runs.prompts import asked_prompts, own_trajectories, tag_columns, tag_of
@@ -18,6 +22,8 @@ from lightning_weave.runs.scored import ROLES
 from lightning_weave.runs.steps import Steps
 from lightning_weave.types import Prompt
 
+PAPER_UPDATES = 400
+FEW_UPDATES = 10
 GIVEN_AWAY = 0.05  # share of prompts that may contain their own answer by chance
 
 
@@ -52,12 +58,32 @@ def check_prompts(steps: Steps, todo: Todo, benchmarks: list[Benchmark]) -> Iter
             f"{recipe.prompts.max_tokens}"
         )
         yield Finding("prompts", "context", "error", text)
-    yield from _check_overlap(prompts, benchmarks)
+    elif limit is not None and recipe.rollout.from_ is None and recipe.rollout.max_tokens >= limit:
+        text = f"rollout.max_tokens is {recipe.rollout.max_tokens:,}, but the context of {steps.student.name} has "
+        text += f"{limit:,} tokens: a response is cut off where prompt and response fill it"
+        yield Finding("rollout", "context", "warning", text, {"context": limit})
+    yield from _check_updates(recipe, len(prompts)) if todo.compositions else ()
+    yield from _check_overlap(prompts, benchmarks, recipe.prompts)
     yield from _check_answers(prompts, recipe.prompts.columns.answer)
     yield from check_contexts(steps, todo, prompts)
     yield from check_routes(steps, todo, prompts)
     with suppress(InputError):  # an anchor whose base is not known, which is said already
         yield check_disk(steps, len(prompts), trainings=todo.compositions)
+
+
+def count_updates(recipe: Recipe, prompts: int) -> int:
+    """How many updates so many prompts make."""
+    rounds = prompts * recipe.train.epochs / recipe.train.prompts_per_round
+    return ceil(rounds * recipe.train.updates_per_round)
+
+
+def _check_updates(recipe: Recipe, prompts: int) -> Iterator[Finding]:
+    """Warn where training would end before it has begun."""
+    updates = count_updates(recipe, prompts)
+    if updates < FEW_UPDATES and not recipe.rehearsal:
+        text = f"{prompts:,} prompts make {updates:,} updates, the paper's make {PAPER_UPDATES}: a student hardly "
+        text += "moves in so few. Give more prompts, or more train.epochs"
+        yield Finding("prompts", "updates", "warning", text, {"updates": updates})
 
 
 def check_routes(steps: Steps, todo: Todo, prompts: list[Prompt]) -> Iterator[Finding]:
@@ -118,14 +144,28 @@ def says_answer(text: str, answer: str) -> bool:
     return re.search(rf"\\boxed\{{\s*{value}\s*\}}|\banswer\W+(is\W+)?{value}(?!\w)", text, re.IGNORECASE) is not None
 
 
-def _check_overlap(prompts: list[Prompt], benchmarks: list[Benchmark]) -> Iterator[Finding]:
-    screen = Screen((f"{one.name}: {problem.id}", problem.question) for one in benchmarks for problem in one.problems)
+def _check_overlap(prompts: list[Prompt], benchmarks: list[Benchmark], section: Prompts) -> Iterator[Finding]:
+    """Look for benchmark problems among the prompts: short ones by the whole turn, in the prompts' own words."""
+    problems = [(f"{one.name}: {problem.id}", problem) for one in benchmarks for problem in one.problems]
+    screen = Screen((where, problem.question) for where, problem in problems)
+    asked = {normalise(_as_asked(problem, section)): where for where, problem in problems}
     found = []
     for prompt in prompts:
-        turns = [turn["content"] for turn in prompt.messages if turn["role"] == "user"] or [prompt.text]
-        found += [overlap for turn in turns if (overlap := screen.find(prompt.id, turn))]
+        for turn in [turn["content"] for turn in prompt.messages if turn["role"] == "user"] or [prompt.text]:
+            overlap = screen.find(prompt.id, turn)
+            if where := asked.get(normalise(turn)) or (overlap and overlap.problem):
+                found.append(f"{prompt.id} with {where}")
     if found:
         text = f"{len(found):,} of {len(prompts):,} prompts overlap with benchmark problems, which inflates results: "
-        text += listed((f"{overlap.where} with {overlap.problem}" for overlap in found), most=3)
+        text += listed(found, most=3)
         text += ". prompts.screen_against leaves out prompts that overlap with a file of problems"
         yield Finding("prompts", "overlap", "warning", text, {"overlaps": len(found), "prompts": len(prompts)})
+
+
+def _as_asked(problem: Problem, section: Prompts) -> str:
+    """Put a benchmark's problem as the prompts put theirs."""
+    turn = [{"role": "user", "content": problem.question}]
+    try:
+        return ask(section.format, turn, template=section.template, columns=problem.columns)[-1]["content"]
+    except InputError:  # the template names a column that this benchmark has not
+        return problem.question

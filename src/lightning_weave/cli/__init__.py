@@ -28,10 +28,17 @@ app.add_typer(demo.world_app, name="world")
 
 
 class _PlainHelp(TyperCommand):
-    """Help that says RECIPE..., not {RECIPE}... <list[str]>."""
+    """Help and usage that say RECIPE..., not {RECIPE}... <list[str]>."""
 
     def get_help(self, ctx: Any) -> str:
-        return re.sub(r" <(list\[)?(str|int|float)\]?>", "", re.sub(r"\{(\w+)\}", r"\1", super().get_help(ctx)))
+        return _plain(super().get_help(ctx))
+
+    def get_usage(self, ctx: Any) -> str:
+        return _plain(super().get_usage(ctx))
+
+
+def _plain(text: str) -> str:
+    return re.sub(r" <(list\[)?(str|int|float)\]?>", "", re.sub(r"\{(\w+)\}", r"\1", text))
 
 
 for group in (pipeline.app, demo.app, explore.app, look.app, demo.world_app):
@@ -90,5 +97,6 @@ def _options(
     level = logging.DEBUG if debug else logging.INFO if is_first() else logging.ERROR
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lightning_weave").setLevel(level)
-    if not debug:  # it warns at every try; the message at the end says what to do
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    if not debug:  # the hub warns at every try, bitsandbytes about kernels that nothing here asks for
+        for library in ("huggingface_hub", "bitsandbytes"):
+            logging.getLogger(library).setLevel(logging.ERROR)

@@ -1,5 +1,6 @@
 """What a run is, what came of it, and what it costs."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -99,12 +100,37 @@ def export(
 
 
 @app.command()
-def status(recipe: Files, set_: Sets = None, json: Json = False) -> None:
-    """Say what is done, stale or missing, and what to type next."""
-    steps = load_steps(recipe, set_)
+def status(
+    recipe: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RECIPE", help="recipe files (TOML), a run directory, or a directory of runs"),
+    ] = None,
+    set_: Sets = None,
+    json: Json = False,
+) -> None:
+    """Say what is done, stale or missing, and what to type next.
+
+    Without a recipe: a list of the runs in ./runs.
+    """
+    place = Path(recipe[0] if recipe else "runs")
+    listed = not recipe or (place.is_dir() and not (place / "recipe.toml").is_file())
+    runs = _runs_in(place) if listed else _load_runs(recipe or [], None, set_)
     from lightning_weave.views import status as stage
 
-    stage.run(steps, open_console(), json)
+    if listed:
+        stage.overview(runs, open_console(), json)
+    else:
+        arguments = shlex.quote(str(place / "recipe.toml")) if place.is_dir() else runs[0].arguments
+        stage.run(replace(runs[0], arguments=arguments), open_console(), json)
+
+
+def _runs_in(directory: Path) -> "list[Steps]":
+    found = sorted(file.parent for file in directory.glob("*/recipe.toml"))
+    if not found:
+        raise InputError(f"{directory}: no run here (looked in {Path.cwd()}). Begin one: lweave init, or lweave demo")
+    from lightning_weave.api import Run
+
+    return [Run.open(place).steps for place in found]
 
 
 @app.command()

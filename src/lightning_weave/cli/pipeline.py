@@ -122,7 +122,6 @@ def evaluate(
     if harness and not steps.recipe.harness.tasks:
         raise InputError("--harness lm-eval: which tasks? Add --tasks A,B, or harness.tasks to the recipe")
     from lightning_weave.pipeline.eval import export_lm_eval
-    from lightning_weave.report.results import show_results
     from lightning_weave.store import make_directory
 
     if lm_eval:  # before anything is sampled
@@ -131,7 +130,16 @@ def evaluate(
     (run.harness if harness else run.eval)(*only or ())
     if lm_eval:
         export_lm_eval(steps, Path(lm_eval), datetime.now())
-    show_results(steps, open_console())
+    _show_results(steps)
+
+
+def _show_results(steps: "Steps") -> None:
+    """Print the table, and put it into the run's log."""
+    from lightning_weave.progress import keep_log
+    from lightning_weave.report.results import show_results
+
+    with keep_log(steps.store.run_dir / "log.txt"):
+        show_results(steps, open_console())
 
 
 def _as_setting(harness: str | None, tasks: str | None) -> list[str]:
@@ -182,6 +190,7 @@ def _check_same_model(run_dir: Path, model: str) -> None:
 def run(
     recipe: Files,
     set_: Sets = None,
+    only: Only = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be made, and what is wrong")] = False,
     force: Annotated[bool, typer.Option("--force", help="continue where a check would stop the run")] = False,
     yes: Yes = False,
@@ -190,15 +199,17 @@ def run(
     address: Address = None,
 ) -> None:
     """Make all that is missing or stale, in order."""
-    loaded = load_run(recipe, set_, yes=yes, trust=trust, cluster=cluster, address=address)
-    from lightning_weave.pipeline.run import dry_run as say
-    from lightning_weave.report.results import show_results
+    steps = load_steps(recipe, set_, trust)
+    from lightning_weave.pipeline import run as stage
 
+    steps = stage.narrowed(steps, only) if only else steps
     if dry_run:
-        say(loaded.steps, open_console())
+        stage.dry_run(steps, open_console())
         return
-    loaded.run(force)
-    show_results(loaded.steps, open_console())
+    run = as_run(steps, yes=yes, cluster=cluster, address=address)
+    run.run(force)
+    _show_results(steps)
+    stage.show_next(steps, open_console())
 
 
 @app.command()

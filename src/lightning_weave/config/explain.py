@@ -15,11 +15,12 @@ Loc = tuple[int | str, ...]
 
 
 def explain(error: ValidationError, data: Mapping[str, Any], where: str) -> str:
-    """Explain the first error and count the others. A misspelt key comes before the one that is missing for it."""
+    """Explain the first error and name the others. A misspelt key comes before the one that is missing for it."""
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     first = _explain_one(details[0], data)
-    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-    return f"{where}: {first}{more}"
+    others = dict.fromkeys(_dotted(_without_method(tuple(detail["loc"]))) for detail in details[1:])
+    more = [key for key in others if key not in first]  # what a misspelt key was meant to be is named there
+    return f"{where}: {first}" + f" (also wrong or missing: {', '.join(more)})" * bool(more)
 
 
 def _explain_one(detail: ErrorDetails, data: Mapping[str, Any]) -> str:

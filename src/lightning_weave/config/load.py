@@ -72,7 +72,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(f"{path}: no such recipe. Give the path of a TOML file (from here, or absolute)") from None
     except IsADirectoryError:
-        raise InputError(f"{path} is a directory; give the path of a recipe file (TOML)") from None
+        such = f", such as {path / 'recipe.toml'}" if (path / "recipe.toml").is_file() else ""
+        raise InputError(f"{path} is a directory; give the path of a recipe file (TOML){such}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); recipes are TOML") from None
     except OSError as error:

@@ -21,7 +21,7 @@ from lightning_weave.models.files import weight_files
 from lightning_weave.ranks import local_rank
 
 # `*.py` is only ever run with trust_remote_code; pickled weights are never downloaded.
-_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md"]  # the last has the licence
 _WEIGHTS = ["*.safetensors"]
 _UNWANTED = ["original/*", "consolidated*", "onnx/*"]
 # The bases of the hub's own errors: those of the client that it uses, for connections that break, and of the disk.
@@ -38,7 +38,10 @@ def resolve_model(name: str, revision: str | None = None, weights: bool = True) 
     if local.is_dir():
         return local
     if name.startswith((".", "/", "~")) or name.count("/") > 1:  # never a name of the hub
-        raise InputError(f"model {name!r}: no such directory. Give the path of a checkpoint directory or a hub name")
+        looked = "" if local.is_absolute() else f" (looked in {Path.cwd()})"
+        raise InputError(
+            f"model {name!r}: no such directory{looked}. Give the path of a checkpoint directory or a hub name"
+        )
     use_hub()
     try:
         return _download(name, revision, weights)
@@ -83,8 +86,8 @@ def _not_given(name: str, revision: str | None, error: Exception) -> InputError:
         case _:
             reason = why_not(error)
     return InputError(
-        f"model {name!r}{at}: no such directory, and the hub did not give it ({reason}). Give the path of "
-        f"a checkpoint directory, or download it on a machine with network access: hf download {name}"
+        f"model {name!r}{at}: no such directory in {Path.cwd()}, and the hub did not give it ({reason}). Give the "
+        f"path of a checkpoint directory, or download it on a machine with network access: hf download {name}"
     )
 
 

@@ -1,6 +1,7 @@
 """`lweave run`: check what can be known, then bring every missing or stale stage up to date, in order."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +35,36 @@ def run(steps: Steps, progress: Progress, workers: Workers = HERE, force: bool =
     refuse(findings, force)
     say(findings, progress)
     allow_discards(steps, steps.everything() if steps.recipe.compositions else steps.made_by("eval"), yes)
+    if todo.nothing:
+        progress.say(f"{steps.store.run_dir}: everything is up to date, nothing to run")
     make_everything(steps, progress, workers, warn if force or todo.nothing else stop)
+
+
+def show_next(steps: Steps, out: Console) -> None:
+    """Print what to type once everything is made."""
+    lines = [f"The page: lweave report {steps.arguments}"]
+    if steps.recipe.compositions:
+        name = next(iter(steps.recipe.compositions))
+        lines.append(f"A student for the hub: lweave card {steps.arguments} --composition {name}")
+    out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def narrowed(steps: Steps, only: Sequence[str]) -> Steps:
+    """Keep these compositions and policies, the student itself, and the anchors that they need."""
+    recipe = steps.recipe
+    if unknown := [name for name in only if name not in steps.policies]:
+        raise InputError(f"--only {unknown[0]}: no such policy; this recipe has {', '.join(steps.policies)}")
+    compositions = {name: one for name, one in recipe.compositions.items() if name in only}
+    used = {anchor for one in compositions.values() for anchor in one.used}
+    named = {
+        "compositions": compositions,
+        "policies": {name: one for name, one in recipe.policies.items() if name in only},
+        "anchors": {name: one for name, one in recipe.anchors.items() if name in used},
+    }
+    fewer = replace(steps, recipe=recipe.model_copy(update=named))
+    if fewer.score_names.items() <= steps.score_names.items():
+        return fewer
+    return replace(steps, recipe=recipe.model_copy(update=named | {"anchors": recipe.anchors}))  # folders keep names
 
 
 def dry_run(steps: Steps, out: Console) -> None:
@@ -71,24 +101,29 @@ def _show_stages(steps: Steps, stages: Sequence[Stage], taken: dict[str, Forecas
     costly = [taken[stage.step.path] for stage in missing if stage.step.path != "prompts"]
     unknown = sum(one.seconds is None for one in costly)
     seconds = sum(one.seconds or 0.0 for one in costly)
-    time = f"about {duration(seconds)} of device time" if unknown < len(costly) else "time unknown"
+    bounded = any(one.at_least for one in costly)
+    rough = "at least" if bounded else "about"
+    time = f"{rough} {duration(seconds)} of device time" if unknown < len(costly) else "time unknown"
     if 0 < unknown < len(costly):
         time += f" and {unknown} stages of unknown time"
     lines = [f"{len(missing)} of {len(stages)} would be made"]
+    sizes = [one.size for one in costly if one.size is not None]
     if costly:
-        lines[0] += f": {time}, {file_size(round(sum(one.size or 0.0 for one in costly)))} on disk"
+        lines[0] += f": {time}, {file_size(round(sum(sizes))) if sizes else 'bytes unknown'} on disk"
     lines[0] += "."
     if any(one.measured for one in costly):
         lines.append("* as the same kind of stage took in this run")
+    if bounded:
+        lines.append("> at least: its matrix products alone, as fast as one was just now on this machine")
     if unknown:
         lines.append("? not known: nothing like it was measured in this run, and lweave plan knows only some GPUs")
     if any(stage.step.path == "rollout" for stage in missing):
-        lines.append("Bytes of the cache are the most that it can take: every response as long as rollout.max_tokens.")
+        lines.append("Bytes of the cache are the most that it can take: every response as long as it may be.")
     out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _amounts(found: Forecast) -> list[str]:
-    time = "?" if found.seconds is None else duration(found.seconds) + "*" * found.measured
+    time = "?" if found.seconds is None else "> " * found.at_least + duration(found.seconds) + "*" * found.measured
     return [time, "" if found.size is None else file_size(round(found.size))]
 
 

@@ -14,6 +14,7 @@ from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.prompts.decontaminate import Screen
 from lightning_weave.prompts.filters import Dedup, PromptReport, drop_duplicates, duplicate_key, take_by_seed
 from lightning_weave.prompts.formats import ask, chatml, template_columns
+from lightning_weave.prompts.guess import columns_line
 from lightning_weave.prompts.questions import ColumnNames, Message, Question, question_of
 from lightning_weave.prompts.render import encode, knows_thinking, render
 from lightning_weave.prompts.sources import read_rows
@@ -23,6 +24,7 @@ from lightning_weave.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_LOOKED_AT = 20  # rows, to say which columns there are
 _PROBLEM_COLUMNS = ("problem", "question_content", "question", "prompt")
 
 
@@ -139,8 +141,11 @@ def _problem_column(row: Row) -> str:
 def _questions(
     rows: Iterable[Row | BadRow], columns: ColumnNames, source: str, report: PromptReport
 ) -> Iterator[Question]:
+    first_rows: list[Row] = []
     for row in rows:
         report.read += 1
+        if isinstance(row, Row) and len(first_rows) < _LOOKED_AT:
+            first_rows.append(row)
         question = question_of(row, columns) if isinstance(row, Row) else row
         if isinstance(question, Question):
             yield question
@@ -150,9 +155,10 @@ def _questions(
         raise InputError(f"{source}: has no rows. Set prompts.source to a file with one prompt per row.")
     if report.read == len(report.bad):
         first = report.bad[0]
+        line = columns_line(first_rows, source)
         raise InputError(
             f"{source}: none of its {report.read:,} rows can be used; the first is {first.where}: {first.why}. "
-            "Check prompts.columns."
+            "Check prompts.columns." + f" By their names: {line}" * bool(line)
         )
 
 

@@ -1,17 +1,16 @@
 """Guess which columns of somebody's data hold the problem, the answer and the id."""
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from lightning_weave.errors import InputError
 from lightning_weave.prompts.questions import ColumnNames, Question, look_up, question_of
-from lightning_weave.store.tables import BadRow, Row, reference_answer
+from lightning_weave.store.tables import ANSWER_NAMES, PROBLEM_NAMES, BadRow, Row, reference_answer
 
-# Lower case, the likeliest first; a dotted name is a nested column.
-PROBLEMS = ("problem", "question", "question_content", "prompt", "messages", "query", "instruction", "input", "task")
-ANSWERS = ("answer", "expected_answer", "final_answer", "reference_answer", "ground_truth", "gold", "target", "label")
-WORKED = ("reward_model.ground_truth", "solution")  # looked for after those
+# Lower case, the likeliest first, looked for after those of every table; a dotted name is a nested column.
+WORKED = ("reward_model.ground_truth", "solution")
 IDS = ("id", "uid", "unique_id", "problem_id", "question_id", "problem_idx", "index", "idx")
 MOST = 0.9  # of the rows must be usable with a column
 
@@ -29,16 +28,30 @@ def guess_columns(rows: Sequence[Row | BadRow], source: str, prompt: str | None 
     names = list(dict.fromkeys(name for row in good for name in row.values))
     problem = prompt or _problem(good, names, source)
     rest = [name for name in names if name != problem]
-    answer = _named((*ANSWERS, *WORKED), rest, lambda name: _share(good, partial(_has_answer, name)) >= MOST)
+    answer = _named((*ANSWER_NAMES, *WORKED), rest, lambda name: _share(good, partial(_has_answer, name)) >= MOST)
     identity = _named(IDS, rest, lambda name: _all_differ(good, name))
     return ColumnNames(problem, answer, identity)
 
 
+def columns_line(rows: Sequence[Row], source: str) -> str:
+    """Write the key that names the columns of these rows; nothing if they cannot be told.
+
+    >>> columns_line([Row("x:1", {"Frage": "1+1?", "answer": 2})], "x")
+    'prompts.columns = { prompt = "Frage", answer = "answer" }'
+    """
+    try:
+        found = guess_columns(rows, source)
+    except InputError:
+        return ""
+    named = [("prompt", found.prompt), ("answer", found.answer), ("id", found.id)]
+    return f"prompts.columns = {{ {', '.join(f'{key} = {json.dumps(name)}' for key, name in named if name)} }}"
+
+
 def _problem(rows: list[Row], names: list[str], source: str) -> str:
     usable = [name for name in names if _share(rows, partial(_is_question, name)) >= MOST]
-    if found := _named(PROBLEMS, usable, lambda name: True):
+    if found := _named(PROBLEM_NAMES, usable, lambda name: True):
         return found
-    known = {*ANSWERS, *WORKED, *IDS}
+    known = {*ANSWER_NAMES, *WORKED, *IDS}
     others = [name for name in usable if name.lower() not in known]
     if len(others) == 1:
         return others[0]

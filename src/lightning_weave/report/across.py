@@ -102,14 +102,17 @@ def _pair(steps: Steps, anchor: str) -> tuple[str, ...]:
 def join(runs: Sequence[Steps], evaluated: Sequence[PolicySummaries]) -> PolicySummaries:
     """Join the runs of one student: what is the same policy becomes one row over all benchmarks, by its first name.
 
-    A policy that some run lacks keeps what it has.
+    A policy that some run lacks keeps what it has. One that a run has under two names is two rows.
     """
     names: dict[Meaning, str] = {}
     joined: PolicySummaries = {}
     for steps, policies in zip(runs, evaluated, strict=True):
+        taken: set[str] = set()
         for policy, results in policies.items():
-            what = meaning(steps, policy)
-            name = names.setdefault(what, policy if policy not in names.values() else f"{policy} ({steps.recipe.name})")
+            own = policy if policy not in joined else f"{policy} ({steps.recipe.name})"
+            name = names.setdefault(meaning(steps, policy), own)
+            name = own if name in taken else name
+            taken.add(name)
             joined.setdefault(name, [])
             if twice := {one.label for one in joined[name]} & {one.label for one in results}:
                 raise InputError(

@@ -140,7 +140,7 @@ def render(page: Page) -> str:
             tasks=page.rows[0].tasks if page.rows else (),
             crowd=round(crowd(max(Counter(row.group for row in page.rows).values(), default=0)), 2),
             hue=lambda policy: page.hues.get(policy, Hue("grey")).css,
-            legend=table_legend(page.rows),
+            legend=table_legend(page.rows).replace("#Tok.", "Tokens"),  # as its columns are called
             style=Markup(_read("page.css")),
             script=Markup(script),
             script_hash=Markup(f"'sha256-{digest}'"),

@@ -140,6 +140,8 @@ def run(
     path = writer.folder / "index.html"
     if len(runs) == 1:
         track_figures(runs[0], writer.folder)
+    for note in page.notes:
+        progress.say(f"report: {note}")
     progress.say(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB)")
     return path
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from lightning_weave.bench.definitions import asked_benchmark
 from lightning_weave.bench.summary import Overall, Summary, combine, read_summary
 from lightning_weave.config import Tags
+from lightning_weave.progress import SAID
 from lightning_weave.report.tables import BenchmarkScore, PolicyRow, TaskScore, console, fits, plain
 from lightning_weave.report.tasks import missing_rows, task_columns, task_results, with_tasks
 from lightning_weave.runs.evaluation import asked_problems
@@ -163,11 +164,12 @@ def show_results(steps: Steps, out: Console) -> None:
     found = summaries(steps)
     rows = result_rows(steps, found)
     if rows:
+        SAID.info(plain(rows).rstrip())
         if out.is_terminal:
             out.print(console(rows, width=out.width))
             out.print("Bold: best. Underlined: second best. In brackets: 95 % interval.", highlight=False)
-            if not fits(rows, out.width):
-                count = len(rows[0].scores)
+            count = len(rows[0].scores)
+            if count > 1 and not fits(rows, out.width):
                 out.print(f"Means over {count} benchmarks; a wider terminal, or | cat, shows each.", highlight=False)
         else:
             out.print(

@@ -147,7 +147,7 @@ def legend(rows: Sequence[PolicyRow]) -> str:
     if any(not _is_missing(row.aes) for row in rows):
         parts.append(
             "AES: share of tokens saved plus three times the relative gain in accuracy (or minus five times the loss), "
-            "compared with the base and averaged over benchmarks."
+            "compared with the base" + " and averaged over benchmarks" * (len(_benchmarks(rows)) > 1) + "."
         )
     if any(map(_interval, rows)):
         parts.append("In brackets: 95 % interval, resampling problems for policy and base together.")
@@ -197,11 +197,13 @@ def to_csv(rows: Sequence[PolicyRow]) -> str:
 def plain(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
     """Write aligned text for logs and pipes: * marks the best of a column, + the second best."""
     signs = {"best": "*", "second": "+", "": " "}
-    lines: list[list[str]] = [["Policy", *_flat_header(rows)]]
+    first, header = _text_columns(rows)
+    lines: list[list[str]] = [["Policy", *header]]
     for group, members in _groups(rows, cells(rows, marks)):
         lines += [[group]] if group else []
         for row, line in members:
-            texts = [f"{cell.text}{signs[cell.mark]}{' ' * bool(cell.interval)}{cell.interval}" for cell in line]
+            shown = line[first:]
+            texts = [f"{cell.text}{signs[cell.mark]}{' ' * bool(cell.interval)}{cell.interval}" for cell in shown]
             lines.append([("  " if group else "") + row.label, *texts])
     widths = [max(len(line[k]) for line in lines if len(line) > 1) for k in range(len(lines[0]))]
     padded = [
@@ -218,9 +220,9 @@ def console(rows: Sequence[PolicyRow], marks: Scope = "group", width: int | None
     from rich.text import Text
 
     styles = {"best": "bold", "second": "underline", "": ""}
-    first = 0 if width is None or fits(rows, width, marks) else 2 * len(_benchmarks(rows))
+    first, header = _text_columns(rows, averages=width is not None and not fits(rows, width, marks))
     table = Table(box=SIMPLE)
-    for name in ["Policy", *_flat_header(rows)[first:]]:
+    for name in ["Policy", *header]:
         table.add_column(name, justify="left" if name == "Policy" else "right", no_wrap=True)
     for group, members in _groups(rows, cells(rows, marks)):
         if group:
@@ -326,6 +328,16 @@ def _flat_header(rows: Sequence[PolicyRow]) -> list[str]:
     benchmarks = _benchmarks(rows)
     own = [f"{name} {what}" for name in (*benchmarks, "Average") for what in ("Acc.↑", "#Tok.↓")] + ["AES↑"]
     return [*(own if benchmarks else []), *(task.label for task in rows[0].tasks)]
+
+
+def _text_columns(rows: Sequence[PolicyRow], averages: bool = False) -> tuple[int, list[str]]:
+    """Say with which column a text begins, and what they are called. Of one benchmark, the average says it all."""
+    benchmarks = _benchmarks(rows)
+    header = _flat_header(rows)
+    if len(benchmarks) == 1:
+        return 2, [*header[:2], *header[4:]]
+    first = 2 * len(benchmarks) if averages else 0
+    return first, header[first:]
 
 
 def _interval(row: PolicyRow) -> str:

@@ -13,6 +13,28 @@ from typing import Any, BinaryIO
 from lightning_weave.errors import InputError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+# How data calls its problems and answers, in whatever case, the likeliest first.
+PROBLEM_NAMES = (
+    "problem",
+    "question",
+    "question_content",
+    "prompt",
+    "messages",
+    "query",
+    "instruction",
+    "input",
+    "task",
+)
+ANSWER_NAMES = (
+    "answer",
+    "expected_answer",
+    "final_answer",
+    "reference_answer",
+    "ground_truth",
+    "gold",
+    "target",
+    "label",
+)
 _BOM = b"\xef\xbb\xbf"
 _BATCH = 64  # Parquet rows in memory at a time: a code problem with its tests may take megabytes
 

@@ -12,8 +12,11 @@ from lightning_weave.train.dose import anchor_doses
 TAG = "tags: [lightning-weave]"
 
 
-def model_card(steps: Steps, name: str, figures: dict[str, Any], evaluation: str = "") -> str:
-    """State recipe, anchors, weights, alpha, cache fingerprint, figures and, if known, the evaluation."""
+def model_card(steps: Steps, name: str, figures: dict[str, Any], evaluation: str = "", metadata: str = "") -> str:
+    """State recipe, anchors, weights, alpha, cache fingerprint, figures and, if known, the evaluation.
+
+    `metadata` is further YAML for the hub: licence, results.
+    """
     recipe = steps.recipe
     composition = steps.recipe.compositions[name]
     student = recipe.student.model
@@ -32,7 +35,7 @@ def model_card(steps: Steps, name: str, figures: dict[str, Any], evaluation: str
 {base}library_name: transformers
 pipeline_tag: text-generation
 {TAG}
----
+{metadata}---
 # {recipe.name}: {name}
 {mark}
 `{student}` trained towards a composition of policy shifts with Lightning Weave {__version__}.

@@ -3,7 +3,10 @@
 import shutil
 from pathlib import Path
 
-from lightning_weave.config import dump_recipe
+from huggingface_hub import EvalResult, ModelCardData, metadata_load
+
+from lightning_weave.bench.definitions import KNOWN
+from lightning_weave.config import dump_recipe, slug
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.report.results import policy_rows, summaries
@@ -25,7 +28,7 @@ def run(steps: Steps, composition: str, out: Path | None, progress: Progress) ->
     target = out or steps.store.run_dir / "publish" / composition
     _check_target(target)
     make_directory(target.parent, f"--out {target}")
-    card = model_card(steps, composition, figures, evaluation(steps, composition))
+    card = model_card(steps, composition, figures, evaluation(steps, composition), metadata(steps, composition))
     with whole_directory(target) as unfinished:
         shutil.copytree(stage.folder / "final", unfinished, dirs_exist_ok=True)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
@@ -50,8 +53,35 @@ def evaluation(steps: Steps, composition: str) -> str:
     return f"\n## Evaluation\n\n{markdown(rows).strip()}\n\n{legend(rows)}\n\n{protocol}.\n"
 
 
+def metadata(steps: Steps, composition: str) -> str:
+    """Write what the hub reads: the student's licence, which its descendants inherit, and the results."""
+    readme = steps.student.light_path / "README.md"
+    try:
+        known = (metadata_load(readme) if readme.is_file() else None) or {}
+    except ValueError:  # not the YAML of a card
+        known = {}
+    licence = {key: known[key] for key in ("license", "license_name", "license_link") if key in known}
+    results = [] if steps.recipe.mark else summaries(steps).get(composition, [])
+    measured = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=KNOWN[result.benchmark].repo if result.benchmark in KNOWN else slug(result.label),
+            dataset_name=result.label,
+            metric_type="accuracy",
+            metric_value=round(result.accuracy, 2),
+            metric_name=f"accuracy in %, mean of {result.samples} samples per problem",
+        )
+        for result in results
+    ]
+    if measured:
+        data = ModelCardData(**licence, model_name=f"{steps.recipe.name}-{composition}", eval_results=measured)
+    else:
+        data = ModelCardData(**licence)
+    return f"{data.to_yaml()}\n" if licence or measured else ""
+
+
 def _check_target(target: Path) -> None:
-    """Replace only what an earlier call has made: a checkpoint and its recipe under our card, and no folder inside."""
+    """Replace only what an earlier call has made: a checkpoint and its recipe under our card, no folder but LoRA's."""
     if not target.exists():
         return
     card = target / "README.md"
@@ -59,6 +89,6 @@ def _check_target(target: Path) -> None:
     if (
         not ours
         or TAG not in card.read_text(encoding="utf-8", errors="replace")
-        or any(map(Path.is_dir, target.iterdir()))
+        or any(path.is_dir() and path.name != "adapter" for path in target.iterdir())
     ):
         raise InputError(f"--out {target}: exists and was not made by this command. Name another directory")

@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_weave.bench.definitions import KNOWN, load_benchmark
 from lightning_weave.checks.checkpoints import check_usable
 from lightning_weave.checks.end_of_turn import alias_line
 from lightning_weave.checks.memory import this_machine
+from lightning_weave.checks.prompts import PAPER_UPDATES, count_updates
 from lightning_weave.config import Lora, Recipe, check_recipe, merge_overrides, slug
 from lightning_weave.config.annotate import annotated_toml, dotted_key
 from lightning_weave.errors import InputError
@@ -32,7 +32,6 @@ from lightning_weave.store import write_atomic
 from lightning_weave.store.tables import Row
 
 LOOKED_AT = 200  # rows of the prompts, to find their columns
-PAPER_UPDATES = 400
 # What each stage gives up, one after the other, until it fits.
 LORA = (("train.lora.rank", 16), ("train.learning_rate", 1e-4))
 SAVINGS: dict[str, list[tuple[tuple[str, Any], ...]]] = {
@@ -276,8 +275,7 @@ def _target(draft: Draft, student: Checkpoint) -> None:
 def _count_updates(draft: Draft, kept: int) -> None:
     recipe = draft.recipe()
     prompts = min(kept, recipe.prompts.take or kept)
-    rounds = prompts * recipe.train.epochs / recipe.train.prompts_per_round
-    updates = ceil(rounds * recipe.train.updates_per_round)
+    updates = count_updates(recipe, prompts)
     if updates < PAPER_UPDATES // 4:
         draft.note(
             f"{prompts:,} prompts make {updates:,} updates, the paper's make {PAPER_UPDATES}: give more prompts, more "

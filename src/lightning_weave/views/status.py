@@ -1,13 +1,17 @@
 """`lweave status`: what is done, what is stale and why, what is missing, and what to type next."""
 
 import json as json_format
+import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_weave.errors import WeaveError
+from lightning_weave.errors import WeaveError, first_line
 from lightning_weave.runs.changes import why_stale
 from lightning_weave.runs.discard import file_size
 from lightning_weave.runs.known import as_it_stands, neighbours, with_known
@@ -56,6 +60,35 @@ def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
     else:
         console.print("Everything is up to date.")
     return found
+
+
+def overview(runs: Sequence[Steps], console: Console, json: bool = False) -> None:
+    """Print a line for each of several runs: how far it is, by the last recipe of its directory."""
+    lines = [_overview(steps) for steps in runs]
+    if json:
+        print(json_format.dumps(lines, indent=2))
+        return
+    table = Table(*lines[0], box=None)
+    for line in lines:
+        table.add_row(*map(Text, line.values()))
+    console.print(table)
+    console.print("One of them: lweave status RUN. Its page: lweave report RUN", markup=False, highlight=False)
+
+
+def _overview(steps: Steps) -> dict[str, str]:
+    run_dir = steps.store.run_dir
+    try:
+        states = Counter(status.state for status in look(steps))
+        done = ", ".join(f"{count} {state}" for state, count in states.items())
+    except WeaveError as error:  # a model or a file is gone, and with it what tells whether a stage is stale
+        done = first_line(error)
+    last = max((path.stat().st_mtime for path in run_dir.iterdir()), default=0.0)
+    return {
+        "run": os.path.relpath(run_dir),
+        "student": steps.recipe.student.model,
+        "stages": done,
+        "last written": datetime.fromtimestamp(last).strftime("%Y-%m-%d %H:%M"),
+    }
 
 
 def look(steps: Steps) -> list[Status]:

@@ -30,6 +30,9 @@ def run(steps: Steps, progress: Progress, console: Console) -> None:
     if problems:
         raise CorruptData("\n".join(problems))
     checked = [*finished, *(stage for stage, _ in inner)]
+    if not checked:
+        console.print(f"{steps.store.run_dir}: nothing is finished yet, so there is nothing to check.", soft_wrap=True)
+        return
     files = sum(len((stage.manifest() or {}).get("shards", [])) for stage in checked)
     console.print(f"{files} files in {len(checked)} finished stages are as they were written.")
 

@@ -436,7 +436,8 @@ class Loom {
     const rows = table.createTBody();
     for (let o = 0; o <= cache.C; o++) rows.append(this.candidateRow(p, o, decision, logB, student));
     if (cache.colours[this.setting]) rows.style.setProperty("--own", cache.colours[this.setting]);
-    const legend = make("p", "caption", "◂ sampled. ≠ the anchors pull this candidate in opposite directions. Shifts in nats.");
+    const split = cache.anchors.length > 1 ? "≠ the anchors pull this candidate in opposite directions. " : "";
+    const legend = make("p", "caption", "◂ sampled. " + split + "Shifts in nats.");
     const wrap = make("div", "scroll");
     wrap.append(table);
     this.decision.replaceChildren(title, this.badges(p, decision, weights), wrap, legend);
