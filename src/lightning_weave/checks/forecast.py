@@ -1,7 +1,7 @@
 """What the stages of a run will take, as far as that can be known before: device time and bytes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_weave.checks.memory import as_computed, is_known, this_machine
 from lightning_weave.config import benchmark_folder
@@ -24,7 +24,7 @@ class Forecast:
     seconds: float | None = None
     measured: bool = False  # by stages of the same kind in this run; else predicted for this GPU
     size: float | None = None  # bytes on disk
-    at_least: bool = False  # a bound: what its matrix products alone take here
+    rough: bool = False  # what its matrix products alone would take, as fast as one was just now
 
 
 def forecast(steps: Steps, stages: Sequence[Stage], prompts: int | None) -> dict[str, Forecast]:
@@ -40,9 +40,9 @@ def forecast(steps: Steps, stages: Sequence[Stage], prompts: int | None) -> dict
             if _kind(steps, other.step.path) == _kind(steps, path) and other.state() in ("done", "stale")
             if (cost := cost_of(other.folder, steps.store.run_dir, rows)) is not None
         ]
-        forecast = planned.get(path, Forecast())
-        mean = {"seconds": sum(alike) / len(alike), "measured": True, "at_least": False} if alike else {}
-        found[path] = replace(forecast, **mean)
+        found[path] = planned.get(path, Forecast())
+        if alike:
+            found[path] = Forecast(sum(alike) / len(alike), measured=True, size=found[path].size)
     return found
 
 
@@ -60,7 +60,7 @@ def _kind(steps: Steps, path: str) -> tuple[str, ...]:
 
 
 def _planned(steps: Steps, prompts: int | None) -> dict[str, Forecast]:
-    """Predict by the models' configurations: hours for a GPU that `plan` knows, else a bound if it says something."""
+    """Predict by the models' configurations: hours for a GPU that `plan` knows, else a rough figure."""
     try:
         machine = this_machine(steps.recipe)
         plan = _plan(steps, prompts)
@@ -78,7 +78,7 @@ def _planned(steps: Steps, prompts: int | None) -> dict[str, Forecast]:
         path = {**paths, "train": f"train/{row.what}", "score": names.get(row.what, "")}[row.stage]
         seconds = row.gpu_hours * HOUR if known else row.operations / speed
         said = seconds if known or seconds >= 1 else None
-        found[path] = Forecast(said, size=row.disk, at_least=not known and said is not None)
+        found[path] = Forecast(said, size=row.disk, rough=not known and said is not None)
     if known:
         for policy in steps.policies:
             for name, hours in plan.benchmarks.items():

@@ -101,9 +101,12 @@ def _show_stages(steps: Steps, stages: Sequence[Stage], taken: dict[str, Forecas
     costly = [taken[stage.step.path] for stage in missing if stage.step.path != "prompts"]
     unknown = sum(one.seconds is None for one in costly)
     seconds = sum(one.seconds or 0.0 for one in costly)
-    bounded = any(one.at_least for one in costly)
-    rough = "at least" if bounded else "about"
-    time = f"{rough} {duration(seconds)} of device time" if unknown < len(costly) else "time unknown"
+    rough = any(one.rough for one in costly)
+    time = (
+        f"{'very roughly' if rough else 'about'} {duration(seconds)} of device time"
+        if unknown < len(costly)
+        else "time unknown"
+    )
     if 0 < unknown < len(costly):
         time += f" and {unknown} stages of unknown time"
     lines = [f"{len(missing)} of {len(stages)} would be made"]
@@ -113,17 +116,19 @@ def _show_stages(steps: Steps, stages: Sequence[Stage], taken: dict[str, Forecas
     lines[0] += "."
     if any(one.measured for one in costly):
         lines.append("* as the same kind of stage took in this run")
-    if bounded:
-        lines.append("> at least: its matrix products alone, as fast as one was just now on this machine")
+    if rough:
+        lines.append(
+            "~ its matrix products alone, as fast as one was just now on this machine; measured once it has run"
+        )
     if unknown:
         lines.append("? not known: nothing like it was measured in this run, and lweave plan knows only some GPUs")
     if any(stage.step.path == "rollout" for stage in missing):
-        lines.append("Bytes of the cache are the most that it can take: every response as long as it may be.")
+        lines.append("Bytes of the cache and times are for responses that are as long as they may be.")
     out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _amounts(found: Forecast) -> list[str]:
-    time = "?" if found.seconds is None else "> " * found.at_least + duration(found.seconds) + "*" * found.measured
+    time = "?" if found.seconds is None else "~ " * found.rough + duration(found.seconds) + "*" * found.measured
     return [time, "" if found.size is None else file_size(round(found.size))]
 
 
