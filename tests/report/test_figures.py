@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -153,4 +154,4 @@ def test_labels_of_a_logarithmic_axis_have_room_and_are_at_least_one(low: float,
     pyplot.close(drawn)
     labels.sort(key=lambda box: box.y0)
     assert labels
-    assert all(lower.y1 <= upper.y0 for lower, upper in zip(labels, labels[1:], strict=False))
+    assert all(lower.y1 <= upper.y0 for lower, upper in pairwise(labels))
