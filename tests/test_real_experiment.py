@@ -10,6 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from lightning_weave.bench.definitions import load_benchmark
 from lightning_weave.bench.samples import Sample
@@ -159,6 +160,33 @@ def test_the_page_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:
     )
     page.draw(page.read_policies(runs, "same"), tmp_path / "frontier.svg")
     assert "weave-50" in (tmp_path / "frontier.svg").read_text()
+
+
+def test_what_models_can_do_alone_and_what_survives_another_tokenizer_is_counted(tmp_path: Path) -> None:
+    page = script("page")
+    run, data = tmp_path / "real", tmp_path / "real-data"
+    data.mkdir()
+    assert [*page.gym(data), *page.family(run, data)] == [], "nothing was measured"
+    (data / "gym.json").write_text(json.dumps({"problems": 12, "right": {"gcd": 3, "products": 7}}))
+    assert list(page.gym(data))[-2:] == ["| products | 7 |", "| gcd | 3 |"]
+    found = {"problems": 8, "right": 3, "by_kind": {"sum": 1, "times": 2}}
+    (data / "gemma.json").write_text(json.dumps(found))
+    folder = run / "score" / "gemma-1a2b3c"
+    folder.mkdir(parents=True)
+    mapped = np.ones((4, 2), dtype=bool)
+    mapped[0] = mapped[1, 0] = False
+    save_file({"mapped": mapped}, folder / "00000.safetensors")
+    row = {"stage": "score", "name": "gemma-1a2b3c", "device_seconds": 90.0, "tokens": 1, "bytes": 0, "peak_memory": 0}
+    (run / "ledger.jsonl").write_text(json.dumps(row) + "\n")
+    text = " ".join(page.family(run, data))
+    for words in (
+        "3 of 8 right",
+        "37.5 %; sum 1, times 2",
+        "62.5 % are one token",
+        "50.0 % of the decisions",
+        "1.5 min",
+    ):
+        assert words in text
 
 
 def test_forgetting_is_the_kl_over_the_whole_vocabulary() -> None:

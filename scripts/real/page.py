@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from lightning_weave.bench.statistics import Contrast, Interval, ProblemMeans, contrast
 from lightning_weave.bench.summary import read_summary
@@ -34,6 +35,7 @@ KINDS: dict[str, PolicyKind] = {
     "system-prompt": "baseline",
     "specialist": "other",
     "hinted": "single",
+    "shots": "single",
     "hinted-brief": "composition",
     "all-three": "composition",
     "by-task": "composition",
@@ -250,6 +252,41 @@ def doses(run: Path) -> Iterator[str]:
             yield f"| {name} | {alpha:.3g} |"
 
 
+def gym(data: Path) -> Iterator[str]:
+    """What the student alone could do of reasoning-gym; nothing where that was not measured."""
+    file = data / "gym.json"
+    if not file.exists():
+        return
+    found = json.loads(file.read_text())
+    yield "\n## Problems of others\n"
+    yield f"The student alone on tasks of reasoning-gym at small settings, {found['problems']} problems each:\n"
+    yield "| task | right |"
+    yield "| --- | ---: |"
+    yield from (f"| {task} | {right} |" for task, right in sorted(found["right"].items(), key=lambda one: -one[1]))
+
+
+def family(run: Path, data: Path) -> Iterator[str]:
+    """What the model of another family can do, and how much of its view survives its tokenizer."""
+    file = data / "gemma.json"
+    if not file.exists():
+        return
+    found = json.loads(file.read_text())
+    by_kind = ", ".join(f"{kind} {right}" for kind, right in found["by_kind"].items())
+    share = 100 * found["right"] / found["problems"]
+    yield "\n## Another family\n"
+    yield f"Gemma-3-270m, a base model, after four worked examples: {found['right']} of {found['problems']} right "
+    yield f"({share:.1f} %; {by_kind})."
+    shards = sorted(run.glob("score/gemma*/*.safetensors"))
+    if not shards:
+        return
+    mapped = np.concatenate([load_file(shard)["mapped"] for shard in shards])
+    spent = [row for row in read_spent(run).kept if row["stage"] == "score" and row["name"].startswith("gemma")]
+    minutes = sum(row["device_seconds"] for row in spent) / 60
+    yield f"Of the 16 candidates {100 * mapped.mean():.1f} % are one token of Gemma's 262,144 as well; at "
+    yield f"{100 * mapped.all(axis=1).mean():.1f} % of the decisions all of them are. "
+    yield f"Both sides were scored in {minutes:.1f} minutes."
+
+
 def put(path: Path, text: str) -> None:
     """Replace what stands between the markers."""
     before, _, rest = path.read_text(encoding="utf-8").partition("<!-- real -->")
@@ -263,7 +300,7 @@ def page(runs: Sequence[Path], data: Path) -> str:
     lacking = [name for name in KINDS if name not in same]
     parts = [
         *(
-            ["Not there yet, and left out: " + ", ".join(lacking) + ". `make real` goes on with them.\n"]
+            ["Not there yet, and left out: " + ", ".join(lacking) + ". `make real` resumes with them.\n"]
             if lacking
             else []
         ),
@@ -280,7 +317,9 @@ def page(runs: Sequence[Path], data: Path) -> str:
         *forgetting(runs[0]),
         "\n## Three cases\n\nThe first problem of the file that fits each rule, first seed.\n",
         *cases(runs[0], data),
-        "## Doses\n",
+        *gym(data),
+        *family(runs[0], data),
+        "\n## Doses\n",
         *doses(runs[0]),
         "\n## Cost\n",
         *costs([run for run in (*runs, runs[0].parent / "real-expert") if run.exists()]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_weave.checks.findings import Finding
-from lightning_weave.checks.length import LengthPreference, judge_preference, prefers_longer
+from lightning_weave.checks.length import LengthPreference, judge_preference, prefers_longer, pulls
 from lightning_weave.checks.separation import GradedShifts, _judge
 from lightning_weave.checks.watch import check_evaluation, check_rollouts, check_scores, check_training, stop, warn
 from lightning_weave.errors import WeaveError
@@ -115,6 +115,23 @@ def test_a_distance_that_rises_is_said_with_the_update(recipe: dict[str, Any], l
         assert f"about update {found.figures['step']}" in found.text
         [unlimited] = check_training(steps_of(recipe), "acc-only")
         assert unlimited.verdict == "warning", "by default it only warns"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_a_pair_that_sharpens_the_student_does_not_prefer_long_responses_for_it(temperature: float) -> None:
+    """Its shift makes likely tokens likelier, and cold samples are likely tokens: no reason to like more of them."""
+    rng = np.random.default_rng(3)
+    b_O = np.array([0.5, 0.25, 0.15, 0.08, 0.02])  # the last is the rest
+    cold_O = b_O ** (1 / temperature) if temperature else np.eye(5)[0]
+    lengths = rng.integers(5, 60, 200)
+    sampled = rng.choice(5, size=lengths.sum(), p=cold_O / cold_O.sum())
+    log_b_PO = np.tile(np.log(b_O), (len(sampled), 1))
+    pull_P = pulls(log_b_PO, log_b_PO[:, :4], sampled[:, None] == np.arange(4), temperature)
+    summed = np.add.reduceat(pull_P, np.concatenate([[0], np.cumsum(lengths)[:-1]]))
+    found = prefers_longer([(summed, lengths.astype(float))])
+    assert abs(found.share - 0.5) <= 2 * found.error
+    naive = np.add.reduceat(pulls(log_b_PO, log_b_PO[:, :4], sampled[:, None] == np.arange(4), 1.0), [0])
+    assert (naive[0] / len(sampled) > 0.1) == (temperature < 1), "as at temperature 1 it would"
 
 
 def test_the_error_of_a_length_preference_is_that_of_all_orders() -> None:

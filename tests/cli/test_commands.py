@@ -78,6 +78,22 @@ def test_help_speaks_no_python(capsys: pytest.CaptureFixture[str]) -> None:
         assert "Usage: " in said
 
 
+def test_warnings_of_libraries_about_themselves_are_for_those_who_debug() -> None:
+    code = """
+import logging, sys
+from lightning_weave.cli import app
+app(sys.argv[1:], standalone_mode=False)
+logging.getLogger("bitsandbytes.backends.cpu.ops").warning("pip install kernels")
+logging.getLogger("transformers").warning("the weights are not whole")
+"""
+    plain, debugging = (
+        subprocess.run([sys.executable, "-c", code, *words, "keys"], check=True, capture_output=True, text=True).stderr
+        for words in ([], ["--debug"])
+    )
+    assert plain == "the weights are not whole\n"
+    assert "pip install kernels" in debugging
+
+
 def test_a_missing_argument_is_named_without_braces() -> None:
     said = lweave("run", code=2)
     assert "run [OPTIONS] RECIPE...\n" in said

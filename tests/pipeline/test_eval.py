@@ -177,6 +177,25 @@ def test_an_untrained_composition_is_refused_with_the_command(recipe: dict, tmp_
         stage.run(steps_of(recipe), QUIET, only=["nobody"])
 
 
+def test_one_policy_is_evaluated_and_shown_where_models_of_others_are_missing(
+    recipe: dict, tmp_path: Path, forked: Forked
+) -> None:
+    """A checkpoint that is yet to be made is needed by whoever asks for it, and by nobody else."""
+    recipe["policies"] = {"later": {"model": str(tmp_path / "later")}}
+    recipe["anchors"] = {"unmade": {"post": str(tmp_path / "unmade"), "pre": recipe["student"]["model"]}}
+    recipe["compositions"] = {"woven": {"weights": {"unmade": 1.0}, "alpha": 1.0}}
+    file = tmp_path / "recipe.toml"
+    file.write_text(dump_recipe(check_recipe(recipe)))
+    ended = forked.lweave("eval", file, "--only", "base")
+    assert ended.code == 0, ended.said
+    assert "Samples and summaries" in ended.said
+    assert list(summaries(steps_of(recipe))) == ["base"]
+    for name, missing in (("later", "later"), ("woven", "unmade")):
+        ended = forked.lweave("eval", file, "--only", name)
+        assert ended.code == 2
+        assert str(tmp_path / missing) in ended.said
+
+
 def test_lm_eval_files_hold_the_same_samples(recipe: dict, tmp_path: Path) -> None:
     steps = steps_of(recipe)
     stage.run(steps, QUIET, only=["base"])

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -137,3 +138,20 @@ def test_every_figure_says_what_it_shows(figure, words) -> None:
     pyplot.close(drawn)
     texts = {element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")}
     assert set(words) <= texts
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.037, 0.16), (0.2, 1.9), (1.2, 1.9), (0.011, 0.019), (0.03, 4.0)])
+def test_labels_of_a_logarithmic_axis_have_room_and_are_at_least_one(low: float, high: float) -> None:
+    drawn = lines({"": {"x": [(1, high), (12, low)]}}, "update", "nats", BOTH, logarithmic=True)
+    drawn.canvas.draw()
+    (axes,) = drawn.axes
+    labels = [
+        label.get_window_extent()
+        for tick in (*axes.yaxis.get_major_ticks(), *axes.yaxis.get_minor_ticks())
+        if (label := tick.label1).get_text() and axes.bbox.y0 - 1 <= axes.transData.transform((1, tick.get_loc()))[1]
+        if axes.transData.transform((1, tick.get_loc()))[1] <= axes.bbox.y1 + 1
+    ]
+    pyplot.close(drawn)
+    labels.sort(key=lambda box: box.y0)
+    assert labels
+    assert all(lower.y1 <= upper.y0 for lower, upper in pairwise(labels))

@@ -3,15 +3,17 @@
 A pair that learned brevity cannot be judged by right and wrong, only by length. One that prefers long responses, and
 among responses of equal length no right ones, has nothing to teach: post and pre are probably swapped.
 
-Ranked is the summed pull: r(a) - E_b[r] of every sampled token. Its mean is zero at every decision, whatever was said
-before, so that it does not grow with the length as the summed shift does (under the student's own samples log post/pre
-drifts downwards, however the pair was trained).
+Ranked is the summed pull: r(a) - E[r] of every sampled token, the mean taken over what might have been sampled at the
+temperature of the rollout. So its own mean is zero at every decision, whatever was said before, and it does not grow
+with the length as the summed shift does (at temperature 1 log post/pre drifts downwards, however the pair was trained;
+below that a pair that makes likely tokens likelier drifts upwards).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.reader import Cache
@@ -22,6 +24,7 @@ from lightning_weave.config import Threshold
 from lightning_weave.runs.caches import anchor_pair
 from lightning_weave.runs.steps import Steps
 
+COLDEST = 1e-3  # temperature: only the likeliest token is drawn
 PREFERS = 0.65  # AUC of a pair that prefers right responses; one that may have it is not stopped
 
 
@@ -51,7 +54,7 @@ def judge_length(steps: Steps, anchor: str, separation: Finding | None) -> Findi
     groups = []
     for prompt in spread(len(cache) // responses, max(ROWS // responses, 1)):
         block = cache.block(range(prompt * responses, (prompt + 1) * responses))
-        groups.append((summed_pulls(block), block.decisions_R.astype(float)))
+        groups.append((summed_pulls(block, steps.recipe.rollout.temperature), block.decisions_R.astype(float)))
     if responses == 1:  # of different prompts then: the summed pull has mean zero after each of them
         groups = [(np.concatenate([pull for pull, _ in groups]), np.concatenate([length for _, length in groups]))]
     found = prefers_longer(groups)
@@ -89,16 +92,22 @@ def _words(found: LengthPreference, separation: Finding | None, stops: Threshold
     return ("error" if certain and stops is not False and found.share > stops else "warning"), words
 
 
-def summed_pulls(block: Block) -> Floats:
-    """Add up r(a) - E_b[r] over the sampled tokens of each row where the pair is valid; `other` has shift 0."""
+def summed_pulls(block: Block, temperature: float) -> Floats:
+    """Add up the pulls on the sampled tokens of each row where the pair is valid."""
     log_b_PO = np.column_stack([block.candidates.logp.flat, block.candidates.other_logp.flat]).astype(float)
-    b_PO = np.exp(log_b_PO - log_b_PO.max(axis=1, keepdims=True, initial=-np.inf))
-    b_PC = b_PO[:, :-1] / b_PO.sum(axis=1, keepdims=True)
     r_PC = np.where(block.valid_KP[0][:, None], block.r_KPC[0], 0.0)
     sampled_PC = block.candidates.ids.flat == block.sampled_P[:, None]
-    pull_P = np.where(sampled_PC, r_PC, 0.0).sum(axis=1) - (b_PC * r_PC).sum(axis=1)
+    pull_P = pulls(log_b_PO, r_PC, sampled_PC, temperature)
     before_P = np.concatenate([[0.0], np.cumsum(pull_P)])
     return np.asarray(np.diff(before_P[block.rollouts.response_ids.offsets]))
+
+
+def pulls(log_b_PO: Floats, r_PC: Floats, sampled_PC: NDArray[np.bool_], temperature: float) -> Floats:
+    """Subtract from the shift of each sampled token what was to be expected there; `other` has shift 0."""
+    log_b_PO = log_b_PO / max(temperature, COLDEST)
+    b_PO = np.exp(log_b_PO - log_b_PO.max(axis=1, keepdims=True, initial=-np.inf))
+    b_PC = b_PO[:, :-1] / b_PO.sum(axis=1, keepdims=True)
+    return np.asarray(np.where(sampled_PC, r_PC, 0.0).sum(axis=1) - (b_PC * r_PC).sum(axis=1))
 
 
 def prefers_longer(groups: Sequence[tuple[Floats, Floats]]) -> LengthPreference:

@@ -46,6 +46,9 @@ for group in (pipeline.app, demo.app, explore.app, look.app, demo.world_app):
         command.cls = _PlainHelp
 DEBUG = False
 INTERRUPTED = 130
+# The hub's client warns at every try, where our message says what to do; bitsandbytes, which peft imports, asks for a
+# package that nothing here needs.
+NOISY = ("huggingface_hub", "bitsandbytes")
 
 
 def main() -> None:
@@ -97,6 +100,6 @@ def _options(
     level = logging.DEBUG if debug else logging.INFO if is_first() else logging.ERROR
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("lightning_weave").setLevel(level)
-    if not debug:  # the hub warns at every try, bitsandbytes about kernels that nothing here asks for
-        for library in ("huggingface_hub", "bitsandbytes"):
+    if not debug:
+        for library in NOISY:
             logging.getLogger(library).setLevel(logging.ERROR)

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import pyplot
-from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
 from lightning_weave.bench.statistics import Interval
 from lightning_weave.report.colours import COLOURS, Hue, Hues
 from lightning_weave.report.figures import INK, STYLE, WIDTH, literal, span_at_least
 
 Line = Sequence[tuple[float, float]]
+READABLE = (2, 3, 4, 6, 8)  # ticks between powers of ten whose labels have room
 DARK = ("slate", "clay")  # parts of a bar whose label is white
 
 
@@ -63,6 +64,7 @@ def lines(panels: Mapping[str, Mapping[str, Line]], x: str, y: str, hues: Hues, 
             if logarithmic and all(value > 0 for line in panel.values() for _, value in line):
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter(ScalarFormatter())
+                axes.yaxis.set_minor_locator(LogLocator(subs=READABLE))
                 axes.yaxis.set_minor_formatter(NullFormatter() if _spans_decade(panel) else ScalarFormatter())
         for axes in list(grid.flat)[len(panels) :]:
             axes.remove()

@@ -16,7 +16,7 @@ from lightning_weave.progress import SAID
 from lightning_weave.report.tables import BenchmarkScore, PolicyRow, TaskScore, console, fits, plain
 from lightning_weave.report.tasks import missing_rows, task_columns, task_results, with_tasks
 from lightning_weave.runs.evaluation import asked_problems
-from lightning_weave.runs.known import neighbours
+from lightning_weave.runs.known import neighbours, tellable
 from lightning_weave.runs.prompts import tag_of
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store.identity import fingerprint
@@ -29,7 +29,7 @@ PolicySummaries = dict[str, list[Summary]]  # policy -> its benchmarks
 def summaries(steps: Steps) -> PolicySummaries:
     """Read the evaluations of every policy that has all benchmarks done."""
     finished = {}
-    for policy in steps.policies:
+    for policy in tellable(steps):
         stages = [steps.store.stage(steps.eval(policy, name)) for name in steps.recipe.eval.benchmarks]
         if all(stage.state() == "done" for stage in stages):
             finished[policy] = [read_summary(stage.folder / "summary.json") for stage in stages]
@@ -42,7 +42,7 @@ def other_protocols(steps: Steps) -> dict[str, PolicySummaries]:
     Of each protocol, the policies that have all the benchmarks of the first.
     """
     found: dict[str, PolicySummaries] = {}
-    for policy in steps.policies:
+    for policy in tellable(steps):
         for name in steps.recipe.eval.benchmarks:
             stage = steps.store.stage(steps.eval(policy, name))
             for other, label in neighbours(stage):

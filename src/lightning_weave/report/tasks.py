@@ -9,6 +9,7 @@ from lightning_weave.config import HARNESS
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.report.tables import BenchmarkScore, PolicyRow, TaskScore
+from lightning_weave.runs.known import tellable
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import MANIFEST, recorded
 
@@ -19,7 +20,7 @@ def task_results(runs: Sequence[Steps]) -> PolicyTasks:
     """Read what another harness found, whichever command asked it: of these policies as they are now."""
     found: PolicyTasks = {}
     for steps in runs:
-        for policy in steps.policies:
+        for policy in tellable(steps):
             folders = [
                 folder
                 for folder in sorted((steps.store.run_dir / "eval" / policy).glob(f"{HARNESS}*"))

@@ -63,6 +63,19 @@ def _with(steps: Steps, part: str, name: str, one: Mapping[str, Any], anchors: M
     return longer
 
 
+def tellable(steps: Steps) -> list[str]:
+    """Name the policies whose models are known: no other can have results. A run remembers models that are gone."""
+
+    def is_known(policy: str) -> bool:
+        try:
+            steps.made_by("eval", [policy])
+        except InputError:
+            return False
+        return True
+
+    return [policy for policy in steps.policies if is_known(policy)]
+
+
 def as_it_stands(steps: Steps) -> Steps:
     """Take what is finished as it was made, whatever the recipe says now: stages, and the weights of compositions."""
     standing = replace(steps, standing=True)
