@@ -72,12 +72,12 @@ def open_sampler(
 def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score) -> Scorer:
     """Load a model that scores rows in its own tokens."""
     device = set_up(steps.recipe, steps.store)
-    free_memory()
     dtype = checkpoint.compute_dtype(section.dtype, device)
     if section.engine == "hf":
         return hf_scorer(checkpoint.load(dtype, device), checkpoint.vocabulary, section.token_budget)
     _refuse_adapter(checkpoint)
     device = beside_engine(device, gpus_of(section))
+    free_memory()
     version = engine_version(section.python)
     check_scoring_version(version)
     length = _longest_row(steps, checkpoint)
