@@ -111,8 +111,10 @@ def training_memory(
     moments["loss"] += _at_loss(shape, tokens, of_head, size)
     if base != "own":  # one matrix at a time is made whole
         whole += size * shape.width * max(layer.inner for layer in shape.layers)
-    # Its head is compared with its own logits, in float32, when its weights have been read.
-    looked_at = whole + size * unit + max(whole + size * unit, 4 * head if size < 4 else 0)
+    # Its head is compared with its own logits, in float32, when its weights have been read. Several GPUs gather embedding
+    # and head twice, as they come and in their places, beside the layer after them.
+    probe = 4 * head if size < 4 else 0
+    looked_at = whole + (max(2 * size * unit, probe) if gpus == 1 else size * unit + max(whole + size * unit, probe))
     return Memory(state, float(whole + max(moments.values())), (frozen + MASTER * learning) / gpus + looked_at)
 
 
