@@ -21,7 +21,7 @@ from lightning_weave.bench.definitions import asked_benchmark
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
 from lightning_weave.errors import InputError, Mismatch
-from lightning_weave.models import memory
+from lightning_weave.models import load, memory
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.engine_process import EngineProcess
 from lightning_weave.pipeline import eval as eval_stage
@@ -152,12 +152,16 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     """Every model that is loaded; the one before it and all others must be gone by then, also from the pool."""
     models: list[weakref.ref] = []
     in_pool: list[weakref.ref] = []
-    load = Checkpoint.load
+    load_model = load.load_model
+    room_for_weights = load.room_for_weights
 
-    def watched(self: Checkpoint, *args: Any) -> Any:
+    def make_room(*args: Any) -> Any:
         assert [model() for model in models if model() is not None] == []
         assert in_pool == []
-        model = load(self, *args)
+        return room_for_weights(*args)
+
+    def watched(*args: Any, **settings: Any) -> Any:
+        model = load_model(*args, **settings)
         models.append(weakref.ref(model))
         in_pool.append(models[-1])
         return model
@@ -165,7 +169,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     def empty_pool() -> None:
         in_pool[:] = [model for model in in_pool if model() is not None]
 
-    monkeypatch.setattr(Checkpoint, "load", watched)
+    monkeypatch.setattr(load, "room_for_weights", make_room)
+    monkeypatch.setattr(load, "load_model", watched)
     monkeypatch.setattr(memory, "empty_pool", empty_pool)
     return models
 

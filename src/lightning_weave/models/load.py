@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from lightning_weave.errors import InputError, WeaveError, first_line
 from lightning_weave.models.attention import spare_memory
 from lightning_weave.models.files import check_weights, checkpoint_json, quantisation
-from lightning_weave.models.memory import is_out_of_memory
+from lightning_weave.models.memory import free_memory, is_out_of_memory
 
 _ENDS_OF_TURN = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>")
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
 def load_model(path: Path, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False) -> Any:
     """Load a causal language model for inference: safetensors only, the dtype that was asked for, no gradients."""
     check_weights(path)
+    free_memory()  # of the model before, which nobody uses any more
     if trust_remote_code:
         _warn_of_code(path)
     try:

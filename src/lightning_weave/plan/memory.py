@@ -98,12 +98,16 @@ def training_memory(
     of_both = (3 if shape.tied else 2) * size * of_head
     # When embedding and head are reduced over several GPUs, their weights have been given up.
     reduced = (4 + max(size, 4 / gpus if gpus > 1 else 0)) * of_root - (whole if gpus > 1 else 0) if gathered else 0.0
+    gradients = 0.6 * tokens * (max(kept) + back) + size * of_head + (3 * size + 4) * unit  # of one layer, all there
+    done = min(1.0, 2 / len(kept))  # of the layers, when the last but one has its gradients
     moments = {
         "loss": tokens * (stored + (8 + 3 * size) * shape.width + BATCH) + size * unit,
         "last layer": tokens * (stored + again + back - 2 * size * shape.width) + size * of_head + (size + 5) * unit,
+        # The first to hold the sums of the layer after it; those before it still have all activations.
+        "last but one": tokens * stored * (1 - done) + of_layers * done + gradients,
         # Its activations go as its gradients come: most of the one, or all of the other.
         "first layer": tokens * (max(kept) + back) + size * of_head + (2 * size + 4.5) * unit + of_layers,
-        "its gradients": 0.6 * tokens * (max(kept) + back) + size * of_head + (3 * size + 4) * unit + of_layers,
+        "its gradients": gradients + of_layers,
         "embedding": of_both + 4 * unit + of_layers,
         "reduction": reduced + of_layers,
         "step": GRADIENT * learning / gpus - whole,
@@ -111,8 +115,10 @@ def training_memory(
     moments["loss"] += _at_loss(shape, tokens, of_head, size)
     if base != "own":  # one matrix at a time is made whole
         whole += size * shape.width * max(layer.inner for layer in shape.layers)
-    # Its head is compared with its own logits, in float32, when its weights have been read.
-    looked_at = whole + size * unit + max(whole + size * unit, 4 * head if size < 4 else 0)
+    # Its head is compared with its own logits, in float32, when its weights have been read. Several GPUs gather
+    # embedding and head twice, as they come and in their places, beside the layer after them.
+    probe = 4 * head if size < 4 else 0
+    looked_at = whole + (max(2 * size * unit, probe) if gpus == 1 else size * unit + max(whole + size * unit, probe))
     return Memory(state, float(whole + max(moments.values())), (frozen + MASTER * learning) / gpus + looked_at)
 
 

@@ -184,12 +184,12 @@ def worn(
 def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score, url: str | None = None) -> Scorer:
     """Load a model that scores rows in its own tokens, or reach the server that has it."""
     device = set_up(steps.recipe, steps.store)
-    free_memory()
     dtype = checkpoint.compute_dtype(section.dtype, device)
     if section.engine == "hf":
         return hf_scorer(checkpoint.load(dtype, device), checkpoint.vocabulary, section.token_budget)
     _refuse_adapter(checkpoint)
     device = beside_engine(device, gpus_of(section))
+    free_memory()
     version = engine_version(section.python) if url is None else server_version(url)
     check_version(version, "score", "[reference] and [score]")
     length = _longest_row(steps, checkpoint)
