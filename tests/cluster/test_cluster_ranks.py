@@ -30,7 +30,7 @@ from lightning_weave.store.ledger import read_ledger
 from train import launch
 
 QUIET = Progress(quiet=True)
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 # The loss of the method itself. Where nobody has been there before it waits in the tenth pass until it is let go.
 LOSS = """
 import time

@@ -86,7 +86,6 @@ def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 def test_the_shard_of_a_worker_that_dies_goes_to_another(
     cluster: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -115,7 +114,6 @@ def test_the_shard_of_a_worker_that_dies_goes_to_another(
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 def test_an_error_of_a_worker_is_the_users_to_read(cluster: Any, tmp_path: Path) -> None:
     recipe = world(tmp_path)
@@ -142,7 +140,6 @@ def _open_waiting(steps: Steps, others: Path | None, own: Path) -> Any:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 def test_a_free_worker_begins_the_next_job(cluster: Any, tmp_path: Path) -> None:
     """The only shard of the first job is made when the second job has been."""
@@ -179,7 +176,6 @@ def _open_looking(steps: Steps, seen: Path) -> Any:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 def test_a_worker_sees_the_gpus_of_its_engine(cluster: Any, tmp_path: Path) -> None:
     """Ray believes in the four GPUs of a node that has none."""
@@ -215,7 +211,6 @@ def _open_with(steps: Steps, engine: _Engine) -> Any:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 def test_a_worker_keeps_what_two_jobs_share(cluster: Any, tmp_path: Path) -> None:
     _by_value()
@@ -247,7 +242,6 @@ def _open_poisoned(steps: Steps) -> Any:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 def test_a_shard_that_kills_every_worker_is_given_up_by_name(cluster: Any, tmp_path: Path) -> None:
     _by_value()
