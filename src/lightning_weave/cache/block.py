@@ -88,7 +88,9 @@ class Block:
         """Copy all of it into torch."""
         from lightning_weave.cache.tensors import Tensors
 
-        return Tensors.of(self)
+        return Tensors.of(
+            self.rollouts, self.candidates, r_KPC=self.r_KPC, mapped_KPC=self.mapped_KPC, valid_KP=self.valid_KP
+        )
 
     def pick(self, rows: Sequence[int]) -> "Block":
         """Take some of its rows, by their place in the block."""

@@ -1,15 +1,13 @@
 """A block in torch, for loops of one's own."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_weave.maths import with_other
-
-if TYPE_CHECKING:
-    from lightning_weave.cache.block import Block
+from lightning_weave.types import Candidates, Rollouts
 
 
 @dataclass(frozen=True)
@@ -27,9 +25,8 @@ class Tensors:
     valid_KP: Tensor
 
     @classmethod
-    def of(cls, block: "Block") -> "Tensors":
-        """Copy a block."""
-        rollouts, candidates = block.rollouts, block.candidates
+    def of(cls, rollouts: Rollouts, candidates: Candidates, **arrays: NDArray) -> "Tensors":
+        """Copy the parts of a block."""
         prompts = [torch.tensor(ids).long() for ids in rollouts.prompt_ids]
         responses = [torch.tensor(ids).long() for ids in rollouts.response_ids]
         rows = list(enumerate(zip(prompts, responses, strict=True)))
@@ -40,7 +37,5 @@ class Tensors:
             sampled_P=torch.cat(responses),
             candidate_ids_PC=torch.tensor(candidates.ids.flat).long(),
             log_b_PO=with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat)),
-            r_KPC=torch.tensor(block.r_KPC),
-            mapped_KPC=torch.tensor(block.mapped_KPC),
-            valid_KP=torch.tensor(block.valid_KP),
+            **{name: torch.tensor(array) for name, array in arrays.items()},
         )

@@ -229,7 +229,9 @@ def rehearse(
     from lightning_weave.report import report
     from lightning_weave.views import card
 
-    steps, progress, workers = loaded.steps, loaded.progress, loaded.workers()
+    steps = loaded.steps
+    progress = loaded.progress
+    workers = loaded.workers()
     commands = stage.Commands(
         run=lambda small: running.run(small, progress, workers, yes=True),
         report=lambda small: report.run([small], progress),
