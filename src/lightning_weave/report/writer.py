@@ -128,7 +128,7 @@ class Writer:
             self._grid("cost", cost_table.table_lines(columns), cost_table.RULES)
 
     def hyperparameters(self, runs: Mapping[str, Steps]) -> None:
-        """Write what the compositions of these runs were trained with."""
+        """Write the hyperparameters of the runs that train something."""
         trained = {name: steps for name, steps in runs.items() if steps.recipe.compositions}
         if trained:
             mark = next(iter(trained.values())).recipe.mark
