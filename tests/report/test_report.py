@@ -24,8 +24,8 @@ from lightning_weave.pipeline.flow import make_cache, make_students
 from lightning_weave.progress import Progress
 from lightning_weave.report import anchors, read_cases, report
 from lightning_weave.report.cases import choose
-from lightning_weave.report.hyperparameters import table_lines
 from lightning_weave.report.loom import draw_rows
+from lightning_weave.report.setup import hyperparameter_lines
 from lightning_weave.runs.caches import open_scored
 from report.chromium import browsing, needs_chromium, open_page
 from report.evaluated import HOSTILE, write_evaluations
@@ -100,7 +100,7 @@ def test_hyperparameters_are_those_that_students_were_trained_with(recipe: dict[
         "Gradient clipping": "1",
     }
     other = steps_of({**recipe, "train": {**recipe["train"], "learning_rate": 1e-4}})
-    header, *lines = table_lines({"one": steps_of(recipe), "two": other})
+    header, *lines = hyperparameter_lines({"one": steps_of(recipe), "two": other})
     assert header == ["Hyperparameter", "one", "two"]
     assert ["Learning rate", "0.001", "0.0001"] in lines
 

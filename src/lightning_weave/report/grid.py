@@ -6,17 +6,17 @@ from collections.abc import Collection, Sequence
 
 from lightning_weave.report.tables import escape_latex, escape_markdown
 
-Grid = Sequence[Sequence[str]]
+TextTable = Sequence[Sequence[str]]
 
 
-def markdown(lines: Grid) -> str:
+def markdown(lines: TextTable) -> str:
     """Write the table as GitHub Markdown."""
     escaped = [[escape_markdown(text) for text in line] for line in lines]
     rule = [":---", *["---:"] * (len(lines[0]) - 1)]
     return "".join(f"| {' | '.join(line)} |\n" for line in (escaped[0], rule, *escaped[1:]))
 
 
-def latex(lines: Grid, rules: Collection[int] = (1,)) -> str:
+def latex(lines: TextTable, rules: Collection[int] = (1,)) -> str:
     """Write the table as a LaTeX tabular with a rule before these lines; it only needs the booktabs package."""
     body = [
         (r"\midrule" + "\n") * (at in rules) + " & ".join(map(escape_latex, line)) + r" \\"
@@ -27,7 +27,7 @@ def latex(lines: Grid, rules: Collection[int] = (1,)) -> str:
     return "\n".join(parts) + "\n"
 
 
-def to_csv(lines: Grid) -> str:
+def to_csv(lines: TextTable) -> str:
     """Write the table as CSV."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(lines)

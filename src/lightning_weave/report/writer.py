@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave.config import slug
-from lightning_weave.report import across, cost_table, grid, headline, hyperparameters, tables
+from lightning_weave.report import across, cost_table, grid, headline, tables
 from lightning_weave.report.colours import Hues
 from lightning_weave.report.figures import frontier, inline, save
 from lightning_weave.report.page import Figure
 from lightning_weave.report.results import overalls, points
+from lightning_weave.report.setup import hyperparameter_lines
 from lightning_weave.runs.costs import read_spent
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import write_atomic, write_json
@@ -128,13 +129,13 @@ class Writer:
             self._grid("cost", cost_table.table_lines(columns), cost_table.RULES)
 
     def hyperparameters(self, runs: Mapping[str, Steps]) -> None:
-        """Write what the compositions of these runs were trained with."""
+        """Write the hyperparameters of the runs that train something."""
         trained = {name: steps for name, steps in runs.items() if steps.recipe.compositions}
         if trained:
             mark = next(iter(trained.values())).recipe.mark
-            self._grid("hyperparameters", hyperparameters.table_lines(trained, mark))
+            self._grid("hyperparameters", hyperparameter_lines(trained, mark))
 
-    def _grid(self, name: str, lines: grid.Grid, rules: Sequence[int] = (1,)) -> None:
+    def _grid(self, name: str, lines: grid.TextTable, rules: Sequence[int] = (1,)) -> None:
         self.text(f"tables/{name}.md", grid.markdown(lines))
         self.text(f"tables/{name}.tex", grid.latex(lines, rules))
         self.text(f"tables/{name}.csv", grid.to_csv(lines))
