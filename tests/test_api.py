@@ -1,6 +1,7 @@
 """`import lightning_weave as lw` on a tiny run, made and looked at from Python alone."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,14 @@ def test_importing_the_package_is_light_and_its_names_are_there() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'Rum'"):
         _ = lw.Rum
+
+
+def test_a_notebook_keeps_its_own_way_to_draw() -> None:
+    code = "import lightning_weave.report.figures, matplotlib; print(matplotlib.get_backend())"
+    for chosen in ({"MPLBACKEND": "svg"}, {}):
+        environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"} | chosen
+        said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert said.stdout.strip().lower() == chosen.get("MPLBACKEND", "agg")
 
 
 def test_stages_made_from_python_are_those_of_the_command(run: lw.Run) -> None:

@@ -138,11 +138,11 @@ def test_the_command_takes_a_run_directory_wherever_it_stands(recipe: dict[str, 
     moved = tmp_path / "elsewhere"
     moved.symlink_to(run, target_is_directory=True)
     for place in (run, moved, run / "recipe.toml"):
-        result = CliRunner().invoke(app, ["inspect", str(place), "row", "2", "--position", "1", "--json"])
+        result = CliRunner().invoke(app, ["inspect", str(place), "--row", "2", "--position", "1", "--json"])
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout) == inspect.asdict(expected)
     with pytest.raises(InputError, match=r"no recipe\.toml here"):
-        CliRunner().invoke(app, ["inspect", str(tmp_path), "row", "0", "--position", "0"], catch_exceptions=False)
+        CliRunner().invoke(app, ["inspect", str(tmp_path), "--row", "0", "--position", "0"], catch_exceptions=False)
 
 
 def test_what_is_not_scored_is_said(recipe: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Figures as SVG, PDF and PNG, and in the page: colour-blind safe, readable at paper size."""
 
 import io
+import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any, Literal
 
 import matplotlib
 
-matplotlib.use("Agg")
+if "MPLBACKEND" not in os.environ:  # a notebook has set it, and its user's own plots are to be seen
+    matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from lightning_weave.maths.metrics import pareto_front
