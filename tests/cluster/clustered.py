@@ -19,16 +19,21 @@ def world(root: Path) -> dict:
 
 
 class Watching(Progress):
-    """Counts units as they are finished, keeps what is said, and acts when a third unit of a bar is there."""
+    """Counts units as they are finished and keeps what is said; acts on the third unit of a bar, and on a death."""
 
-    def __init__(self, third: Mapping[str, Callable[[], None]] | None = None) -> None:
+    def __init__(
+        self, third: Mapping[str, Callable[[], None]] | None = None, on_death: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(quiet=True)
         self.third = third or {}
+        self.on_death = on_death
         self.counts: dict[str, int] = {}
         self.said: list[str] = []
 
     def say(self, message: str) -> None:
         self.said.append(message)
+        if "a rank died" in message:
+            self.on_death()
 
     @contextmanager
     def bar(self, what: str, total: int, unit: str) -> Iterator[Bar]:

@@ -102,19 +102,24 @@ def table(steps: Steps) -> str:
 def test_a_node_that_dies_in_every_phase_costs_nothing_but_time(cluster: Any, alone: Alone, tmp_path: Path) -> None:
     steps = alone.again(tmp_path)
 
-    def replace_a_node() -> None:
-        """One node is killed, and another one joins, as where machines are rented."""
+    def kill_a_node() -> None:
         cluster.remove_node(cluster.worker_nodes.copy().pop(), allow_graceful=False)
+
+    def add_a_node() -> None:
         cluster.add_node(num_cpus=1)
 
-    def replace_a_node_in_training() -> None:
+    def replace_a_node() -> None:
+        kill_a_node()
+        add_a_node()
+
+    def kill_a_node_in_training() -> None:
         alone.wait()
-        replace_a_node()
+        kill_a_node()
         alone.go.touch()
 
     phases = ("rollout", "score acc-pre", "eval both/problems")
-    watching = Watching(dict.fromkeys(phases, replace_a_node))
-    killer = Thread(target=replace_a_node_in_training, daemon=True)
+    watching = Watching(dict.fromkeys(phases, replace_a_node), on_death=add_a_node)  # only this thread can add one
+    killer = Thread(target=kill_a_node_in_training, daemon=True)
     killer.start()
     run.run(steps, watching, connect(None), force=True)
     killer.join()
