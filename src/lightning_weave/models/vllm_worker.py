@@ -141,8 +141,10 @@ def score(engine: Any, rows: list[list[int]], worn: Any) -> list[list[float]]:
     """Give the log-probability of every token of a row but the first."""
     vllm = importlib.import_module("vllm")
     params = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-    prompts = [{"prompt_token_ids": ids} for ids in rows]
-    outputs = engine.generate(prompts, params, use_tqdm=False, lora_request=worn)
+    # One at a time: an engine that takes adapters dies of reading several rows at once.
+    outputs = [
+        engine.generate([{"prompt_token_ids": ids}], params, use_tqdm=False, lora_request=worn)[0] for ids in rows
+    ]
     return [
         [entry[token].logprob for token, entry in zip(ids[1:], list(output.prompt_logprobs)[1:])]  # noqa: B905 (Python 3.9)
         for ids, output in zip(rows, outputs)  # noqa: B905
