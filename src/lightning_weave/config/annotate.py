@@ -77,7 +77,7 @@ def sources_of(recipe: Recipe, files: Sequence[str | Path], overrides: Sequence[
 
 
 def _inherited(key: str, said: Mapping[str, str]) -> str:
-    """Name where an unsaid value comes from: [eval] asks as [prompts] does."""
+    """Name where a default comes from: [eval] asks as [prompts] does."""
     section, _, name = key.partition(".")
     asks = section == "eval" and name in ("format", "template", "system", "chat", "thinking")
     return f"as prompts.{name}" if asks and f"prompts.{name}" in said else "default"
