@@ -50,8 +50,7 @@ class Run:
         cluster: Literal["ray"] | None = None,
         address: str | None = None,
     ) -> None:
-        self.recipe = _check(recipe, overrides)
-        self.steps = Steps(self.recipe, None, trust)
+        self.steps = Steps(_check(recipe, overrides), None, trust)
         self.progress = Progress(quiet)
         self.yes = yes
         self.cluster = cluster
@@ -86,6 +85,11 @@ class Run:
 
         World().lay_out(Progress(quiet))
         return cls(load_demo(World(), None, 0, _check_overrides(overrides)).recipe, quiet=quiet, yes=yes, trust=trust)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe as checked, with the engines that "auto" stands for here."""
+        return self.steps.recipe
 
     @property
     def path(self) -> Path:

@@ -67,6 +67,9 @@ MEANINGS = {
     "machine.device": "what to compute on",
 }
 EXAMPLES: dict[str, Any] = {
+    "engine": "vllm",
+    "post_url": "http://gpu-7:8000",
+    "pre_url": "http://gpu-8:8000",
     "name": "mine",
     "template": "{problem}\n\nPut the final answer in \\boxed{{}}.",
     "system": "Answer briefly.",
