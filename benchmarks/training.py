@@ -266,7 +266,9 @@ def show_checkpoint(options: argparse.Namespace, folder: Path) -> list[dict[str,
             writer.wait()
             rows.append({"waits": copied - started, "written": time.perf_counter() - started})
     found = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    size = sum(file.stat().st_size for file in (folder / "checkpoints" / "000001").rglob("*") if file.is_file())
+    size = sum(
+        file.stat().st_size for file in (folder / "checkpoints" / f"{options.repeat:06d}").rglob("*") if file.is_file()
+    )
     print(f"\nA checkpoint of {size / 1e6:.0f} MB: training waits {found['waits']:.2f} s of {found['written']:.2f} s")
     share = found["waits"] / (EVERY * update)
     print(
