@@ -126,5 +126,5 @@ class Cache:
             path = stage.shard_path(self.rows.find(number)[0])
             raise CorruptData(
                 f"{path}: row {number} has a log-probability that is not finite. Remove the shard (rm {path}) and "
-                f"make it again with: {stage.step.command}"
+                f"rerun it with: {stage.step.command}"
             )

@@ -92,7 +92,7 @@ def attach(model: Any, name: str, path: Path) -> None:
 
 
 @contextmanager
-def worn(model: Any, name: str | None) -> Iterator[None]:
+def using_adapter(model: Any, name: str | None) -> Iterator[None]:
     """Compute with one of the adapters that are attached, or with none."""
     _switch(model, name)
     try:

@@ -73,11 +73,11 @@ class VLLMSampler:
             checkpoint.path, checkpoint.stop_ids, checkpoint.vocabulary, dtype, trust_remote_code=trust, **settings
         )
 
-    def wearing(self, adapter: Path) -> "VLLMSampler":
+    def with_adapter(self, adapter: Path) -> "VLLMSampler":
         """The same engine with a LoRA adapter over its model; others may use it without."""
-        worn = copy(self)
-        worn.adapter = adapter
-        return worn
+        other = copy(self)
+        other.adapter = adapter
+        return other
 
     def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]:
         """Draw one response per request, in their order."""

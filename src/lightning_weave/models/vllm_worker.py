@@ -119,9 +119,9 @@ def sample(engine: Any, job: dict[str, Any], padding: range) -> Iterator[dict[st
         for seed in job["seeds"]
     ]
     queue = engine.llm_engine
-    worn = adapter(job)
+    lora = adapter(job)
     for number, (ids, each) in enumerate(zip(job["prompts"], params)):  # noqa: B905 (Python 3.9)
-        queue.add_request(str(number), {"prompt_token_ids": ids}, each, lora_request=worn)
+        queue.add_request(str(number), {"prompt_token_ids": ids}, each, lora_request=lora)
     while queue.has_unfinished_requests():
         for output in queue.step():
             if output.finished:
@@ -137,13 +137,13 @@ def adapter(job: dict[str, Any]) -> Any:
     return kind(f"adapter {number}", number, job["adapter"])
 
 
-def score(engine: Any, rows: list[list[int]], worn: Any) -> list[list[float]]:
+def score(engine: Any, rows: list[list[int]], lora: Any) -> list[list[float]]:
     """Give the log-probability of every token of a row but the first."""
     vllm = importlib.import_module("vllm")
     params = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     # One at a time: an engine that takes adapters dies of reading several rows at once.
     outputs = [
-        engine.generate([{"prompt_token_ids": ids}], params, use_tqdm=False, lora_request=worn)[0] for ids in rows
+        engine.generate([{"prompt_token_ids": ids}], params, use_tqdm=False, lora_request=lora)[0] for ids in rows
     ]
     return [
         [entry[token].logprob for token, entry in zip(ids[1:], list(output.prompt_logprobs)[1:])]  # noqa: B905 (Python 3.9)

@@ -65,7 +65,7 @@ class ReferenceWorker:
         return Made(tokens, self.to.write(shard, found))
 
     def close(self) -> None:
-        """The model stays for whoever comes next."""
+        """The model stays loaded for the next job."""
 
 
 def open_worker(steps: Steps, engines: Engines) -> ReferenceWorker:

@@ -64,7 +64,7 @@ class RolloutWorker:
         ]
 
     def close(self) -> None:
-        """The engine stays up for whoever comes next."""
+        """The engine stays up for the next job."""
 
 
 def open_worker(steps: Steps, engines: Engines) -> RolloutWorker:

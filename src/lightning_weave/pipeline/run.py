@@ -78,7 +78,7 @@ def dry_run(steps: Steps, out: Console) -> None:
         prompts = [finding.figures["prompts"] for finding in findings if finding.check == "disk"]
         _show_stages(steps, stages, forecast(steps, stages, prompts[0] if prompts else None), out)
     if doomed := discards(steps, [stage.step for stage in stages]):
-        lines = ["Discarded for it, once each is made again:", *listing(doomed, steps.store.run_dir)]
+        lines = ["Discarded, once each is rerun:", *listing(doomed, steps.store.run_dir)]
         out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     for finding in findings:
         if finding.verdict == "warning":

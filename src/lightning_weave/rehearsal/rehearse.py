@@ -54,7 +54,7 @@ def rehearsed(steps: Steps) -> Steps:
 def run(steps: Steps, small: Steps, commands: Commands, progress: Progress) -> None:
     """Run everything with doubles; say what went through and what that proves, and end with the real run's plan.
 
-    `steps` are the real ones, `small` those of their rehearsal. One that was stopped goes on where it was.
+    `steps` are the real ones, `small` those of their rehearsal. One that was stopped resumes.
     """
     doubles = doubles_of(steps)
     try:

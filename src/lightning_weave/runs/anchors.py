@@ -12,7 +12,7 @@ from lightning_weave.cache.block import Block
 from lightning_weave.cache.sources import ShiftRules, pair_shift
 from lightning_weave.config import Score
 from lightning_weave.errors import InputError, Mismatch
-from lightning_weave.models.adapters import attach, worn
+from lightning_weave.models.adapters import attach, using_adapter
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.hf import Scorer, hf_scorer
 from lightning_weave.models.untrained import untrained_rows
@@ -73,7 +73,7 @@ class AnchorScorer:
         if rows.decided is not None:  # what the student did not write needs no scores
             pairs = zip(aligned, rows.decided, strict=True)
             aligned = [replace(row, mapped_TC=row.mapped_TC & decided_T[:, None]) for row, decided_T in pairs]
-        with worn(self.model, self.adapter):
+        with using_adapter(self.model, self.adapter):
             scored = self.scorer.score(aligned, row_names(rows))
         return Scores(
             trajectory_R,

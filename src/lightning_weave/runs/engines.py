@@ -47,7 +47,7 @@ Section = Rollout | Eval | Reference | Score
 
 
 class Engines:
-    """Opens samplers and scorers, one at a time, and keeps the last one up for whoever asks for the same again.
+    """Opens samplers and scorers, one at a time, and keeps the last one up for the next job that asks for the same.
 
     One at a time, since an engine takes nearly all of a GPU. A process that is sent this object has its own.
     """
@@ -169,7 +169,7 @@ def with_lora(section: Eval, rank: int) -> Eval:
     return section.model_copy(update={"options": {"enable_lora": True, "max_lora_rank": room, **section.options}})
 
 
-def worn(
+def with_adapter(
     steps: Steps, sampler: Sampler, adapter: Path, *, merged: Checkpoint, section: Eval, prompts: Sequence[list[int]]
 ) -> Sampler:
     """Put an adapter on the model of an engine, once it is known to be the merged checkpoint."""
@@ -178,7 +178,7 @@ def worn(
     check = ParityCheck(steps, merged, section, f"vllm {engine_version(section.python)}, adapter", dtype)
     # On the CPU: the device is the engine's.
     few = partial(score_a_few, merged, prompts, sampler.limit, dtype=dtype, device=torch.device("cpu"), padded=True)
-    return check.start(lambda: sampler.wearing(adapter), few, compare)
+    return check.start(lambda: sampler.with_adapter(adapter), few, compare)
 
 
 def open_scorer(steps: Steps, checkpoint: Checkpoint, section: Reference | Score, url: str | None = None) -> Scorer:

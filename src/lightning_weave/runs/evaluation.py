@@ -28,7 +28,7 @@ from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import ask, encode, livecodebench
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.engines import Engines, gpus_of, with_lora, worn
+from lightning_weave.runs.engines import Engines, gpus_of, with_adapter, with_lora
 from lightning_weave.runs.grade import Grader
 from lightning_weave.runs.prompts import Asked, Form
 from lightning_weave.runs.steps import Steps
@@ -59,7 +59,7 @@ class Evaluated:
         sampler = self.engines.sampler(steps, steps.student, section, prompts, max_tokens)
         if self.name == "base":
             return sampler
-        return worn(steps, sampler, adapter, merged=self.checkpoint, section=section, prompts=prompts)
+        return with_adapter(steps, sampler, adapter, merged=self.checkpoint, section=section, prompts=prompts)
 
 
 def exam_jobs(

@@ -262,8 +262,8 @@ class Stage:
         """Check every byte listed in the manifest; returns what is wrong, with the file and the fix."""
         problems = []
         for path, what in self.damaged().items():
-            first = f"Remove it (rm {path}) and make it again" if path.exists() else "Make it again"
-            problems.append(f"{path} {what}. {first} with: {self.step.command}")
+            remedy = f"Remove it (rm {path}), then run" if path.exists() else "Run"
+            problems.append(f"{path} {what}. {remedy}: {self.step.command}")
         return problems
 
     def damaged(self) -> dict[Path, str]:

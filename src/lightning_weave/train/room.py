@@ -1,6 +1,6 @@
 """The token budget that ranks take when they start again after one of them ran out of memory.
 
-In the middle of a pass the others wait for that rank, and cannot be told to take less. So it leaves word for the next
+In the middle of a pass the others wait for that rank, and cannot be told to take less. So it leaves a file for the next
 start, at which all of them agree.
 """
 
@@ -13,13 +13,13 @@ FILE = "token_budget.json"
 
 
 def leave_budget(folder: Path, asked: int, smaller: int) -> None:
-    """Leave word that the recipe's budget is too large, and what to take in its place."""
+    """Write down that the recipe's budget is too large, and what to take in its place."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / FILE, {"asked": asked, "smaller": smaller})
 
 
 def agreed_budget(folder: Path, asked: int, ranks: Ranks) -> int:
-    """Give all ranks the same budget: the recipe's, unless an earlier start left word of it."""
+    """Give all ranks the same budget: the recipe's, unless an earlier start wrote down a smaller one."""
     file = folder / FILE
     left = read_json(file) if ranks.first and file.exists() else {}
     return ranks.told(int(left["smaller"]) if left.get("asked") == asked else asked)

@@ -39,7 +39,7 @@ def unneeded(recipes: Sequence[Steps]) -> list[Doomed]:
     run_dir = recipes[0].store.run_dir
     ledger = read_ledger(run_dir)
     found = [Doomed(path, "no recipe names it", cost_of(path, run_dir, ledger)) for path in _unnamed(recipes)]
-    found += [Doomed(path, "set aside for a stage that is made again") for path in run_dir.rglob(f"{ASIDE}*")]
+    found += [Doomed(path, "set aside while its stage is rerun") for path in run_dir.rglob(f"{ASIDE}*")]
     found += [Doomed(path, "left by a command that was stopped") for path in run_dir.rglob(f"{TEMPORARY}*")]
     found += [Doomed(path, "the student is finished") for path in _spent_checkpoints(run_dir)]
     found += [Doomed(path, "the evaluation is finished") for path in _merged_blocks(run_dir)]

@@ -39,7 +39,7 @@ def run(runs: Sequence[Steps], console: Console, json: bool = False) -> None:
         return
     console.print(_stages_table(rows, "Cost"))
     if spent.discarded:
-        console.print(_stages_table(spent.discarded, "Not counted: made again or removed since"))
+        console.print(_stages_table(spent.discarded, "Not counted: rerun or removed since"))
     for line in summary(steps, rows):
         console.print(line, soft_wrap=True)
 
