@@ -336,6 +336,9 @@ def readme(policies: Mapping[str, Policy]) -> str:
 
     named = {"base": "as it is", "system-prompt": "told to be brief", "weave-50": "woven of *brief* and *right*"}
     said = "; ".join(f"{words}, {point(name)}" for name, words in named.items() if name in policies)
+    if {"system-prompt", "weave-50"} <= policies.keys():
+        found = against(policies["weave-50"], policies["system-prompt"], policies["base"]).accuracy
+        said += f" (its accuracy minus that of the prompt: {shown(found)} points)"
     return (
         "And on a real model, SmolLM2-135M-Instruct on small sums (`make real`):\n"
         f"{said}.\nA small experiment on a weak model, not evidence about large ones "
