@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_weave.cache.reader import Cache
-from lightning_weave.checks.findings import visible
+from lightning_weave.checks.findings import listed, visible
 from lightning_weave.errors import InputError
 from lightning_weave.prompts import read_prompts
 from lightning_weave.records import as_html
@@ -168,8 +168,21 @@ def show(decision: Decision, console: Console) -> None:
         if columns:
             for line in _table({"candidate": [*words, " other"], **columns}):
                 console.print(Text(line), soft_wrap=True)
+    for anchor in decision.shifts:
+        if not decision.valid[anchor]:
+            console.print(Text(f"anchors.{anchor} is masked here: {why_masked(decision, anchor)}"), soft_wrap=True)
     for anchor in decision.missing:
         console.print(Text(f"anchors.{anchor} is not scored yet"))
+
+
+def why_masked(decision: Decision, anchor: str) -> str:
+    """Say why an anchor has no say in a decision."""
+    unmapped = [token for token, r in zip(decision.tokens, decision.shifts[anchor], strict=True) if r is None]
+    if not unmapped:
+        return "a rule of the anchor leaves it out (only_above, mass_floor)"
+    if len(unmapped) == len(decision.tokens):
+        return "it has no counterpart for any candidate, or cannot read what comes before"
+    return f"it has no single token for {listed(repr(visible(token)) for token in unmapped)}"
 
 
 def _masked(name: str, valid: bool) -> str:
