@@ -127,6 +127,7 @@ class FakeDevice(TorchDispatchMode):
             _setup_privateuseone_for_python_backend(rename=NAME, backend_module=_backend())
             for name in _SINGLE_KERNELS:
                 _LIBRARY.impl(name, _never, "PrivateUse1")
+            torch.accelerator.empty_cache = lambda: None  # it keeps nothing for later
         self.device = torch.device(NAME, 0)
         self.live = self.peak = 0
         self.waits: list[str] = []  # operations at which the host waits until all work so far is done
