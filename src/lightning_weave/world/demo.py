@@ -22,7 +22,15 @@ from lightning_weave.runs.steps import Steps
 from lightning_weave.store import whole_directory, write_atomic
 from lightning_weave.train.refreshed import parts_of, schedule_of
 from lightning_weave.world.build import build_world
-from lightning_weave.world.claims import REFRESH_CLAIMS, check, check_difference, claims_table, pooled, results_table
+from lightning_weave.world.claims import (
+    REFRESH_CLAIMS,
+    Policies,
+    check,
+    check_difference,
+    claims_table,
+    pooled,
+    results_table,
+)
 from lightning_weave.world.layout import shipped_world
 
 Preview = Callable[[Steps, Progress, Console, int, Sequence[str]], PolicySummaries]
@@ -104,8 +112,7 @@ def write_claims(worlds: dict[World, list[Steps]], progress: Progress, command: 
     parts = []
     for world, runs in worlds.items():
         evaluated = [summaries(steps) for steps in runs]
-        policies = pooled(evaluated)
-        seeds = [pooled([seed]) for seed in evaluated]
+        policies, seeds = _pooled(evaluated)
         findings[_column(world, runs)] = check(policies, seeds, evaluated, [_kept(steps) for steps in runs])
         targets = preview(runs[0], progress, Console(quiet=True), 50, PREVIEWED)
         parts.append(
@@ -122,14 +129,17 @@ def write_refresh(worlds: dict[World, list[Steps]], command: str) -> Path:
     findings = {}
     parts = []
     for world, runs in worlds.items():
-        evaluated = [summaries(steps) for steps in runs]
-        policies = pooled(evaluated)
-        seeds = [pooled([seed]) for seed in evaluated]
+        policies, seeds = _pooled([summaries(steps) for steps in runs])
         findings[_column(world, runs)] = [check_difference(claim, policies, seeds) for claim in REFRESH_CLAIMS]
         parts.append(f"### Refreshed states in the {world.label}\n\n{results_table(policies, seeds)}\n")
     taken = _work_table(next(iter(worlds.values()))[0])
     text = f"Made by `{command}`.\n\n{claims_table(findings)}\n\n{taken}\n\n" + "\n".join(parts)
     return _write(worlds, "refresh.md", text)
+
+
+def _pooled(evaluated: Sequence[PolicySummaries]) -> tuple[Policies, list[Policies]]:
+    """Pool the results of all seeds, and those of each seed alone."""
+    return pooled(evaluated), [pooled([seed]) for seed in evaluated]
 
 
 def _column(world: World, runs: Sequence[Steps]) -> str:
