@@ -113,7 +113,6 @@ def test_no_server_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
 def test_a_real_server_scores_as_transformers_does(tmp_path: Path, vllm_python: str) -> None:
     checkpoint = save(tmp_path / "model", "experts")
     words = SERVED_WITH.removeprefix("vllm serve MODEL ").split()
