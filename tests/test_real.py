@@ -20,7 +20,7 @@ from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.runs.steps import Steps
 from pipeline.expected import check_reference, check_scores, read_cache
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(7200)]  # the first test waits for all stages
 
 QUESTIONS = {
     "Name a river in France.": "Seine",

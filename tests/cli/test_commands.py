@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import tomli_w
 
 from lightning_weave import __version__
 from lightning_weave.errors import InputError
+from ports import held_port
 from tiny import make_world
 
 LIGHT = """
@@ -128,9 +128,8 @@ def test_a_shell_completes_commands_and_options() -> None:
 def test_an_unreachable_hub_is_asked_once_and_the_answer_names_the_model(tmp_path: Path) -> None:
     """huggingface_hub tells of every try; with one try there is nothing to tell."""
     (tmp_path / "r.toml").write_text('name = "r"\n[student]\nmodel = "nobody/nothing"\n')
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"  # bound, but nobody listens
+    with held_port() as port:
+        endpoint = f"http://127.0.0.1:{port}"
         words = [sys.executable, "-m", "lightning_weave.cli", "--debug", "plan", "r.toml"]
         environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
         ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)

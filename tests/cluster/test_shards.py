@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 import tiny
 from cluster.clustered import Watching, world
 from lightning_weave.cluster.connect import check_address, connect
 from lightning_weave.cluster.plan import plan_ranks, plan_workers
+from lightning_weave.cluster.ranks import Rank
 from lightning_weave.cluster.shards import ShardWorker
 from lightning_weave.config import Machine, check_recipe
 from lightning_weave.errors import InputError, WeaveError
@@ -24,6 +26,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Job, Made
 from lightning_weave.store.ledger import read_ledger
+from ports import held_port
 
 QUIET = Progress(quiet=True)
 
@@ -74,12 +77,21 @@ def test_a_folder_that_a_node_does_not_have_is_said(tmp_path: Path) -> None:
         ShardWorker([], recipe, "", False, str(tmp_path / "gone")).ready()
 
 
+def test_the_port_at_which_ranks_meet_is_kept_for_them() -> None:
+    rank = Rank()
+    port = rank.hold_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    assert TCPStore("127.0.0.1", port, world_size=1, is_master=True).port == port
+    rank.meeting.close()
+
+
 def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         check_address(f"127.0.0.1:{port}")
         check_address(f"ray://127.0.0.1:{port}")
-    with pytest.raises(InputError, match=rf"--address 127\.0\.0\.1:{port}: no answer there"):
+    with held_port() as port, pytest.raises(InputError, match=rf"--address 127\.0\.0\.1:{port}: no answer there"):
         check_address(f"127.0.0.1:{port}")
     check_address("auto")
     check_address(None)

@@ -14,6 +14,7 @@ from lightning_weave.models.vllm import request_seed
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.stream import Journal
 from lightning_weave.types import Request, Rollouts
+from programs import write_program
 from tiny import make_world, save_prompts
 
 VERBS = {"rollout": (), "reference": (), "score": (), "eval": ("--only", "base")}
@@ -54,10 +55,9 @@ for line in sys.stdin:
 def engine_lab(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Lab:
     """A run whose samples and scores come from an engine, as it was before and after each verb."""
     root = tmp_path_factory.mktemp("engine-faults")
-    script, python = root / "engine.py", root / "python"
+    script = root / "engine.py"
     script.write_text(ENGINE)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
-    python.chmod(0o755)
+    python = write_program(root / "python", sys.executable, script)
     recipe = make_world(root / "world", prompts=6)
     engine = {"engine": "vllm", "python": str(python), "parity": 1e9}
     bench = save_prompts(root / "world" / "bench.jsonl", 6, seed=9)

@@ -38,6 +38,11 @@ def test_without_bubblewrap_it_refuses_and_says_how_to_install_it(
         open_sandbox()
 
 
+def test_the_clock_of_programs_does_not_decide_whether_there_is_a_sandbox(bubblewrap: str) -> None:
+    with open_sandbox(slots=1, limits=Limits(seconds=1e-6)) as hasty:
+        assert grade_code(problems.ADD_SOLUTION, problems.ADD, hasty).reason == "timeout"
+
+
 @pytest.mark.slow
 def test_the_unsafe_way_needs_a_word_gives_a_warning_and_still_limits() -> None:
     opened = []

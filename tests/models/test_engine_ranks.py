@@ -39,7 +39,6 @@ def read(records: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in records.iterdir()]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_engines_of_two_ranks_have_their_own_gpus_and_nothing_of_torchrun(records: Path, tmp_path: Path) -> None:

@@ -81,7 +81,6 @@ TWO_WAYS = {"tensor_parallel_size": 2}
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("tied", {}), ("soft cap", {}), ("experts", {}), ("soft cap", TWO_WAYS), ("experts", TWO_WAYS)],
@@ -144,7 +143,6 @@ def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
 def test_a_quantised_checkpoint_is_scored(tmp_path: Path, vllm_python: str) -> None:
     checkpoint = save(tmp_path / "model", "tied")
     model = checkpoint.load(torch.float32, CPU)

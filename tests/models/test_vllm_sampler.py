@@ -17,6 +17,7 @@ from lightning_weave.models.hf import hf_scorer
 from lightning_weave.models.load import load_model
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.types import Request, SamplingSettings
+from programs import write_program
 
 PLAIN = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=24, seed=42)
 STOP = frozenset({2, 3, 4, 5})
@@ -49,7 +50,6 @@ def sampler(checkpoint: Path, vllm_python: str) -> Iterator[VLLMSampler]:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
 def test_the_engine_and_the_scorer_agree_on_every_sampled_token(checkpoint: Path, sampler: VLLMSampler) -> None:
     requests = some_requests()
     drawn = sampler.sample_with_logprobs(requests, PLAIN)
@@ -65,7 +65,6 @@ def test_the_engine_and_the_scorer_agree_on_every_sampled_token(checkpoint: Path
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
 def test_the_engine_keeps_to_the_settings(sampler: VLLMSampler) -> None:
     requests = some_requests()
     drawn = sampler.sample(requests, PLAIN)
@@ -81,7 +80,6 @@ def test_the_engine_keeps_to_the_settings(sampler: VLLMSampler) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
 def test_a_seed_gives_the_same_trajectories_again(sampler: VLLMSampler) -> None:
     requests = some_requests()
     drawn = sampler.sample(requests, PLAIN)
@@ -91,7 +89,6 @@ def test_a_seed_gives_the_same_trajectories_again(sampler: VLLMSampler) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(600)
 def test_the_context_limit_ends_a_response_or_refuses_a_prompt(sampler: VLLMSampler) -> None:
     assert sampler.limit == 64
     long = Request([9] * 60, 0, 0)
@@ -115,9 +112,7 @@ def test_a_python_that_cannot_be_run_is_named(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c \"import sys; sys.exit('the GPU is on fire')\"\n")
-    python.chmod(0o755)
+    python = write_program(tmp_path / "python", sys.executable, "-c", "import sys; sys.exit('the GPU is on fire')")
     with pytest.raises(WeaveError, match="ended with code 1; its last output: the GPU is on fire"):
         VLLMSampler(tmp_path, STOP, VOCABULARY, python=str(python))
 

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import socket
 import subprocess
 import threading
 import time
@@ -22,6 +21,7 @@ from lightning_weave.heads import hidden_states
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.hf import Scorer
 from lightning_weave.models.vllm_body import SERVED_WITH, ServerBody, server_version
+from ports import held_port
 
 Answer = Callable[[str, dict[str, Any]], dict[str, Any] | None]
 
@@ -108,40 +108,32 @@ def test_a_server_for_chat_alone_is_refused_with_the_reason(tmp_path: Path, serv
 
 
 def test_no_server_is_said(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(WeaveError, match=rf"no answer from {url}/version"):
-        server_version(url)
+    with held_port() as port, pytest.raises(WeaveError, match=rf"no answer from http://127\.0\.0\.1:{port}/version"):
+        server_version(f"http://127.0.0.1:{port}")
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
 def test_a_real_server_scores_as_transformers_does(tmp_path: Path, vllm_python: str) -> None:
     checkpoint = save(tmp_path / "model", "experts")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     words = SERVED_WITH.removeprefix("vllm serve MODEL ").split()
-    more = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     # What `vllm serve` calls; that word itself is missing from builds for a CPU.
     program = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint.name]
-    command = [*program, *words, *more]
-    url = f"http://127.0.0.1:{port}"
-    with open(tmp_path / "server.log", "w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        while not _is_healthy(url):
-            assert server.poll() is None, (tmp_path / "server.log").read_text()[-2000:]
-            time.sleep(0.5)
-        check_scores(checkpoint, url)
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
+    with held_port() as port, open(tmp_path / "server.log", "w") as log:
+        more = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+        url = f"http://127.0.0.1:{port}"
+        server = subprocess.Popen([*program, *words, *more], stdout=log, stderr=log)
+        try:
+            while not _is_healthy(url):
+                assert server.poll() is None, (tmp_path / "server.log").read_text()[-2000:]
+                time.sleep(0.5)
+            check_scores(checkpoint, url)
+        finally:
+            server.terminate()
+            server.wait()
 
 
 def _is_healthy(url: str) -> bool:
     try:
-        return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
+        return urllib.request.urlopen(f"{url}/health", timeout=60).status == 200
     except OSError:
         return False

@@ -51,7 +51,7 @@ FIGURES = {  # the paper's figures of results, by the files of a report
     "fig:accuracy-efficiency-tradeoff (b)": "frontier/figures/frontier",
     "fig:accuracy-efficiency-tradeoff (c)": "budgets/figures/budgets-AIME-2024",
 }
-pytestmark = [pytest.mark.paper, pytest.mark.timeout(3600)]  # the first test waits for the whole page
+pytestmark = [pytest.mark.paper, pytest.mark.timeout(6 * 3600)]  # the first test waits for the whole page
 
 
 def page_commands() -> list[list[str]]:

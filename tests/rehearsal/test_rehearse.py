@@ -14,6 +14,7 @@ from forked import Ended, Fault, Forked
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.rehearsal.rehearse import doubles_of, small_recipe
 from lightning_weave.runs.steps import Steps
+from programs import write_program
 from tiny import ENDS, make_world, save_prompts
 
 TESTS = Path(__file__).parents[1]
@@ -150,12 +151,10 @@ def test_an_anchor_that_cannot_express_the_end_of_turn(stage: Stage) -> None:
 
 
 def test_an_export_that_the_engine_cannot_load(stage: Stage, tmp_path: Path) -> None:
-    engine = tmp_path / "python"
     paths = os.pathsep.join([str(TESTS / "stand_in"), *filter(None, sys.path)])
     said = {"PYTHONPATH": paths, "STAND_IN_RECORDS": tmp_path, "STAND_IN_REFUSES": "final"}
-    words = " ".join(f"{name}='{value}'" for name, value in said.items())
-    engine.write_text(f'#!/bin/sh\n{words} exec {sys.executable} "$@"\n')
-    engine.chmod(0o755)
+    words = (f"{name}={value}" for name, value in said.items())
+    engine = write_program(tmp_path / "python", "env", *words, sys.executable)
     ended = stage.rehearse(eval={**stage.recipe["eval"], "engine": "vllm", "python": str(engine), "parity": 1e6})
     assert ended.code == 1, ended.said
     assert "ValueError: Model architectures ['Small'] are not supported" in ended.said

@@ -28,6 +28,7 @@ from lightning_weave.store import read_lines
 from lightning_weave.train import offline
 from lightning_weave.train.schedule import make_schedule
 from lightning_weave.types import Candidates, Ragged, Request, Rollouts, SamplingSettings, Scores
+from programs import write_program
 from rows import Row, read_row
 from tiny import make_tokenizer, save_model, steps_of
 from train.cached import make_run as make_cached_run
@@ -172,9 +173,7 @@ def test_an_engine_that_says_nothing_or_nonsense_is_not_believed(
     tmp_path: Path, ids: str, logprobs: str, message: str
 ) -> None:
     (tmp_path / "engine.py").write_text(ENGINE)
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{tmp_path / 'engine.py'}' '{ids}' '{logprobs}'\n")
-    python.chmod(0o755)
+    python = write_program(tmp_path / "python", sys.executable, tmp_path / "engine.py", ids, logprobs)
     with (
         VLLMSampler(Path("student"), frozenset({1}), 50, python=str(python)) as sampler,
         pytest.raises(WeaveError, match=message),

@@ -13,6 +13,7 @@ import tiny
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
+from programs import write_program
 
 PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 
@@ -54,9 +55,7 @@ def test_every_stage_waits_for_the_one_before(tmp_path: Path) -> None:
 def test_an_array_of_tasks_makes_what_one_process_makes(tmp_path: Path) -> None:
     recipe = {**tiny.make_world(tmp_path / "models"), "runs": str(tmp_path / "runs")}
     (tmp_path / "mine.toml").write_text(dump_recipe(check_recipe(recipe)))
-    command = tmp_path / "lweave"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m lightning_weave.cli "$@"\n')
-    command.chmod(0o755)
+    write_program(tmp_path / "lweave", sys.executable, "-m", "lightning_weave.cli")
     alone = tiny.steps_of({**recipe, "runs": str(tmp_path / "alone")})
     make_rollouts(alone, Progress(quiet=True))
     made = tmp_path / "runs" / "tiny" / "rollout"

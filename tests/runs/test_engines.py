@@ -38,6 +38,7 @@ from lightning_weave.store import read_lines
 from lightning_weave.types import Candidates, Prompt, Rollouts
 from pipeline.expected import check_reference, read_cache
 from pipeline.scored import make_scored
+from programs import write_program
 
 QUIET = Progress(quiet=True)
 # Speaks the protocol of the engine's process: settings, then jobs. It knows what it answers, and how likely rows are.
@@ -104,10 +105,9 @@ def make_recipe(root: Path, python: str) -> dict:
 @pytest.fixture
 def false_engine(tmp_path: Path) -> tuple[dict, Path]:
     """A recipe whose engine says what a file says."""
-    script, known, python = tmp_path / "engine.py", tmp_path / "known.json", tmp_path / "python"
+    script, known = tmp_path / "engine.py", tmp_path / "known.json"
     script.write_text(ENGINE)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} {known} "$@"\n')
-    python.chmod(0o755)
+    python = write_program(tmp_path / "python", sys.executable, script, known)
     return make_recipe(tmp_path / "world", str(python)), known
 
 
@@ -390,7 +390,6 @@ def test_room_is_made_for_the_longest_prompt_and_never_beyond_the_model(tmp_path
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
 def test_vllm_samples_trajectories_that_the_reference_accepts(
     vllm_python: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -415,7 +414,6 @@ def test_vllm_samples_trajectories_that_the_reference_accepts(
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
 def test_vllm_evaluates(vllm_python: str, tmp_path: Path) -> None:
     steps = tiny.steps_of(make_recipe(tmp_path, vllm_python))
     eval_stage.run(steps, QUIET, ["base"])
@@ -427,7 +425,6 @@ def test_vllm_evaluates(vllm_python: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(1800)
 def test_a_real_checkpoint_goes_through_vllm(
     vllm_python: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

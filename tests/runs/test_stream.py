@@ -11,6 +11,7 @@ from lightning_weave.errors import WeaveError
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.runs.stream import Journal, sample_shards
 from lightning_weave.types import Request, Response, SamplingSettings
+from programs import write_program
 
 SETTINGS = SamplingSettings(1.0, 1.0, 4, 0)
 # Finishes requests in an order of its own: every third first. Dies after as many as the file beside it says.
@@ -44,10 +45,8 @@ def expected(requests: list[Request]) -> list[Response]:
 def engine(tmp_path: Path) -> Iterator[VLLMSampler]:
     (tmp_path / "engine.py").write_text(ENGINE)
     (tmp_path / "most").write_text("1000")
-    python = tmp_path / "python"
-    words = (sys.executable, *(tmp_path / name for name in ("engine.py", "asked", "most")))
-    python.write_text("#!/bin/sh\nexec " + " ".join(f"'{word}'" for word in words) + "\n")
-    python.chmod(0o755)
+    files = (tmp_path / name for name in ("engine.py", "asked", "most"))
+    python = write_program(tmp_path / "python", sys.executable, *files)
     with VLLMSampler(Path("student"), frozenset({1}), 50, python=str(python)) as sampler:
         yield sampler
 

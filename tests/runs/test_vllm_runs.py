@@ -23,7 +23,7 @@ from runs.test_engines import make_recipe
 
 QUIET = Progress(quiet=True)
 EAGER = {"enforce_eager": True}
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(7200)]  # engine after engine
 
 
 def moved(folder: Path, start: Path) -> Path:

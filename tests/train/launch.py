@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import files
 from lightning_weave.train import checkpoint, export, loop, parallel, schedule
+from ports import held_port
 
 # One server imports everything once; its children are forked from it before they have any threads.
 SERVER = multiprocessing.get_context("forkserver")
@@ -90,14 +90,16 @@ def start(plan: Plan, ranks: int = 1) -> list[int]:
 
 def on_ranks(ranks: int, work: Callable[..., None], *args: Any) -> list[int]:
     """Do any work in processes that find each other as torchrun's do; returns the exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    members = [SERVER.Process(target=_as_rank, args=(rank, ranks, port, work, args)) for rank in range(ranks)]
-    for member in members:
-        member.start()
-    for member in members:
-        member.join()
+    with held_port() as port:
+        members = [SERVER.Process(target=_as_rank, args=(rank, ranks, port, work, args)) for rank in range(ranks)]
+        for member in members:
+            member.start()
+        try:
+            for member in members:
+                member.join()
+        finally:  # a test that hangs is stopped here, and what it waits for must not outlive it
+            for member in members:
+                member.kill()
     return [member.exitcode or 0 for member in members]
 
 

@@ -25,6 +25,7 @@ from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.round_engine import room_beside
 from lightning_weave.train.training import open_trainee
 from pipeline.scored import HALF, QUIET, same
+from programs import write_program
 from runs.test_engines import make_recipe
 from tiny import make_world, steps_of
 from train.cached import context
@@ -45,11 +46,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict:
 def with_engine(world: dict, folder: Path, *environment: str, **options: object) -> dict:
     """The recipe with an engine that computes; what it is asked to do is written down in `folder`."""
     folder.mkdir()
-    python = folder / "python"
     paths = os.pathsep.join([str(TESTS / "stand_in"), *filter(None, sys.path)])
-    said = " ".join([f"PYTHONPATH={paths}", f"STAND_IN_RECORDS={folder}", "STAND_IN_COMPUTES=1", *environment])
-    python.write_text(f'#!/bin/sh\nexec env {said} {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    said = [f"PYTHONPATH={paths}", f"STAND_IN_RECORDS={folder}", "STAND_IN_COMPUTES=1", *environment]
+    python = write_program(folder / "python", "env", *said, sys.executable)
     engine = {"engine": "vllm", "python": str(python), "parity": 1e-3, "options": options}
     return {**world, "runs": str(folder / "runs"), "rollout": {**world["rollout"], **engine}}
 
@@ -150,7 +149,6 @@ def test_a_kill_before_a_round_loses_nothing(
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
 def test_vllm_takes_the_weights_of_another_checkpoint_and_back(vllm_python: str, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, vllm_python)
     student = steps_of(recipe).student

@@ -184,16 +184,20 @@ class Rank:
 
     def __init__(self) -> None:
         self.messages = queue.SimpleQueue[tuple[Any, ...]]()
+        self.meeting = socket.socket()
 
     def begin(self, folder: str) -> tuple[str, str, int]:
         """Go to a folder; name this node, its address and a free port there."""
         import ray
 
         enter(folder)
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), self.hold_port()
+
+    def hold_port(self) -> int:
+        """Keep a port for the store of this rank: torch may listen there, and nobody else is given it before."""
+        self.meeting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.meeting.bind(("", 0))
+        return int(self.meeting.getsockname()[1])
 
     def train(self, place: tuple[Any, ...], work: RankWork, recipe: Recipe, arguments: str | None, trust: bool) -> None:
         """Train as this rank of all."""

@@ -5,10 +5,8 @@ With `STAND_IN_COMPUTES` it answers what the checkpoint says that it was given, 
 
 import json
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,10 +110,7 @@ def _meet() -> int:
     """Make a process group as the workers of vLLM do, on a free port of the engine's own."""
     import torch.distributed as dist
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    rendezvous = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1, timeout=timedelta(seconds=10))
+    store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     dist.destroy_process_group()
-    return int(port)
+    return int(store.port)
