@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forked import Forked, kill_at
-from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import Mismatch
 from lightning_weave.models.load import load_model
 from lightning_weave.models.vllm import VLLMSampler
@@ -127,26 +124,6 @@ def test_engines_of_two_ranks_draw_what_one_draws(world: dict, whole: Steps, tmp
         for steps in (whole, together)
     )
     np.testing.assert_allclose(both, alone, rtol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.faults
-@pytest.mark.parametrize("action", ["write", "rename"], ids=["while weights are written", "while an engine reloads"])
-def test_a_kill_before_a_round_loses_nothing(
-    world: dict, whole: Steps, tmp_path: Path, forked: Forked, action: str
-) -> None:
-    recipe = with_engine(world, tmp_path / "engine")
-    file = tmp_path / "live.toml"
-    file.write_text(dump_recipe(check_recipe(recipe)))
-    place = r"/\.tmp-round-000004/model\.safetensors$" if action == "write" else r"/\.tmp-round-\d+$"
-    killed = forked.lweave("train", file, **kill_at(action, place, count=1 if action == "write" else 2))
-    assert killed.code == -signal.SIGKILL, killed.said
-    ended = forked.lweave("train", file)
-    assert ended.code == 0, ended.said
-    assert re.search(r"resuming from update [24]\b", ended.said), "the checkpoint of 4 may not have been whole yet"
-    folder = tmp_path / "engine/runs/tiny/train/live"
-    assert same(load_file(folder / "final/model.safetensors"), final(whole))
-    assert not [path for path in folder.iterdir() if "round-" in path.name]
 
 
 @pytest.mark.vllm
