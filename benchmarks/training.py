@@ -2,12 +2,12 @@
 
     python benchmarks/training.py [--threads 1] [--processor-time] [--json FILE]
 
-Seven tables from one run: the one-pass loss against autograd on whole logits and its three bare matrix products;
+Eight tables from one run: the one-pass loss against autograd on whole logits and its three bare matrix products;
 its memory; a whole update of a student of about 100 million parameters, with the share of loading and composing, beside
 TRL's GKDTrainer on the same student and tokens where that is installed; rows of unequal length, packed, padded and with
-the plain transformers Trainer; how long a checkpoint is waited for; an update's memory while rows grow eightfold;
-memory while the cache grows tenfold. Ways take turns, over and over, and medians are shown. Memory is measured in
-processes of its own.
+the plain transformers Trainer; reading rows of 8k tokens and waiting for them; how long a checkpoint is waited for; an
+update's memory while rows grow eightfold; memory while the cache grows tenfold. Ways take turns, over and over, and
+medians are shown. Memory is measured in processes of its own.
 """
 
 import argparse
@@ -29,6 +29,10 @@ from torch import Tensor, nn
 from lightning_weave.cache.reader import Cache
 from lightning_weave.heads import Head, fused_log_residual_loss
 from lightning_weave.maths import log_residual_loss, with_other
+from lightning_weave.plan.calibration import calibrate
+from lightning_weave.plan.costs import HOUR, PlannedMachine, Workload, training_hours
+from lightning_weave.plan.find import shipped_shape
+from lightning_weave.plan.gpus import find_gpu
 from lightning_weave.train.checkpoint import CheckpointWriter, TrainingCheckpoints
 from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.loop import Fit, adam
@@ -43,6 +47,7 @@ HEAD_VOCABULARY, HEAD_WIDTH = 151_936, 1024  # of a head that matters
 NARROW = 128  # the width of a head whose memory is measured: it is the vocabulary's that counts
 ALPHA = 2.0
 RATE = 1e-6
+LONG, PAPER_ROWS = 8192, 64  # tokens of a long row, and rows of an update as in the paper
 EVERY = 50  # updates between two checkpoints, as recipes do by default
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -249,6 +254,43 @@ def show_packing(options: argparse.Namespace, folder: Path, clock: Clock) -> lis
     return [{"table": "packing", "tokens_per_s": rates, "waiting": waiting}]
 
 
+def show_long(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Reading, by the clock of its own thread; an update and what it waits for, by the clock on the wall."""
+    write_cache(folder / "long", PAPER_ROWS, LONG)
+    fit = make_fit(open_cache(folder / "long"), options.few_layers, "ours")
+    fit.token_budget = 2 * LONG
+    taken = []
+    for _ in range(options.repeat + 1):
+        started = time.thread_time()
+        fit.prepare(range(PAPER_ROWS))
+        taken.append(time.thread_time() - started)
+    reading = statistics.median(taken[1:])
+    print(f"\nUpdates of rows of {LONG:,} tokens, {CANDIDATES} candidates, two anchors")
+    print(f"reading {PAPER_ROWS} rows, composing and packing them: {reading:.2f} s of one thread", flush=True)
+    figures = [fit.update(at + 1, [at], [at + 1]) for at in range(options.repeat + 1)][1:]
+    update, waiting = (statistics.median(row[key] for row in figures) for key in ("seconds", "loading"))
+    print(
+        f"one update of one row here, {options.few_layers} layers: {update:.0f} s, of which {100 * waiting:.3f} % "
+        "waiting for rows, read one update ahead (goal: under 1 %)"
+    )
+    for utilisation in (None, 0.4):
+        seconds = planned_update("Qwen/Qwen3-4B", utilisation)
+        at = "as lweave plan has it" if utilisation is None else f"at {utilisation:.0%} of its peak"
+        print(
+            f"one update of {PAPER_ROWS} rows of a 4B on one H100, {at}: {seconds:.0f} s; reading ahead takes "
+            f"{100 * reading / seconds:.1f} % of that, beside it",
+            flush=True,
+        )
+    return [{"table": "long rows", "reading": reading, "update": update, "waiting": waiting}]
+
+
+def planned_update(model: str, utilisation: float | None) -> float:
+    """The seconds of one update of long rows on one H100, by the plan's formula: nothing that was measured."""
+    load = Workload(PAPER_ROWS, LONG // 8, LONG - LONG // 8, epochs=1, rounds=1, trajectories_per_round=PAPER_ROWS)
+    machine = PlannedMachine(find_gpu("H100"), 1, utilisation)
+    return HOUR * training_hours(shipped_shape(model), load, calibrate(), machine)
+
+
 def show_checkpoint(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """How long an update waits for a checkpoint, and how long that takes to be written, by the clock on the wall."""
     write_cache(folder / "checkpoint", 2, options.length)
@@ -318,7 +360,7 @@ def main() -> None:
     parser.add_argument(
         "--shorter", type=int, default=8, help="rows of unequal length are so much shorter than the paper's"
     )
-    parser.add_argument("--only", choices=["head", "step", "packing", "checkpoint"], help="one table alone")
+    parser.add_argument("--only", choices=["head", "step", "packing", "long", "checkpoint"], help="one table alone")
     parser.add_argument("--cached", type=int, default=256, help="rows of the smaller cache")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -338,6 +380,7 @@ def main() -> None:
             "head memory": lambda: show_head_memory(options),
             "step": lambda: show_step(options, Path(root), clock),
             "packing": lambda: show_packing(options, Path(root), clock),
+            "long": lambda: show_long(options, Path(root)),
             "checkpoint": lambda: show_checkpoint(options, Path(root)),
             "lengths": lambda: show_lengths(options, Path(root)),
             "cache": lambda: show_cache(options, Path(root)),

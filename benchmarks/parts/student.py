@@ -81,7 +81,7 @@ def make_student(layers: int) -> Any:
         num_attention_heads=9,
         num_key_value_heads=3,
         head_dim=64,
-        max_position_embeddings=4096,
+        max_position_embeddings=8192,
         tie_word_embeddings=True,
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()

@@ -12,7 +12,7 @@ import pytest
 from faults.conftest import CLOCKS, _timeless
 from forked import Ended, Fault, Forked
 from lightning_weave.config import check_recipe, dump_recipe
-from lightning_weave.rehearsal.rehearse import doubles_of, small_recipe
+from lightning_weave.rehearsal.rehearse import doubles_of, heads_needed, small_recipe
 from lightning_weave.runs.steps import Steps
 from programs import write_program
 from tiny import ENDS, make_world, save_prompts
@@ -158,6 +158,8 @@ def test_an_export_that_the_engine_cannot_load(stage: Stage, tmp_path: Path) -> 
     ended = stage.rehearse(eval={**stage.recipe["eval"], "engine": "vllm", "python": str(engine), "parity": 1e6})
     assert ended.code == 1, ended.said
     assert "ValueError: Model architectures ['Small'] are not supported" in ended.said
+    assert "train/both/final: the vLLM process failed" in ended.said
+    assert 'If this vLLM cannot run the model, set eval.engine = "hf"' in ended.said
     assert "stopped before eval/both/bench was made" in ended.said
 
 
@@ -277,3 +279,10 @@ def test_models_of_one_line_are_told_from_others(stage: Stage) -> None:
     lines_of = {one.name: [name.name for name in line] for one, line in doubles_of(Steps(check_recipe(recipe))).items()}
     assert lines_of[recipe["student"]["model"]] == [brief["pre"], brief["post"], recipe["student"]["model"]]
     assert lines_of[recipe["anchors"]["acc"]["post"]] == [recipe["anchors"]["acc"][role] for role in ("pre", "post")]
+
+
+def test_doubles_have_heads_for_all_gpus_of_an_anchors_own_engine(stage: Stage) -> None:
+    brief = {**stage.recipe["anchors"]["brief"], "engine": "vllm", "options": {"tensor_parallel_size": 4}}
+    recipe = {**stage.recipe, "anchors": {**stage.recipe["anchors"], "brief": brief}}
+    assert heads_needed(check_recipe(stage.recipe)) == 1
+    assert heads_needed(check_recipe(recipe)) == 4

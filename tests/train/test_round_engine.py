@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -11,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
-from forked import Forked, kill_at
-from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import Mismatch
+from lightning_weave.models.hf import hf_scorer
 from lightning_weave.models.load import load_model
-from lightning_weave.models.vllm import VLLMSampler
+from lightning_weave.models.vllm import Drawn, VLLMSampler
 from lightning_weave.pipeline.flow import make_students
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
@@ -24,6 +23,7 @@ from lightning_weave.train import round_engine
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.round_engine import room_beside
 from lightning_weave.train.training import open_trainee
+from lightning_weave.types import Request, SamplingSettings
 from pipeline.scored import HALF, QUIET, same
 from programs import write_program
 from runs.test_engines import make_recipe
@@ -128,26 +128,6 @@ def test_engines_of_two_ranks_draw_what_one_draws(world: dict, whole: Steps, tmp
     np.testing.assert_allclose(both, alone, rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.faults
-@pytest.mark.parametrize("action", ["write", "rename"], ids=["while weights are written", "while an engine reloads"])
-def test_a_kill_before_a_round_loses_nothing(
-    world: dict, whole: Steps, tmp_path: Path, forked: Forked, action: str
-) -> None:
-    recipe = with_engine(world, tmp_path / "engine")
-    file = tmp_path / "live.toml"
-    file.write_text(dump_recipe(check_recipe(recipe)))
-    place = r"/\.tmp-round-000004/model\.safetensors$" if action == "write" else r"/\.tmp-round-\d+$"
-    killed = forked.lweave("train", file, **kill_at(action, place, count=1 if action == "write" else 2))
-    assert killed.code == -signal.SIGKILL, killed.said
-    ended = forked.lweave("train", file)
-    assert ended.code == 0, ended.said
-    assert re.search(r"resuming from update [24]\b", ended.said), "the checkpoint of 4 may not have been whole yet"
-    folder = tmp_path / "engine/runs/tiny/train/live"
-    assert same(load_file(folder / "final/model.safetensors"), final(whole))
-    assert not [path for path in folder.iterdir() if "round-" in path.name]
-
-
 @pytest.mark.vllm
 def test_vllm_takes_the_weights_of_another_checkpoint_and_back(vllm_python: str, tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, vllm_python)
@@ -174,6 +154,47 @@ def test_vllm_takes_the_weights_of_another_checkpoint_and_back(vllm_python: str,
             np.testing.assert_allclose(found, expected, atol=1e-5)
             said.append(expected)
     assert np.abs(np.subtract(said[0], said[1])).mean() > 0.01, "the two checkpoints differ"
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_vllm_samples_both_rounds_of_online_training(
+    vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second round is drawn from the weights that the first one has made, by transformers' own reading of them."""
+    recipe = make_recipe(tmp_path, vllm_python)
+    recipe["prompts"] |= {"take": 8}
+    recipe["train"] |= {"epochs": 1, "learning_rate": 0.03}
+    given, rounds = [], []
+    reload, sample = VLLMSampler.reload, VLLMSampler.sample_with_logprobs
+
+    def reload_and_keep(self: VLLMSampler, folder: Path) -> None:
+        reload(self, folder)
+        given.append(shutil.copytree(folder, tmp_path / f"given-{len(given)}"))
+
+    def sample_and_keep(self: VLLMSampler, requests: list[Request], settings: SamplingSettings) -> list[Drawn]:
+        drawn = sample(self, requests, settings)
+        rounds.append([(request.prompt_ids, one) for request, one in zip(requests, drawn, strict=True)])
+        return drawn
+
+    monkeypatch.setattr(VLLMSampler, "reload", reload_and_keep)
+    monkeypatch.setattr(VLLMSampler, "sample_with_logprobs", sample_and_keep)
+    steps = train({**recipe, "compositions": {"live": LIVE}})
+    losses = [row["loss"] for row in read_lines(steps.store.run_dir / "train/live/metrics.jsonl")]
+    assert len(losses) == 4
+    assert np.isfinite(losses).all()
+    assert [len(drawn) for drawn in rounds[-2:]] == [8, 8]
+    initial, updated = (load_model(one, dtype=torch.float32, device=torch.device("cpu")) for one in given[-2:])
+    said = np.concatenate([one.logprobs for _, one in rounds[-1]])
+    np.testing.assert_allclose(said, _logprobs(updated, rounds[-1]), atol=1e-4)
+    assert np.abs(said - _logprobs(initial, rounds[-1])).mean() > 0.01
+
+
+def _logprobs(model: PreTrainedModel, drawn: list[tuple[list[int], Drawn]]) -> np.ndarray:
+    """What transformers says of drawn tokens, over all rows of the output matrix."""
+    scorer = hf_scorer(model, model.get_output_embeddings().weight.shape[0])
+    scored = scorer.candidates([(prompt_ids, one.response.ids) for prompt_ids, one in drawn], 1)
+    return np.concatenate([sampled_T for *_, sampled_T in scored])
 
 
 def test_an_engine_takes_what_a_trainer_leaves_of_a_gpu(world: dict, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,9 +152,7 @@ def _folders(steps: Steps) -> dict[Checkpoint, Path]:
 def _make_doubles(doubles: Mapping[Checkpoint, list[Checkpoint]], steps: Steps, progress: Progress) -> None:
     """Make the doubles that are not there yet, bases before their adapters; other ranks wait for the first."""
     folders = _folders(steps)
-    recipe = steps.recipe
-    sections = (recipe.rollout, recipe.reference, recipe.score, recipe.eval)
-    heads = max(int(section.options.get("tensor_parallel_size", 1)) for section in sections)
+    heads = heads_needed(steps.recipe)
     for one, line in sorted(doubles.items(), key=lambda pair: pair[0].base is not None):
         folder = folders[one]
         if is_first():
@@ -163,6 +161,13 @@ def _make_doubles(doubles: Mapping[Checkpoint, list[Checkpoint]], steps: Steps, 
             progress.say(f"double of {one}: {folder}")
         while not is_made(line, folder):
             time.sleep(0.2)
+
+
+def heads_needed(recipe: Recipe) -> int:
+    """What the number of a double's heads must be a multiple of: the most GPUs that an engine divides them over."""
+    engines = [recipe.rollout.options, recipe.reference.options, recipe.score.options, recipe.eval.options]
+    engines += [anchor.options for anchor in recipe.anchors.values()]
+    return max(int(options.get("tensor_parallel_size", 1)) for options in engines)
 
 
 def _trajectories(steps: Steps) -> Path:
@@ -207,7 +212,7 @@ def _proofs(small: Steps) -> Iterator[tuple[str, str, str]]:
         yield "reference", "the candidates of all positions", f"{_engine(recipe.reference)} scores {own}"
         for scored, name in small.score_names.items():
             what = f"log-probabilities by {_architecture(scored.checkpoint)}"
-            yield f"score/{name}", what, f"{_engine(recipe.score)} loads it, and its tokens are aligned"
+            yield f"score/{name}", what, f"{_engine(small.scoring(scored))} loads it, and its tokens are aligned"
         for finding in check_scores(small):
             if finding.check == "positions":
                 share = percent(finding.figures["share"])

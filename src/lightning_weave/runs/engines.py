@@ -14,7 +14,7 @@ import torch
 
 from lightning_weave.config import Eval, Harness, Reference, Rollout, Score
 from lightning_weave.devices import beside_engine, own_gpus
-from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.errors import InputError, Mismatch, WeaveError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.engine_process import engine_version
 from lightning_weave.models.hf import RefillingSampler, Scorer, hf_scorer
@@ -245,16 +245,35 @@ class ParityCheck:
             with parity.alone():
                 if (known := parity.remembered()) is None:
                     expected = self._expected(few)
-                    engine = start()
-                    try:
-                        if expected is not None:
-                            parity.accept(self.section, self.checkpoint, compare(engine, expected))
-                    except BaseException:
-                        engine.close()
-                        raise
+                    with self._what_to_do():
+                        engine = start()
+                        try:
+                            if expected is not None:
+                                parity.accept(self.section, self.checkpoint, compare(engine, expected))
+                        except BaseException:
+                            engine.close()
+                            raise
                     return engine
         judge(known, self.section, self.checkpoint)
-        return start()
+        with self._what_to_do():
+            return start()
+
+    @contextmanager
+    def _what_to_do(self) -> Iterator[None]:
+        """Say which model an engine fails on, as it starts or at the first question, and what to do."""
+        try:
+            yield
+        except (InputError, Mismatch):
+            raise
+        except WeaveError as error:
+            if self.elsewhere:
+                raise
+            key = type(self.section).__name__.lower()
+            raise WeaveError(
+                f"{self.checkpoint.path}: {error}\n"
+                f'If this vLLM cannot run the model, set {key}.engine = "hf", or name the Python of an environment '
+                f"with another version: {key}.python"
+            ) from error
 
     def _expected(self, few: Callable[[], list[ScoredRow]]) -> list[ScoredRow] | None:
         """Score a few rows with transformers; None, and a warning, where it cannot load the model."""

@@ -110,15 +110,15 @@ class Fit:
         self._ahead = None
         if work and (work.numbers, work.token_budget) == (tuple(numbers), self.token_budget):
             return work
-        return self._prepare(numbers)
+        return self.prepare(numbers)
 
     def _read_ahead(self, numbers: Sequence[int]) -> None:
         """Read, compose and pin rows in a thread, one update ahead."""
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, "read-ahead", initializer=make_current, initargs=(self.ranks.device,))
-        self._ahead = self._reader.submit(self._prepare, numbers)
+        self._ahead = self._reader.submit(self.prepare, numbers)
 
-    def _prepare(self, numbers: Sequence[int]) -> Work:
+    def prepare(self, numbers: Sequence[int]) -> Work:
         """Read this rank's share of an update, compose it, and pin it where a GPU will copy it."""
         token_budget = self.token_budget
         dealt = self._dealt(numbers)
@@ -156,7 +156,7 @@ class Fit:
             )
             if sums is not None:
                 return sums
-            work = self._prepare(work.numbers)
+            work = self.prepare(work.numbers)
 
     def _in_memory(self, run: Callable[[list[Batch]], T], batches: list[Batch], when: str) -> T | None:
         """Run something; where memory runs out, halve the micro-batches and return None, or say that it cannot be."""

@@ -1,10 +1,12 @@
 """Stands in for vLLM: writes down its environment and arguments, meets itself on a port, and answers fixed tokens.
 
-With `STAND_IN_COMPUTES` it answers what the checkpoint says that it was given, or was given last.
+With `STAND_IN_COMPUTES` it answers what the checkpoint says that it was given, or was given last. Given weights of a
+name that `STAND_IN_KILLS` has, it kills the process that gave them.
 """
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,8 @@ class LLM:
         """Take other weights."""
         assert method == "reload_weights", method
         self._write_down(f"reload {kwargs['weights_path']}")
+        if os.environ.get("STAND_IN_KILLS", "\0") in kwargs["weights_path"]:
+            os.kill(os.getppid(), signal.SIGKILL)
         assert self.computed is not None
         self.computed.load(kwargs["weights_path"])
 
