@@ -158,6 +158,7 @@ def _run(actors: Sequence[Any], work: RankWork, steps: Steps, progress: Progress
             except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
                 _raise_why(running)
         with suppress(ray.exceptions.RayActorError):  # all is done; only its last words are lost
+            screen.show(ray.get(told))
             screen.show(ray.get(actors[0].told.remote()))
 
 
