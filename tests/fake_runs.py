@@ -256,7 +256,7 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
         layout=None,
         updates={},
         path=Path(),
-        dtype=getattr(torch, setting.dtype),
+        dtype=_config(setting).dtype,  # of its files
         vocabulary=vocabulary(setting),
         without_weights=lambda dtype: moved(without_weights(Path(), _config(setting), dtype)),
     )

@@ -17,7 +17,7 @@ TOKENS = 64  # of a row, or of a prompt
 
 
 def count_waits(setting: Setting, sizes: list[int]) -> list[list[str]]:
-    """Name the waits of updates of so many micro-batches, of so many scored rows, or of so many tokens of a response."""
+    """Name the waits of updates of so many micro-batches, of so many scored rows, or of responses of so many tokens."""
     return list(ask(__file__, {"setting": asdict(setting), "sizes": sizes}))
 
 
