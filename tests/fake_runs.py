@@ -227,12 +227,13 @@ def _losses(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]:
 
 @contextmanager
 def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]:
-    """Load a student with its optimizer's moments; give what updates it on one row per rank."""
+    """Load a student with its optimizer's moments; give what updates it on micro-batches of so many rows per rank."""
     import torch
 
     from lightning_weave.config import Lora
     from lightning_weave.models.load import without_weights
     from lightning_weave.train import training
+    from lightning_weave.train.export import with_lora
     from lightning_weave.train.loop import Fit, adam
     from lightning_weave.train.objectives import Loss
     from lightning_weave.train.parallel import Ranks
@@ -243,21 +244,24 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
         lora=lora, gradient_checkpointing=setting.checkpointing, compile=False, seed=0, shard_ranks=None
     )
 
-    def student_on_device(dtype: Any) -> Any:
-        model = without_weights(Path(), _config(setting), dtype)
-        for module in model.modules():  # FSDP2 would move them in a way that only numbers can be moved
+    def moved(model: Any) -> Any:  # FSDP2 would move it in a way that only numbers can be moved
+        for module in model.modules():
             module._buffers = {name: buffer.to(device.device) for name, buffer in module._buffers.items()}
+            for name, weight in module._parameters.items():
+                if weight is not None and not weight.is_meta:  # adapters
+                    module._parameters[name] = torch.nn.Parameter(weight.data.to(device.device), weight.requires_grad)
         return model
 
     student = SimpleNamespace(
         layout=None,
         updates={},
         path=Path(),
-        dtype=getattr(torch, setting.dtype),
+        dtype=_config(setting).dtype,  # of its files
         vocabulary=vocabulary(setting),
-        without_weights=student_on_device,
+        without_weights=lambda dtype: moved(without_weights(Path(), _config(setting), dtype)),
     )
     training.read_weights = lambda *arguments: None  # there are no files
+    training.with_lora = lambda *arguments: moved(with_lora(*arguments))
     steps: Any = SimpleNamespace(recipe=SimpleNamespace(train=section), student=student)
     unused: Any = None
     with _fake_ranks(setting.world):
@@ -265,7 +269,7 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
         trainee = open_trainee(steps, TrainContext(ranks, getattr(torch, setting.dtype), unused, unused))
         optimizer = adam(trainee, 1e-6, (0.9, 0.999), 0.01)
 
-        def update(tokens: int, micro_batches: int = 1) -> object:
+        def update(tokens: int, micro_batches: int = 1, rows: int = 1) -> object:
             if not optimizer.state:  # as after a first update
                 for parameter in (each for each in trainee.parameters() if each.requires_grad):
                     parameter.grad = torch.zeros_like(parameter)
@@ -277,12 +281,12 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
                 cache=_Rows(tokens),
                 loss=Loss("tilted", 2.0),
                 clip=1.0,
-                token_budget=tokens,
+                token_budget=rows * tokens,
                 seed=0,
                 ranks=ranks,
                 folder=Path(),
             )
-            return fit.update(2, range(micro_batches * setting.world))
+            return fit.update(2, range(micro_batches * rows * setting.world))
 
         yield update
 

@@ -11,12 +11,13 @@ from dataclasses import asdict
 from typing import Any
 
 from fake_runs import Setting, ask, load, scorings, trainings, vocabulary
+from lightning_weave.types import Request, SamplingSettings
 
 TOKENS = 64  # of a row, or of a prompt
 
 
 def count_waits(setting: Setting, sizes: list[int]) -> list[list[str]]:
-    """Name the waits of updates of so many micro-batches, of so many scored rows, or of so many sampled tokens."""
+    """Name the waits of updates of so many micro-batches, of so many scored rows, or of responses of so many tokens."""
     return list(ask(__file__, {"setting": asdict(setting), "sizes": sizes}))
 
 
@@ -34,7 +35,11 @@ def main() -> None:
     setting = Setting(**asked["setting"])
     masking_utils.is_tracing = lambda *arguments: False
     loop.copies_while_it_computes = lambda device: True
-    kinds: dict[str, Callable[..., AbstractContextManager]] = {"train": trainings, "sample": samplings}
+    kinds: dict[str, Callable[..., AbstractContextManager]] = {
+        "train": packed_trainings,
+        "sample": samplings,
+        "refill": refillings,
+    }
     with fake_device() as device:
         Tensor.pin_memory = device.pin  # type: ignore[method-assign, assignment]
         with kinds.get(setting.stage, scorings)(setting, device) as work:
@@ -46,12 +51,19 @@ def main() -> None:
 
 
 @contextmanager
+def packed_trainings(setting: Setting, device: Any) -> Iterator[Callable[[int, int], object]]:
+    """Load a student; give what updates it on micro-batches of three rows."""
+    with trainings(setting, device) as update:
+        yield lambda tokens, micro_batches: update(tokens, micro_batches, rows=3)
+
+
+@contextmanager
 def samplings(setting: Setting, device: Any) -> Iterator[Callable[[int, int], object]]:
     """Load a sampler; give what draws so many tokens after a prompt, twice at once."""
     import torch
 
     from lightning_weave.models.hf import HFSampler
-    from lightning_weave.types import Request, Response, SamplingSettings
+    from lightning_weave.types import Response
 
     class Endless(HFSampler):
         """Rows that never end: a device without numbers would say that all have."""
@@ -60,17 +72,43 @@ def samplings(setting: Setting, device: Any) -> Iterator[Callable[[int, int], ob
             super()._look(going_N, *rest)
             return list(range(len(going_N)))
 
-        def _responses(self, tokens: list[list[int]], *rest: Any) -> list[Response]:
+        def responses(self, tokens: list[list[int]], *rest: Any) -> list[Response]:
             return [Response(ids, "length") for ids in tokens]
 
     torch.unique = lambda rows, **_: (rows, torch.arange(len(rows), device=rows.device))  # it needs numbers, once
     sampler = Endless(load(setting, device), frozenset({1}), vocabulary(setting))
+    yield lambda tokens, drawn: sampler.sample(*_requests(tokens, drawn, 2))
 
-    def sample(tokens: int, drawn: int) -> object:
-        requests = [Request([0] * tokens, number, 0) for number in range(2)]
-        return sampler.sample(requests, SamplingSettings(1.0, 0.9, drawn, seed=0))
 
-    yield sample
+@contextmanager
+def refillings(setting: Setting, device: Any) -> Iterator[Callable[[int, int], object]]:
+    """Load a sampler; give what draws so many tokens after eight prompts, four at once."""
+    from lightning_weave.models import hf_refill
+    from lightning_weave.types import Response
+
+    class Ending(hf_refill.Flight):
+        """Rows that end when they are full: a device without numbers never says so."""
+
+        def step(self) -> None:
+            super().step()
+            self.steps = getattr(self, "steps", 0) + 1
+
+        def look(self) -> list[int]:
+            super().look()
+            return self.rows if self.steps % self.settings.max_tokens == 0 else []
+
+    class Refilling(hf_refill.RefillingSampler):
+        def responses(self, tokens: list[list[int]], *rest: Any) -> list[Response]:
+            return [Response(ids, "length") for ids in tokens]
+
+    hf_refill.Flight = Ending  # type: ignore[misc]
+    sampler = Refilling(load(setting, device), frozenset({1}), vocabulary(setting), batch_size=4)
+    yield lambda tokens, drawn: sampler.sample(*_requests(tokens, drawn, 8))
+
+
+def _requests(tokens: int, drawn: int, rows: int) -> tuple[list[Request], SamplingSettings]:
+    requests = [Request([0] * tokens, number, 0) for number in range(rows)]
+    return requests, SamplingSettings(1.0, 0.9, drawn, seed=0)
 
 
 if __name__ == "__main__":

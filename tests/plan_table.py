@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fake_runs import Measured, Setting, config_of, read
 from lightning_weave.plan.architecture import Shape, read_shape
-from lightning_weave.plan.memory import Memory, scoring_memory, training_memory
+from lightning_weave.plan.memory import Memory, lora_parameters, scoring_memory, training_memory
 
 FILE = Path(__file__).parent / "plan" / "measured.jsonl"
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
@@ -28,6 +28,17 @@ WHOLE = (  # with all layers
     Setting("train", "Qwen/Qwen3-30B-A3B", "bfloat16", 64, checkpointing=True),
     Setting("score", "Qwen/Qwen3-30B-A3B", "bfloat16"),
 )
+ADAPTED = tuple(  # with LoRA of rank 16
+    Setting("train", model, dtype, world, checkpointing, layers=DEPTH, lora=16)
+    for model, dtype, world in (
+        ("Qwen/Qwen3-1.7B", "bfloat16", 1),
+        ("Qwen/Qwen3-1.7B", "bfloat16", 8),
+        ("Qwen/Qwen3-1.7B", "float32", 1),
+        ("Qwen/Qwen3-8B-Base", "bfloat16", 1),
+        ("Qwen/Qwen3-8B-Base", "bfloat16", 8),
+    )
+    for checkpointing in (False, True)
+)
 
 
 def settings(models: Sequence[str] = MODELS) -> Iterator[Setting]:
@@ -39,7 +50,7 @@ def settings(models: Sequence[str] = MODELS) -> Iterator[Setting]:
             for world in WORLDS:
                 for checkpointing in (False, True):
                     yield Setting("train", model, dtype, world, checkpointing, layers=DEPTH)
-        yield from (setting for setting in WHOLE if setting.model == model)
+        yield from (setting for setting in (*WHOLE, *ADAPTED) if setting.model == model)
 
 
 def recorded() -> list[Measured]:
@@ -52,7 +63,8 @@ def planned(setting: Setting, tokens: int) -> Memory:
     shape = shape_of(setting)
     size = 4 if setting.dtype == "float32" else 2
     if setting.stage == "train":
-        return training_memory(shape, tokens, setting.world, setting.checkpointing, None, size)
+        trained = None if setting.lora is None else lora_parameters(shape, setting.lora)
+        return training_memory(shape, tokens, setting.world, setting.checkpointing, trained, size)
     return scoring_memory(shape, tokens, size, found=setting.stage == "reference")
 
 
@@ -68,7 +80,9 @@ def table(measured: Sequence[Measured]) -> str:
     lines = [f"| model | layers | stage | dtype | GPUs | {lengths} |", "| --- " * (5 + len(LENGTHS)) + "|"]
     for one in measured:
         setting = one.setting
-        stage = f"{setting.stage}, checkpointing" if setting.checkpointing else setting.stage
+        stage = (
+            setting.stage + (", LoRA" if setting.lora else "") + (", checkpointing" if setting.checkpointing else "")
+        )
         layers = str(setting.layers or "all")
         cells = [setting.model.split("/")[1], layers, stage, setting.dtype, str(setting.world)]
         cells += [_cell(planned(setting, tokens).total, one.peaks[tokens]) for tokens in LENGTHS]

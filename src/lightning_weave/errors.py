@@ -33,6 +33,18 @@ class PeerStopped(WeaveError):
     """Another rank has stopped, which says why itself if it still can."""
 
 
+class StartAgain(WeaveError):
+    """This start cannot go on; the same command can, since word was left for its next start."""
+
+    def __init__(self, what: str, then: str) -> None:
+        super().__init__(what, then)
+        self.what = what
+        self.then = then
+
+    def __str__(self) -> str:
+        return f"{self.what}. Run the same command again: {self.then} (torchrun --max-restarts 3 does it by itself)"
+
+
 def logits_not_finite(where: str, model: str) -> WeaveError:
     """The error for a model that gives NaN or infinite logits; `where` names the prompt or row, if one is to blame."""
     place = f"{where}: the model's logits are not finite" if where else f"{model}: the model's logits are never finite"

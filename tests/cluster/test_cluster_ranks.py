@@ -26,8 +26,10 @@ from lightning_weave.progress import Progress
 from lightning_weave.report.results import result_rows, summaries
 from lightning_weave.report.tables import plain
 from lightning_weave.runs.steps import Steps
+from lightning_weave.store import read_lines
 from lightning_weave.store.ledger import read_ledger
 from train import launch
+from train.cached import make_run
 
 QUIET = Progress(quiet=True)
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
@@ -249,8 +251,39 @@ def test_each_rank_has_its_own_gpu(cluster: Any, tmp_path: Path) -> None:
     assert {gpu for *places, gpu in seen if places != alone} == {"0", "1"}
 
 
+def _train_with_little_memory(steps: Steps, progress: Progress) -> None:
+    """The second rank has no room for a backward pass of 15 tokens."""
+    import os as system
+
+    if system.environ["RANK"] == "1":
+        launch.run_out_of_memory("backward", least=15)
+    make_students(steps, progress)
+
+
+def test_ranks_that_run_out_of_memory_start_again_with_less(cluster: Any, tmp_path: Path) -> None:
+    """The second rank begins with 47 tokens, and half is too much: two starts are in vain. The losses are the same."""
+    _by_value()
+    settings = {"prompts_per_round": 6, "checkpoint_every": 1, "token_budget": 1000}
+    steps, undisturbed = (make_run(tmp_path / name, train=settings) for name in ("disturbed", "undisturbed"))
+    assert launch.start(launch.Plan([undisturbed]), ranks=2) == [0, 0]
+    watching = Watching()
+    connect(None).train(_train_with_little_memory, steps, watching)
+    vain = [line for line in watching.said if line.startswith("train: out of memory on rank 1 at update 1")]
+    assert len(vain) == 2
+    assert "All start again: it resumes with" in vain[0]
+    assert watching.said.count("train: 2 ranks on the cluster") == 3
+    expected = losses(undisturbed)
+    assert expected[-1] < expected[0], "it learns"
+    assert losses(steps) == pytest.approx(expected, abs=1e-5)
+
+
+def losses(steps: Steps) -> list[float]:
+    return [row["loss"] for row in read_lines(steps.store.run_dir / "train" / "both" / "metrics.jsonl")]
+
+
 def _by_value() -> None:
-    """Send the functions of this file to workers, which cannot import it."""
+    """Send the functions of the tests to workers, which cannot import them."""
     from ray import cloudpickle
 
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for module in (sys.modules[__name__], launch):
+        cloudpickle.register_pickle_by_value(module)

@@ -18,11 +18,13 @@ EXPERTS = "Qwen/Qwen3-30B-A3B"
         Setting("train", DENSE, "float32", checkpointing=True, layers=2),
         Setting("train", DENSE, "bfloat16", layers=2),
         Setting("train", EXPERTS, "bfloat16", world=8, layers=2),
+        Setting("train", DENSE, "bfloat16", layers=2, lora=16),
+        Setting("train", DENSE, "bfloat16", world=8, layers=2, lora=16),
     ],
     ids=str,
 )
 def test_an_update_waits_for_the_device_twice_however_many_micro_batches_it_has(setting: Setting) -> None:
-    """Once for what is watched and once for the norm of the gradient; rows come from pinned memory."""
+    """Once for what is watched and once for the norm of the gradient. Rows are packed, and come from pinned memory."""
     for waits in count_waits(setting, [1, 3]):
         assert waits == ["copy to the host", "number"]
 
@@ -31,6 +33,16 @@ def test_sampling_looks_at_the_device_once_in_sixteen_steps() -> None:
     short, long = count_waits(Setting("sample", DENSE, "bfloat16", layers=2), [LOOK_EVERY, 3 * LOOK_EVERY])
     assert sorted(set(short)) == ["copy from pageable memory", "copy to the host"]  # at its beginning, and its end
     assert len(long) == len(short) + 2
+
+
+def test_a_batch_that_is_refilled_is_looked_at_no_more_often() -> None:
+    """Two batches, one after the other; the responses of each are fetched at once."""
+    asked = [LOOK_EVERY, 3 * LOOK_EVERY]
+    short, long = count_waits(Setting("refill", DENSE, "bfloat16", layers=2), asked)
+    assert short.count("copy to the host") == 2 * (1 + 1)
+    assert long.count("copy to the host") == 2 * (3 + 1)
+    assert set(short) == {"copy to the host", "copy from pageable memory"}  # as rows join and leave
+    assert short.count("copy from pageable memory") == long.count("copy from pageable memory")
 
 
 def test_scoring_waits_for_results_only() -> None:

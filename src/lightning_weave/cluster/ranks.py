@@ -1,6 +1,7 @@
 """Training on a Ray cluster: ranks in one placement group, each doing what a rank of torchrun does.
 
-When a rank or its node dies, all of them are started again, and training resumes from its newest checkpoint.
+When a rank or its node dies, or one runs out of memory that less at once would spare, all of them are started again,
+and training resumes from its newest checkpoint.
 """
 
 import os
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 from lightning_weave.cluster.actors import enter, own_error
 from lightning_weave.cluster.plan import WorkerPlan, live_nodes, plan_ranks
 from lightning_weave.config import Recipe
-from lightning_weave.errors import InputError, PeerStopped, WeaveError, first_line
+from lightning_weave.errors import InputError, PeerStopped, StartAgain, WeaveError, first_line
 from lightning_weave.progress import Bar, Progress
 from lightning_weave.ranks import become
 from lightning_weave.runs.machine import set_threads
@@ -45,6 +46,8 @@ def train_on_ray(work: RankWork, steps: Steps, progress: Progress) -> None:
                 progress.say(f"train: {plan.workers} ranks on the cluster")
                 _run(ranks, work, steps, progress)
             return
+        except StartAgain as again:  # every time with less, until it fits or there is nothing to halve
+            progress.say(f"train: {again.what}. All start again: {again.then}")
         except _RankDied as death:
             deaths = 0 if _finished(steps.store.run_dir) - before else deaths + 1
             if deaths == MOST_DEATHS:
@@ -158,25 +161,29 @@ def _run(actors: Sequence[Any], work: RankWork, steps: Steps, progress: Progress
             except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
                 _raise_why(running)
         with suppress(ray.exceptions.RayActorError):  # all is done; only its last words are lost
+            screen.show(ray.get(told))
             screen.show(ray.get(actors[0].told.remote()))
 
 
 def _raise_why(running: Sequence[Any]) -> NoReturn:
-    """Raise what a rank had to complain about; if none had, one of them is gone."""
+    """Raise what a rank has to complain about; if none has, one of them is gone."""
     import ray
 
-    ended, _ = ray.wait(list(running), num_returns=len(running), timeout=LAST_WORDS)
+    until = time.monotonic() + LAST_WORDS
+    left = list(running)
     death = "no answer"
-    own = list[Exception]()
-    for rank in ended:
+    while left:
+        ended, left = ray.wait(left, timeout=max(0.0, until - time.monotonic()))
+        if not ended:
+            break
         try:
-            ray.get(rank)
+            ray.get(ended)
         except ray.exceptions.RayActorError as error:
             death = first_line(error)
         except ray.exceptions.RayTaskError as error:
             if not isinstance(error.cause, PeerStopped):
-                own.append(own_error(error))
-    raise own[0] if own else _RankDied(death)
+                raise own_error(error) from None
+    raise _RankDied(death)
 
 
 class Rank:

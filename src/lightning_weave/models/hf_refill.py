@@ -63,7 +63,7 @@ class RefillingSampler(HFSampler):
                 flight.step()
             ended = flight.look()
             if 8 * len(ended) >= len(flight.rows):
-                responses |= {row: flight.response(row) for row in ended}
+                responses |= zip(ended, flight.responses(ended), strict=True)
                 flight.drop(ended)
 
 
@@ -176,10 +176,11 @@ class Flight:
             layer.keys = layer.keys[kept_N][:, :, nobodys:]
             layer.values = layer.values[kept_N][:, :, nobodys:]
 
-    def response(self, row: int) -> Response:
-        """Give what a row has drawn."""
-        ids: list[int] = self.tokens_RS[row, : int(self.count_R[row])].tolist()
-        return Response(ids, "stop" if bool(self.sampler.is_stop_V[ids[-1]]) else "length")
+    def responses(self, rows: list[int]) -> list[Response]:
+        """Give what rows have drawn; the host waits for all of them at once."""
+        rows_N = torch.tensor(rows, device=self.device)
+        counted = torch.cat([self.count_R[rows_N, None], self.tokens_RS[rows_N]], dim=1).tolist()
+        return self.sampler.responses([ids for _, *ids in counted], [0] * len(rows), [count for count, *_ in counted])
 
 
 def _widened(states_NHTD: Tensor, length: int) -> Tensor:

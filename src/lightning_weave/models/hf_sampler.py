@@ -130,7 +130,7 @@ class HFSampler:
                     broken_N = broken_N[kept_N]
                     cache.reorder_cache(kept_N)
             logits_NV = self.forward(token_N[:, None], cache)
-        return self._responses(tokens_BT.tolist(), starts, end_B.tolist())
+        return self.responses(tokens_BT.tolist(), starts, end_B.tolist())
 
     def _look(
         self, going_N: Tensor, broken_N: Tensor, drawn: Tensor, batch: list[Request], rows_N: Tensor
@@ -184,7 +184,8 @@ class HFSampler:
         tilted = self.tilt([batch[row] for row in rows], responses, logits_NV[deciding])
         return logits_NV.float().index_copy(0, deciding, tilted)
 
-    def _responses(self, tokens: list[list[int]], starts: list[int], ends: list[int]) -> list[Response]:
+    def responses(self, tokens: list[list[int]], starts: list[int], ends: list[int]) -> list[Response]:
+        """Cut the responses out of rows of tokens."""
         rows = [row[start:end] for row, start, end in zip(tokens, starts, ends, strict=True)]
         return [Response(ids, "stop" if ids[-1] in self.stop else "length") for ids in rows]
 

@@ -88,38 +88,46 @@ def training_memory(
     gathered = base == "own" and (gpus > 1 or size != stands_as)  # one GPU gathers only to convert
     whole = size * root if gathered else 0
     unit = max(layer.parameters for layer in shape.layers) if gathered else 0
+    of_unit = unit if trained is None else 0
+    layers = size * unit + max(size * unit, 5 * of_unit)  # the last, with the one before it or with its gradients
 
-    kept = [_kept(layer, shape.width, size) for layer in shape.layers]
+    adapters = size if gathered or trained is None else MASTER  # what adapters compute in, where nothing converts them
+    if trained is None:
+        kept = [_kept(layer, shape.width, size) for layer in shape.layers]
+    else:
+        kept = [_kept_beside(layer, shape.width, size, adapters) for layer in shape.layers]
     stored = len(kept) * size * shape.width if checkpointing else sum(kept)
     again = max(kept) if checkpointing else 0  # of the layer that is computed again
-    back = max(_going_back(layer, shape.width, size) for layer in shape.layers)
+    back = max(_going_back(layer, shape.width, size, adapters) for layer in shape.layers)
     of_layers = GRADIENT * (learning - of_root) / gpus
     # Both uses of a tied matrix have a gradient, and their sum is a third.
     of_both = (3 if shape.tied else 2) * size * of_head
     # When embedding and head are reduced over several GPUs, their weights have been given up.
     reduced = (4 + max(size, 4 / gpus if gpus > 1 else 0)) * of_root - (whole if gpus > 1 else 0) if gathered else 0.0
-    gradients = 0.6 * tokens * (max(kept) + back) + size * of_head + (3 * size + 4) * unit  # of one layer, all there
+    gradients = 0.6 * tokens * (max(kept) + back) + size * of_head + (3 * size + 4) * of_unit  # of one layer, all there
     done = min(1.0, 2 / len(kept))  # of the layers, when the last but one has its gradients
     moments = {
+        # Several GPUs gather embedding and head, and the first layer, beside the places where they are then used.
+        "gathering": whole + (2 * size * unit if gpus > 1 else 0),
         "loss": tokens * (stored + (8 + 3 * size) * shape.width + BATCH) + size * unit,
-        "last layer": tokens * (stored + again + back - 2 * size * shape.width) + size * of_head + (size + 5) * unit,
+        "last layer": tokens * (stored + again + back - 2 * size * shape.width) + size * of_head + layers,
         # The first to hold the sums of the layer after it; those before it still have all activations.
         "last but one": tokens * stored * (1 - done) + of_layers * done + gradients,
         # Its activations go as its gradients come: most of the one, or all of the other.
-        "first layer": tokens * (max(kept) + back) + size * of_head + (2 * size + 4.5) * unit + of_layers,
+        "first layer": tokens * (max(kept) + back) + size * of_head + 2 * size * unit + 4.5 * of_unit + of_layers,
         "its gradients": gradients + of_layers,
-        "embedding": of_both + 4 * unit + of_layers,
+        "embedding": of_both + 4 * of_unit + of_layers,
         "reduction": reduced + of_layers,
         "step": GRADIENT * learning / gpus - whole,
     }
     moments["loss"] += _at_loss(shape, tokens, of_head, size)
-    if base != "own":  # one matrix at a time is made whole
-        whole += size * shape.width * max(layer.inner for layer in shape.layers)
     # Its head is compared with its own logits, in float32, when its weights have been read. Several GPUs gather
     # embedding and head twice, as they come and in their places, beside the layer after them.
     probe = 4 * head if size < 4 else 0
-    looked_at = whole + (max(2 * size * unit, probe) if gpus == 1 else size * unit + max(whole + size * unit, probe))
-    return Memory(state, float(whole + max(moments.values())), (frozen + MASTER * learning) / gpus + looked_at)
+    looked_at = max(whole, 2 * size * unit, probe) if gpus == 1 else size * unit + max(whole + size * unit, probe)
+    if base != "own":  # one matrix at a time is made whole
+        whole += size * shape.width * max(layer.inner for layer in shape.layers)
+    return Memory(state, float(whole + max(moments.values())), (frozen + MASTER * learning) / gpus + whole + looked_at)
 
 
 def _at_loss(shape: Shape, tokens: int, of_head: int, size: int) -> float:
@@ -147,11 +155,29 @@ def _kept(layer: Layer, width: int, size: int) -> int:
     return norms + heads + attention + fed
 
 
-def _going_back(layer: Layer, width: int, size: int) -> int:
-    """Bytes per token that the backward pass of a layer holds beside what was kept, where it is widest."""
+def _kept_beside(layer: Layer, width: int, size: int, adapters: int) -> int:
+    """Bytes per token that a layer with adapters keeps: products with frozen matrices keep nothing, norms their input.
+
+    Adapters keep what they read. Beside 16 bits those in float32 convert it first, each for itself. Experts have none.
+    """
+    heads = (layer.query + layer.key) * 4 if layer.normed else 0
+    repeated = layer.query if size == 4 else layer.key
+    attention = size * 2 * (layer.query + repeated)
+    one_for_all = adapters == size
+    inputs = (1 if one_for_all else 3) * width + layer.query
+    if layer.routed:
+        fed = layer.routed * (size * (width + 3 * layer.inner) + 40)
+    else:
+        fed = size * 3 * layer.inner
+        inputs += (1 if one_for_all else 2) * width + layer.inner
+    return 2 * 4 * width + heads + attention + fed + adapters * inputs
+
+
+def _going_back(layer: Layer, width: int, size: int, adapters: int) -> int:
+    """Bytes per token that a layer holds beside what is kept, where it is widest when there is a backward pass."""
     if layer.routed:
         return size * (4 * width + 3 * layer.routed * width)
-    return size * (4 * width + 2 * layer.inner)
+    return size * 4 * width + adapters * 2 * layer.inner
 
 
 def online_memory(student: Shape, training: Memory, anchors: float, sampling: Memory) -> Memory:

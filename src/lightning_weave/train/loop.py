@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_weave.cache.block import Block
 from lightning_weave.devices import copies_while_it_computes, make_current
-from lightning_weave.errors import WeaveError
+from lightning_weave.errors import StartAgain, WeaveError
 from lightning_weave.heads.tiles import checked_ids
 from lightning_weave.maths import log_residual_loss
 from lightning_weave.models.memory import free_memory, is_out_of_memory
@@ -23,7 +23,6 @@ from lightning_weave.store.ledger import peak_memory
 from lightning_weave.train.data import Batch, compose, kept_decisions
 from lightning_weave.train.objectives import DISTANCES, Loss, Trainee, distances, without_dropout
 from lightning_weave.train.parallel import Ranks, can_recover, clip_gradients, recover
-from lightning_weave.train.room import leave_budget
 from lightning_weave.train.schedule import deal_rows
 
 T = TypeVar("T")
@@ -65,7 +64,7 @@ class Fit:
     seed: int
     ranks: Ranks
     folder: Path
-    asked_budget: int = 0  # as the recipe has it
+    leave_budget: Callable[[int], None] = lambda smaller: None  # to the next start, where this one cannot go on
     notes: list[str] = field(default_factory=list)  # what happened that a person should know
     _noted: bool = False  # that an update had nothing to learn from
     _reader: ThreadPoolExecutor | None = None
@@ -179,16 +178,13 @@ class Fit:
     def _out_of_memory(self, when: str, smaller: int | None) -> WeaveError:
         """Say what to do where this process cannot go on; with a smaller budget, where there is one, it can again."""
         rank = f" on rank {self.ranks.rank}" if self.ranks.world > 1 else ""
-        what = f"out of memory{rank} {when} with train.token_budget = {self.token_budget}. "
+        what = f"out of memory{rank} {when} with train.token_budget = {self.token_budget}"
         if smaller is None:
             return WeaveError(
-                f"{what}Its longest row alone is too much: set train.gradient_checkpointing = true, or use more ranks"
+                f"{what}. Its longest row alone is too much: set train.gradient_checkpointing = true, or use more ranks"
             )
-        leave_budget(self.folder, self.asked_budget, smaller)
-        return WeaveError(
-            f"{what}Run the same command again: it resumes with {smaller} on every rank, and the loss is the same "
-            "(torchrun --max-restarts 3 does it by itself)"
-        )
+        self.leave_budget(smaller)
+        return StartAgain(what, f"it resumes with {smaller} on every rank, and the loss is the same")
 
     def _tokens(self, batch: Batch) -> int:
         """Tokens that a batch puts through the model."""

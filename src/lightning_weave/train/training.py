@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from lightning_weave.train.loop import BAD_ROWS, Fit, Rows, adam, check_agreemen
 from lightning_weave.train.objectives import Loss, Trainee
 from lightning_weave.train.parallel import Ranks, give_memory, reshard, shard
 from lightning_weave.train.probe import Probe, with_aes
-from lightning_weave.train.room import agreed_budget
+from lightning_weave.train.room import FILE as LOWERED
+from lightning_weave.train.room import agreed_budget, leave_budget
 from lightning_weave.train.schedule import Schedule, rate_share
 from lightning_weave.train.watch import Metrics, line
 
@@ -153,18 +155,22 @@ def make_fit(steps: Steps, name: str, trainee: Trainee, rows: Rows, *, alpha: fl
     train = steps.recipe.train
     loss = Loss.of(steps.objective(name), alpha, steps.trust)
     loss.check(steps.recipe.reference.candidates, trainee.head_description.vocabulary)
-    folder = steps.store.stage(steps.train(name)).folder
+    asked = train.token_budget
+    run_dir = steps.store.run_dir
+    agreed = agreed_budget(run_dir, asked, ranks)
+    lowered = f"train.token_budget is {agreed}: {asked} was too much at an earlier start ({run_dir / LOWERED})"
     return Fit(
         trainee=trainee,
         optimizer=adam(trainee, train.learning_rate, train.betas, train.weight_decay),
         cache=rows,
         loss=loss,
         clip=train.clip,
-        token_budget=agreed_budget(folder, train.token_budget, ranks),
-        asked_budget=train.token_budget,
+        token_budget=agreed,
+        leave_budget=partial(leave_budget, run_dir, asked),
         seed=train.seed,
         ranks=ranks,
-        folder=folder,
+        folder=steps.store.stage(steps.train(name)).folder,
+        notes=[lowered] if agreed != asked else [],
     )
 
 
