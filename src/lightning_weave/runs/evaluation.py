@@ -2,7 +2,9 @@
 
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ from lightning_weave.prompts import ask, encode, livecodebench
 from lightning_weave.ranks import is_first
 from lightning_weave.runs.engines import Engines, gpus_of, with_adapter, with_lora
 from lightning_weave.runs.grade import Grader
+from lightning_weave.runs.grader_process import GraderProcess
 from lightning_weave.runs.prompts import Asked, Form
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.stream import Journal, sample_shards
@@ -126,31 +129,44 @@ class Exam:
     settings: SamplingSettings
     todo: Sequence[Sequence[SampleKey]]
     folder: Path
-    grader: Grader
+    grader: GraderProcess
     tokenizer: Any
     prompts: Sequence[list[int]]
     sampler: Sampler
 
     def make(self, shards: Sequence[int]) -> Iterator[Made]:
-        """Sample fixed blocks of (problem, sample) pairs; grade each when it is whole, while an engine samples on."""
+        """Sample fixed blocks of (problem, sample) pairs; each is graded and written while others are sampled."""
         requests = {
             block: [Request(self.prompts[problem], problem, sample) for problem, sample in self.todo[block]]
             for block in shards
         }
         journal = Journal(self.folder, "journal")
-        for block, responses in sample_shards(self.sampler, self.settings, requests, journal):
-            done = self._graded(self.todo[block], responses)
-            write_block(self.folder, block, done)
-            yield Made(sum(sample.tokens for sample in done))
+        beside = ThreadPoolExecutor(1)
+        graded: deque[Future[Made]] = deque()
+        try:
+            for block, responses in sample_shards(self.sampler, self.settings, requests, journal, late=True):
+                graded.append(beside.submit(self._grade, block, responses))
+                while graded and graded[0].done():
+                    yield graded.popleft().result()
+            for one in graded:
+                yield one.result()
+        except BaseException:
+            self.grader.close()  # or it would be waited for
+            raise
+        finally:
+            beside.shutdown(cancel_futures=True)
 
     def close(self) -> None:
-        """The engine stays up for the next benchmark."""
+        """The engine stays up for the next benchmark; its grader does not."""
+        self.grader.close()
 
-    def _graded(self, pairs: Sequence[SampleKey], responses: Sequence[Response]) -> list[Sample]:
+    def _grade(self, block: int, responses: Sequence[Response]) -> Made:
+        """Grade a block and write it."""
+        pairs = self.todo[block]
         problems = self.benchmark.problems
         texts = [self._decode(response.ids) for response in responses]
-        graded = self.grader.grade([(problems[problem], text) for (problem, _), text in zip(pairs, texts, strict=True)])
-        return [
+        graded = self.grader.grade([(problem, text) for (problem, _), text in zip(pairs, texts, strict=True)])
+        done = [
             Sample(
                 problem=problems[problem].id,
                 sample=sample,
@@ -166,6 +182,8 @@ class Exam:
             )
             for (problem, sample), response, text, verdict in zip(pairs, responses, texts, graded, strict=True)
         ]
+        write_block(self.folder, block, done)
+        return Made(sum(sample.tokens for sample in done))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -192,7 +210,7 @@ def open_exam(
         settings=settings,
         todo=todo,
         folder=folder,
-        grader=grader,
+        grader=GraderProcess(grader),
         tokenizer=tokenizer,
         prompts=prompts,
         sampler=sampler,
