@@ -170,7 +170,7 @@ class Run:
 
         plan = plan_sweep(self.recipe, shares, anchor, alphas, tag)
         with self._writing("sweep"):
-            stage.run(self.steps, plan, self.progress, console or self.progress.console, self.yes)
+            stage.run(self.steps, plan, self.progress, console or self.progress.console, self.yes, self.workers())
         return self.points()
 
     def report(self) -> Path:
