@@ -30,14 +30,14 @@ from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import ask, encode, livecodebench
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.engines import Engines, gpus_of, with_adapter, with_lora
+from lightning_weave.runs.engines import Engines, gpus_of, note_engine, with_adapter, with_lora
 from lightning_weave.runs.grade import Grader
 from lightning_weave.runs.grader_process import GraderProcess
 from lightning_weave.runs.prompts import Asked, Form
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.stream import Journal, sample_shards
 from lightning_weave.runs.work import Job, Made, make_room
-from lightning_weave.store import Stage, write_atomic
+from lightning_weave.store import Stage, recorded, write_atomic
 from lightning_weave.types import Prompt, Request, Response, SamplingSettings
 
 
@@ -96,8 +96,8 @@ def exam_jobs(
             _grade_again(steps, stage, benchmark, grader, progress, source=source)
         return []
     todo = blocks(len(benchmark.problems), samples, section.block)
-    folder = stage.folder / f"blocks-{stage.step.fingerprint}"
-    opener = partial(open_exam, policy=policy, benchmark=benchmark, settings=settings, todo=todo, folder=folder)
+    folder = _blocks(stage)
+    opener = partial(open_exam, policy=policy, benchmark=benchmark, settings=settings, todo=todo, stage=stage)
     name = f"{policy.name}/{stage.folder.name}"
     pending = pending_blocks(folder, len(todo))
     devices = gpus_of(steps.recipe.eval)
@@ -195,7 +195,7 @@ def open_exam(
     benchmark: Benchmark,
     settings: SamplingSettings,
     todo: Sequence[Sequence[SampleKey]],
-    folder: Path,
+    stage: Stage,
 ) -> Exam:
     """Load a policy and render what it is asked."""
     section = steps.recipe.asked(policy.name)
@@ -204,12 +204,14 @@ def open_exam(
     _check_lengths(policy, benchmark, prompts)
     grader = Grader.of(benchmark, section, steps.trust)
     sampler = policy.sampler(steps, prompts, settings.max_tokens)
+    if policy.given is None:
+        note_engine(steps, stage, policy.checkpoint, section)
     return Exam(
         section=section,
         benchmark=benchmark,
         settings=settings,
         todo=todo,
-        folder=folder,
+        folder=_blocks(stage),
         grader=GraderProcess(grader),
         tokenizer=tokenizer,
         prompts=prompts,
@@ -226,6 +228,10 @@ def _check_lengths(policy: Evaluated, benchmark: Benchmark, prompts: Sequence[li
                 f"{benchmark.name}: problem {problem.id!r} has {len(ids)} tokens, which leaves no room in the {limit} "
                 f"of {policy.checkpoint.path}. Leave the problem out, or evaluate a checkpoint with a longer context"
             )
+
+
+def _blocks(stage: Stage) -> Path:
+    return stage.folder / f"blocks-{stage.step.fingerprint}"
 
 
 def drop_blocks(stage: Stage) -> None:
@@ -275,6 +281,8 @@ def _grade_again(
         for sample, verdict in zip(samples, graded, strict=True)
     ]
     write_atomic(target, "".join(lines).encode())
+    for engine in (recorded(source) or {}).get("engines", ()):
+        stage.note_engine(engine)
     _summarise(steps, stage, benchmark, grader, progress)
 
 
