@@ -170,7 +170,8 @@ class Run:
 
         plan = plan_sweep(self.recipe, shares, anchor, alphas, tag)
         with self._writing("sweep"):
-            stage.run(self.steps, plan, self.progress, console or self.progress.console, self.yes)
+            out = console or self.progress.console
+            stage.run(self.steps, plan, self.progress, out, yes=self.yes, workers=self.workers())
         return self.points()
 
     def report(self) -> Path:

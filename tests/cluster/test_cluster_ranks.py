@@ -15,6 +15,7 @@ import pytest
 
 import tiny
 from cluster.clustered import Watching, world
+from lightning_weave.api import Run
 from lightning_weave.cluster import ranks as cluster_ranks
 from lightning_weave.cluster.connect import connect
 from lightning_weave.config import dump_recipe
@@ -176,6 +177,22 @@ def test_what_is_wrong_with_a_recipe_is_said_here_and_not_tried_again(cluster: A
     with pytest.raises(InputError, match=r'train\.dtype = "float16": small gradients'):
         make_students(tiny.steps_of(wrong, trust=True), watching, workers=connect(None))
     assert watching.said == ["train: 2 ranks on the cluster"]
+
+
+def test_a_sweep_is_what_it_is_without_a_cluster(cluster: Any, tmp_path: Path) -> None:
+    """One rank trains, as here; workers on both nodes do the rest."""
+    recipe = world(tmp_path)
+    recipe["compositions"] = {}
+    recipe["train"] |= {"epochs": 1}
+    recipe["machine"] = {"threads": 1, "workers": 1}
+    here, there = (Run({**recipe, "runs": str(tmp_path / str(name))}, cluster=name) for name in (None, "ray"))
+    here.progress, there.progress = Watching(), Watching()
+    for one in (here, there):
+        one.sweep([0.25])
+    made = results(there.steps)
+    assert made == results(here.steps)
+    assert Path("train/brief-0.250/final/model.safetensors") in made
+    assert "train: 1 ranks on the cluster" in there.progress.said
 
 
 def no_models(root: Path) -> Steps:

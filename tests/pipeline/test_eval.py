@@ -255,14 +255,16 @@ def save_programmer(folder: Path) -> Path:
     return folder
 
 
-def test_a_sample_says_where_the_official_runner_judges_otherwise(recipe: dict, tmp_path: Path) -> None:
+def test_a_sample_says_where_the_official_runner_judges_otherwise(
+    recipe: dict, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """`open(0)` is right in a real process; the official runner fails it. A wrong program is wrong for both."""
     rows = [{**row, "question_content": "Print the sum."} for row in (problems.ADD, problems.LINES)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe["policies"] = {"programmer": {"model": str(save_programmer(tmp_path / "programmer"))}}
     recipe["eval"] |= {"temperature": 0.0, "samples": 1, "budgets": [], "unsafe_local": True}
-    with pytest.warns(UserWarning, match="WITHOUT a sandbox"):
-        stage.run(steps_of(recipe), QUIET, only=["programmer"])
+    stage.run(steps_of(recipe), QUIET, only=["programmer"])
+    assert "programs run WITHOUT a sandbox" in capfd.readouterr().err
     path = folder_of(recipe, "programmer") / "samples.jsonl"
     right, wrong = read_samples(path)
     assert (right.text, right.tokens, right.correct, right.official) == (PROGRAM, 2, True, "open(0)")

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from lightning_weave.cli.options import (
+    Address,
+    Cluster,
     Files,
     Only,
     Sets,
@@ -124,13 +126,15 @@ def sweep(
     set_: Sets = None,
     yes: Yes = False,
     trust: Trust = False,
+    cluster: Cluster = None,
+    address: Address = None,
 ) -> None:
     """Train and evaluate a range of weights from one cache.
 
     The frontier is printed as it grows.
     """
     wanted = _numbers("--shares", shares), _numbers("--alphas", alphas) if alphas else None
-    run = load_run(recipe, set_, yes=yes, trust=trust)
+    run = load_run(recipe, set_, yes=yes, trust=trust, cluster=cluster, address=address)
     run.sweep(wanted[0], anchor, wanted[1], tag, console=open_console())
 
 

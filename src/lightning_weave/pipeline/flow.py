@@ -66,6 +66,6 @@ def make_everything(steps: Steps, progress: Progress, workers: Workers = HERE, w
     eval_stage.run(steps, progress, do=workers.do, watch=watch)
 
 
-def evaluate(steps: Steps, progress: Progress, only: Sequence[str] | None = None) -> None:
+def evaluate(steps: Steps, progress: Progress, only: Sequence[str] | None = None, workers: Workers = HERE) -> None:
     """Evaluate policies."""
-    eval_stage.run(steps, progress, only)
+    eval_stage.run(steps, progress, only, workers.do)

@@ -8,7 +8,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.hf import Scorer
 from lightning_weave.progress import Progress
-from lightning_weave.runs.engines import Engines, borrowed, gpus_of
+from lightning_weave.runs.engines import Engines, borrowed, gpus_of, note_engine
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.trajectories import find_candidates, rescore_candidates
 from lightning_weave.runs.work import Do, Job, Made, do_here, make_room, wait_for_ranks
@@ -92,4 +92,6 @@ def _open(
     if section.candidates > vocabulary:
         raise InputError(f"reference.candidates = {section.candidates}: the student has only {vocabulary} tokens")
     rollouts, to = (steps.store.stage(one) for one in (steps.rollout, step))
-    return ReferenceWorker(rollouts, proposal, to, engines.scorer(steps, model, section), section.candidates)
+    scorer = engines.scorer(steps, model, section)
+    note_engine(steps, to, model, section)
+    return ReferenceWorker(rollouts, proposal, to, scorer, section.candidates)

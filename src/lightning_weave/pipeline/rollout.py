@@ -9,7 +9,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.engines import Engines, borrowed, gpus_of
+from lightning_weave.runs.engines import Engines, borrowed, gpus_of, note_engine
 from lightning_weave.runs.prompts import own_trajectories
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.stream import Journal, sample_shards
@@ -82,9 +82,12 @@ def open_worker(steps: Steps, engines: Engines) -> RolloutWorker:
         return RolloutWorker(steps, prompts, look_up)
     _check_lengths(steps, prompts)
     texts = [prompt.token_ids for prompt in prompts]
-    sampler = engines.sampler(steps, steps.sampler or steps.student, section, texts, section.max_tokens)
+    model = steps.sampler or steps.student
+    sampler = engines.sampler(steps, model, section, texts, section.max_tokens)
+    stage = steps.store.stage(steps.rollout)
+    note_engine(steps, stage, model, section)
     settings = SamplingSettings(section.temperature, section.top_p, section.max_tokens, section.seed)
-    journal = _journal(steps.store.stage(steps.rollout))
+    journal = _journal(stage)
     return RolloutWorker(steps, prompts, lambda shards: sample_shards(sampler, settings, shards, journal))
 
 

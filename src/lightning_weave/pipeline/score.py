@@ -9,7 +9,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
 from lightning_weave.runs.anchors import AnchorScorer, Bases
-from lightning_weave.runs.engines import Engines, borrowed, gpus_of
+from lightning_weave.runs.engines import Engines, borrowed, gpus_of, note_engine
 from lightning_weave.runs.scored import ScoredModel
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Do, Job, Made, do_here, make_room
@@ -97,4 +97,6 @@ def open_worker(steps: Steps, scored: ScoredModel, bases: Bases, engines: Engine
     whole = scored.checkpoint.base or scored.checkpoint
     for other in bases.keys() - {whole}:
         del bases[other]
-    return ScoreWorker(steps, scored, AnchorScorer.open(steps, scored, bases, engines))
+    scorer = AnchorScorer.open(steps, scored, bases, engines)
+    note_engine(steps, steps.store.stage(steps.score(scored)), whole, steps.scoring(scored), scored.url)
+    return ScoreWorker(steps, scored, scorer)

@@ -13,9 +13,17 @@ from lightning_weave.runs.costs import costs, offline_cost, read_spent
 from lightning_weave.runs.discard import allow_discards
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.sweeps import Planned, extend, remember
+from lightning_weave.runs.work import HERE, Workers
 
 
-def run(steps: Steps, plan: Sequence[Planned], progress: Progress, out: Console, yes: bool = False) -> None:
+def run(
+    steps: Steps,
+    plan: Sequence[Planned],
+    progress: Progress,
+    out: Console,
+    yes: bool = False,
+    workers: Workers = HERE,
+) -> None:
     """Train and evaluate what is missing of a sweep, one setting after the other. Resumable.
 
     `yes` discards what another recipe has made without asking.
@@ -28,13 +36,13 @@ def run(steps: Steps, plan: Sequence[Planned], progress: Progress, out: Console,
     allow_discards(extended, made, yes)
     remember(steps, plan)
     out.print("\n".join(forecast(extended, plan)), markup=False, soft_wrap=True)
-    make_cache(extended, progress, evaluates=True)
-    evaluate(extended, progress, ["base"])
+    make_cache(extended, progress, workers.do, evaluates=True)
+    evaluate(extended, progress, ["base"], workers)
     missing = [one.name for one in plan if not _is_evaluated(extended, one.name)]
     out.print("\n".join(running_front(extended, policies)), markup=False, soft_wrap=True)
     for name in missing:
-        make_students(extended, progress, [name])
-        evaluate(extended, progress, [name])
+        make_students(extended, progress, [name], workers=workers)
+        evaluate(extended, progress, [name], workers)
         out.print("\n".join(running_front(extended, policies)), markup=False, soft_wrap=True)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -36,6 +37,7 @@ from lightning_weave.runs.parity import (
     score_a_few,
 )
 from lightning_weave.runs.steps import Steps
+from lightning_weave.store import Stage
 
 OLDEST = (0, 32)
 MOST_TOKENS_PER_TOKEN = 4  # of another tokenizer: a longer row is refused by its number
@@ -161,6 +163,29 @@ def open_sampler(
     # The engine normalises over all rows of the output matrix, those of no token included.
     few = partial(score_a_few, checkpoint, prompts, length, dtype=dtype, device=device, padded=True)
     return check.start(start, few, compare)
+
+
+def note_engine(
+    steps: Steps, stage: Stage, checkpoint: Checkpoint, section: Section, server: str | None = None
+) -> None:
+    """Write down for a stage's manifest what makes its shards; say it where another version or dtype has made some.
+
+    A new version is no reason to discard what an earlier one has made: it is not in the fingerprint.
+    """
+    dtype = _name(checkpoint.compute_dtype(section.dtype, set_up(steps.recipe, steps.store)))
+    if section.engine == "hf":
+        name = f"transformers {version('transformers')}, torch {version('torch')}, {dtype}"
+    elif server is not None:
+        name = f"vllm server {server_version(server)}, {dtype}"
+    else:
+        name = f"vllm {engine_version(section.python)}, {dtype}"
+    if others := stage.note_engine(name):
+        log.warning(
+            "warning: %s: what is missing is now made with %s; the rest was made with %s",
+            stage.step.path,
+            name,
+            " and ".join(others),
+        )
 
 
 def with_lora(section: Eval, rank: int) -> Eval:

@@ -2,7 +2,9 @@
 
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,13 +30,14 @@ from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import ask, encode, livecodebench
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.engines import Engines, gpus_of, with_adapter, with_lora
+from lightning_weave.runs.engines import Engines, gpus_of, note_engine, with_adapter, with_lora
 from lightning_weave.runs.grade import Grader
+from lightning_weave.runs.grader_process import GraderProcess
 from lightning_weave.runs.prompts import Asked, Form
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.stream import Journal, sample_shards
 from lightning_weave.runs.work import Job, Made, make_room
-from lightning_weave.store import Stage, write_atomic
+from lightning_weave.store import Stage, recorded, write_atomic
 from lightning_weave.types import Prompt, Request, Response, SamplingSettings
 
 
@@ -93,8 +96,8 @@ def exam_jobs(
             _grade_again(steps, stage, benchmark, grader, progress, source=source)
         return []
     todo = blocks(len(benchmark.problems), samples, section.block)
-    folder = stage.folder / f"blocks-{stage.step.fingerprint}"
-    opener = partial(open_exam, policy=policy, benchmark=benchmark, settings=settings, todo=todo, folder=folder)
+    folder = _blocks(stage)
+    opener = partial(open_exam, policy=policy, benchmark=benchmark, settings=settings, todo=todo, stage=stage)
     name = f"{policy.name}/{stage.folder.name}"
     pending = pending_blocks(folder, len(todo))
     devices = gpus_of(steps.recipe.eval)
@@ -126,31 +129,44 @@ class Exam:
     settings: SamplingSettings
     todo: Sequence[Sequence[SampleKey]]
     folder: Path
-    grader: Grader
+    grader: GraderProcess
     tokenizer: Any
     prompts: Sequence[list[int]]
     sampler: Sampler
 
     def make(self, shards: Sequence[int]) -> Iterator[Made]:
-        """Sample fixed blocks of (problem, sample) pairs; grade each when it is whole, while an engine samples on."""
+        """Sample fixed blocks of (problem, sample) pairs; each is graded and written while others are sampled."""
         requests = {
             block: [Request(self.prompts[problem], problem, sample) for problem, sample in self.todo[block]]
             for block in shards
         }
         journal = Journal(self.folder, "journal")
-        for block, responses in sample_shards(self.sampler, self.settings, requests, journal):
-            done = self._graded(self.todo[block], responses)
-            write_block(self.folder, block, done)
-            yield Made(sum(sample.tokens for sample in done))
+        beside = ThreadPoolExecutor(1)
+        graded: deque[Future[Made]] = deque()
+        try:
+            for block, responses in sample_shards(self.sampler, self.settings, requests, journal, late=True):
+                graded.append(beside.submit(self._grade, block, responses))
+                while graded and graded[0].done():
+                    yield graded.popleft().result()
+            for one in graded:
+                yield one.result()
+        except BaseException:
+            self.grader.close()  # or it would be waited for
+            raise
+        finally:
+            beside.shutdown(cancel_futures=True)
 
     def close(self) -> None:
-        """The engine stays up for the next benchmark."""
+        """The engine stays up for the next benchmark; its grader does not."""
+        self.grader.close()
 
-    def _graded(self, pairs: Sequence[SampleKey], responses: Sequence[Response]) -> list[Sample]:
+    def _grade(self, block: int, responses: Sequence[Response]) -> Made:
+        """Grade a block and write it."""
+        pairs = self.todo[block]
         problems = self.benchmark.problems
         texts = [self._decode(response.ids) for response in responses]
-        graded = self.grader.grade([(problems[problem], text) for (problem, _), text in zip(pairs, texts, strict=True)])
-        return [
+        graded = self.grader.grade([(problem, text) for (problem, _), text in zip(pairs, texts, strict=True)])
+        done = [
             Sample(
                 problem=problems[problem].id,
                 sample=sample,
@@ -166,6 +182,8 @@ class Exam:
             )
             for (problem, sample), response, text, verdict in zip(pairs, responses, texts, graded, strict=True)
         ]
+        write_block(self.folder, block, done)
+        return Made(sum(sample.tokens for sample in done))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -177,7 +195,7 @@ def open_exam(
     benchmark: Benchmark,
     settings: SamplingSettings,
     todo: Sequence[Sequence[SampleKey]],
-    folder: Path,
+    stage: Stage,
 ) -> Exam:
     """Load a policy and render what it is asked."""
     section = steps.recipe.asked(policy.name)
@@ -186,13 +204,15 @@ def open_exam(
     _check_lengths(policy, benchmark, prompts)
     grader = Grader.of(benchmark, section, steps.trust)
     sampler = policy.sampler(steps, prompts, settings.max_tokens)
+    if policy.given is None:
+        note_engine(steps, stage, policy.checkpoint, section)
     return Exam(
         section=section,
         benchmark=benchmark,
         settings=settings,
         todo=todo,
-        folder=folder,
-        grader=grader,
+        folder=_blocks(stage),
+        grader=GraderProcess(grader),
         tokenizer=tokenizer,
         prompts=prompts,
         sampler=sampler,
@@ -208,6 +228,10 @@ def _check_lengths(policy: Evaluated, benchmark: Benchmark, prompts: Sequence[li
                 f"{benchmark.name}: problem {problem.id!r} has {len(ids)} tokens, which leaves no room in the {limit} "
                 f"of {policy.checkpoint.path}. Leave the problem out, or evaluate a checkpoint with a longer context"
             )
+
+
+def _blocks(stage: Stage) -> Path:
+    return stage.folder / f"blocks-{stage.step.fingerprint}"
 
 
 def drop_blocks(stage: Stage) -> None:
@@ -257,6 +281,8 @@ def _grade_again(
         for sample, verdict in zip(samples, graded, strict=True)
     ]
     write_atomic(target, "".join(lines).encode())
+    for engine in (recorded(source) or {}).get("engines", ()):
+        stage.note_engine(engine)
     _summarise(steps, stage, benchmark, grader, progress)
 
 

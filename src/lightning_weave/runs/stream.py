@@ -37,15 +37,19 @@ class Journal:
 
 
 def sample_shards(
-    sampler: Sampler, settings: SamplingSettings, shards: Mapping[int, list[Request]], journal: Journal
+    sampler: Sampler,
+    settings: SamplingSettings,
+    shards: Mapping[int, list[Request]],
+    journal: Journal,
+    late: bool = False,
 ) -> Iterator[tuple[int, list[Response]]]:
     """Yield every shard with its responses as soon as they are all there.
 
-    Our own sampler gets one shard after another, so that what shares a batch does not depend on what is pending.
+    Our own sampler gets one shard after another, so that what shares a batch does not depend on what is pending. Its
+    responses are in the journal only if shards are written `late`, when others are sampled already.
     """
     if not isinstance(sampler, VLLMSampler):
-        for shard, requests in shards.items():
-            yield shard, sampler.sample(requests, settings)
+        yield from _one_after_another(sampler, settings, shards, journal if late else None)
         return
     known = journal.read()
     responses = {
@@ -67,6 +71,21 @@ def sample_shards(
         responses[shard][place] = response
         if len(responses[shard]) == len(shards[shard]):
             yield shard, _in_order(responses.pop(shard))
+
+
+def _one_after_another(
+    sampler: Sampler, settings: SamplingSettings, shards: Mapping[int, list[Request]], journal: Journal | None
+) -> Iterator[tuple[int, list[Response]]]:
+    known = journal.read() if journal else {}
+    for shard, requests in shards.items():
+        if all(each.key in known for each in requests):
+            yield shard, [known[each.key] for each in requests]
+            continue
+        responses = sampler.sample(requests, settings)
+        for request, response in zip(requests, responses, strict=True):
+            if journal:
+                journal.add(request, response)
+        yield shard, responses
 
 
 def _in_order(responses: dict[int, Response]) -> list[Response]:

@@ -18,7 +18,9 @@ from typing import Any, Literal, TypeVar
 from lightning_weave.errors import CorruptData, StaleInput
 from lightning_weave.ranks import is_alone, is_first
 from lightning_weave.store.files import (
+    append_line,
     read_json,
+    read_lines,
     remove,
     remove_temporaries,
     sha256_file,
@@ -35,6 +37,7 @@ LATE = 60.0  # seconds until a shared disk shows what another machine has writte
 FORMAT = 1  # of shards and manifests; part of every fingerprint
 MANIFEST = "manifest.json"
 BEGUN = "step.json"  # what an unfinished stage will be; the manifest takes its place
+NOTED = "engines.jsonl"  # what makes an unfinished stage; the manifest has it in the end
 ASIDE = ".aside-"
 
 
@@ -93,7 +96,8 @@ class Stage:
             return "done" if all(self._is_whole(entry) for entry in manifest["shards"]) else "partial"
         begun = recorded(self.folder)
         if begun is not None and begun["fingerprint"] != self.step.fingerprint:
-            return "stale" if any(path.name != BEGUN for path in self.folder.iterdir()) else "missing"
+            names = {path.name for path in self.folder.iterdir()}
+            return "stale" if names - {BEGUN, NOTED} else "missing"
         files = list(self.folder.glob("*.safetensors")) if self.folder.exists() else []
         if not files:
             return "missing"
@@ -134,6 +138,7 @@ class Stage:
         if self.state() == "done":
             self.settle()
         elif (recorded(self.folder) or {}).get("fingerprint") != self.step.fingerprint:
+            (self.folder / NOTED).unlink(missing_ok=True)
             write_json(self.folder / BEGUN, self._own())
 
     def aside(self) -> list[Path]:
@@ -146,7 +151,8 @@ class Stage:
         for folder in self.aside():
             with suppress(FileNotFoundError):  # another rank has removed it
                 remove(folder)
-        (self.folder / BEGUN).unlink(missing_ok=True)
+        for name in (BEGUN, NOTED):
+            (self.folder / name).unlink(missing_ok=True)
 
     def _aside(self, fingerprint: str) -> Path:
         return self.folder.with_name(f"{ASIDE}{self.folder.name}@{fingerprint}")
@@ -222,8 +228,24 @@ class Stage:
         """Finish a stage whose outcome is ordinary files instead of shards."""
         self._write_manifest([_entry(path, self.folder) for path in files], extra or {})
 
+    def note_engine(self, name: str) -> list[str]:
+        """Write down for the manifest what makes this stage from now on; returns what else has made parts of it."""
+        known = self.engines()
+        noted = {row["engine"] for row in read_lines(self.folder / NOTED)}
+        for each in sorted({*known, name} - noted):  # a manifest goes when one of its shards is made again
+            append_line(self.folder / NOTED, {"engine": each})
+        return [each for each in known if each != name]
+
+    def engines(self) -> list[str]:
+        """What has made this stage, by version and dtype. They are no part of its fingerprint."""
+        noted = [row["engine"] for row in read_lines(self.folder / NOTED)]  # first: it goes when a manifest has come
+        manifest = self.manifest() or {}
+        kept = manifest.get("engines", []) if manifest.get("fingerprint") == self.step.fingerprint else []
+        return sorted({*kept, *noted})
+
     def _write_manifest(self, entries: list[dict[str, Any]], extra: Mapping[str, Any]) -> None:
-        write_json(self.manifest_path, {**self._own(), "shards": entries, **extra})
+        engines = {"engines": made_with} if (made_with := self.engines()) else {}
+        write_json(self.manifest_path, {**self._own(), "shards": entries, **engines, **extra})
         self.settle()
 
     def _own(self) -> dict[str, Any]:

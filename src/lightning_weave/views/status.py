@@ -134,7 +134,7 @@ def _so_far(stage: Stage, steps: Steps, state: State) -> str:
         return _deleted(stage)
     if updates := TrainingCheckpoints(stage.folder / "checkpoints", stage.step.fingerprint, keep=0).latest():
         return f"{updates} of {_all_updates(stage.step, steps)} updates"
-    if blocks := len(list((stage.folder / f"blocks-{stage.step.fingerprint}").glob("*.jsonl"))):
+    if blocks := len(list((stage.folder / f"blocks-{stage.step.fingerprint}").glob("[0-9]*.jsonl"))):
         return f"{_count(blocks, 'block')} so far"
     if state == "stale":  # what else is there is of an earlier recipe
         return ""
@@ -171,7 +171,9 @@ def _all_updates(step: Step, steps: Steps) -> str:
 def _size(manifest: dict) -> str:
     parts = [f"{manifest[name]:,} {name}" for name in ("rows", "positions") if name in manifest]
     size = sum(entry["bytes"] for entry in manifest.get("shards", []))
-    return ", ".join([*parts, file_size(size)])
+    engines = manifest.get("engines", [])
+    mixed = [f"made with {' and with '.join(engines)}"] if len(engines) > 1 else []
+    return "; ".join([", ".join([*parts, file_size(size)]), *mixed])
 
 
 def _count(number: int, what: str) -> str:

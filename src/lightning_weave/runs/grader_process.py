@@ -1,0 +1,89 @@
+"""A grader in a process of its own, so that no model and no engine waits for it.
+
+The process is a new Python: a fork would copy threads and a device that are at work, and what a user's script does when
+it is imported must not happen twice. A function of the user's own is loaded there, by its name.
+"""
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+from lightning_weave.errors import WeaveError
+from lightning_weave.runs.grade import Graded, Grader
+
+
+class GraderProcess:
+    """Grades in another process, which ends with `close` or with this process."""
+
+    def __init__(self, grader: Grader) -> None:
+        self._line, theirs = Pipe()
+        with theirs:
+            start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main({theirs.fileno()})"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", start],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # who interrupts the command does not interrupt the grader
+            )
+        with suppress(BrokenPipeError):  # of a process that could not begin, as `grade` will say
+            self._line.send(replace(grader))  # without a function that it has loaded
+
+    def grade(self, responses: Sequence[tuple[int, str]]) -> list[Graded]:
+        """Grade responses to problems, which are named by their numbers; raises what the grader raises."""
+        try:
+            self._line.send(list(responses))
+            answer = self._line.recv()
+        except (EOFError, OSError):
+            raise WeaveError(f"the process that grades has ended, with code {self._process.wait()}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        graded: list[Graded] = answer
+        return graded
+
+    def close(self) -> None:
+        """End the process, whatever it does; who waits for its answer gets an error."""
+        self._process.kill()
+        self._process.wait()
+
+
+def main(descriptor: int) -> None:
+    """Grade what is asked, in the main thread: the time limits of math-verify are alarms. The end of input ends it."""
+    line = Connection(descriptor)
+    grader: Grader = line.recv()
+    asked: queue.SimpleQueue[list[tuple[int, str]]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(line, asked), daemon=True).start()
+    problems = grader.benchmark.problems
+    while True:
+        responses = asked.get()
+        answer: Any
+        try:
+            answer = grader.grade([(problems[number], text) for number, text in responses])
+        except Exception as error:
+            answer = _sendable(error)
+        with suppress(BrokenPipeError):  # nobody waits for it any more
+            line.send(answer)
+
+
+def _listen(line: Connection, asked: "queue.SimpleQueue[list[tuple[int, str]]]") -> None:
+    """Take questions, and notice at once when there will be no more, in the middle of grading too."""
+    while True:
+        try:
+            asked.put(line.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+def _sendable(error: Exception) -> Exception:
+    """A message for people as it is; of anything else, whose class may be of any package, what it said and where."""
+    if isinstance(error, WeaveError):
+        return error
+    told = RuntimeError(f"{type(error).__name__}: {error}")
+    told.add_note(traceback.format_exc())
+    return told
