@@ -5,15 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from faults.conftest import Lab, Tally
-from forked import kill_at
+from forked import Fault
 from train.test_round_engine import with_engine
 
-REFRESHED = [  # where each kill falls, in the order of the work
+REFRESHED = [  # the write or rename at whose beginning each kill falls, in the order of the work
     ("write", r"/both/checkpoints/\.tmp-000004/__0_0\.distcp$"),
     ("rename", r"/both/checkpoints/\.tmp-000006$"),
-    ("write", r"/part-2/sampler/\.tmp-final/model\.safetensors$"),
+    ("write", r"/part-2/sampler/\.tmp-final/config\.json$"),
     ("rename", r"/part-2/sampler/\.tmp-final$"),
-    ("rename", r"/part-2/sampler/.*manifest\.json$"),
+    ("write", r"/part-2/sampler/.*manifest\.json$"),
+    ("write", r"/part-2/prompts/.*step\.json$"),
     ("write", r"/part-2/rollout/.*-00003\.safetensors$"),
     ("write", r"/part-2/proposal/.*manifest\.json$"),
     ("rename", r"/part-2/reference/.*-00002\.safetensors$"),
@@ -21,6 +22,10 @@ REFRESHED = [  # where each kill falls, in the order of the work
     ("write", r"/both/checkpoints/\.tmp-000010/\.metadata\.tmp$"),
     ("write", r"/train/both/\.tmp-final/model\.safetensors$"),
 ]
+
+
+def at(action: str, path: str) -> dict[str, Any]:
+    return {"counted": rf"^{action} .*{path}", "fault": Fault()}
 
 
 def kill(lab: Lab, name: str, tally: Tally, what: str, **job: Any) -> None:
@@ -45,7 +50,7 @@ def test_kills_in_refreshed_training_leave_no_trace(lab: Lab, tally: Tally) -> N
         lab.write(lab.copy(name, "before-train"), compositions=compositions)
     assert lab.lweave("refreshed", "train").code == 0
     for action, path in REFRESHED:
-        kill(lab, "killed-refreshed", tally, "refreshed training", **kill_at(action, path, count=1))
+        kill(lab, "killed-refreshed", tally, "refreshed training", **at(action, path))
     check_ends_as(lab, "killed-refreshed", "refreshed")
 
 
@@ -58,7 +63,7 @@ def test_kills_beside_the_engine_of_online_training_leave_no_trace(lab: Lab, tal
         lab.write(name, rollout=recipe["rollout"], compositions=live)
     assert lab.lweave("online", "train").code == 0
     what = "online training with an engine"
-    kill(lab, "killed-online", tally, what, **kill_at("write", r"/\.tmp-round-000002/model\.safetensors$", count=1))
+    kill(lab, "killed-online", tally, what, **at("write", r"/\.tmp-round-000002/model\.safetensors$"))
     kill(lab, "killed-online", tally, what, environment={"STAND_IN_KILLS": "round-000004"})
-    kill(lab, "killed-online", tally, what, **kill_at("rename", r"/checkpoints/\.tmp-000006$", count=1))
+    kill(lab, "killed-online", tally, what, **at("rename", r"/checkpoints/\.tmp-000006$"))
     check_ends_as(lab, "killed-online", "online")
