@@ -21,11 +21,14 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal
+
+from lightning_weave.errors import InputError
+from lightning_weave.grading.math import parse_answer
 
 COMMAND_LINE = "lightning_weave.cli:main"
 PACKAGES = ("lightning_weave.pipeline", "lightning_weave.views")
@@ -134,6 +137,8 @@ def main() -> None:
             import_module(module.name)
     for name in MODELS:
         import_module(name)
+    with suppress(InputError):  # its first answer takes the longest, and a clock ends it
+        parse_answer("$1$")
     for line in sys.stdin:
         number, jobs = json.loads(line)
         children = [_Child(job) for job in jobs]

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, unquote
 
 import pytest
 
+PATIENCE = 600  # seconds for an answer, however busy the machine
 LARGE = (".safetensors",)  # what it keeps as large files, with a sha256
 
 
@@ -63,6 +64,10 @@ def serve_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
     )
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("lightning_weave.hub.SECONDS", PATIENCE)
+    for clock in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):  # after ten seconds it would ask again
+        monkeypatch.setenv(clock, str(PATIENCE))
+        monkeypatch.setattr(f"huggingface_hub.constants.{clock}", PATIENCE)
     try:
         yield hub
     finally:

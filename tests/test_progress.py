@@ -71,7 +71,7 @@ def test_a_notebook_gets_a_bar_that_is_drawn_in_place() -> None:
         "    for _ in range(30):\n"
         "        bar.advance()\n"
     )
-    notebook = nbclient.execute(new_notebook(cells=[cell]))
+    notebook = nbclient.execute(new_notebook(cells=[cell]), startup_timeout=600, iopub_timeout=600)
     shown, *rest = notebook.cells[0].outputs
     assert all(output.output_type == "display_data" and not output.data["text/plain"] for output in rest)  # no lines
     widgets = notebook.metadata["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]

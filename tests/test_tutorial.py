@@ -40,7 +40,8 @@ def test_a_real_kernel_draws_what_a_person_would_look_at(tmp_path: Path, monkeyp
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("MPLBACKEND", raising=False)
     notebook = nbformat.read(NOTEBOOK, 4)
-    nbclient.NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    patience = {"timeout": None, "startup_timeout": 600, "iopub_timeout": 600}  # however busy the machine
+    nbclient.NotebookClient(notebook, **patience, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = {
         cell.id: {kind for out in cell.get("outputs", ()) for kind in out.get("data", {})} for cell in notebook.cells
     }

@@ -293,7 +293,7 @@ def test_a_dry_run_takes_times_from_what_was_measured_and_bytes_from_what_was_sa
     assert code == 0, said
     rows = {words[0]: words[1:] for words in (line.split() for line in said.splitlines()) if words}
     assert rows["rollout"] == ["done"]
-    assert rows["train/more"][2].endswith("*") or rows["train/more"][2:4] == ["s*"], rows["train/more"]
+    assert any(word.endswith("*") for word in rows["train/more"]), rows["train/more"]
     assert rows["train/longer"][1] == "?"  # three epochs were not measured
     assert "4 of 14 would be made: about " in said
     assert "of device time and 1 stages of unknown time" in said

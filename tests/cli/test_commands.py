@@ -95,8 +95,8 @@ logging.getLogger("transformers").warning("the weights are not whole")
 
 
 def test_a_missing_argument_is_named_without_braces() -> None:
-    said = lweave("run", code=2)
-    assert "run [OPTIONS] RECIPE...\n" in said
+    said = " ".join(lweave("run", code=2).split())  # in whatever width it is written
+    assert "run [OPTIONS] RECIPE... Try" in said
     assert "Missing argument 'RECIPE'" in said
 
 

@@ -13,8 +13,17 @@ def ray_head() -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
+    class Patient(Cluster):
+        """Waits for nodes as long as a busy machine takes to start them."""
+
+        def _wait_for_node(self, node: Any, timeout: float = 600) -> None:
+            super()._wait_for_node(node, timeout)
+
+        def wait_for_nodes(self, timeout: float = 600) -> None:
+            super().wait_for_nodes(timeout)
+
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # or Ray warns that it will be so one day
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    made = Patient(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     ray.init(address=made.address, log_to_driver=False, configure_logging=False)
     yield made
     ray.shutdown()

@@ -223,7 +223,7 @@ def test_ranks_that_die_again_and_again_are_given_up(
 
 
 def _die_with_the_node(steps: Steps, progress: Progress) -> None:
-    """Two ranks lose the node of the second; one goes on alone."""
+    """Two ranks lose the node of the second, once the first was heard; one goes on alone."""
     import os as system
     import signal as signals
     import time as clock
@@ -231,6 +231,8 @@ def _die_with_the_node(steps: Steps, progress: Progress) -> None:
     progress.say(f"rank {system.environ['RANK']} of {system.environ['WORLD_SIZE']}")
     if system.environ["WORLD_SIZE"] == "2":
         if system.environ["RANK"] == "1":
+            while not steps.store.run_dir.joinpath("heard").exists():
+                clock.sleep(0.1)
             system.kill(system.getppid(), signals.SIGKILL)
         clock.sleep(3600)
 
@@ -241,8 +243,17 @@ def test_training_goes_on_with_fewer_ranks_where_no_node_comes_back(
     _by_value()
     monkeypatch.setattr(cluster_ranks, "LAST_WORDS", 0.0)
     monkeypatch.setattr(cluster_ranks, "NODE_PATIENCE", 0.0)
-    watching = Watching()
-    connect(None).train(_die_with_the_node, no_models(tmp_path), watching)
+    steps = no_models(tmp_path)
+    steps.store.run_dir.mkdir()
+
+    class Hearing(Watching):
+        def say(self, message: str) -> None:
+            super().say(message)
+            if message.startswith("rank"):
+                steps.store.run_dir.joinpath("heard").touch()
+
+    watching = Hearing()
+    connect(None).train(_die_with_the_node, steps, watching)
     assert [line for line in watching.said if line.startswith("rank")] == ["rank 0 of 2", "rank 0 of 1"]
 
 

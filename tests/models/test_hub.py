@@ -198,10 +198,11 @@ def test_a_hub_out_of_reach_is_asked_once_and_everywhere(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr("lightning_weave.hub.SILENT", set())
     tried: list[object] = []
-    held = threading.Event()
+    begun, held = threading.Event(), threading.Event()
 
     def connect(address: object, timeout: float) -> socket.socket:
         tried.append(address)
+        begun.set()
         if how == "is silent":
             held.wait()  # as a name server may be
         raise ConnectionRefusedError
@@ -216,5 +217,6 @@ def test_a_hub_out_of_reach_is_asked_once_and_everywhere(
             assert said in str(refused.value)
     finally:
         held.set()
+    begun.wait()  # on a busy machine the thread may have its turn only now
     assert len(tried) == 1
     assert hub.asked == []  # and its client did not try again by itself

@@ -150,6 +150,7 @@ def test_a_sweep_trains_what_is_missing_once(tmp_path: Path) -> None:
     assert "To train: 0, nothing to spend" in second.export_text()
     another = plan_sweep(steps.recipe, [0.1, 0.9])
     more = sweep.forecast(extend(steps, another), another)
-    assert re.search(r"To train: 2, about \d+ s of device time \(\d+ s each, as measured\)", "\n".join(more))
+    time = r"(\d+ [hm] )?\d+ [ms]"  # as `duration` writes it
+    assert re.search(rf"To train: 2, about {time} of device time \({time} each, as measured\)", "\n".join(more))
     overlay = tomllib.loads((steps.store.run_dir / "sweep.toml").read_text())
     assert overlay["compositions"]["brief-0.250"]["weights"] == {"acc": 0.75, "brief": 0.25}
