@@ -1,6 +1,6 @@
 """The memory that `lweave plan` predicts beside what the fake device measured, as docs/plan.md shows it.
 
-`scripts/plan-docs` measures all of it again (some ten minutes of one core) and rewrites file and page.
+`scripts/plan-docs --all` measures all of it again and rewrites file and page.
 """
 
 import json
