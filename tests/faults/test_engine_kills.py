@@ -89,7 +89,8 @@ def finished(lab: Lab, name: str) -> set[int]:
     steps = Steps(recipe)
     stage = steps.store.stage(steps.rollout)
     shards = [stage.open(Rollouts, shard).read() for shard in range(3) if shard not in stage.pending(3)]
-    pairs: list[tuple[int, Any]] = list(Journal(stage.folder, f"journal-{stage.step.fingerprint}").read())
+    journal = Journal(stage.folder, f"journal-{stage.step.fingerprint}")
+    pairs: list[tuple[int, Any]] = [pair for shard in range(3) for pair in journal.read(shard)]
     for rows in shards:
         pairs += zip(rows.prompt_R.tolist(), rows.response_R.tolist(), strict=True)
     return {request_seed(recipe.rollout.seed, Request([], *pair)) for pair in pairs}

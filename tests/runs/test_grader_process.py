@@ -26,6 +26,7 @@ from lightning_weave.runs.work import do_here
 from lightning_weave.types import Request, Response, SamplingSettings
 
 QUIET = Progress(quiet=True)
+PROBLEM = Problem("p", "2 + 2?", "4")
 # Right is what has an even number of characters. Says who it is, and waits with every real answer until it may go on.
 OWN = """
 import os, pathlib, time
@@ -111,7 +112,7 @@ def test_what_was_sampled_and_not_yet_graded_survives_a_kill(recipe: dict, tmp_p
     """Killed at the first response of the third block; the grader still waits with the first. It ends too."""
     file = tmp_path / "recipe.toml"
     file.write_text(dump_recipe(check_recipe(recipe)))
-    killed = forked.lweave("eval", file, "--trust", **kill_at("write", r"/journal-0\.jsonl", 9))
+    killed = forked.lweave("eval", file, "--trust", **kill_at("write", r"/journal-0000\d\.jsonl", 9))
     assert killed.code == -signal.SIGKILL, killed.said
     assert not list(tmp_path.rglob("blocks-*/0*.jsonl"))
     wait_for_its_end(int((tmp_path / "grader").read_text()))
@@ -140,7 +141,7 @@ def test_an_error_of_the_sampler_does_not_wait_for_the_grader(recipe: dict, tmp_
 
 def grader_of(tmp_path: Path, code: str) -> Grader:
     (tmp_path / "bad.py").write_text(code)
-    benchmark = Benchmark("file:x", "x", "math", (Problem("p", "2 + 2?", "4"),), 1, 8)
+    benchmark = Benchmark("file:x", "x", "math", (PROBLEM,), 1, 8)
     return Grader(benchmark, Grading(kind="python", function=f"{tmp_path / 'bad.py'}:grade"), trust=True)
 
 
@@ -154,17 +155,17 @@ def grader_of(tmp_path: Path, code: str) -> Grader:
 def test_a_grader_that_fails_is_said(tmp_path: Path, body: str, kind: type[Exception], message: str) -> None:
     grader = grader_of(tmp_path, f"def grade(response, answer):\n    {body}\n")
     with closing(GraderProcess(grader)) as process, pytest.raises(kind, match=message):
-        process.grade([(0, "so")])
+        process.grade([(PROBLEM, "so")])
 
 
 def test_a_function_that_cannot_be_sent_is_loaded_there(tmp_path: Path) -> None:
     """What it imports is found there as here, and what it prints is no answer."""
     own = "import forked\nprint('loaded')\ngrade = lambda response, answer: bool(print(answer)) or len(response) > 2\n"
     grader = grader_of(tmp_path, own)
-    texts = ["so", "and so"]
-    here = grader.grade([(grader.benchmark.problems[0], text) for text in texts])
+    responses = [(PROBLEM, text) for text in ("so", "and so")]
+    here = grader.grade(responses)
     with closing(GraderProcess(grader)) as process:
-        assert process.grade([(0, text) for text in texts]) == here
+        assert process.grade(responses) == here
     assert [one.correct for one in here] == [False, True]
 
 
@@ -176,4 +177,4 @@ def grade(response, answer):
     return threading.current_thread() is threading.main_thread() and os.getsid(0) != int(response)
 """
     with closing(GraderProcess(grader_of(tmp_path, own))) as process:
-        assert [one.correct for one in process.grade([(0, str(os.getsid(0)))])] == [True]
+        assert [one.correct for one in process.grade([(PROBLEM, str(os.getsid(0)))])] == [True]

@@ -71,9 +71,9 @@ def test_what_has_finished_is_never_sampled_again(died_after: int, tmp_path: Pat
     with pytest.raises(WeaveError, match="the vLLM process failed"):
         whole.update(sample_shards(engine, SETTINGS, wanted, journal))
     (tmp_path / "stage").mkdir(exist_ok=True)
-    with open(tmp_path / "stage" / "journal-a-0.jsonl", "a") as torn:
+    with open(tmp_path / "stage" / "journal-a-00000.jsonl", "a") as torn:
         torn.write('{"prompt": 3, "resp')
-    assert len(journal.read()) == died_after
+    assert sum(len(journal.read(shard)) for shard in wanted) == died_after
     (tmp_path / "most").write_text("1000")
     python = engine._engine.python
     pending = {shard: requests for shard, requests in wanted.items() if shard not in whole}
@@ -82,9 +82,11 @@ def test_what_has_finished_is_never_sampled_again(died_after: int, tmp_path: Pat
     assert whole == {shard: expected(requests) for shard, requests in wanted.items()}
     assert len(asked(tmp_path)[1]) == 20 - died_after
     journal.remove()
-    assert journal.read() == {}
+    assert [journal.read(shard) for shard in wanted] == [{}] * 5
 
 
-def test_a_journal_of_another_recipe_is_not_read(tmp_path: Path) -> None:
-    Journal(tmp_path, "journal-a").add(Request([1], 0, 0), Response([2], "stop"))
-    assert Journal(tmp_path, "journal-b").read() == {}
+def test_a_journal_of_another_recipe_or_shard_is_not_read(tmp_path: Path) -> None:
+    Journal(tmp_path, "journal-a").add(3, Request([1], 0, 0), Response([2], "stop"))
+    assert Journal(tmp_path, "journal-b").read(3) == {}
+    assert Journal(tmp_path, "journal-a").read(2) == {}
+    assert Journal(tmp_path, "journal-a").read(3) == {(0, 0): Response([2], "stop")}

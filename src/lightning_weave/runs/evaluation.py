@@ -165,7 +165,7 @@ class Exam:
         pairs = self.todo[block]
         problems = self.benchmark.problems
         texts = [self._decode(response.ids) for response in responses]
-        graded = self.grader.grade([(problem, text) for (problem, _), text in zip(pairs, texts, strict=True)])
+        graded = self.grader.grade([(problems[problem], text) for (problem, _), text in zip(pairs, texts, strict=True)])
         done = [
             Sample(
                 problem=problems[problem].id,

@@ -16,6 +16,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from lightning_weave.bench.definitions import Problem
 from lightning_weave.errors import WeaveError
 from lightning_weave.runs.grade import Graded, Grader
 
@@ -25,21 +26,25 @@ class GraderProcess:
 
     def __init__(self, grader: Grader) -> None:
         self._line, theirs = Pipe()
+        self._asking = threading.Lock()
         with theirs:
             start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main({theirs.fileno()})"
             self._process = subprocess.Popen(
                 [sys.executable, "-c", start],
+                stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # who interrupts the command does not interrupt the grader
             )
         with suppress(BrokenPipeError):  # of a process that could not begin, as `grade` will say
-            self._line.send(replace(grader))  # without a function that it has loaded
+            # Without a function that it has loaded, and without the problems: their tests may take gigabytes.
+            self._line.send(replace(grader, benchmark=replace(grader.benchmark, problems=())))
 
-    def grade(self, responses: Sequence[tuple[int, str]]) -> list[Graded]:
-        """Grade responses to problems, which are named by their numbers; raises what the grader raises."""
+    def grade(self, responses: Sequence[tuple[Problem, str]]) -> list[Graded]:
+        """Grade responses; raises what the grader raises."""
         try:
-            self._line.send(list(responses))
-            answer = self._line.recv()
+            with self._asking:
+                self._line.send(list(responses))
+                answer = self._line.recv()
         except (EOFError, OSError):
             raise WeaveError(f"the process that grades has ended, with code {self._process.wait()}") from None
         if isinstance(answer, Exception):
@@ -57,21 +62,20 @@ def main(descriptor: int) -> None:
     """Grade what is asked, in the main thread: the time limits of math-verify are alarms. The end of input ends it."""
     line = Connection(descriptor)
     grader: Grader = line.recv()
-    asked: queue.SimpleQueue[list[tuple[int, str]]] = queue.SimpleQueue()
+    asked: queue.SimpleQueue[list[tuple[Problem, str]]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(line, asked), daemon=True).start()
-    problems = grader.benchmark.problems
     while True:
         responses = asked.get()
         answer: Any
         try:
-            answer = grader.grade([(problems[number], text) for number, text in responses])
+            answer = grader.grade(responses)
         except Exception as error:
             answer = _sendable(error)
         with suppress(BrokenPipeError):  # nobody waits for it any more
             line.send(answer)
 
 
-def _listen(line: Connection, asked: "queue.SimpleQueue[list[tuple[int, str]]]") -> None:
+def _listen(line: Connection, asked: "queue.SimpleQueue[list[tuple[Problem, str]]]") -> None:
     """Take questions, and notice at once when there will be no more, in the middle of grading too."""
     while True:
         try:

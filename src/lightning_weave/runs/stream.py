@@ -10,28 +10,30 @@ from pathlib import Path
 
 from lightning_weave.models.protocols import Sampler
 from lightning_weave.models.vllm import VLLMSampler
-from lightning_weave.ranks import rank
 from lightning_weave.store import append_line, read_lines
 from lightning_weave.types import Request, Response, SamplingSettings
 
 
 @dataclass(frozen=True)
 class Journal:
-    """Finished responses of unfinished shards, one file per rank; every rank reads them all."""
+    """Finished responses of unfinished shards, one file per shard: whoever makes a shard reads no other's."""
 
     folder: Path
     name: str  # with the fingerprint of the step
 
-    def read(self) -> dict[tuple[int, int], Response]:
-        rows = (row for path in sorted(self.folder.glob(f"{self.name}-*.jsonl")) for row in read_lines(path))
+    def read(self, shard: int) -> dict[tuple[int, int], Response]:
+        rows = read_lines(self._path(shard))
         return {(row["prompt"], row["response"]): Response(row["ids"], row["finish"]) for row in rows}
 
-    def add(self, request: Request, response: Response) -> None:
+    def add(self, shard: int, request: Request, response: Response) -> None:
         row = {"prompt": request.prompt, "response": request.response, "ids": response.ids, "finish": response.finish}
-        append_line(self.folder / f"{self.name}-{rank()}.jsonl", row)
+        append_line(self._path(shard), row)
+
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"{self.name}-{shard:05d}.jsonl"
 
     def remove(self) -> None:
-        """Remove the journals of all ranks, once every shard is whole."""
+        """Remove them all, once every shard is whole."""
         for path in self.folder.glob(f"{self.name}-*.jsonl"):
             path.unlink(missing_ok=True)
 
@@ -51,11 +53,10 @@ def sample_shards(
     if not isinstance(sampler, VLLMSampler):
         yield from _one_after_another(sampler, settings, shards, journal if late else None)
         return
-    known = journal.read()
-    responses = {
-        shard: {place: known[each.key] for place, each in enumerate(requests) if each.key in known}
-        for shard, requests in shards.items()
-    }
+    responses: dict[int, dict[int, Response]] = {}
+    for shard, requests in shards.items():
+        known = journal.read(shard)
+        responses[shard] = {place: known[each.key] for place, each in enumerate(requests) if each.key in known}
     waiting = [
         (shard, place)
         for shard, requests in shards.items()
@@ -67,7 +68,7 @@ def sample_shards(
             yield shard, _in_order(responses.pop(shard))
     for index, response in sampler.stream([shards[shard][place] for shard, place in waiting], settings):
         shard, place = waiting[index]
-        journal.add(shards[shard][place], response)
+        journal.add(shard, shards[shard][place], response)
         responses[shard][place] = response
         if len(responses[shard]) == len(shards[shard]):
             yield shard, _in_order(responses.pop(shard))
@@ -76,15 +77,15 @@ def sample_shards(
 def _one_after_another(
     sampler: Sampler, settings: SamplingSettings, shards: Mapping[int, list[Request]], journal: Journal | None
 ) -> Iterator[tuple[int, list[Response]]]:
-    known = journal.read() if journal else {}
     for shard, requests in shards.items():
+        known = journal.read(shard) if journal else {}
         if all(each.key in known for each in requests):
             yield shard, [known[each.key] for each in requests]
             continue
         responses = sampler.sample(requests, settings)
         for request, response in zip(requests, responses, strict=True):
             if journal:
-                journal.add(request, response)
+                journal.add(shard, request, response)
         yield shard, responses
 
 
