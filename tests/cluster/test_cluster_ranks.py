@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import ports
 import tiny
 from cluster.clustered import Watching, world
 from lightning_weave.api import Run
@@ -313,5 +314,5 @@ def _by_value() -> None:
     """Send the functions of the tests to workers, which cannot import them."""
     from ray import cloudpickle
 
-    for module in (sys.modules[__name__], launch):
+    for module in (sys.modules[__name__], launch, ports):
         cloudpickle.register_pickle_by_value(module)
