@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ def records(file: Path) -> Iterator[Any]:
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + length > len(data):  # it is being written
+            return
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or its last part
@@ -112,6 +115,17 @@ def fresh_wandb() -> Iterator[None]:
     wandb.teardown()
     yield
     wandb.teardown()
+
+
+def finished(file: Path) -> list[Any]:
+    """Read a file to the record that ends a run: the process that writes it is still at it when `finish` returns."""
+    end = time.monotonic() + 600
+    while time.monotonic() < end:
+        read = list(records(file))
+        if read and read[-1].WhichOneof("record_type") == "exit":
+            return read
+        time.sleep(0.1)
+    raise AssertionError(f"{file} does not end")
 
 
 @pytest.mark.peers
@@ -133,7 +147,7 @@ def test_wandb_gets_the_settings_and_one_id(tmp_path: Path, monkeypatch: pytest.
     assert len(files) == 3
     losses, summary = [], {}
     for file in files:
-        for record in records(file):
+        for record in finished(file):
             kind = record.WhichOneof("record_type")
             if kind == "run":
                 run = record.run
