@@ -56,6 +56,8 @@ class GraderProcess:
         """End the process, whatever it does; who waits for its answer gets an error."""
         self._process.kill()
         self._process.wait()
+        with self._asking:  # which has its error by now
+            self._line.close()
 
 
 def main(descriptor: int) -> None:
