@@ -173,6 +173,48 @@ def test_a_free_worker_begins_the_next_job(cluster: Any, tmp_path: Path) -> None
     assert [(row["name"], row["tokens"]) for row in rows] == [("second", 1), ("first", 1)]
 
 
+def _open_meeting(steps: Steps, place: Path, killer: int | None) -> Any:
+    import os as system
+
+    class Meeting:
+        def make(self, shards: list[int]) -> list[Made]:
+            (shard,) = shards
+            died = place / "died"
+            (place / f"{shard} of {system.getpid()}").touch()
+            until = time.monotonic() + 300
+            while not died.exists() and len(list(place.glob(f"* of {system.getpid()}"))) < 3:
+                assert time.monotonic() < until, "this worker never had three shards"
+                time.sleep(0.1)
+            if shard == killer and not died.exists():
+                died.touch()
+                system._exit(1)
+            while killer is not None and not died.exists():
+                time.sleep(0.1)
+            return [Made(10 + shard)]
+
+        def close(self) -> None: ...
+
+    return Meeting()
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("killer", [None, 1])
+def test_a_worker_makes_several_shards_at_once(cluster: Any, tmp_path: Path, killer: int | None) -> None:
+    """None of the first three is made before all are begun. When their worker dies, each is made again, once."""
+    _by_value()
+    steps, counted = tiny.steps_of({**world(tmp_path), "machine": {"threads": 1, "workers": 1}}), Watching()
+    place = tmp_path / "place"
+    place.mkdir()
+    job = Job("rollout", "", "shard", range(5), partial(_open_meeting, place=place, killer=killer), at_once=3)
+    since = time.monotonic()
+    connect(None).do([job], steps, counted)
+    assert counted.counts == {"rollout": 5}
+    rows = read_ledger(steps.store.run_dir)
+    assert sum(row["tokens"] for row in rows) == 50 + 1 + 2 + 3 + 4
+    assert sum(row["device_seconds"] for row in rows) <= time.monotonic() - since, "one device, however many shards"
+
+
 def _open_looking(steps: Steps, seen: Path) -> Any:
     import os as system
 

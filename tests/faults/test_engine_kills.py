@@ -46,8 +46,8 @@ for line in sys.stdin:
             with open(__file__ + ".answered", "a") as answered:
                 answered.write(f"{seed}\\n")
             entry = {"index": index, "ids": ids, "finish": "stop", "logprobs": [0.0] * len(ids)}
-            print(json.dumps(entry), flush=True)
-        print(json.dumps({"end": True}), flush=True)
+            print(json.dumps({"question": job["question"], **entry}), flush=True)
+        print(json.dumps({"question": job["question"], "end": True}), flush=True)
 """
 
 

@@ -3,9 +3,11 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,3 +123,34 @@ def test_the_ledger_knows_when_an_engine_had_nothing_to_do(tmp_path: Path, monke
     (whole,) = costs([used, idle, scored], "stage").values()
     assert whole.idle is not None
     assert whole.idle * whole.seconds >= 2 * 100, "two devices wait"
+
+
+@pytest.mark.usefixtures("records")
+def test_what_comes_while_an_engine_samples_joins_what_is_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine finishes nothing before it has the requests of both threads; each gets its own."""
+    monkeypatch.setenv("STAND_IN_TOGETHER", "5")
+    settings = SamplingSettings(1.0, 1.0, 4, 0)
+    questions = [[Request([5], n, 0) for n in range(2)], [Request([5], n, 0) for n in range(3)]]
+    with VLLMSampler(tmp_path, frozenset({1}), 8) as engine, ThreadPoolExecutor(2) as threads:
+        answers = list(threads.map(lambda requests: dict(engine.stream(requests, settings)), questions))
+        assert [sorted(answer) for answer in answers] == [[0, 1], [0, 1, 2]]
+        assert engine.score([[5, 7]]) == [[0.0]]  # when all is done
+
+
+@pytest.mark.usefixtures("records")
+def test_an_engine_that_fails_is_said_to_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAND_IN_TOGETHER", "4")
+    settings = SamplingSettings(1.0, 1.0, 4, 0)
+    several = [[Request([5], 0, 0)], [Request([5], 0, 0)]]
+    with VLLMSampler(tmp_path, frozenset({1}), 8) as engine, ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(engine.sample, requests, settings) for requests in several]
+        while len(engine._engine._open) < 2:
+            time.sleep(0.01)
+        os.kill(engine._engine._process.pid, signal.SIGKILL)
+        for one in asked:
+            with pytest.raises(WeaveError, match="the vLLM process failed: it ended with code -9"):
+                one.result()
+        with pytest.raises(WeaveError, match="it ended with code -9"):
+            engine.sample(several[0], settings)

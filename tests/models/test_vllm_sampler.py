@@ -4,6 +4,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -86,6 +87,20 @@ def test_a_seed_gives_the_same_trajectories_again(sampler: VLLMSampler) -> None:
     assert sampler.sample(requests, PLAIN) == drawn
     other = sampler.sample(requests, SamplingSettings(1.0, 1.0, PLAIN.max_tokens, 43))
     assert sum(a == b for a, b in zip(drawn, other, strict=True)) < len(requests) / 2
+
+
+@pytest.mark.vllm
+def test_two_threads_sample_at_once_and_each_gets_its_own(sampler: VLLMSampler) -> None:
+    requests = some_requests()
+    parts = [requests[:5], requests[5:]]
+    with ThreadPoolExecutor(2) as threads:
+        drawn = list(threads.map(lambda part: sampler.sample_with_logprobs(part, PLAIN), parts))
+    for part, rows in zip(parts, drawn, strict=True):
+        read = sampler.score(
+            [[*request.prompt_ids, *row.response.ids] for request, row in zip(part, rows, strict=True)]
+        )
+        for request, row, logprobs in zip(part, rows, read, strict=True):
+            assert row.logprobs == pytest.approx(logprobs[len(request.prompt_ids) - 1 :], abs=0.01)
 
 
 @pytest.mark.vllm

@@ -157,9 +157,10 @@ import json, sys
 sys.stdin.readline()
 print(json.dumps({"limit": 100}), flush=True)
 for line in sys.stdin:
+    question = json.loads(line)["question"]
     drawn = {"ids": json.loads(sys.argv[1]), "finish": "length", "logprobs": json.loads(sys.argv[2])}
-    print(json.dumps({"index": 0, **drawn}))
-    print(json.dumps({"end": True}), flush=True)
+    print(json.dumps({"question": question, "index": 0, **drawn}))
+    print(json.dumps({"question": question, "end": True}), flush=True)
 """
 
 

@@ -60,8 +60,9 @@ for line in sys.stdin:
         print(json.dumps({"logprobs": [logps[: len(row) - 1] for row, logps in zip(job["rows"], rows)]}), flush=True)
         continue
     for index, ids in reversed(list(enumerate(job["prompts"]))):  # they finish in an order of their own
-        print(json.dumps({"index": index, **known["answers"][" ".join(map(str, ids))]}))
-    print(json.dumps({"end": True}), flush=True)
+        answer = known["answers"][" ".join(map(str, ids))]
+        print(json.dumps({"question": job["question"], "index": index, **answer}))
+    print(json.dumps({"question": job["question"], "end": True}), flush=True)
 """
 
 

@@ -21,15 +21,17 @@ asked, most = (pathlib.Path(path) for path in sys.argv[1:3])
 json.loads(sys.stdin.readline())
 print(json.dumps({"limit": 100}), flush=True)
 for line in sys.stdin:
-    prompts = json.loads(line)["prompts"]
+    job = json.loads(line)
+    prompts = job["prompts"]
     with open(asked, "a") as file:
         file.write(json.dumps(prompts) + "\\n")
     order = sorted(range(len(prompts)), key=lambda index: (-(index % 3), index))
     for index in order[: int(most.read_text())]:
-        print(json.dumps({"index": index, "ids": [*prompts[index], 1], "finish": "stop", "logprobs": [0.0] * 2}))
+        entry = {"ids": [*prompts[index], 1], "finish": "stop", "logprobs": [0.0] * 2}
+        print(json.dumps({"question": job["question"], "index": index, **entry}))
     if int(most.read_text()) < len(prompts):
         sys.exit(7)
-    print(json.dumps({"end": True}), flush=True)
+    print(json.dumps({"question": job["question"], "end": True}), flush=True)
 """
 
 

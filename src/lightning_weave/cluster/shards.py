@@ -2,11 +2,13 @@
 
 Ray starts a worker again when its process or node dies, wherever there is room. The shard that it was making goes back
 to the others at once, so a cluster that has shrunk keeps working. A worker without a shard left in its job moves to the
-next: no device waits for the last shard of another.
+next: no device waits for the last shard of another. A worker whose engine fills its batch from several shards makes
+several at once, each in a thread of its own.
 """
 
 import logging
 import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +43,10 @@ def do_on_ray(jobs: Sequence[Job], steps: Steps, progress: Progress) -> None:
     set_threads(steps.recipe, steps.store)  # all workers keep to it
     shards = sum(len(job.pending) for job in jobs)
     plan = plan_workers(steps.recipe.machine, live_nodes(), shards, max(job.devices for job in jobs))
-    remote = ray.remote(max_restarts=-1, num_cpus=plan.cpus, num_gpus=plan.gpus)(_with_patient_start(ShardWorker))
+    threads = max(job.at_once for job in jobs)
+    remote = ray.remote(max_restarts=-1, max_concurrency=threads, num_cpus=plan.cpus, num_gpus=plan.gpus)(
+        _with_patient_start(ShardWorker)
+    )
     openers = [job.open for job in jobs]  # sent together, so that a worker keeps what two of them share
     actors = [
         remote.remote(openers, steps.recipe, steps.arguments, steps.trust, os.getcwd()) for _ in range(plan.workers)
@@ -70,20 +75,23 @@ class ShardWorker:
         self.steps = Steps(recipe, arguments, trust)
         self.job: int | None = None
         self.worker: Worker | None = None
+        self.opening = threading.Lock()
 
     def ready(self) -> None:
         """Begin, when there is room for this process."""
         enter(self.folder)
 
     def make(self, job: int, shard: int) -> Made:
-        """Make one shard of a job."""
-        if self.worker is None or self.job != job:
-            if self.worker is not None:
-                self.worker.close()
-            self.worker = None  # before another model is loaded
-            self.worker = self.openers[job](self.steps)
-            self.job = job
-        (made,) = self.worker.make([shard])
+        """Make one shard of a job, beside others of the same job alone."""
+        with self.opening:
+            if self.worker is None or self.job != job:
+                if self.worker is not None:
+                    self.worker.close()
+                self.worker = None  # before another model is loaded
+                self.worker = self.openers[job](self.steps)
+                self.job = job
+            worker = self.worker
+        (made,) = worker.make([shard])
         return made
 
 
@@ -157,49 +165,86 @@ def _underway(jobs: Sequence[Job], steps: Steps, devices_each: float) -> Iterato
             one._open.close()
 
 
-@dataclass(frozen=True)
-class _Task:
-    """A shard in the hands of a worker."""
+@dataclass(eq=False)
+class _RemoteWorker:
+    """An actor, the job whose model it holds, and the shards that it is making."""
 
-    of: _Underway
-    shard: int
-    since: float = field(default_factory=time.monotonic)
+    actor: Any
+    job: _Underway
+    shards: list[int] = field(default_factory=list)
+    is_ready: bool = False
+    since: float = 0.0  # up to here its time is booked
+
+    def next_job(self, jobs: Sequence[_Underway]) -> _Underway | None:
+        """The job whose next shard it can take now, if any; rather that of the model that it holds.
+
+        A shard whose worker has died is made alone, to know which of several kills.
+        """
+        job = next((job for job in (self.job, *jobs) if job.todo), None)
+        if job is None or not self.is_ready:
+            return None
+        if not self.shards:
+            return job
+        is_full = job is not self.job or len(self.shards) >= job.job.at_once
+        suspect = any(job.tries[shard] for shard in (*self.shards, job.todo[0]))
+        return None if is_full or suspect else job
+
+    def begin(self, job: _Underway) -> tuple[Any, int]:
+        """Take the job's next shard; returns Ray's reference to it, and its number."""
+        if not self.shards:
+            self.since = time.monotonic()
+        self.job = job
+        shard = job.todo.popleft()
+        self.shards.append(shard)
+        return self.actor.make.remote(job.number, shard), shard
+
+    def end(self, shard: int) -> None:
+        """Give a shard up, made or not, and book the time since another ended."""
+        now = time.monotonic()
+        self.job.meter.spend((now - self.since) * self.job.devices_each)
+        self.since = now
+        self.shards.remove(shard)
 
 
 def _hand_out(actors: Sequence[Any], jobs: Sequence[_Underway], progress: Progress) -> None:
-    """Give every worker that is ready a shard until none is left; take a shard back from a worker that dies."""
+    """Give workers that are ready shards until none is left; take back those of a worker that dies."""
     import ray
 
-    holds = dict.fromkeys(actors, jobs[0])
-    idle = list[Any]()
-    running: dict[Any, tuple[Any, _Task | None]] = {actor.ready.remote(): (actor, None) for actor in actors}
+    workers = [_RemoteWorker(actor, jobs[0]) for actor in actors]
+    running: dict[Any, tuple[_RemoteWorker, int | None]] = {one.actor.ready.remote(): (one, None) for one in workers}
     with ExitStack() as bars:
         _show(jobs, progress, bars)
         while any(job.left for job in jobs):
-            while idle and any(job.todo for job in jobs):
-                actor = idle.pop()
-                job = next(job for job in (holds[actor], *jobs) if job.todo)  # rather of the model that it holds
-                holds[actor] = job
-                task = _Task(job, job.todo.popleft())
-                running[actor.make.remote(job.number, task.shard)] = (actor, task)
+            while free := _least_busy(workers, jobs):
+                worker, job = free
+                reference, shard = worker.begin(job)
+                running[reference] = (worker, shard)
             finished = ray.wait(list(running))[0][0]
-            actor, done = running.pop(finished)
+            worker, ended = running.pop(finished)
+            if ended is not None:
+                worker.end(ended)
             try:
                 made = ray.get(finished)
             except ray.exceptions.RayTaskError as error:
                 raise own_error(error) from None
             except ray.exceptions.RayActorError as error:
-                if done:
-                    done.of.take_back(done.shard, error)
-                running[actor.ready.remote()] = (actor, None)
+                if ended is not None:
+                    worker.job.take_back(ended, error)
+                if worker.is_ready or ended is None:  # the first word of its death
+                    worker.is_ready = False
+                    running[worker.actor.ready.remote()] = (worker, None)
                 continue
-            finally:
-                if done:
-                    done.of.meter.spend((time.monotonic() - done.since) * done.of.devices_each)
-            if done:
-                done.of.count(made)
+            if ended is None:
+                worker.is_ready = True
+            else:
+                worker.job.count(made)
                 _show(jobs, progress, bars)
-            idle.append(actor)
+
+
+def _least_busy(workers: Sequence[_RemoteWorker], jobs: Sequence[_Underway]) -> tuple[_RemoteWorker, _Underway] | None:
+    """Find the worker that takes the next shard: of those that can, one with the fewest."""
+    free = [(worker, job) for worker in workers if (job := worker.next_job(jobs))]
+    return min(free, key=lambda one: len(one[0].shards), default=None)
 
 
 def _show(jobs: Sequence[_Underway], progress: Progress, bars: ExitStack) -> None:

@@ -1,5 +1,6 @@
 """A program in its own process and, where `python` says so, in its own environment: vLLM, or another harness."""
 
+import itertools
 import json
 import os
 import queue
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lightning_weave.ranks import without_ranks
 from lightning_weave.store.ledger import engine_clock
 
 _SECONDS_TO_END = 30
+Answer = dict[str, Any] | None  # None: the process has ended
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,10 @@ VLLM = EngineProgram(Path(__file__).with_name("vllm_worker.py"), "vLLM", "vllm")
 
 
 class EngineProcess:
-    """One program, which lives until `close` or the end of this process. It answers one question at a time.
+    """One program, which lives until `close` or the end of this process.
 
-    Its answer to the settings is kept as `hello`.
+    Several threads may have streams of answers at once; other questions are answered one at a time. The answer to the
+    settings is kept as `hello`.
     """
 
     def __init__(
@@ -53,14 +56,15 @@ class EngineProcess:
         self.environment = environment or {}  # beside that of this process, such as the GPUs that are the engine's
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process that writes to it)
         self._process = self._launch()
-        self._lines: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()  # each with when it came
+        self._open: dict[int | None, queue.SimpleQueue[Answer]] = {}  # by the number of a stream; None: no stream
+        self._since = 0.0  # when the last answer came, or a question where none was open
+        self._is_up = self._ended = False
+        self._failure: WeaveError | None = None
+        self._numbers = itertools.count()
+        self._state, self._asking, self._writing, self._failing = (threading.Lock() for _ in range(4))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        asked = time.monotonic()
-        self._put(settings)
-        ready, line = self._lines.get()
-        self.hello = self._checked(line)
-        engine_clock.starting += ready - asked
+        self.hello = self.ask(settings)
 
     def close(self) -> None:
         """Stop the engine by closing its input."""
@@ -94,47 +98,76 @@ class EngineProcess:
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """Put a question and wait for the answer."""
-        asked = time.monotonic()
-        self._put(question)
-        came, line = self._lines.get()
-        engine_clock.busy += came - asked
-        return self._checked(line)
+        with self._asking, self._answers(None, question) as answers:
+            return self._checked(answers.get())
 
     def stream(self, question: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Put a question and yield its answers as they come; the engine does not wait for whoever reads them."""
-        since = time.monotonic()
-        self._put(question)
-        while True:
-            came, line = self._lines.get()
-            engine_clock.busy += came - since
-            since = came
-            answer = self._checked(line)
-            if "end" in answer:
-                return
-            yield answer
+        number = next(self._numbers)
+        with self._answers(number, {**question, "question": number}) as answers:
+            while "end" not in (answer := self._checked(answers.get())):
+                yield answer
 
-    def _put(self, question: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # a dead engine says nothing more, and that is noticed
-            self._process.stdin.write(json.dumps(question) + "\n")
-            self._process.stdin.flush()
+    @contextmanager
+    def _answers(self, number: int | None, question: dict[str, Any]) -> "Iterator[queue.SimpleQueue[Answer]]":
+        """Put a question; its answers come into a queue of its own."""
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        line = json.dumps(question) + "\n"
+        with self._state:
+            if not self._open:
+                self._since = time.monotonic()
+            self._open[number] = answers
+            if self._ended:
+                answers.put(None)
+        try:
+            # A dead engine, or one that was closed because of another's question, says nothing more: that is noticed.
+            with self._writing, suppress(BrokenPipeError, ValueError):
+                assert self._process.stdin is not None
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+            yield answers
+        finally:
+            with self._state:
+                del self._open[number]
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._lines.put((time.monotonic(), line))
-        self._lines.put((time.monotonic(), ""))
+            self._deliver(json.loads(line))
+        self._deliver(None)
 
-    def _checked(self, line: str) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
+    def _deliver(self, answer: Answer) -> None:
+        """Hand an answer to whoever asked; an error, and the end, to all."""
+        came = time.monotonic()
+        with self._state:
+            if self._open and self._is_up:
+                engine_clock.busy += came - self._since
+            elif self._open:
+                engine_clock.starting += came - self._since
+            self._is_up = True
+            self._since = came
+            self._ended = self._ended or answer is None
+            if answer is None or "error" in answer:
+                for each in self._open.values():
+                    each.put(answer)
+                return
+            if asker := self._open.get(answer.get("question")):  # who may not wait for it any more
+                asker.put(answer)
+
+    def _checked(self, answer: Answer) -> dict[str, Any]:
+        if answer is not None and "error" not in answer:
+            return answer
+        with self._failing:
+            self._failure = self._failure or self._failed(answer or {"error": self._last_words()})
+        raise self._failure
+
+    def _failed(self, answer: dict[str, Any]) -> WeaveError:
+        """Say why the process failed, and stop it."""
+        cause = "" if "missing" in answer else self._cause(answer["error"])
+        self.close()
         if "missing" in answer:
-            self.close()
-            raise _not_installed(self.program, self.python, answer["error"])
-        if "error" in answer:
-            cause = self._cause(answer["error"])
-            self.close()
-            raise WeaveError(f"the {self.program.name} process failed: {answer['error']}{cause}")
-        return answer
+            return _not_installed(self.program, self.python, answer["error"])
+        return WeaveError(f"the {self.program.name} process failed: {answer['error']}{cause}")
 
     def _cause(self, error: str) -> str:
         """Find what lies behind "see root cause above": the first error that the engine has logged, not a warning."""

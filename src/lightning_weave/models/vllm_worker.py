@@ -1,7 +1,8 @@
 """Run vLLM in a process of its own, so that the engine may live in another environment than this package.
 
 A program, not a module: it needs Python and vLLM and nothing else. JSON lines come in on stdin, one answer goes out per
-line: first the engine's settings, then one job after another. An error is an answer too. End of input ends it.
+line: first the engine's settings, then one job after another. What is to be sampled may come while the engine samples,
+and joins what is running; any other job waits until nothing is. An error is an answer too. End of input ends it.
 With `--version` it only says which engine is here.
 """
 
@@ -10,7 +11,9 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import queue
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -27,7 +30,8 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         answer(answers, version())
         return
-    settings = json.loads(sys.stdin.readline())
+    questions = os.fdopen(os.dup(0))  # not sys.stdin, which cannot be closed while a thread reads it
+    settings = json.loads(questions.readline())
     try:
         engine, size = start(settings)
     except ModuleNotFoundError as error:
@@ -37,27 +41,56 @@ def main() -> None:
         answer(answers, {"error": f"{type(error).__name__}: {error}"})
         raise
     answer(answers, {"limit": engine.llm_engine.model_config.max_model_len})
-    padding = range(settings.get("vocabulary", size), size)
-    for line in sys.stdin:
-        try:
+    sampling = Sampling(engine, range(settings.get("vocabulary", size), size))
+    try:
+        for job in arriving(questions, sampling):
+            if job is not None and "prompts" in job:
+                sampling.add(job)
+            elif job is not None:
+                answer(answers, alone(engine, job))
+            for entry in sampling.step():
+                answer(answers, entry)
+    except Exception as error:
+        answer(answers, {"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+def arriving(questions: TextIO, sampling: "Sampling") -> "Iterator[dict[str, Any] | None]":
+    """Give jobs when they can be begun, and None in between while the engine has something to sample."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=listen, args=(questions, lines), daemon=True).start()
+    job = None
+    while True:
+        if job is None and not (sampling.left and lines.empty()):
+            line = lines.get()
+            if not line:
+                return
             job = json.loads(line)
-            if "positions" in job:
-                answer(answers, {"count": hidden(engine, job)})
-            elif "rows" in job:
-                answer(answers, {"logprobs": score(engine, job["rows"], adapter(job))})
-            elif "reload" in job:
-                reload(engine, job["reload"], asleep=job["asleep"])
-                answer(answers, {"reloaded": job["reload"]})
-            elif "sleep" in job:
-                engine.sleep(level=2)  # its memory is given back, weights and all
-                answer(answers, {"asleep": True})
-            else:
-                for entry in sample(engine, job, padding):
-                    answer(answers, entry)
-                answer(answers, {"end": True})
-        except Exception as error:
-            answer(answers, {"error": f"{type(error).__name__}: {error}"})
-            raise
+        if job is None or ("prompts" not in job and sampling.left):
+            yield None
+        else:
+            yield job
+            job = None
+
+
+def listen(questions: TextIO, lines: "queue.SimpleQueue[str]") -> None:
+    """Pass on what comes in, and nothing as the last."""
+    for line in questions:
+        lines.put(line)
+    lines.put("")
+
+
+def alone(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Do a job beside which nothing runs."""
+    if "positions" in job:
+        return {"count": hidden(engine, job)}
+    if "rows" in job:
+        return {"logprobs": score(engine, job["rows"], adapter(job))}
+    if "reload" in job:
+        reload(engine, job["reload"], asleep=job["asleep"])
+        return {"reloaded": job["reload"]}
+    engine.sleep(level=2)  # its memory is given back, weights and all
+    return {"asleep": True}
 
 
 def version() -> dict[str, Any]:
@@ -98,34 +131,55 @@ def start(settings: dict[str, Any]) -> tuple[Any, int]:
     return engine, engine.llm_engine.model_config.get_vocab_size()
 
 
-def sample(engine: Any, job: dict[str, Any], padding: range) -> Iterator[dict[str, Any]]:
-    """Draw one response per request, with the log-probability of every token drawn; give each when it has finished."""
-    vllm = importlib.import_module("vllm")
-    final_only = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
-    params = [
-        vllm.SamplingParams(
-            temperature=job["temperature"],
-            top_p=job["top_p"],
-            max_tokens=job["max_tokens"],
-            seed=seed,
-            stop_token_ids=job["stop"],
-            ignore_eos=True,  # the stop ids are the whole truth
-            logprobs=0,
-            detokenize=False,
-            output_kind=final_only,
-            # Rows of the output matrix that belong to no token: -100 is as low as the engine goes.
-            logit_bias=dict.fromkeys(padding, -100.0) or None,
-        )
-        for seed in job["seeds"]
-    ]
-    queue = engine.llm_engine
-    lora = adapter(job)
-    for number, (ids, each) in enumerate(zip(job["prompts"], params)):  # noqa: B905 (Python 3.9)
-        queue.add_request(str(number), {"prompt_token_ids": ids}, each, lora_request=lora)
-    while queue.has_unfinished_requests():
-        for output in queue.step():
-            if output.finished:
-                yield {"index": int(output.request_id), **response(output.outputs[0])}
+class Sampling:
+    """What the engine is sampling: the requests of one question or of several, each with a number of its own."""
+
+    def __init__(self, engine: Any, padding: range) -> None:
+        self.engine = engine.llm_engine
+        # Rows of the output matrix that belong to no token: -100 is as low as the engine goes.
+        self.bias = dict.fromkeys(padding, -100.0) or None
+        self.left: dict[Any, int] = {}  # requests that have not finished, by the number of the question
+        self.places: dict[str, tuple[Any, int]] = {}  # question and index of every request
+
+    def add(self, job: dict[str, Any]) -> None:
+        """Begin to draw one response per request, with the log-probability of every token drawn."""
+        vllm = importlib.import_module("vllm")
+        final_only = importlib.import_module("vllm.sampling_params").RequestOutputKind.FINAL_ONLY
+        lora = adapter(job)
+        number = job["question"]
+        for index, (ids, seed) in enumerate(zip(job["prompts"], job["seeds"])):  # noqa: B905 (Python 3.9)
+            params = vllm.SamplingParams(
+                temperature=job["temperature"],
+                top_p=job["top_p"],
+                max_tokens=job["max_tokens"],
+                seed=seed,
+                stop_token_ids=job["stop"],
+                ignore_eos=True,  # the stop ids are the whole truth
+                logprobs=0,
+                detokenize=False,
+                output_kind=final_only,
+                logit_bias=self.bias,
+            )
+            name = f"{number} {index}"
+            self.places[name] = (number, index)
+            self.engine.add_request(name, {"prompt_token_ids": ids}, params, lora_request=lora)
+        self.left[number] = len(job["prompts"])
+
+    def step(self) -> Iterator[dict[str, Any]]:
+        """Sample on a little; give each response when it has finished, and word of the last one of a question."""
+        if not self.left:
+            return
+        if not self.engine.has_unfinished_requests():
+            raise RuntimeError("the engine has lost requests")
+        for output in self.engine.step():
+            if not output.finished:
+                continue
+            number, index = self.places.pop(output.request_id)
+            yield {"question": number, "index": index, **response(output.outputs[0])}
+            self.left[number] -= 1
+            if not self.left[number]:
+                del self.left[number]
+                yield {"question": number, "end": True}
 
 
 def adapter(job: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.engines import Engines, borrowed, gpus_of, note_engine
+from lightning_weave.runs.engines import Engines, borrowed, gpus_of, note_engine, shards_at_once
 from lightning_weave.runs.prompts import own_trajectories
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.stream import Journal, sample_shards
@@ -26,10 +26,18 @@ def run(steps: Steps, progress: Progress, do: Do = do_here, watch: Watch = warn,
     shards = -(-prompts // steps.recipe.rollout.prompts_per_shard)
     make_room(stage)
     pending = stage.pending(shards)
-    devices = gpus_of(steps.recipe.rollout)
+    section = steps.recipe.rollout
     with borrowed(engines) as engines:
-        opener = partial(open_worker, engines=engines)
-        job = Job("rollout", "", "shard", pending, opener, fingerprint=stage.step.fingerprint, devices=devices)
+        job = Job(
+            "rollout",
+            "",
+            "shard",
+            pending,
+            partial(open_worker, engines=engines),
+            fingerprint=stage.step.fingerprint,
+            devices=gpus_of(section),
+            at_once=shards_at_once(section),
+        )
         do([job], steps, progress)
     stage.finish(Rollouts, shards)
     if is_first():

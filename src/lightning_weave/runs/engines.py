@@ -42,6 +42,8 @@ from lightning_weave.store import Stage
 OLDEST = (0, 32)
 MOST_TOKENS_PER_TOKEN = 4  # of another tokenizer: a longer row is refused by its number
 FEW_TOKENS = 4096
+FULL = 1024  # requests that fill the batch of any engine
+MOST_AT_ONCE = 16
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 log = logging.getLogger(__name__)
 Compared = TypeVar("Compared", VLLMSampler, Scorer)
@@ -294,10 +296,11 @@ class ParityCheck:
             if self.elsewhere:
                 raise
             key = type(self.section).__name__.lower()
+            or_anchor = " (or the engine of its anchor)" if key == "score" else ""
             raise WeaveError(
                 f"{self.checkpoint.path}: {error}\n"
-                f'If this vLLM cannot run the model, set {key}.engine = "hf", or name the Python of an environment '
-                f"with another version: {key}.python"
+                f'If this vLLM cannot run the model, set {key}.engine{or_anchor} to "hf", or name the Python of an '
+                f"environment with another version: {key}.python"
             ) from error
 
     def _expected(self, few: Callable[[], list[ScoredRow]]) -> list[ScoredRow] | None:
@@ -369,6 +372,14 @@ def gpus_of(section: Rollout | Eval | Reference | Score | Harness) -> int:
     if section.engine == "hf":
         return 1
     return int(section.options.get("tensor_parallel_size", 1)) * int(section.options.get("pipeline_parallel_size", 1))
+
+
+def shards_at_once(section: Rollout | Eval) -> int:
+    """Count the shards that one sampling engine takes at a time: others fill its batch while the end of one is slow."""
+    if section.engine == "hf":
+        return 1
+    requests = section.block if isinstance(section, Eval) else section.prompts_per_shard * section.responses
+    return min(1 + -(-FULL // requests), MOST_AT_ONCE)
 
 
 def longest_context(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_tokens: int) -> int:

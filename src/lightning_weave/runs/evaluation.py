@@ -30,7 +30,7 @@ from lightning_weave.models.protocols import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import ask, encode, livecodebench
 from lightning_weave.ranks import is_first
-from lightning_weave.runs.engines import Engines, gpus_of, note_engine, with_adapter, with_lora
+from lightning_weave.runs.engines import Engines, gpus_of, note_engine, shards_at_once, with_adapter, with_lora
 from lightning_weave.runs.grade import Grader
 from lightning_weave.runs.grader_process import GraderProcess
 from lightning_weave.runs.prompts import Asked, Form
@@ -100,7 +100,6 @@ def exam_jobs(
     opener = partial(open_exam, policy=policy, benchmark=benchmark, settings=settings, todo=todo, stage=stage)
     name = f"{policy.name}/{stage.folder.name}"
     pending = pending_blocks(folder, len(todo))
-    devices = gpus_of(steps.recipe.eval)
 
     def finish() -> None:
         if is_first():  # the blocks go when they are merged: one rank does it
@@ -110,8 +109,19 @@ def exam_jobs(
             _summarise(steps, stage, benchmark, grader, progress)
             drop_blocks(stage)
 
-    fingerprint = stage.step.fingerprint
-    return [Job(booked, name, "block", pending, opener, fingerprint=fingerprint, devices=devices, finish=finish)]
+    return [
+        Job(
+            booked,
+            name,
+            "block",
+            pending,
+            opener,
+            fingerprint=stage.step.fingerprint,
+            devices=gpus_of(section),
+            at_once=shards_at_once(section),
+            finish=finish,
+        )
+    ]
 
 
 def sampling_settings(section: Eval, benchmark: Benchmark) -> SamplingSettings:

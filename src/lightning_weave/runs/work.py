@@ -26,7 +26,10 @@ class Made:
 
 
 class Worker(Protocol):
-    """Holds one model and makes shards with it, in any order, each whole and written when it is yielded."""
+    """Holds one model and makes shards with it, in any order, each whole and written when it is yielded.
+
+    Where its job has several shards at once, several threads may call `make`.
+    """
 
     def make(self, shards: Sequence[int]) -> Iterator[Made]: ...
 
@@ -44,6 +47,7 @@ class Job:
     open: Callable[[Steps], Worker]
     fingerprint: str = ""  # of the step, for the ledger
     devices: int = 1  # that one worker computes on
+    at_once: int = 1  # shards that a worker of a cluster makes at a time, so that its engine is never out of requests
     finish: Callable[[], object] = lambda: None  # when all of its shards are there
 
     @property

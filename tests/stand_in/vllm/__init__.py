@@ -1,12 +1,14 @@
 """Stands in for vLLM: writes down its environment and arguments, meets itself on a port, and answers fixed tokens.
 
 With `STAND_IN_COMPUTES` it answers what the checkpoint says that it was given, or was given last. Given weights of a
-name that `STAND_IN_KILLS` has, it kills the process that gave them.
+name that `STAND_IN_KILLS` has, it kills the process that gave them. With `STAND_IN_TOGETHER` it answers nothing before
+it has had so many requests at once.
 """
 
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +75,8 @@ class LLMEngine:
         self.model_config = SimpleNamespace(max_model_len=longest, get_vocab_size=lambda: size)
         self.answer = answer
         self.waiting: list[Any] = []
+        self.together = int(os.environ.get("STAND_IN_TOGETHER", "0"))
+        self.steps = 0
 
     def add_request(self, request_id: str, prompt: dict, params: "SamplingParams", lora_request: Any = None) -> None:
         self.waiting.append((request_id, self.answer(prompt["prompt_token_ids"], params)))
@@ -81,6 +85,12 @@ class LLMEngine:
         return bool(self.waiting)
 
     def step(self) -> list[Any]:
+        if len(self.waiting) < self.together:
+            self.steps += 1
+            assert self.steps < 60_000, f"never {self.together} requests at once"
+            time.sleep(0.01)
+            return []
+        self.together = 0
         request_id, output = self.waiting.pop()
         return [SimpleNamespace(request_id=request_id, finished=True, outputs=output.outputs)]
 
