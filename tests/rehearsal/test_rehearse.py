@@ -159,7 +159,7 @@ def test_an_export_that_the_engine_cannot_load(stage: Stage, tmp_path: Path) -> 
     assert ended.code == 1, ended.said
     assert "ValueError: Model architectures ['Small'] are not supported" in ended.said
     assert "train/both/final: the vLLM process failed" in ended.said
-    assert 'If this vLLM cannot run the model, set eval.engine = "hf"' in ended.said
+    assert 'If this vLLM cannot run the model, set eval.engine to "hf"' in ended.said
     assert "stopped before eval/both/bench was made" in ended.said
 
 

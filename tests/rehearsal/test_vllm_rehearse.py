@@ -50,5 +50,5 @@ def test_a_student_that_vllm_cannot_run_is_found_at_its_stage(vllm_python: str, 
     code, said = rehearse(tmp_path, recipe)
     assert code == 1, said
     assert "doubles/narrow: the vLLM process failed" in said
-    assert 'If this vLLM cannot run the model, set eval.engine = "hf"' in said
+    assert 'If this vLLM cannot run the model, set eval.engine to "hf"' in said
     assert "The rehearsal stopped before eval/base/problems was made" in said
