@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import pickle
 import sys
 import threading
@@ -11,21 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import tiny
 from lightning_weave.bench.definitions import asked_benchmark
-from lightning_weave.bench.samples import read_samples
-from lightning_weave.bench.summary import read_summary
 from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.models import load, memory
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.engine_process import EngineProcess
 from lightning_weave.pipeline import eval as eval_stage
-from lightning_weave.pipeline import prompts, reference
+from lightning_weave.pipeline import prompts
 from lightning_weave.pipeline.flow import make_cache, make_rollouts
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
@@ -35,8 +31,7 @@ from lightning_weave.runs.evaluation import asked_problems
 from lightning_weave.runs.parity import score_a_few
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
-from lightning_weave.types import Candidates, Prompt, Rollouts
-from pipeline.expected import check_reference, read_cache
+from lightning_weave.types import Prompt, Rollouts
 from pipeline.scored import make_scored
 from programs import write_program
 
@@ -388,61 +383,3 @@ def test_room_is_made_for_the_longest_prompt_and_never_beyond_the_model(tmp_path
     student = Checkpoint(str(tiny.save_model(tmp_path / "student", "student", "qwen3", 1)))  # made for 256 tokens
     assert longest_context(student, [[1] * 5, [1] * 9], 40) == 49
     assert longest_context(student, [[1] * 250], 40) == 256
-
-
-@pytest.mark.vllm
-def test_vllm_samples_trajectories_that_the_reference_accepts(
-    vllm_python: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    steps = tiny.steps_of(make_recipe(tmp_path, vllm_python))
-    with caplog.at_level(logging.INFO, "lightning_weave"):
-        make_rollouts(steps, QUIET)
-    print(next(line for line in caplog.messages if "agree" in line))
-    reference.run(steps, QUIET)
-    rollouts, found = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
-    assert (rollouts.state(), found.state()) == ("done", "done")
-    rows = [rollouts.open(Rollouts, shard).read() for shard in range(3)]
-    assert sum(len(shard.prompt_R) for shard in rows) == 24
-    sampled = np.concatenate([found.open(Candidates, shard).read().sampled_logp.flat for shard in range(3)])
-    assert np.isfinite(sampled).all()
-    # Drawn from the student: its own tokens are as likely as its entropy says, not as if drawn from anything else.
-    assert sampled.mean() > -np.log(40)
-    before = [path.read_bytes() for path in sorted(rollouts.folder.glob("*.safetensors"))]
-    for path in rollouts.folder.glob("*.safetensors"):
-        path.unlink()
-    make_rollouts(steps, QUIET)
-    assert [path.read_bytes() for path in sorted(rollouts.folder.glob("*.safetensors"))] == before
-
-
-@pytest.mark.vllm
-def test_vllm_evaluates(vllm_python: str, tmp_path: Path) -> None:
-    steps = tiny.steps_of(make_recipe(tmp_path, vllm_python))
-    eval_stage.run(steps, QUIET, ["base"])
-    folder = steps.store.stage(steps.eval("base", steps.recipe.eval.benchmarks[0])).folder
-    samples = list(read_samples(folder / "samples.jsonl"))
-    assert len(samples) == 15
-    assert {sample.finish for sample in samples} <= {"stop", "length"}
-    assert read_summary(folder / "summary.json").settings["engine"] == "vllm"
-
-
-@pytest.mark.vllm
-def test_a_real_checkpoint_goes_through_vllm(
-    vllm_python: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rollout, reference and evaluation of a real checkpoint (SmolLM2-135M-Instruct) that LWEAVE_SMOLLM2 names."""
-    checkpoint = os.environ.get("LWEAVE_SMOLLM2")
-    if not checkpoint:
-        pytest.skip("LWEAVE_SMOLLM2 does not name a checkpoint directory")
-    recipe = make_recipe(tmp_path, vllm_python)
-    recipe["student"]["model"] = checkpoint
-    recipe["prompts"] |= {"chat": True, "take": 4}
-    recipe["rollout"] |= {"max_tokens": 24}
-    recipe["reference"] = {"engine": "vllm", "python": vllm_python, "options": {"enforce_eager": True}}
-    recipe["eval"] |= {"chat": True, "samples": 1, "max_tokens": 24}
-    steps = tiny.steps_of(recipe)
-    with caplog.at_level(logging.INFO, "lightning_weave"):
-        make_rollouts(steps, QUIET)
-    print(next(line for line in caplog.messages if "agree" in line))
-    reference.run(steps, QUIET)
-    assert check_reference(steps, read_cache(steps, None)[:4], tolerance=2e-4) > 0
-    eval_stage.run(steps, QUIET, ["base"])

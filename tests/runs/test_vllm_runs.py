@@ -1,5 +1,7 @@
-"""Whole stages with real vLLM engines: anchors of mixed engines, and students as adapters in one engine."""
+"""Whole stages with real vLLM engines: cache and evaluation, anchors of mixed engines, students as adapters."""
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
+from lightning_weave.bench.samples import read_samples
+from lightning_weave.bench.summary import read_summary
 from lightning_weave.models.engine_process import EngineProcess
 from lightning_weave.models.hf import hf_scorer
 from lightning_weave.models.load import load_model
 from lightning_weave.pipeline import eval as eval_stage
-from lightning_weave.pipeline.flow import make_cache, make_students
+from lightning_weave.pipeline import reference
+from lightning_weave.pipeline.flow import make_cache, make_rollouts, make_students
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
 from lightning_weave.store import read_lines
-from lightning_weave.types import Rollouts, Scores
+from lightning_weave.types import Candidates, Rollouts, Scores
 from models.test_vllm_body import save
+from pipeline.expected import check_reference, read_cache
 from runs.test_engines import make_recipe
 
 QUIET = Progress(quiet=True)
@@ -105,3 +111,58 @@ def test_students_of_low_rank_are_adapters_in_one_engine(
     assert max(row["gap"] for row in rows) < 2e-4
     merged = logprobs(steps.policy("both").path, steps)
     assert np.abs(merged - logprobs(steps.student.path, steps)).mean() > 0.01
+
+
+def test_vllm_samples_trajectories_that_the_reference_accepts(
+    vllm_python: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = tiny.steps_of(make_recipe(tmp_path, vllm_python))
+    with caplog.at_level(logging.INFO, "lightning_weave"):
+        make_rollouts(steps, QUIET)
+    print(next(line for line in caplog.messages if "agree" in line))
+    reference.run(steps, QUIET)
+    rollouts, found = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
+    assert (rollouts.state(), found.state()) == ("done", "done")
+    rows = [rollouts.open(Rollouts, shard).read() for shard in range(3)]
+    assert sum(len(shard.prompt_R) for shard in rows) == 24
+    sampled = np.concatenate([found.open(Candidates, shard).read().sampled_logp.flat for shard in range(3)])
+    assert np.isfinite(sampled).all()
+    # Drawn from the student: its own tokens are as likely as its entropy says, not as if drawn from anything else.
+    assert sampled.mean() > -np.log(40)
+    before = [path.read_bytes() for path in sorted(rollouts.folder.glob("*.safetensors"))]
+    for path in rollouts.folder.glob("*.safetensors"):
+        path.unlink()
+    make_rollouts(steps, QUIET)
+    assert [path.read_bytes() for path in sorted(rollouts.folder.glob("*.safetensors"))] == before
+
+
+def test_vllm_evaluates(vllm_python: str, tmp_path: Path) -> None:
+    steps = tiny.steps_of(make_recipe(tmp_path, vllm_python))
+    eval_stage.run(steps, QUIET, ["base"])
+    folder = steps.store.stage(steps.eval("base", steps.recipe.eval.benchmarks[0])).folder
+    samples = list(read_samples(folder / "samples.jsonl"))
+    assert len(samples) == 15
+    assert {sample.finish for sample in samples} <= {"stop", "length"}
+    assert read_summary(folder / "summary.json").settings["engine"] == "vllm"
+
+
+def test_a_real_checkpoint_goes_through_vllm(
+    vllm_python: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rollout, reference and evaluation of a real checkpoint (SmolLM2-135M-Instruct) that LWEAVE_SMOLLM2 names."""
+    checkpoint = os.environ.get("LWEAVE_SMOLLM2")
+    if not checkpoint:
+        pytest.skip("LWEAVE_SMOLLM2 does not name a checkpoint directory")
+    recipe = make_recipe(tmp_path, vllm_python)
+    recipe["student"]["model"] = checkpoint
+    recipe["prompts"] |= {"chat": True, "take": 4}
+    recipe["rollout"] |= {"max_tokens": 24}
+    recipe["reference"] = {"engine": "vllm", "python": vllm_python, "options": {"enforce_eager": True}}
+    recipe["eval"] |= {"chat": True, "samples": 1, "max_tokens": 24}
+    steps = tiny.steps_of(recipe)
+    with caplog.at_level(logging.INFO, "lightning_weave"):
+        make_rollouts(steps, QUIET)
+    print(next(line for line in caplog.messages if "agree" in line))
+    reference.run(steps, QUIET)
+    assert check_reference(steps, read_cache(steps, None)[:4], tolerance=2e-4) > 0
+    eval_stage.run(steps, QUIET, ["base"])
