@@ -215,6 +215,35 @@ def test_a_worker_makes_several_shards_at_once(cluster: Any, tmp_path: Path, kil
     assert sum(row["device_seconds"] for row in rows) <= time.monotonic() - since, "one device, however many shards"
 
 
+def _open_in_company(steps: Steps, place: Path) -> Any:
+    import os as system
+
+    class InCompany:
+        def make(self, shards: list[int]) -> list[Made]:
+            (place / str(system.getpid())).touch()
+            until = time.monotonic() + 300
+            while len(list(place.iterdir())) < 2:
+                assert time.monotonic() < until, "one worker has all shards"
+                time.sleep(0.1)
+            return [Made(1)]
+
+        def close(self) -> None: ...
+
+    return InCompany()
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore")
+def test_the_first_worker_leaves_shards_to_the_second(cluster: Any, tmp_path: Path) -> None:
+    """No shard is made before both workers have one."""
+    _by_value()
+    steps, counted, place = tiny.steps_of(world(tmp_path)), Watching(), tmp_path / "place"
+    place.mkdir()
+    job = Job("rollout", "", "shard", range(4), partial(_open_in_company, place=place), at_once=4)
+    connect(None).do([job], steps, counted)
+    assert counted.counts == {"rollout": 4}
+
+
 def _open_looking(steps: Steps, seen: Path) -> Any:
     import os as system
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_weave.cluster.actors import enter, own_error
-from lightning_weave.cluster.plan import live_nodes, plan_workers
+from lightning_weave.cluster.plan import WorkerPlan, live_nodes, plan_workers
 from lightning_weave.config import Recipe
 from lightning_weave.errors import WeaveError, first_line
 from lightning_weave.progress import Bar, Progress
@@ -52,7 +52,7 @@ def do_on_ray(jobs: Sequence[Job], steps: Steps, progress: Progress) -> None:
         remote.remote(openers, steps.recipe, steps.arguments, steps.trust, os.getcwd()) for _ in range(plan.workers)
     ]
     try:
-        with _underway(jobs, steps, plan.devices_each) as underway:
+        with _underway(jobs, steps, plan) as underway:
             _hand_out(actors, underway, progress)
     finally:
         for actor in actors:
@@ -113,6 +113,7 @@ class _Underway:
     job: Job
     steps: Steps
     devices_each: float
+    at_once: int  # shards of one worker at a time
     todo: deque[int]
     left: int
     tries: Counter[int] = field(default_factory=Counter)
@@ -152,10 +153,18 @@ class _Underway:
 
 
 @contextmanager
-def _underway(jobs: Sequence[Job], steps: Steps, devices_each: float) -> Iterator[list[_Underway]]:
+def _underway(jobs: Sequence[Job], steps: Steps, plan: WorkerPlan) -> Iterator[list[_Underway]]:
     """Begin jobs, and book what they have taken however they end."""
     begun = [
-        _Underway(number, job, steps, devices_each, todo=deque(job.pending), left=len(job.pending))
+        _Underway(
+            number,
+            job,
+            steps,
+            plan.devices_each,
+            at_once=min(job.at_once, -(-len(job.pending) // plan.workers)),  # so that none has what others could make
+            todo=deque(job.pending),
+            left=len(job.pending),
+        )
         for number, job in enumerate(jobs)
     ]
     try:
@@ -185,7 +194,7 @@ class _RemoteWorker:
             return None
         if not self.shards:
             return job
-        is_full = job is not self.job or len(self.shards) >= job.job.at_once
+        is_full = job is not self.job or len(self.shards) >= job.at_once
         suspect = any(job.tries[shard] for shard in (*self.shards, job.todo[0]))
         return None if is_full or suspect else job
 
