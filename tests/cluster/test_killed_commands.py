@@ -18,6 +18,7 @@ from lightning_weave.config import dump_recipe
 from lightning_weave.pipeline.flow import make_cache
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
+from programs import write_program
 
 QUIET = Progress(quiet=True)
 # Every engine does its first job, and begins no other before it is let go.
@@ -31,11 +32,10 @@ HOLD = """
 
 def with_engine(root: Path) -> dict[str, Any]:
     """A recipe whose samples and scores come from an engine that can be held."""
-    script, python = root / "engine.py", root / "python"
+    script = root / "engine.py"
     held = ENGINE.replace('\n    if "positions" in job:', HOLD).replace("import array", "import time, array")
     script.write_text(f"held = []\n{held}")
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
-    python.chmod(0o755)
+    python = write_program(root / "python", sys.executable, script)
     recipe = world(root)
     engine = {"engine": "vllm", "python": str(python), "parity": 1e9}
     recipe |= {"score": engine, "machine": {"threads": 1, "workers": 2}}

@@ -132,15 +132,25 @@ def test_an_engine_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> 
         VLLMSampler(tmp_path, STOP, VOCABULARY, python=str(python))
 
 
+def test_an_engine_that_dies_in_the_middle_of_a_line_is_reported(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    begun = '{"index": 0, "ids": [1'
+    python.write_text(f"#!/bin/sh\nread line\necho '{{\"limit\": 64}}'\nread line\nprintf '{begun}'\nexit 3\n")
+    python.chmod(0o755)
+    with (
+        VLLMSampler(tmp_path, STOP, VOCABULARY, python=str(python)) as engine,
+        pytest.raises(WeaveError, match="the vLLM process failed: it ended with code 3"),
+    ):
+        engine.sample([Request([5], 0, 0)], PLAIN)
+
+
 def test_what_an_engine_has_started_ends_with_it(tmp_path: Path) -> None:
     python, number = tmp_path / "python", tmp_path / "number"
     python.write_text(f"#!/bin/sh\nread line\nsleep 1000 &\necho $! > {number}\necho '{{\"limit\": 64}}'\nread line\n")
     python.chmod(0o755)
     VLLMSampler(tmp_path, STOP, VOCABULARY, python=str(python)).close()
     status = Path(f"/proc/{number.read_text().strip()}/status")
-    end = (
-        time.monotonic() + 60
-    )  # a killed process needs its turn on a processor to end; left alone it sleeps for longer
+    end = time.monotonic() + 60  # a killed process needs its turn to end; left alone this one sleeps for longer
     while time.monotonic() < end and _runs(status):
         time.sleep(0.01)
     assert not _runs(status)

@@ -133,7 +133,8 @@ class EngineProcess:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._deliver(json.loads(line))
+            if line.endswith("\n"):  # the last one may be cut
+                self._deliver(json.loads(line))
         self._deliver(None)
 
     def _deliver(self, answer: Answer) -> None:
