@@ -161,7 +161,7 @@ def _underway(jobs: Sequence[Job], steps: Steps, plan: WorkerPlan) -> Iterator[l
             job,
             steps,
             plan.devices_each,
-            at_once=min(job.at_once, -(-len(job.pending) // plan.workers)),  # so that none has what others could make
+            at_once=min(job.at_once, -(-len(job.pending) // plan.workers)),  # the first leaves some for the rest
             todo=deque(job.pending),
             left=len(job.pending),
         )
@@ -239,7 +239,7 @@ def _hand_out(actors: Sequence[Any], jobs: Sequence[_Underway], progress: Progre
             except ray.exceptions.RayActorError as error:
                 if ended is not None:
                     worker.job.take_back(ended, error)
-                if worker.is_ready or ended is None:  # the first word of its death
+                if worker.is_ready or ended is None:  # the first of its errors
                     worker.is_ready = False
                     running[worker.actor.ready.remote()] = (worker, None)
                 continue
