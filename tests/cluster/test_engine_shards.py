@@ -15,6 +15,7 @@ from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
 from lightning_weave.runs.steps import Steps
+from programs import write_program
 
 QUIET = Progress(quiet=True)
 STAND_IN = Path(__file__).parents[1] / "stand_in"
@@ -34,9 +35,8 @@ def test_an_engine_gets_the_next_shards_before_the_first_is_whole(cluster: Any, 
 
     def hold(requests: int) -> None:
         paths = os.pathsep.join(path for path in (str(STAND_IN), *sys.path) if path)
-        variables = f"PYTHONPATH='{paths}' STAND_IN_RECORDS='{tmp_path}' STAND_IN_TOGETHER={requests}"
-        python.write_text(f'#!/bin/sh\n{variables} exec {sys.executable} "$@"\n')
-        python.chmod(0o755)
+        variables = (f"PYTHONPATH={paths}", f"STAND_IN_RECORDS={tmp_path}", f"STAND_IN_TOGETHER={requests}")
+        write_program(python, "env", *variables, sys.executable)
 
     recipe = world(tmp_path)
     engine = {"engine": "vllm", "python": str(python), "parity": 1e9}
