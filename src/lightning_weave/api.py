@@ -258,9 +258,9 @@ class Run:
         stage.require()
         return Records(map(asdict, read_samples(stage.folder / "samples.jsonl")))
 
-    def _check(self, what: str, name: str, known: Sequence[str]) -> None:
-        if name not in known:
-            raise InputError(f"{name!r}: no such {what}; this recipe has {', '.join(known)}")
+    def _check(self, what: str, name: str, names: Sequence[str]) -> None:
+        if name not in names:
+            raise InputError(f"{name!r}: no such {what}; this recipe has {', '.join(names)}")
 
     def workers(self) -> "Workers":
         """Say who makes the shards and trains: this process, or the nodes of a cluster."""

@@ -42,17 +42,17 @@ def _answers(endpoint: str) -> bool:
     address = urlsplit(endpoint)
     if address.scheme in getproxies():
         return True
-    found: list[bool] = []
+    answers: list[bool] = []
 
     def connect() -> None:
         try:
             port = address.port or {"http": 80, "https": 443}[address.scheme]
             socket.create_connection((address.hostname or "", port), timeout=SECONDS).close()
-            found.append(True)
+            answers.append(True)
         except (OSError, KeyError):
-            found.append(False)
+            answers.append(False)
 
     thread = Thread(target=connect, daemon=True)
     thread.start()
     thread.join(SECONDS)
-    return found == [True]
+    return answers == [True]

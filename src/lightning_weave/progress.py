@@ -54,9 +54,9 @@ class Bar:
 
     def line(self) -> str:
         """Describe the current state in one line."""
-        left = f", {duration((self.total - self.done) / self.rate)} left" if 0 < self.done < self.total else ""
+        rest = f", {duration((self.total - self.done) / self.rate)} left" if 0 < self.done < self.total else ""
         note = f", {self.note}" if self.note else ""
-        return f"{self.what}: {self.done}/{self.total} {self.unit}s, {self.rate:.3g} {self.unit}s/s{left}{note}"
+        return f"{self.what}: {self.done}/{self.total} {self.unit}s, {self.rate:.3g} {self.unit}s/s{rest}{note}"
 
     @property
     def rate(self) -> float:

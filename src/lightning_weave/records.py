@@ -27,14 +27,14 @@ class Records(list[dict[str, Any]]):
     def __getitem__(self, place: slice) -> "Records": ...
 
     def __getitem__(self, place: SupportsIndex | slice) -> Any:
-        found: Any = super().__getitem__(place)
-        return Records(found) if isinstance(place, slice) else found
+        item: Any = super().__getitem__(place)
+        return Records(item) if isinstance(place, slice) else item
 
     def _repr_html_(self) -> str:
         names = list(dict.fromkeys(name for row in self for name in row))
         shown = [_row("td", [_cell(row.get(name)) for name in names]) for row in self[:SHOWN]]
-        left = f"<p>{len(self) - SHOWN:,} more rows</p>" if len(self) > SHOWN else ""
-        return f"<table>{_row('th', names)}{''.join(shown)}</table>{left}"
+        rest = f"<p>{len(self) - SHOWN:,} more rows</p>" if len(self) > SHOWN else ""
+        return f"<table>{_row('th', names)}{''.join(shown)}</table>{rest}"
 
 
 def as_html(draw: Callable[[Console], object]) -> str:

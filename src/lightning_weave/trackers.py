@@ -53,8 +53,8 @@ class TensorBoard:
 
         purge = None if what.start is None else what.start + 1
         self.writer: Any = SummaryWriter(str(what.folder / "tensorboard"), purge_step=purge)
-        said = recipe.tracking
-        words = {"name": _name(recipe, what), "project": said.project, "tags": ", ".join(said.tags)}
+        section = recipe.tracking
+        words = {"name": _name(recipe, what), "project": section.project, "tags": ", ".join(section.tags)}
         for key, text in words.items():
             self.writer.add_text(key, text)
 
@@ -83,14 +83,14 @@ class WandB:
     def __init__(self, recipe: Recipe, what: Tracked) -> None:
         import wandb
 
-        said = recipe.tracking
+        section = recipe.tracking
         self.wandb: Any = wandb
         self.run: Any = wandb.init(
-            project=said.project,
-            entity=said.entity,
+            project=section.project,
+            entity=section.entity,
             name=_name(recipe, what),
             group=recipe.name,
-            tags=said.tags,
+            tags=section.tags,
             id=what.id,
             resume="allow",
             config=recipe.model_dump(mode="json", by_alias=True, exclude_none=True),

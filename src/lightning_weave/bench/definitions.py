@@ -93,20 +93,20 @@ def load_benchmark(name: str, source: str | None = None) -> Benchmark:
         raise InputError(
             f"unknown benchmark {name!r}. Use one of {', '.join(KNOWN)}, or file:PATH for your own problems.{hint}"
         )
-    known = KNOWN[name]
-    where = source or known.repo
+    entry = KNOWN[name]
+    where = source or entry.repo
     try:
-        rows = _release_rows(name, known, where) if known.since else _rows(locate(where, _names(name)))
-        problems = _problems(rows, known.kind)
+        rows = _release_rows(name, entry, where) if entry.since else _rows(locate(where, _names(name)))
+        problems = _problems(rows, entry.kind)
     except InputError as error:
         raise InputError(f"benchmark {name}: {error}") from error
-    if len(problems) != known.count:
-        window = f" from {known.since} on, of {', '.join(known.files)} in {_LCB}" if known.since else ""
+    if len(problems) != entry.count:
+        window = f" from {entry.since} on, of {', '.join(entry.files)} in {_LCB}" if entry.since else ""
         raise InputError(
-            f"benchmark {name}: {where} has {len(problems)} problems, expected {known.count}{window}. "
+            f"benchmark {name}: {where} has {len(problems)} problems, expected {entry.count}{window}. "
             f"Set eval.sources to a source with exactly these, or evaluate this one as file:PATH."
         )
-    return _with_defaults(name, known.label, known.kind, problems)
+    return _with_defaults(name, entry.label, entry.kind, problems)
 
 
 def _load_file(name: str) -> Benchmark:
@@ -134,25 +134,25 @@ def _rows(files: Iterable[Path]) -> Iterator[Row]:
     return chain.from_iterable(map(checked_rows, files))
 
 
-def _release_rows(name: str, known: _Known, where: str) -> list[Row]:
+def _release_rows(name: str, entry: _Known, where: str) -> list[Row]:
     """Read a LiveCodeBench window, newest file first, and stop at its last problem.
 
     The release is gigabytes of tests. The size of the window is known, so the older files are rarely needed.
     """
     rows: list[Row] = []
-    for file in _release_files(name, known, where):
-        rows += [row for row in checked_rows(file) if _contest_date(row) >= (known.since or date.min)]
-        if len(rows) >= known.count and file.name in known.files:
+    for file in _release_files(name, entry, where):
+        rows += [row for row in checked_rows(file) if _contest_date(row) >= (entry.since or date.min)]
+        if len(rows) >= entry.count and file.name in entry.files:
             break
     return sorted(rows, key=lambda row: str(row.values.get("question_id")))  # the same order from any source
 
 
-def _release_files(name: str, known: _Known, where: str) -> Iterable[Path]:
+def _release_files(name: str, entry: _Known, where: str) -> Iterable[Path]:
     if where == _LCB:
-        return download_files(_LCB, known.files)
+        return download_files(_LCB, entry.files)
     files = locate(where, _names(name))
     by_name = {file.name: file for file in files}
-    return [by_name[file] for file in known.files if file in by_name] or files
+    return [by_name[file] for file in entry.files if file in by_name] or files
 
 
 def _contest_date(row: Row) -> date:
@@ -181,23 +181,23 @@ def _problem(row: Row, number: int) -> Problem:
     values = row.values
     if all(column in values for column in CODE_COLUMNS):
         return Problem(str(values["question_id"]), str(values["question_content"]), row=values)
-    asked = _column(values, PROBLEM_NAMES)
-    answered = _column(values, ANSWER_NAMES)
-    if asked is None or answered is None:
+    question_column = _column(values, PROBLEM_NAMES)
+    answer_column = _column(values, ANSWER_NAMES)
+    if question_column is None or answer_column is None:
         raise InputError(
             f"{row.where}: has {', '.join(map(str, values)) or 'no fields'}; expected problem and answer (or columns "
             f"named like {', '.join(PROBLEM_NAMES[1:4])}; {', '.join(ANSWER_NAMES[1:])}), "
             f"or a LiveCodeBench row ({', '.join(CODE_COLUMNS)})."
         )
-    question = values[asked]
-    answer = values[answered]
+    question = values[question_column]
+    answer = values[answer_column]
     if not isinstance(question, str) or not question.strip():
         raise InputError(f"{row.where}: its problem is {question!r}, expected text.")
     reference = reference_answer(answer)
     if reference is None:
         raise InputError(f"{row.where}: its answer is {answer!r}, expected a number or text.")
     identity = next((values[name] for name in ID_COLUMNS if values.get(name) is not None), number)
-    hidden = {answered.lower(), *ANSWER_NAMES[:2]}  # a template never sees what is asked for
+    hidden = {answer_column.lower(), *ANSWER_NAMES[:2]}  # a template never sees what is asked for
     shown = {name: value for name, value in values.items() if name.lower() not in hidden}
     return Problem(plain_text(identity), question, reference, columns=shown)
 

@@ -111,10 +111,10 @@ def _samples(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _values(samples: list[tuple[str, dict[str, Any]]], metric: str, chosen: str, score: float) -> dict[str, float]:
     """The metric of every question, if the score is their mean."""
-    found = {}
+    values = {}
     for task, sample in samples:
         value = sample.get(metric)
         if sample.get("filter", chosen) == chosen and isinstance(value, bool | int | float):
-            found[f"{task}/{sample['doc_id']}/{str(sample.get('doc_hash', ''))[:8]}"] = float(value)
-    is_mean = bool(found) and math.isclose(sum(found.values()) / len(found), score, abs_tol=1e-9)
-    return found if is_mean else {}
+            values[f"{task}/{sample['doc_id']}/{str(sample.get('doc_hash', ''))[:8]}"] = float(value)
+    is_mean = bool(values) and math.isclose(sum(values.values()) / len(values), score, abs_tol=1e-9)
+    return values if is_mean else {}

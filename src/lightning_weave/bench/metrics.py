@@ -97,9 +97,9 @@ def _at_budget(samples: Sequence[Sample], budget: int, regrade: Regrade) -> Budg
 
 def _cut(sample: Sample, budget: int) -> str:
     if budget not in sample.cuts:
-        known = ", ".join(map(str, sorted(sample.cuts))) or "none"
+        budgets = ", ".join(map(str, sorted(sample.cuts))) or "none"
         raise InputError(
-            f"token budget {budget} was not recorded when sampling (recorded: {known}), and text cannot be "
+            f"token budget {budget} was not recorded when sampling (recorded: {budgets}), and text cannot be "
             f"truncated at tokens afterwards. Use a recorded budget, or sample again with this one."
         )
     return sample.text[: sample.cuts[budget]]

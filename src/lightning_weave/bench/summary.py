@@ -111,9 +111,9 @@ def _never_answered(benchmark: Benchmark, samples: Sequence[Sample]) -> str | No
             f"no answer was found in any of {len(samples)} responses, and {cut} of them were cut off. "
             "Raise eval.max_tokens, or check that the prompt fits the model (eval.format, eval.chat)"
         )
-    wanted = "a program in triple backticks" if benchmark.kind == "code" else "an answer that the grader can read"
+    form = "a program in triple backticks" if benchmark.kind == "code" else "an answer that the grader can read"
     return (
-        f"no answer was found in any of {len(samples)} responses. The prompt must ask for {wanted}: set eval.format or "
+        f"no answer was found in any of {len(samples)} responses. The prompt must ask for {form}: set eval.format or "
         f"eval.template, or another grader in eval.graders.{benchmark.slug}"
     )
 

@@ -71,9 +71,9 @@ def not_a_checkpoint(path: Path) -> str | None:
         return f"{path}: holds GGUF weights, for llama.cpp. {_SOURCE}"
     if not has_config:
         return _without_config(path)
-    wanted = indexed_files(path)
-    if absent := [part for part in wanted if not (path / part).is_file()]:
-        count = f"{len(absent)} of {len(wanted)} weight files"
+    parts = indexed_files(path)
+    if absent := [part for part in parts if not (path / part).is_file()]:
+        count = f"{len(absent)} of {len(parts)} weight files"
         return f"{path}: {count} are missing, {absent[0]} among them. Download it again"
     if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
         return (

@@ -92,9 +92,9 @@ def judge_ends(steps: Steps, anchor: str, ends: Ends) -> Finding:
     bounds = Bounds(MASKED_SHARE, False)
     if share <= MASKED_SHARE:
         return Finding(about, check, "note" if share else "ok", text, figures, bounds=bounds)
-    advice, found = _advice(steps, anchor, ends.only(~supervised_R), finished)
+    advice, details = _advice(steps, anchor, ends.only(~supervised_R), finished)
     text = f"{text}: stopping is not supervised there. {advice}"
-    return Finding(about, check, "warning", text, figures | found, bounds=bounds)
+    return Finding(about, check, "warning", text, figures | details, bounds=bounds)
 
 
 def judge_stops(steps: Steps, anchor: str) -> Finding:
@@ -136,10 +136,10 @@ def _advice(steps: Steps, anchor: str, masked: Ends, finished: int) -> tuple[str
         # Where not one candidate is mapped, it is the context that cannot be read: no alias changes that.
         readable_R1 = masked.mapped_RC.any(axis=1, keepdims=True)
         after = replace(masked, mapped_RC=tokens.candidate_map(ids_RC)[1].numpy() & readable_R1)
-        left = int((~after.supervised(section.validity)).sum()) / finished
-        figures["masked_with_alias"] = left
-        advice = f"Add to [anchors.{anchor}]: {_in_words(line)} (then {percent(left)} are masked). "
-        if left <= MASKED_SHARE:
+        share = int((~after.supervised(section.validity)).sum()) / finished
+        figures["masked_with_alias"] = share
+        advice = f"Add to [anchors.{anchor}]: {_in_words(line)} (then {percent(share)} are masked). "
+        if share <= MASKED_SHARE:
             return advice.rstrip(), figures
     figures["breaking"] = breaking = [visible(text) for text, _ in breaking_tokens(tokens, ids_RC)]
     if breaking:
@@ -156,8 +156,8 @@ def alias_line(steps: Steps, anchor: str, sampled: list[int]) -> tuple[str | Non
     aliased = {id for text in section.aliases for id in [student.convert_tokens_to_ids(text)]}
     stops = [id for id in _ordered_stops(steps, student, sampled) if id not in aliased]
     suggested = suggest_alias(student, other, stops)
-    taken = set(section.aliases.values())
-    if suggested is None or set(tomllib.loads(suggested)["aliases"].values()) & taken:
+    counterparts = set(section.aliases.values())
+    if suggested is None or set(tomllib.loads(suggested)["aliases"].values()) & counterparts:
         return None, {}
     aliases = section.aliases | tomllib.loads(suggested)["aliases"]
     pairs = (

@@ -26,12 +26,12 @@ class Bounds:
         ('warns above 50 %, stops above 95 %', 'warns above 1.05', 'stops below 0.1 %')
         """
         side = "below" if self.below else "above"
-        said = [
+        phrases = [
             f"{verb} {side} {f'{100 * limit:g} %' if self.share else f'{limit:g}'}"
             for verb, limit in (("warns", self.warn), ("stops", self.stop))
             if limit is not False
         ]
-        return ", ".join(said) or "off"
+        return ", ".join(phrases) or "off"
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,6 @@ def listed(words: Iterable[str], most: int = 8) -> str:
     >>> listed(["a", "b"]), listed("abc", most=2)
     ('a, b', 'a, b and 1 more')
     """
-    found = list(words)
-    rest = f" and {len(found) - most:,} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + rest
+    items = list(words)
+    rest = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + rest

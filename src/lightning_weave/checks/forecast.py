@@ -31,7 +31,7 @@ def forecast(steps: Steps, stages: Sequence[Stage], prompts: int | None) -> dict
     """Predict every stage by its path; `prompts` is how many there will be, where they were read."""
     planned = _planned(steps, prompts)
     rows = [row for row in read_ledger(steps.store.run_dir) if row.get("device") == hardware()["device"]]
-    found = {}
+    forecasts = {}
     for stage in stages:
         path = stage.step.path
         alike = [
@@ -40,10 +40,10 @@ def forecast(steps: Steps, stages: Sequence[Stage], prompts: int | None) -> dict
             if _kind(steps, other.step.path) == _kind(steps, path) and other.state() in ("done", "stale")
             if (cost := cost_of(other.folder, steps.store.run_dir, rows)) is not None
         ]
-        found[path] = planned.get(path, Forecast())
+        forecasts[path] = planned.get(path, Forecast())
         if alike:
-            found[path] = Forecast(sum(alike) / len(alike), measured=True, size=found[path].size)
-    return found
+            forecasts[path] = Forecast(sum(alike) / len(alike), measured=True, size=forecasts[path].size)
+    return forecasts
 
 
 def _kind(steps: Steps, path: str) -> tuple[str, ...]:
@@ -73,17 +73,17 @@ def _planned(steps: Steps, prompts: int | None) -> dict[str, Forecast]:
     paths = {"rollout": "rollout", "reference": "reference"}
     known = is_known(machine)
     speed = 0.0 if known else products_per_second(choose_device(steps.recipe))
-    found: dict[str, Forecast] = {}
+    forecasts: dict[str, Forecast] = {}
     for row in plan.stages:
         path = {**paths, "train": f"train/{row.what}", "score": names.get(row.what, "")}[row.stage]
         seconds = row.gpu_hours * HOUR if known else row.operations / speed
-        said = seconds if known or seconds >= 1 else None
-        found[path] = Forecast(said, size=row.disk, rough=not known and said is not None)
+        estimate = seconds if known or seconds >= 1 else None
+        forecasts[path] = Forecast(estimate, size=row.disk, rough=not known and estimate is not None)
     if known:
         for policy in steps.policies:
             for name, hours in plan.benchmarks.items():
-                found[f"eval/{policy}/{benchmark_folder(name)}"] = Forecast(hours * HOUR)
-    return found
+                forecasts[f"eval/{policy}/{benchmark_folder(name)}"] = Forecast(hours * HOUR)
+    return forecasts
 
 
 def _plan(steps: Steps, prompts: int | None) -> Plan:
@@ -92,9 +92,9 @@ def _plan(steps: Steps, prompts: int | None) -> Plan:
     limit = steps.student.context_limit or recipe.rollout.max_tokens
     length: float | None = limit if limit < recipe.rollout.max_tokens else None
     if steps.needs_cache and rollout.state() == "done":
-        made = rollout.require()
-        prompts = made["rows"] // recipe.rollout.responses
-        length = made["positions"] / max(made["rows"], 1)
+        manifest = rollout.require()
+        prompts = manifest["rows"] // recipe.rollout.responses
+        length = manifest["positions"] / max(manifest["rows"], 1)
     if prompts is not None:
         recipe = recipe.model_copy(update={"prompts": recipe.prompts.model_copy(update={"take": prompts})})
     return make_plan(recipe, this_machine(recipe), response_tokens=length)

@@ -40,8 +40,8 @@ class LengthPreference:
 def judge_direction(steps: Steps, anchor: str) -> list[Finding]:
     """Judge a scored pair by right and wrong, and by length."""
     separation = judge_separation(steps, anchor)
-    found = (separation, judge_length(steps, anchor, separation))
-    return [finding for finding in found if finding is not None]
+    findings = (separation, judge_length(steps, anchor, separation))
+    return [finding for finding in findings if finding is not None]
 
 
 def judge_length(steps: Steps, anchor: str, separation: Finding | None) -> Finding | None:
@@ -57,9 +57,9 @@ def judge_length(steps: Steps, anchor: str, separation: Finding | None) -> Findi
         groups.append((summed_pulls(block, steps.recipe.rollout.temperature), block.decisions_R.astype(float)))
     if responses == 1:  # of different prompts then: the summed pull has mean zero after each of them
         groups = [(np.concatenate([pull for pull, _ in groups]), np.concatenate([length for _, length in groups]))]
-    found = prefers_longer(groups)
+    preference = prefers_longer(groups)
     stops = steps.recipe.checks.longer_stop
-    return judge_preference(f"anchors.{anchor}", found, separation, stops) if found.pairs else None
+    return judge_preference(f"anchors.{anchor}", preference, separation, stops) if preference.pairs else None
 
 
 def judge_preference(about: str, found: LengthPreference, separation: Finding | None, stops: Threshold) -> Finding:
@@ -74,22 +74,22 @@ def judge_preference(about: str, found: LengthPreference, separation: Finding | 
     return Finding(about, "length", verdict, text, figures, judged=True, bounds=bounds)
 
 
-def _words(found: LengthPreference, separation: Finding | None, stops: Threshold) -> tuple[Level, str]:
-    certain = found.share > 0.5 + CERTAIN * found.error
+def _words(preference: LengthPreference, separation: Finding | None, stops: Threshold) -> tuple[Level, str]:
+    certain = preference.share > 0.5 + CERTAIN * preference.error
     figures = separation.figures if separation is not None else {}
     equal = figures.get("auc_at_equal_length", 0.5)
     margin = CHANCE * figures.get("equal_error", 0.5)
-    if found.share < 0.5 - CHANCE * found.error:
+    if preference.share < 0.5 - CHANCE * preference.error:
         return "ok", ": it makes responses brief"
     if equal > 0.5 + margin:
         return "ok", ", and right ones among those of equal length"
     if equal + margin >= PREFERS:  # too few are known to be right or wrong
         words = ". If it was trained to be brief, post and pre are swapped"
         return ("warning", words) if certain else ("ok", "")
-    if found.share <= 0.5 + CHANCE * found.error:
+    if preference.share <= 0.5 + CHANCE * preference.error:
         return "ok", ""
     words = ", but no right ones among those of equal length. If it was trained to be brief, post and pre are swapped"
-    return ("error" if certain and stops is not False and found.share > stops else "warning"), words
+    return ("error" if certain and stops is not False and preference.share > stops else "warning"), words
 
 
 def summed_pulls(block: Block, temperature: float) -> Floats:

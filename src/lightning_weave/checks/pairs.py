@@ -39,9 +39,9 @@ class PairSample:
     def of(cls, steps: Steps, name: str, sample: CheckedRows) -> "PairSample":
         """Align a sample with both models."""
         post, pre = (open_alignment(steps, name, role, sample.kind in ("candidates", "rollouts")) for role in ROLES)
-        read = [(_align(post, row), _align(pre, row)) for row in sample.rows]
-        first = tuple(read[0][0].ids[:1].tolist()) if read else ()
-        return cls((post, pre), [one.mapped_TC & other.mapped_TC for one, other in read], first)
+        alignments = [(_align(post, row), _align(pre, row)) for row in sample.rows]
+        first = tuple(alignments[0][0].ids[:1].tolist()) if alignments else ()
+        return cls((post, pre), [one.mapped_TC & other.mapped_TC for one, other in alignments], first)
 
     def valid(self, validity: str) -> NDArray[np.bool_]:
         """Say at which positions of the sample the pair has a shift."""
@@ -178,14 +178,14 @@ def _check_rules(steps: Steps, name: str) -> list[Finding]:
     effects = rule_effects(steps, name, rows)
     if effects:
         return [Finding(f"anchors.{name}", one.rule, "note", str(one), asdict(one)) for one in effects]
-    found = suggestions(steps, name, rows)
-    if not found:
+    values = suggestions(steps, name, rows)
+    if not values:
         return []
     text = (
-        f"no rule cuts its shift. shift_clip = {found['shift_clip']:g} would touch one position in 1,000, mass_floor = "
-        f"{found['mass_floor']:g} one in 100, only_above = {found['only_above']:g} half of them"
+        f"no rule cuts its shift. shift_clip = {values['shift_clip']:g} would touch one position in 1,000, "
+        f"mass_floor = {values['mass_floor']:g} one in 100, only_above = {values['only_above']:g} half of them"
     )
-    return [Finding(f"anchors.{name}", "rules", "ok", text, found)]
+    return [Finding(f"anchors.{name}", "rules", "ok", text, values)]
 
 
 def _check_template(about: str, tokenizer: Any) -> Finding:

@@ -66,24 +66,24 @@ def _is_broken(anchor: str, broken: set[str]) -> bool:
 
 
 def _check_models(steps: Steps, todo: Todo) -> Iterator[Finding]:
-    wanted = {"student": steps.student}
+    models = {"student": steps.student}
     for name in todo.anchors:
         for role in ROLES:
             try:
-                wanted[f"anchors.{name}.{role}"] = steps.anchor(name, role)
+                models[f"anchors.{name}.{role}"] = steps.anchor(name, role)
             except InputError as error:  # nothing says what an adapter's base is
                 yield Finding(f"anchors.{name}.{role}", "checkpoint", "error", str(error))
     others = [name for name in todo.benchmarks if name in steps.recipe.policies]
-    wanted |= {f"policies.{name}": steps.policy(name) for name in others}
+    models |= {f"policies.{name}": steps.policy(name) for name in others}
     checked: dict[Checkpoint, Finding | None] = {}
-    for about, checkpoint in wanted.items():
+    for about, checkpoint in models.items():
         if checkpoint not in checked:
             scored = not about.startswith("policies.")  # others are only sampled from
             checked[checkpoint] = check_usable(about, checkpoint) or (
                 check_scorable(about, checkpoint) if scored else None
             )
-        if found := checked[checkpoint]:
-            yield Finding(about, found.check, found.verdict, found.text)
+        if finding := checked[checkpoint]:
+            yield Finding(about, finding.check, finding.verdict, finding.text)
         elif checkpoint.base is not None and (section := _read_by_vllm(steps, todo, about)):
             text = (
                 f'{checkpoint.name}: {section}.engine = "vllm" reads no LoRA adapter. Merge it with peft, or set "hf"'
@@ -118,16 +118,16 @@ def _read_by_vllm(steps: Steps, todo: Todo, about: str) -> str | None:
 def _check_packages(steps: Steps, todo: Todo) -> Iterator[Finding]:
     """Look for the packages that only some recipes need."""
     recipe = steps.recipe
-    wanted = {"train.lora": ("peft", "peft")} if recipe.train.lora and todo.compositions else {}
+    packages = {"train.lora": ("peft", "peft")} if recipe.train.lora and todo.compositions else {}
     if recipe.train.lora and recipe.train.lora.base != "own" and todo.compositions:
-        wanted["train.lora.base"] = ("bitsandbytes", "bitsandbytes")
+        packages["train.lora.base"] = ("bitsandbytes", "bitsandbytes")
     if todo.compositions:
-        wanted |= {f"train.trackers: {name}": (name, name) for name in recipe.train.trackers}
+        packages |= {f"train.trackers: {name}": (name, name) for name in recipe.train.trackers}
     if todo.benchmarks and recipe.eval.profile == "math-verify":
-        wanted["eval.profile"] = ("math_verify", "math-verify")
+        packages["eval.profile"] = ("math_verify", "math-verify")
     adapted = [name for name in todo.anchors if recipe.anchors[name].post and recipe.anchors[name].pre is None]
-    wanted |= {f"anchors.{name}.post": ("peft", "peft") for name in adapted}
-    for about, (package, install) in wanted.items():
+    packages |= {f"anchors.{name}.post": ("peft", "peft") for name in adapted}
+    for about, (package, install) in packages.items():
         if find_spec(package) is None:
             text = f"{about} needs the package {package}, which is not installed: pip install '{install}'"
             yield Finding(about.partition(":")[0], "package", "error", text)
@@ -213,13 +213,13 @@ def _check_exams(steps: Steps, todo: Todo, benchmarks: list[Benchmark], broken: 
         checkpoint = steps.policy(policy)
         for benchmark in benchmarks:
             try:
-                asked = asked_problems(benchmark, checkpoint.tokenizer, steps.recipe.asked(policy))
+                problems = asked_problems(benchmark, checkpoint.tokenizer, steps.recipe.asked(policy))
             except InputError as error:
                 text = f"{benchmark.name}: problems cannot be rendered: {error}"
                 yield Finding("eval", f"chat template of {about}", "error", text)
                 break
             limit = checkpoint.context_limit
-            longest, problem = max((len(one.prompt.token_ids), one.prompt.id) for one in asked)
+            longest, problem = max((len(one.prompt.token_ids), one.prompt.id) for one in problems)
             if limit is not None and longest >= limit:
                 text = (
                     f"{benchmark.name}: problem {problem!r} has {longest} tokens, which leaves no room in the {limit} "

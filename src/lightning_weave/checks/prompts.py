@@ -92,12 +92,12 @@ def check_routes(steps: Steps, todo: Todo, prompts: list[Prompt]) -> Iterator[Fi
     if not routed:
         return
     try:
-        asked = asked_prompts(steps, tag_columns(steps.recipe), prompts)
-        counts = Counter(tag_of(steps.recipe, one) for one in asked)
+        rows = asked_prompts(steps, tag_columns(steps.recipe), prompts)
+        counts = Counter(tag_of(steps.recipe, one) for one in rows)
         words = listed(f"{tag} {count:,}" for tag, count in counts.most_common())
         yield Finding("tags", "prompts", "note", f"prompts by tag: {words}", {"tags": dict(counts)})
         for name in routed:
-            routed_weights(steps, name, asked)
+            routed_weights(steps, name, rows)
             for tag in steps.recipe.compositions[name].routes:
                 if tag not in counts:
                     text = f"no prompt has the tag {tag!r}, so its weights are never used"
@@ -148,18 +148,20 @@ def _check_overlap(prompts: list[Prompt], benchmarks: list[Benchmark], section: 
     """Look for benchmark problems among the prompts: short ones by the whole turn, in the prompts' own words."""
     problems = [(f"{one.name}: {problem.id}", problem) for one in benchmarks for problem in one.problems]
     screen = Screen((where, problem.question) for where, problem in problems)
-    asked = {normalise(_as_asked(problem, section)): where for where, problem in problems}
-    found = []
+    turns = {normalise(_as_asked(problem, section)): where for where, problem in problems}
+    overlaps = []
     for prompt in prompts:
         for turn in [turn["content"] for turn in prompt.messages if turn["role"] == "user"] or [prompt.text]:
             overlap = screen.find(prompt.id, turn)
-            if where := asked.get(normalise(turn)) or (overlap and overlap.problem):
-                found.append(f"{prompt.id} with {where}")
-    if found:
-        text = f"{len(found):,} of {len(prompts):,} prompts overlap with benchmark problems, which inflates results: "
-        text += listed(found, most=3)
+            if where := turns.get(normalise(turn)) or (overlap and overlap.problem):
+                overlaps.append(f"{prompt.id} with {where}")
+    if overlaps:
+        text = (
+            f"{len(overlaps):,} of {len(prompts):,} prompts overlap with benchmark problems, which inflates results: "
+        )
+        text += listed(overlaps, most=3)
         text += ". prompts.screen_against leaves out prompts that overlap with a file of problems"
-        yield Finding("prompts", "overlap", "warning", text, {"overlaps": len(found), "prompts": len(prompts)})
+        yield Finding("prompts", "overlap", "warning", text, {"overlaps": len(overlaps), "prompts": len(prompts)})
 
 
 def _as_asked(problem: Problem, section: Prompts) -> str:

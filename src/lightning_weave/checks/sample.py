@@ -91,10 +91,10 @@ def _cached_rows(steps: Steps, with_candidates: bool) -> Iterator[CheckedRow]:
     if with_candidates:
         cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference))
         blocks = (cache.block([row]) for row in spread(len(cache), ROWS))
-        read = ((block.rollouts, block.candidates.ids.flat) for block in blocks)
+        rows_and_ids = ((block.rollouts, block.candidates.ids.flat) for block in blocks)
     else:
-        read = ((rows, rows.response_ids.flat[:, None]) for rows in rollout_rows(steps, ROWS))
-    for rows, ids_TC in read:
+        rows_and_ids = ((rows, rows.response_ids.flat[:, None]) for rows in rollout_rows(steps, ROWS))
+    for rows, ids_TC in rows_and_ids:
         finished = int(rows.finish_R[0]) == STOP
         yield CheckedRow(int(rows.prompt_R[0]), rows.prompt_ids[0], rows.response_ids[0], ids_TC, finished)
 

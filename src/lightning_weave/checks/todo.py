@@ -27,9 +27,9 @@ class Todo:
         recipe = steps.recipe
         trained = recipe.compositions if verb in ("run", "train") else ()
         evaluated = steps.policies if verb in ("run", "eval") else ()
-        asked = steps.policies if verb in ("run", "eval", "harness") else ()
+        policies = steps.policies if verb in ("run", "eval", "harness") else ()
         tasks = any(
-            is_pending(steps, partial(steps.harness, name, task)) for name in asked for task in recipe.harness.tasks
+            is_pending(steps, partial(steps.harness, name, task)) for name in policies for task in recipe.harness.tasks
         )
         compositions = [name for name in trained if is_pending(steps, partial(steps.train, name))]
         sampling = [name for name in compositions if recipe.compositions[name].samples]
@@ -53,8 +53,8 @@ class Todo:
     @property
     def stages(self) -> set[str]:
         """The stages that load a model. The reference goes with the rollouts."""
-        made = {"rollout": self.rollout, "reference": self.rollout, "score": self.anchors, "train": self.compositions}
-        return {stage for stage, does in made.items() if does}
+        work = {"rollout": self.rollout, "reference": self.rollout, "score": self.anchors, "train": self.compositions}
+        return {stage for stage, does in work.items() if does}
 
     @property
     def nothing(self) -> bool:

@@ -120,8 +120,8 @@ def _check_answers(steps: Steps) -> list[Finding]:
         answer = prompts[int(row.prompt_R[0])].answer
         if answer is not None:
             text = tokenizer.decode(row.response_ids[0].tolist(), skip_special_tokens=True)
-            found, correct = grade_rollout(section, text, answer)
-            graded.append((found is None, correct))
+            final_answer, correct = grade_rollout(section, text, answer)
+            graded.append((final_answer is None, correct))
     if not graded:
         return []
     unanswered, right = np.mean(graded, axis=0).tolist()
@@ -164,10 +164,10 @@ def check_scores(steps: Steps) -> list[Finding]:
             continue
         findings.append(_check_survival(steps, anchor))
         try:
-            found = [warn_if_masked(steps, anchor), *judge_direction(steps, anchor), judge_leak(steps, anchor)]
+            judgements = [warn_if_masked(steps, anchor), *judge_direction(steps, anchor), judge_leak(steps, anchor)]
         except InputError:  # its models are gone since they were scored
             continue
-        findings += [finding for finding in found if finding is not None]
+        findings += [finding for finding in judgements if finding is not None]
     return findings
 
 
@@ -256,6 +256,6 @@ def check_evaluation(steps: Steps, policy: str) -> list[Finding]:
 def check_results(steps: Steps) -> list[Finding]:
     """Look at every training and evaluation that is done."""
     trained = [name for name in steps.recipe.compositions if steps.store.stage(steps.train(name)).state() == "done"]
-    found = [check_training(steps, name) for name in trained]
-    found += [check_evaluation(steps, policy) for policy in steps.policies]
-    return [finding for findings in found for finding in findings]
+    groups = [check_training(steps, name) for name in trained]
+    groups += [check_evaluation(steps, policy) for policy in steps.policies]
+    return [finding for findings in groups for finding in findings]

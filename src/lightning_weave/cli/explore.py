@@ -133,9 +133,9 @@ def sweep(
 
     The frontier is printed as it grows.
     """
-    wanted = _numbers("--shares", shares), _numbers("--alphas", alphas) if alphas else None
+    grid = _numbers("--shares", shares), _numbers("--alphas", alphas) if alphas else None
     run = load_run(recipe, set_, yes=yes, trust=trust, cluster=cluster, address=address)
-    run.sweep(wanted[0], anchor, wanted[1], tag, console=open_console())
+    run.sweep(grid[0], anchor, grid[1], tag, console=open_console())
 
 
 def _numbers(option: str, text: str) -> list[float]:

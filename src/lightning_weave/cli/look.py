@@ -125,12 +125,12 @@ def status(
 
 
 def _runs_in(directory: Path) -> "list[Steps]":
-    found = sorted(file.parent for file in directory.glob("*/recipe.toml"))
-    if not found:
+    folders = sorted(file.parent for file in directory.glob("*/recipe.toml"))
+    if not folders:
         raise InputError(f"{directory}: no run here (looked in {Path.cwd()}). Begin one: lweave init, or lweave demo")
     from lightning_weave.api import Run
 
-    return [Run.open(place).steps for place in found]
+    return [Run.open(place).steps for place in folders]
 
 
 @app.command()

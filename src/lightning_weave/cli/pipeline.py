@@ -177,8 +177,8 @@ def _check_same_model(run_dir: Path, model: str) -> None:
     """Refuse to put one checkpoint's results over another's of the same name."""
     from lightning_weave.config import load_recipe
 
-    kept = run_dir / "recipe.toml"
-    other = load_recipe([str(kept)]).student.model if kept.exists() else model
+    path = run_dir / "recipe.toml"
+    other = load_recipe([str(path)]).student.model if path.exists() else model
     if Path(other).expanduser().resolve() != Path(model).expanduser().resolve():
         raise InputError(
             f"--model {model}: {run_dir} is the run of another checkpoint ({other}). Give this one a name of its own: "

@@ -95,8 +95,8 @@ def _placed(plan: WorkerPlan, steps: Steps) -> Iterator[list[Any]]:
     actors = list[Any]()
     try:
         while not group.wait(10):
-            left = _plan_now(steps.recipe)
-            if left is None or left.workers < plan.workers:
+            new_plan = _plan_now(steps.recipe)
+            if new_plan is None or new_plan.workers < plan.workers:
                 raise _RankDied("a node is gone")
         for number in range(plan.workers):
             remote = ray.remote(
@@ -132,14 +132,14 @@ def _run(actors: Sequence[Any], work: RankWork, steps: Steps, progress: Progress
     import ray
 
     try:
-        found = ray.get([actor.begin.remote(os.getcwd()) for actor in actors])
+        answers = ray.get([actor.begin.remote(os.getcwd()) for actor in actors])
     except ray.exceptions.RayActorError as error:
         raise _RankDied(first_line(error)) from None
     except ray.exceptions.RayTaskError as error:
         raise own_error(error) from None
-    nodes = [node for node, _, _ in found]
+    nodes = [node for node, _, _ in answers]
     order = sorted(range(len(actors)), key=lambda number: nodes.index(nodes[number]))  # the first stays the first
-    _, address, port = found[0]
+    _, address, port = answers[0]
     running = list[Any]()
     for rank, number in enumerate(order):
         earlier = [nodes[other] for other in order[:rank]]
@@ -147,21 +147,21 @@ def _run(actors: Sequence[Any], work: RankWork, steps: Steps, progress: Progress
         place = (rank, len(actors), *local, address, port)
         running.append(actors[number].train.remote(place, work, steps.recipe, steps.arguments, steps.trust))
     with _Screen(progress) as screen:
-        left = list(running)
-        told = actors[0].told.remote()
-        while left:
-            (done,), _ = ray.wait([told, *left])
+        pending = list(running)
+        news = actors[0].told.remote()
+        while pending:
+            (reference,), _ = ray.wait([news, *pending])
             try:
-                if done == told:
-                    screen.show(ray.get(told))
-                    told = actors[0].told.remote()
+                if reference == news:
+                    screen.show(ray.get(news))
+                    news = actors[0].told.remote()
                 else:
-                    left.remove(done)
-                    ray.get(done)
+                    pending.remove(reference)
+                    ray.get(reference)
             except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
                 _raise_why(running)
         with suppress(ray.exceptions.RayActorError):  # all is done; only its last words are lost
-            screen.show(ray.get(told))
+            screen.show(ray.get(news))
             screen.show(ray.get(actors[0].told.remote()))
 
 
@@ -170,10 +170,10 @@ def _raise_why(running: Sequence[Any]) -> NoReturn:
     import ray
 
     until = time.monotonic() + LAST_WORDS
-    left = list(running)
+    pending = list(running)
     death = "no answer"
-    while left:
-        ended, left = ray.wait(left, timeout=max(0.0, until - time.monotonic()))
+    while pending:
+        ended, pending = ray.wait(pending, timeout=max(0.0, until - time.monotonic()))
         if not ended:
             break
         try:

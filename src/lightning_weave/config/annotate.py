@@ -70,17 +70,17 @@ def _value(value: Any) -> str:
 def sources_of(recipe: Recipe, files: Sequence[str | Path], overrides: Sequence[str] = ()) -> tuple[dict, dict]:
     """Give the resolved recipe as tables, and where each value came from: a file, --set, or the default."""
     resolved = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
-    said: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for where, table in read_layers(files, overrides):
-        said |= dict.fromkeys(_leaves(table), where)
-    return resolved, {key: said.get(key) or _inherited(key, said) for key in _leaves(resolved)}
+        sources |= dict.fromkeys(_leaves(table), where)
+    return resolved, {key: sources.get(key) or _inherited(key, sources) for key in _leaves(resolved)}
 
 
-def _inherited(key: str, said: Mapping[str, str]) -> str:
+def _inherited(key: str, sources: Mapping[str, str]) -> str:
     """Name where a default comes from: [eval] asks as [prompts] does."""
     section, _, name = key.partition(".")
     asks = section == "eval" and name in ("format", "template", "system", "chat", "thinking")
-    return f"as prompts.{name}" if asks and f"prompts.{name}" in said else "default"
+    return f"as prompts.{name}" if asks and f"prompts.{name}" in sources else "default"
 
 
 def _leaves(tables: Mapping[str, Any]) -> list[str]:

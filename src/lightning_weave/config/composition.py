@@ -54,12 +54,12 @@ class _Weighted(_Shared):
     @property
     def used(self) -> dict[str, float]:
         """The weights of the anchors that take part; where they differ by tag, the largest of each."""
-        found: dict[str, float] = {}
+        weights: dict[str, float] = {}
         for shares in (self.weights, *self.routes.values()):
             for anchor, weight in shares.items():
-                if abs(weight) > abs(found.get(anchor, 0.0)):
-                    found[anchor] = weight
-        return found
+                if abs(weight) > abs(weights.get(anchor, 0.0)):
+                    weights[anchor] = weight
+        return weights
 
     def shares(self, tag: str) -> dict[str, float] | None:
         """The weights for the prompts of one tag; None where the composition says nothing of it."""

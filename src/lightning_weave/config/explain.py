@@ -122,12 +122,12 @@ def _is_table_of_sections(annotation: Any) -> bool:
 
 def _nearest(loc: Loc) -> str:
     section = _section_at(loc[:-1])
-    known = _keys(section) if section else []
-    alike = [key for method in METHODS.values() for key in _keys(method)] if section in METHODS.values() else known
+    keys = _keys(section) if section else []
+    alike = [key for method in METHODS.values() for key in _keys(method)] if section in METHODS.values() else keys
     close = difflib.get_close_matches(str(loc[-1]), alike, n=1, cutoff=0.6)
     if close:
         return f" Did you mean {_dotted((*_without_method(loc)[:-1], close[0]))}?"
-    return f" Known here: {', '.join(known)}" if known else ""
+    return f" Known here: {', '.join(keys)}" if keys else ""
 
 
 def _keys(section: type[BaseModel]) -> list[str]:

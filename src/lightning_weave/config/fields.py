@@ -30,8 +30,8 @@ def is_own_function(text: str) -> bool:
 
 def _is_objective(text: str) -> str:
     if text not in OBJECTIVES and not is_own_function(text):
-        known = ", ".join(map(repr, OBJECTIVES))
-        raise ValueError(f"must be one of {known}, or a function of your own: 'my.py:loss'")
+        names = ", ".join(map(repr, OBJECTIVES))
+        raise ValueError(f"must be one of {names}, or a function of your own: 'my.py:loss'")
     return text
 
 

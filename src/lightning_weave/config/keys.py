@@ -174,13 +174,13 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 def _composition_keys(prefix: str) -> Iterator[Key]:
     """The keys of all methods, each with the methods that have it unless all do."""
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     having: dict[str, list[str]] = {}
     for method, section in METHODS.items():
         for key in _keys_of(section, prefix):
-            found.setdefault(key.name, key)
+            keys.setdefault(key.name, key)
             having.setdefault(key.name, []).append(method)
-    for name, key in found.items():
+    for name, key in keys.items():
         if name == f"{prefix}routes":  # how tables in weights are kept
             continue
         if name == f"{prefix}method":

@@ -63,12 +63,12 @@ class Recipe(Strict):
         evaluation = dict(sections[1])
         columns = prompts.get("columns")
         answers = isinstance(columns, Mapping) and columns.get("answer") is not None
-        asked = "template" if "template" in prompts else prompts.get("format", "boxed")
+        form = "template" if "template" in prompts else prompts.get("format", "boxed")
         if not evaluation.keys() & {"format", "template"}:
-            evaluation["format"] = asked if asked in get_args(EvalFormat) else "boxed"
-            evaluation |= {"template": prompts["template"]} if asked == "template" and "template" in prompts else {}
+            evaluation["format"] = form if form in get_args(EvalFormat) else "boxed"
+            evaluation |= {"template": prompts["template"]} if form == "template" and "template" in prompts else {}
         evaluation.setdefault("format", "template")
-        prompts.setdefault("format", asked if answers or asked == "template" else "plain")
+        prompts.setdefault("format", form if answers or form == "template" else "plain")
         inherited = {"chat", "thinking"} | ({"system"} if evaluation.get("chat", True) else set())
         evaluation = {key: prompts[key] for key in inherited & prompts.keys()} | evaluation
         return {**data, "prompts": prompts, "eval": evaluation}
@@ -135,12 +135,12 @@ class Recipe(Strict):
                 )
             for anchor in (*composition.weights, *(one for route in composition.routes.values() for one in route)):
                 if anchor not in self.anchors:
-                    known = ", ".join(self.anchors) or "none"
-                    raise ValueError(f"compositions.{name}.weights names the anchor {anchor!r}; known anchors: {known}")
-        taken = {"base": "the student itself", **dict.fromkeys(self.compositions, "a composition")}
+                    names = ", ".join(self.anchors) or "none"
+                    raise ValueError(f"compositions.{name}.weights names the anchor {anchor!r}; known anchors: {names}")
+        owners = {"base": "the student itself", **dict.fromkeys(self.compositions, "a composition")}
         for name in self.policies:
-            if name in taken:
-                raise ValueError(f"policies.{name} has the name of {taken[name]}; give it another one")
+            if name in owners:
+                raise ValueError(f"policies.{name} has the name of {owners[name]}; give it another one")
             if self.policies[name].system is not None and not self.eval.chat:
                 raise ValueError(f"policies.{name}.system needs a chat template, but eval.chat = false")
         if "base" in self.compositions:

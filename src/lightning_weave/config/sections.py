@@ -179,8 +179,10 @@ class Grading(Strict):
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
         keys = {"numeric": {"tolerance"}, "regex": {"pattern"}, "python": {"function"}}.get(self.kind, set())
-        said = self.model_fields_set & {"tolerance", "pattern", "function"}
-        if foreign := sorted(key for key in said - keys if getattr(self, key) != type(self).model_fields[key].default):
+        fields = self.model_fields_set & {"tolerance", "pattern", "function"}
+        if foreign := sorted(
+            key for key in fields - keys if getattr(self, key) != type(self).model_fields[key].default
+        ):
             raise ValueError(f'kind = "{self.kind}" has no {foreign[0]}; leave it out')
         if self.kind == "regex":
             self._check_pattern()
@@ -238,8 +240,8 @@ class Eval(_Asked, _Engine):
             if name.startswith("file:"):
                 raise ValueError(f"{name!r} is its own source; remove it here")
             if name not in benchmarks:
-                known = ", ".join(benchmarks)
-                raise ValueError(f"{name!r} is not in eval.benchmarks ({known}); add it there or remove its source")
+                names = ", ".join(benchmarks)
+                raise ValueError(f"{name!r} is not in eval.benchmarks ({names}); add it there or remove its source")
         return sources
 
     @field_validator("graders")

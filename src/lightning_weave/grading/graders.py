@@ -77,9 +77,9 @@ def final_answer(text: str) -> str | None:
     ('4', '4', '4')
     """
     boxed = extract_boxed(text)
-    said = _ANSWER.findall(text)
+    answers = _ANSWER.findall(text)
     lines = text.strip().splitlines()
-    answer = boxed if boxed is not None else said[-1] if said else lines[-1] if lines else ""
+    answer = boxed if boxed is not None else answers[-1] if answers else lines[-1] if lines else ""
     return _bare(answer) or None
 
 
@@ -102,10 +102,10 @@ def _numeric(response: str, reference: str, tolerance: float) -> Answered:
     expected = _last_number(reference)
     if expected is None:
         raise InputError(f"the answer {reference!r} is not a number; choose another grader than numeric")
-    found = _last_number(final_answer(response) or "")
-    if found is None:
+    number = _last_number(final_answer(response) or "")
+    if number is None:
         return None, False
-    return found[0], math.isclose(found[1], expected[1], rel_tol=tolerance, abs_tol=tolerance)
+    return number[0], math.isclose(number[1], expected[1], rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _last_number(text: str) -> tuple[str, float] | None:

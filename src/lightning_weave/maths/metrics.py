@@ -41,8 +41,8 @@ def pareto_front(points: Sequence[AccuracyTokens]) -> list[int]:
     >>> pareto_front([(80, 900), (70, 500), (75, 900), (70, 500)])
     [0, 1, 3]
     """
-    known = [i for i, point in enumerate(points) if not any(map(math.isnan, point))]
-    return [i for i in known if not any(_dominates(points[j], points[i]) for j in known)]
+    indices = [i for i, point in enumerate(points) if not any(map(math.isnan, point))]
+    return [i for i in indices if not any(_dominates(points[j], points[i]) for j in indices)]
 
 
 def _dominates(one: AccuracyTokens, two: AccuracyTokens) -> bool:

@@ -132,15 +132,15 @@ def updates(path: Path, skeleton: Any) -> dict[str, Update]:
     """Read what an adapter adds, by the names of the weights in the model, of which only the shapes are needed."""
     attach(skeleton, "merged", path)
     tensors = _read(path)
-    found = {}
+    by_name = {}
     for place, layer in _layers(skeleton):
         a_RI, b_OR = (tensors.pop(f"{place}.lora_{factor}.weight", None) for factor in "AB")
         if a_RI is None or b_OR is None or layer.lora_variant:
             raise InputError(f"{path}: more than a low-rank update of {place}. {_MERGE}")
-        found[f"{place}.weight"] = Update(a_RI, b_OR, layer.scaling["merged"], layer.fan_in_fan_out)
+        by_name[f"{place}.weight"] = Update(a_RI, b_OR, layer.scaling["merged"], layer.fan_in_fan_out)
     if tensors:
         raise InputError(f"{path}: {next(iter(tensors))} is more than a low-rank update of a matrix. {_MERGE}")
-    return found
+    return by_name
 
 
 def _read(path: Path) -> "dict[str, Tensor]":

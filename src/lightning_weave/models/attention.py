@@ -28,16 +28,16 @@ def spare_memory(model: Any) -> None:
         model.set_attn_implementation(SPARING)
 
 
-def sparing_mask(**asked: Any) -> Tensor | None:
+def sparing_mask(**arguments: Any) -> Tensor | None:
     """Make the mask of a block where a layer sees only a window of a row; otherwise what transformers makes."""
-    window = asked.get("local_size")
-    one_sequence = asked.get("attention_mask") is None and asked.get("allow_is_causal_skip", False)
-    offset = asked.get("q_offset", 0)
-    from_start = isinstance(offset, int) and offset == 0 and asked["kv_length"] == asked["q_length"]
-    if window is None or not one_sequence or not from_start or asked["q_length"] < 2 * window:
-        return sdpa_mask(**asked)
+    window = arguments.get("local_size")
+    one_sequence = arguments.get("attention_mask") is None and arguments.get("allow_is_causal_skip", False)
+    offset = arguments.get("q_offset", 0)
+    from_start = isinstance(offset, int) and offset == 0 and arguments["kv_length"] == arguments["q_length"]
+    if window is None or not one_sequence or not from_start or arguments["q_length"] < 2 * window:
+        return sdpa_mask(**arguments)
     block = {"batch_size": 1, "q_length": window, "q_offset": window, "kv_length": 2 * window, "kv_offset": 0}
-    return sdpa_mask(**{**asked, **block, "allow_is_causal_skip": False})
+    return sdpa_mask(**{**arguments, **block, "allow_is_causal_skip": False})
 
 
 def attend_sparing(

@@ -51,8 +51,8 @@ _SMALL = {
 
 def is_made(lineage: Sequence[Checkpoint], folder: Path) -> bool:
     """Whether a folder holds the double of the last of these checkpoints, as their files are now."""
-    said = checkpoint_json(folder / ADAPTER_MARK) or checkpoint_json(folder / "config.json").get(MARK)
-    return bool(said == _mark(lineage))
+    mark = checkpoint_json(folder / ADAPTER_MARK) or checkpoint_json(folder / "config.json").get(MARK)
+    return bool(mark == _mark(lineage))
 
 
 def make_double(lineage: Sequence[Checkpoint], folder: Path, heads: int = 1, base: Path | None = None) -> None:
@@ -109,39 +109,41 @@ def narrowed(checkpoint: Checkpoint, multiple: int = 1) -> dict[str, Any]:
     parsed = checkpoint.config.get_text_config()
     nested = config.get("text_config")
     text = _narrowed_text(nested if isinstance(nested, dict) else config, parsed, HEADS * multiple)
-    made = {**config, "text_config": text} if isinstance(nested, dict) else text
+    small_config = {**config, "text_config": text} if isinstance(nested, dict) else text
     for part in ("vision_config", "audio_config"):
         if isinstance(config.get(part), dict):
-            made[part] = _narrowed_tower(config[part], text[parsed.attribute_map.get("hidden_size", "hidden_size")])
-    return made
+            small_config[part] = _narrowed_tower(
+                config[part], text[parsed.attribute_map.get("hidden_size", "hidden_size")]
+            )
+    return small_config
 
 
 def _narrowed_text(config: dict[str, Any], parsed: Any, few: int) -> dict[str, Any]:
     def named(key: str) -> str:
         return str(parsed.attribute_map.get(key, key))
 
-    known = parsed.to_dict()
+    settings = parsed.to_dict()
     heads = int(parsed.num_attention_heads)
     explicit = getattr(parsed, "head_dim", None)
     size = int(explicit or parsed.hidden_size // heads)
-    made = {**config, **{key: min(value, known[key]) for key, value in _SMALL.items() if known.get(key)}}
-    made[named("hidden_size")] = WIDTH if explicit else few * size
-    made[named("num_attention_heads")] = few
+    small_config = {**config, **{key: min(value, settings[key]) for key, value in _SMALL.items() if settings.get(key)}}
+    small_config[named("hidden_size")] = WIDTH if explicit else few * size
+    small_config[named("num_attention_heads")] = few
     if explicit:
-        made["head_dim"] = size
-    if known.get("num_key_value_heads"):
-        made["num_key_value_heads"] = few if parsed.num_key_value_heads == heads else 1
-    if known.get("linear_num_key_heads"):
-        made["linear_num_key_heads"] = 1
-        made["linear_num_value_heads"] = parsed.linear_num_value_heads // parsed.linear_num_key_heads
-    chosen = chosen_layers(known, int(parsed.num_hidden_layers))
-    made[named("num_hidden_layers")] = len(chosen)
-    for key, value in known.items():
+        small_config["head_dim"] = size
+    if settings.get("num_key_value_heads"):
+        small_config["num_key_value_heads"] = few if parsed.num_key_value_heads == heads else 1
+    if settings.get("linear_num_key_heads"):
+        small_config["linear_num_key_heads"] = 1
+        small_config["linear_num_value_heads"] = parsed.linear_num_value_heads // parsed.linear_num_key_heads
+    chosen = chosen_layers(settings, int(parsed.num_hidden_layers))
+    small_config[named("num_hidden_layers")] = len(chosen)
+    for key, value in settings.items():
         if isinstance(value, list) and len(value) == parsed.num_hidden_layers:
-            made[key] = [value[layer] for layer in chosen]
-    if known.get("first_k_dense_replace"):
-        made["first_k_dense_replace"] = sum(layer < known["first_k_dense_replace"] for layer in chosen)
-    return made
+            small_config[key] = [value[layer] for layer in chosen]
+    if settings.get("first_k_dense_replace"):
+        small_config["first_k_dense_replace"] = sum(layer < settings["first_k_dense_replace"] for layer in chosen)
+    return small_config
 
 
 def chosen_layers(config: Mapping[str, Any], count: int) -> list[int]:
@@ -161,14 +163,14 @@ def chosen_layers(config: Mapping[str, Any], count: int) -> list[int]:
 
 def _narrowed_tower(config: dict[str, Any], width: int) -> dict[str, Any]:
     """Make the part that sees or hears small: nothing here uses it, but its weights are in the files."""
-    made = dict(config)
+    small_config = dict(config)
     heads = next((key for key in ("num_heads", "num_attention_heads") if key in config), None)
     if heads and "hidden_size" in config:
-        made |= {heads: HEADS, "hidden_size": HEADS * (config["hidden_size"] // config[heads])}
-    made |= {key: 1 for key in ("depth", "num_hidden_layers") if key in config}
-    made |= {"intermediate_size": 64} if "intermediate_size" in config else {}
-    made |= {"out_hidden_size": width} if "out_hidden_size" in config else {}
-    return made | ({"deepstack_visual_indexes": []} if "deepstack_visual_indexes" in config else {})
+        small_config |= {heads: HEADS, "hidden_size": HEADS * (config["hidden_size"] // config[heads])}
+    small_config |= {key: 1 for key in ("depth", "num_hidden_layers") if key in config}
+    small_config |= {"intermediate_size": 64} if "intermediate_size" in config else {}
+    small_config |= {"out_hidden_size": width} if "out_hidden_size" in config else {}
+    return small_config | ({"deepstack_visual_indexes": []} if "deepstack_visual_indexes" in config else {})
 
 
 def _build(checkpoint: Checkpoint, folder: Path) -> Any:
@@ -197,7 +199,7 @@ def _written(checkpoint: Checkpoint) -> dict[int, float]:
 
 
 @torch.no_grad()
-def _fill(model: Any, names: Sequence[str], written: Mapping[int, float]) -> None:
+def _fill(model: Any, names: Sequence[str], biases: Mapping[int, float]) -> None:
     """Draw the weights by name, so that models of one line share what they began with."""
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
@@ -215,7 +217,7 @@ def _fill(model: Any, names: Sequence[str], written: Mapping[int, float]) -> Non
             weight[:, 0] = 0.0
         elif weight.shape[-2] == width:  # what a layer adds leaves the first coordinate as it is
             weight[..., 0, :] = 0.0
-    for id, bias in written.items():
+    for id, bias in biases.items():
         if id < len(head):
             head[id, 0] += bias
 
@@ -243,6 +245,6 @@ def _write_adapter(checkpoint: Checkpoint, folder: Path, base: Path, mark: Mappi
         for name, value in get_peft_model_state_dict(model).items()
     }
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    said = {**config, "base_model_name_or_path": str(base.absolute()), "revision": None}
-    (folder / CONFIG).write_text(json.dumps(said, indent=2), encoding="utf-8")
+    new_config = {**config, "base_model_name_or_path": str(base.absolute()), "revision": None}
+    (folder / CONFIG).write_text(json.dumps(new_config, indent=2), encoding="utf-8")
     (folder / ADAPTER_MARK).write_text(json.dumps(mark), encoding="utf-8")

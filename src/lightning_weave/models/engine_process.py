@@ -58,10 +58,14 @@ class EngineProcess:
         self._process = self._launch()
         self._open: dict[int | None, queue.SimpleQueue[Answer]] = {}  # by the number of a stream; None: no stream
         self._since = 0.0  # when the last answer came, or a question where none was open
-        self._is_up = self._ended = False
+        self._is_up = False
+        self._ended = False
         self._failure: WeaveError | None = None
         self._numbers = itertools.count()
-        self._state, self._asking, self._writing, self._failing = (threading.Lock() for _ in range(4))
+        self._state = threading.Lock()  # of what is open, and of what has ended
+        self._asking = threading.Lock()
+        self._writing = threading.Lock()
+        self._failing = threading.Lock()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.hello = self.ask(settings)
@@ -175,8 +179,8 @@ class EngineProcess:
         lines = [line for line in self._said() if not re.search(r"\b(?:DEBUG|INFO|WARNING)\b", line)]
         lines.sort(key=lambda line: not re.search(r"\bERROR\b", line))
         named = (re.search(r"\b\w*(?:Error|Exception): .+", line) for line in lines)
-        found = next((match.group() for match in named if match and match.group() not in error), None)
-        return f"\nIts first error was {found}" if found else ""
+        cause = next((match.group() for match in named if match and match.group() not in error), None)
+        return f"\nIts first error was {cause}" if cause else ""
 
     def _said(self) -> list[str]:
         self._words.seek(0)
@@ -193,13 +197,13 @@ def engine_version(python: str | None) -> str:
     python = python or sys.executable
     command = [python, str(VLLM.worker), "--version"]
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, env=_environment(python), text=True, check=False
         ).stdout
     except OSError as error:
         raise _cannot_run(python, error) from error
     try:
-        answer = json.loads(said)
+        answer = json.loads(output)
     except ValueError:
         return "unknown"
     if "missing" in answer:

@@ -28,17 +28,17 @@ class RefillingSampler(HFSampler):
     def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]:
         """Draw one response per request; which rows share a batch changes nothing but rounding."""
         responses: dict[int, Response] = {}
-        left = list(range(len(requests)))
-        while len(left) > self.batch_size and self._can_refill():
+        todo = list(range(len(requests)))
+        while len(todo) > self.batch_size and self._can_refill():
             try:
-                self._refill(requests, settings, left, responses)
+                self._refill(requests, settings, todo, responses)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                self._shrink([left[: self.batch_size]])
-            left = [row for row in left if row not in responses]
-        rest = super().sample([requests[row] for row in left], settings)
-        responses |= zip(left, rest, strict=True)
+                self._shrink([todo[: self.batch_size]])
+            todo = [row for row in todo if row not in responses]
+        rest = super().sample([requests[row] for row in todo], settings)
+        responses |= zip(todo, rest, strict=True)
         return [responses[row] for row in range(len(requests))]
 
     def _can_refill(self) -> bool:
@@ -50,11 +50,11 @@ class RefillingSampler(HFSampler):
 
     @torch.inference_mode()
     def _refill(
-        self, requests: Sequence[Request], settings: SamplingSettings, left: list[int], responses: dict[int, Response]
+        self, requests: Sequence[Request], settings: SamplingSettings, todo: list[int], responses: dict[int, Response]
     ) -> None:
         """Sample what is left, in the order of their prompts' lengths; add each response when it is seen to end."""
         flight = Flight(self, requests, settings)
-        waiting = deque(sorted(left, key=lambda row: (len(requests[row].prompt_ids), row)))
+        waiting = deque(sorted(todo, key=lambda row: (len(requests[row].prompt_ids), row)))
         while waiting or flight.rows:
             free = self.batch_size - len(flight.rows)
             if waiting and 8 * free >= self.batch_size:  # joining copies the cache, as dropping does
@@ -160,21 +160,21 @@ class Flight:
         """Take rows out, and with them the columns that nobody else has."""
         assert self.cache is not None, "rows have joined"
         assert self.logits_NV is not None, "rows have joined"
-        kept = [place for place, row in enumerate(self.rows) if row not in set(ended)]
-        self.rows = [self.rows[place] for place in kept]
-        if not kept:
+        places = [place for place, row in enumerate(self.rows) if row not in set(ended)]
+        self.rows = [self.rows[place] for place in places]
+        if not places:
             self.cache = None
             self.logits_NV = None
             self.masked = []
             return
-        nobodys = min(self.masked[place] for place in kept)
-        self.masked = [self.masked[place] - nobodys for place in kept]
+        unused = min(self.masked[place] for place in places)
+        self.masked = [self.masked[place] - unused for place in places]
         self._settle()
-        kept_N = torch.tensor(kept, device=self.device)
-        self.logits_NV = self.logits_NV[kept_N]
+        places_N = torch.tensor(places, device=self.device)
+        self.logits_NV = self.logits_NV[places_N]
         for layer in self.cache.layers:
-            layer.keys = layer.keys[kept_N][:, :, nobodys:]
-            layer.values = layer.values[kept_N][:, :, nobodys:]
+            layer.keys = layer.keys[places_N][:, :, unused:]
+            layer.values = layer.values[places_N][:, :, unused:]
 
     def responses(self, rows: list[int]) -> list[Response]:
         """Give what rows have drawn; the host waits for all of them at once."""

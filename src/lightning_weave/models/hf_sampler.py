@@ -119,16 +119,16 @@ class HFSampler:
             drawn = drawn + ((step_N >= 0) & open_N).sum()
             end_B[rows_N] = torch.minimum(end_B[rows_N], last_N)
             if (position + 1 - first) % self.look_every == 0 or position + 1 == longest:
-                kept = self._look(end_B[rows_N] > position + 1, broken_N, drawn, batch, rows_N)
+                places = self._look(end_B[rows_N] > position + 1, broken_N, drawn, batch, rows_N)
                 drawn = torch.zeros_like(drawn)
-                if not kept:
+                if not places:
                     break
-                if 8 * (len(rows_N) - len(kept)) >= len(rows_N):  # dropping copies the cache: worth it for an eighth
-                    kept_N = torch.tensor(kept, device=device)
-                    rows_N = rows_N[kept_N]
-                    token_N = token_N[kept_N]
-                    broken_N = broken_N[kept_N]
-                    cache.reorder_cache(kept_N)
+                if 8 * (len(rows_N) - len(places)) >= len(rows_N):  # dropping copies the cache: worth it for an eighth
+                    places_N = torch.tensor(places, device=device)
+                    rows_N = rows_N[places_N]
+                    token_N = token_N[places_N]
+                    broken_N = broken_N[places_N]
+                    cache.reorder_cache(places_N)
             logits_NV = self.forward(token_N[:, None], cache)
         return self.responses(tokens_BT.tolist(), starts, end_B.tolist())
 

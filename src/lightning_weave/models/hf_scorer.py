@@ -177,15 +177,15 @@ class Scorer:
     def score(self, rows: Sequence[ScoreRow], names: Sequence[str] | None = None) -> list[RowScores]:
         """Give logp_TC of the mapped candidates (0 elsewhere) and mass_T, the model's probability on them together."""
         contexts = []
-        wanted = [row.mapped_TC.any(axis=1) for row in rows]
+        masks = [row.mapped_TC.any(axis=1) for row in rows]
         names = _names(rows, names)
         for index, row in enumerate(rows):
             self._check_ids(names[index], row.candidate_ids_TC[row.mapped_TC], self.head.vocabulary)
-            contexts += self._context(index, names[index], row.ids, row.positions_T[wanted[index]])
+            contexts += self._context(index, names[index], row.ids, row.positions_T[masks[index]])
 
         def through_head(hidden_ND: Tensor, batch: list[Context]) -> tuple[Tensor, ...]:
-            mapped = np.concatenate([rows[context.row].mapped_TC[wanted[context.row]] for context in batch])
-            ids = np.concatenate([rows[context.row].candidate_ids_TC[wanted[context.row]] for context in batch])
+            mapped = np.concatenate([rows[context.row].mapped_TC[masks[context.row]] for context in batch])
+            ids = np.concatenate([rows[context.row].candidate_ids_TC[masks[context.row]] for context in batch])
             ids_NC = torch.from_numpy(np.where(mapped, ids, 0)).long().to(hidden_ND.device)
             logp_NC, _ = candidate_logprobs(hidden_ND, self.head, ids_NC)
             mapped_NC = torch.from_numpy(mapped).to(hidden_ND.device)
@@ -196,8 +196,8 @@ class Scorer:
             (np.zeros(row.mapped_TC.shape, np.float32), np.zeros(len(row.mapped_TC), np.float32)) for row in rows
         ]
         for index, (logp_TC, mass_T) in self._run(contexts, through_head).items():
-            results[index][0][wanted[index]] = logp_TC
-            results[index][1][wanted[index]] = mass_T
+            results[index][0][masks[index]] = logp_TC
+            results[index][1][masks[index]] = mass_T
         return results
 
     def _context(self, row: int, name: str, ids: Tokens, positions_T: NDArray[np.int64]) -> list[Context]:

@@ -99,7 +99,7 @@ def _has_weights(folder: Path) -> bool:
 @cache
 def _download(name: str, revision: str | None, weights: bool) -> Path:
     """Ask the hub once per process. The first rank of a machine downloads, the others wait for its files."""
-    wanted = [*_SMALL, *_WEIGHTS] if weights else _SMALL
+    patterns = [*_SMALL, *_WEIGHTS] if weights else _SMALL
     complete = False
     if local_rank() > 0:
         try:
@@ -108,16 +108,16 @@ def _download(name: str, revision: str | None, weights: bool) -> Path:
             pass
         else:
             revision = listing.sha
-            complete = _wait_for_files(name, listing, wanted)
+            complete = _wait_for_files(name, listing, patterns)
     folder = snapshot_download(
-        name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED, local_files_only=complete
+        name, revision=revision, allow_patterns=patterns, ignore_patterns=_UNWANTED, local_files_only=complete
     )
     return Path(folder)
 
 
-def _wait_for_files(name: str, listing: ModelInfo, wanted: list[str]) -> bool:
+def _wait_for_files(name: str, listing: ModelInfo, patterns: list[str]) -> bool:
     """Wait for another rank's download; says whether it came to its end."""
-    missing = list(filter_repo_objects(_names(listing), allow_patterns=wanted, ignore_patterns=_UNWANTED))
+    missing = list(filter_repo_objects(_names(listing), allow_patterns=patterns, ignore_patterns=_UNWANTED))
     since = time.monotonic()
     while time.monotonic() - since < _PATIENCE:
         still = [

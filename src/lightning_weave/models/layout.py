@@ -113,7 +113,7 @@ class Layout:
         renamings = [entry for entry in conversions if not isinstance(entry, WeightConverter)]
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
         state = self.model.state_dict()
-        found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         converted: dict[str, WeightConverter] = {}
         for key in sorted(self.stored, key=dot_natural_key):
             prefix = self.model.base_model_prefix
@@ -122,14 +122,14 @@ class Layout:
                 name, pattern = rename_source_key(key, [], [], prefix, state)
             if name not in state:
                 continue
-            found[name][pattern or ""].append(key)
+            sources[name][pattern or ""].append(key)
             if pattern:
                 converted[name] = by_pattern[pattern]
         # What was used on the way in is what transformers turns round on the way out.
         self.model._weight_conversions = [entry for entry in conversions if entry.was_used()]
         return [
             self._piece(name, {pattern: tuple(keys) for pattern, keys in groups.items()}, converted.get(name))
-            for name, groups in found.items()
+            for name, groups in sources.items()
         ]
 
     def _piece(self, name: str, keys: Mapping[str, tuple[str, ...]], converter: WeightConverter | None) -> Piece:
@@ -175,8 +175,8 @@ class Layout:
         for pattern, keys in piece.keys.items():
             for key in keys:
                 converter.add_tensor(piece.names[0], key, pattern, tensors[key])
-        made = converter.convert(piece.names[0], model=self.model, config=self.model.config)
-        return {name: made[0] if isinstance(made, list) else made for name, made in made.items()}
+        weights = converter.convert(piece.names[0], model=self.model, config=self.model.config)
+        return {name: weight[0] if isinstance(weight, list) else weight for name, weight in weights.items()}
 
     def _reverted(self, piece: Piece, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Make the tensors of a piece of its weights."""
@@ -187,11 +187,11 @@ class Layout:
     def _check(self) -> None:
         """Refuse files that lack weights of the model, or whose tensors could not be written back."""
         state = self.model.state_dict()
-        found = {name for piece in self.pieces for name in piece.names}
+        names = {name for piece in self.pieces for name in piece.names}
         for pair in self.model.all_tied_weights_keys.items():  # one of two tied names is enough
-            found |= set(pair) if found & set(pair) else set()
+            names |= set(pair) if names & set(pair) else set()
         ignored = self.model._keys_to_ignore_on_load_missing or []
-        absent = sorted(name for name in state.keys() - found if not any(re.search(each, name) for each in ignored))
+        absent = sorted(name for name in state.keys() - names if not any(re.search(each, name) for each in ignored))
         if absent:
             raise InputError(
                 f"{self.folder}: the weights lack {len(absent)} tensors of the model, {absent[0]} among them. "
@@ -199,9 +199,9 @@ class Layout:
             )
         for piece in self.pieces:
             weights = {name: torch.empty(state[name].shape, device="meta") for name in piece.names}
-            made = {key: tuple(tensor.shape) for key, tensor in self._reverted(piece, weights).items()}
-            if made != (held := {key: self.stored[key].shape for key in piece.all_keys}):
-                differing = sorted(dict(made.items() ^ held.items()))
+            shapes = {key: tuple(tensor.shape) for key, tensor in self._reverted(piece, weights).items()}
+            if shapes != (held := {key: self.stored[key].shape for key in piece.all_keys}):
+                differing = sorted(dict(shapes.items() ^ held.items()))
                 raise InputError(
                     f"{self.folder}: the tensors of {piece.names[0]} are not as the model's configuration has them "
                     f"({differing[0]}). Check its config.json and files"

@@ -230,11 +230,11 @@ def _end_of_turn_ids(tokenizer: Any) -> Iterator[int]:
     yield from (special[text] for text in _ENDS_OF_TURN if text in special)
     if not tokenizer.chat_template:
         return
-    said = "a reply of the assistant"
-    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": said}]
+    reply = "a reply of the assistant"
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": reply}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except (TemplateError, ValueError, TypeError, KeyError):  # a template that wants more than two plain turns
         return
-    after = text.rpartition(said)[2].lstrip()
+    after = text.rpartition(reply)[2].lstrip()
     yield from (index for content, index in special.items() if content and after.startswith(content))

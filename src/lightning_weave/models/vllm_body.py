@@ -86,8 +86,8 @@ class ServerBody:
     def hidden(self, batch: list[Context]) -> Tensor:
         """Compute the wanted hidden states (N, D), row after row."""
         rows = [context.ids.tolist() for context in batch]
-        asked = {"task": "token_embed", "use_activation": False, "encoding_format": "base64", "embed_dtype": "float32"}
-        answer = _ask_server(self.url, "/pooling", {"model": self.model, "input": rows, **asked})
+        query = {"task": "token_embed", "use_activation": False, "encoding_format": "base64", "embed_dtype": "float32"}
+        answer = _ask_server(self.url, "/pooling", {"model": self.model, "input": rows, **query})
         states = []
         for context, entry in zip(batch, sorted(answer["data"], key=lambda entry: entry["index"]), strict=True):
             numbers = np.frombuffer(base64.b64decode(entry["data"]), np.float32)
@@ -116,9 +116,9 @@ def _ask_server(url: str, path: str, question: dict[str, Any] | None = None) -> 
             answer: dict[str, Any] = json.load(response)
             return answer
     except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace")[:300]
+        text = error.read().decode(errors="replace")[:300]
         raise InputError(
-            f"{url}{path} answers {error.code} {error.reason}: {said}\nOnly a vLLM server that gives hidden states can "
+            f"{url}{path} answers {error.code} {error.reason}: {text}\nOnly a vLLM server that gives hidden states can "
             f"score: start it with {SERVED_WITH}"
         ) from None
     except (OSError, HTTPException, ValueError) as error:  # no server, one that died, or one of another kind

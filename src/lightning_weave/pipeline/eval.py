@@ -92,7 +92,7 @@ def _check_names(steps: Steps, only: Sequence[str] | None) -> None:
 def export_lm_eval(steps: Steps, folder: Path, when: datetime) -> list[Path]:
     """Write every finished evaluation as lm-evaluation-harness sample files, a folder per policy."""
     section = steps.recipe.eval
-    written = []
+    files = []
     for policy in steps.policies:
         for name in section.benchmarks:
             stage = steps.store.stage(steps.eval(policy, name))
@@ -102,5 +102,5 @@ def export_lm_eval(steps: Steps, folder: Path, when: datetime) -> list[Path]:
             prompts = prompt_texts(benchmark, steps.policy(policy).tokenizer, steps.recipe.asked(policy))
             samples = read_samples(stage.folder / "samples.jsonl")
             settings = read_summary(stage.folder / "summary.json").settings
-            written.append(export_samples(folder / policy, benchmark, prompts, samples, settings=settings, when=when))
-    return written
+            files.append(export_samples(folder / policy, benchmark, prompts, samples, settings=settings, when=when))
+    return files

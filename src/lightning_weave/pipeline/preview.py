@@ -94,8 +94,8 @@ def run(
     can = [name for name, why in whys.items() if not why]
     for name in only or ():
         if whys.get(name, "no such composition"):
-            known = f"; these can be previewed: {', '.join(can)}" if can else ""
-            raise InputError(f"--only {name}: {whys.get(name, 'no such composition')}{known}")
+            hint = f"; these can be previewed: {', '.join(can)}" if can else ""
+            raise InputError(f"--only {name}: {whys.get(name, 'no such composition')}{hint}")
     if not can:
         raise InputError("no composition of this recipe can be previewed: " + _listed(whys))
     if not only and len(can) < len(whys):

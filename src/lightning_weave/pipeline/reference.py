@@ -58,11 +58,11 @@ class ReferenceWorker:
     def _make(self, shard: int) -> Made:
         rows = self.rollouts.open(Rollouts, shard).read()
         if self.proposal is None:
-            found = find_candidates(self.scorer, rows, self.candidates)
+            candidates = find_candidates(self.scorer, rows, self.candidates)
         else:
-            found = rescore_candidates(self.scorer, rows, self.proposal.open(Candidates, shard).read())
+            candidates = rescore_candidates(self.scorer, rows, self.proposal.open(Candidates, shard).read())
         tokens = len(rows.prompt_ids.flat) + len(rows.response_ids.flat)
-        return Made(tokens, self.to.write(shard, found))
+        return Made(tokens, self.to.write(shard, candidates))
 
     def close(self) -> None:
         """The model stays loaded for the next job."""

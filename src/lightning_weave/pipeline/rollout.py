@@ -59,15 +59,15 @@ class RolloutWorker:
         stage = self.steps.store.stage(self.steps.rollout)
         requests = {shard: self._requests(shard) for shard in shards}
         for shard, responses in self.respond(requests):
-            written = stage.write(shard, pack_rollouts(requests[shard], responses))
-            yield Made(sum(len(response.ids) for response in responses), written)
+            size = stage.write(shard, pack_rollouts(requests[shard], responses))
+            yield Made(sum(len(response.ids) for response in responses), size)
 
     def _requests(self, shard: int) -> list[Request]:
         section = self.steps.recipe.rollout
-        wanted = range(len(self.prompts))[shard * section.prompts_per_shard : (shard + 1) * section.prompts_per_shard]
+        indices = range(len(self.prompts))[shard * section.prompts_per_shard : (shard + 1) * section.prompts_per_shard]
         return [
             Request(self.prompts[prompt].token_ids, prompt, response)
-            for prompt in wanted
+            for prompt in indices
             for response in range(section.responses)
         ]
 

@@ -31,7 +31,7 @@ def run(steps: Steps, progress: Progress, workers: Workers = HERE, force: bool =
     todo = Todo.of(steps)
     findings = look_ahead(steps, todo)
     if workers is not HERE:  # this machine's memory and GPUs say nothing about theirs
-        findings = [found for found in findings if found.check not in ("memory", "idle GPUs")]
+        findings = [finding for finding in findings if finding.check not in ("memory", "idle GPUs")]
     refuse(findings, force)
     say(findings, progress)
     allow_discards(steps, steps.everything() if steps.recipe.compositions else steps.made_by("eval"), yes)
@@ -86,7 +86,7 @@ def dry_run(steps: Steps, out: Console) -> None:
     refuse(findings, force=False)
 
 
-def _show_stages(steps: Steps, stages: Sequence[Stage], taken: dict[str, Forecast], out: Console) -> None:
+def _show_stages(steps: Steps, stages: Sequence[Stage], forecasts: dict[str, Forecast], out: Console) -> None:
     """Print what is there and what is not, with what that will take, and add it up."""
     table = Table(title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
     for name in ("stage", "state", "time", "bytes", ""):
@@ -94,11 +94,11 @@ def _show_stages(steps: Steps, stages: Sequence[Stage], taken: dict[str, Forecas
     missing = [stage for stage in stages if stage.state() != "done"]
     for stage in stages:
         state = stage.state()
-        found = taken[stage.step.path]
-        amounts = ["", ""] if state == "done" or stage.step.path == "prompts" else _amounts(found)
+        cost = forecasts[stage.step.path]
+        amounts = ["", ""] if state == "done" or stage.step.path == "prompts" else _amounts(cost)
         table.add_row(stage.step.path, state, *amounts, Text(why_stale(stage) if state == "stale" else ""))
     out.print(table)
-    costly = [taken[stage.step.path] for stage in missing if stage.step.path != "prompts"]
+    costly = [forecasts[stage.step.path] for stage in missing if stage.step.path != "prompts"]
     unknown = sum(one.seconds is None for one in costly)
     seconds = sum(one.seconds or 0.0 for one in costly)
     rough = any(one.rough for one in costly)
@@ -127,9 +127,9 @@ def _show_stages(steps: Steps, stages: Sequence[Stage], taken: dict[str, Forecas
     out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def _amounts(found: Forecast) -> list[str]:
-    time = "?" if found.seconds is None else "~ " * found.rough + duration(found.seconds) + "*" * found.measured
-    return [time, "" if found.size is None else file_size(round(found.size))]
+def _amounts(cost: Forecast) -> list[str]:
+    time = "?" if cost.seconds is None else "~ " * cost.rough + duration(cost.seconds) + "*" * cost.measured
+    return [time, "" if cost.size is None else file_size(round(cost.size))]
 
 
 def look_ahead(steps: Steps, todo: Todo) -> list[Finding]:

@@ -29,28 +29,28 @@ def run(
     if unknown := sorted(set(only or ()) - set(names.values())):
         raise InputError(f"{unknown[0]!r}: no such model; this recipe scores {', '.join(names.values())}")
     made = any(steps.store.stage(steps.score(scored)).state() != "done" for scored in names)
-    wanted = [scored for scored, name in names.items() if only is None or name in only]
+    scored_models = [scored for scored, name in names.items() if only is None or name in only]
     with borrowed(engines) as engines:
         bases: Bases = {}
-        jobs = [score_job(steps, scored, bases, engines) for scored in _by_model(steps, wanted)]
+        jobs = [score_job(steps, scored, bases, engines) for scored in _by_model(steps, scored_models)]
         do(jobs, steps, progress)
     watch(lambda: check_scores(steps), made, progress)
 
 
-def _by_model(steps: Steps, wanted: Sequence[ScoredModel]) -> list[ScoredModel]:
+def _by_model(steps: Steps, scored_models: Sequence[ScoredModel]) -> list[ScoredModel]:
     """Put those together that one load serves: contexts of one checkpoint, adapters of one base.
 
     The student comes first: the engine of the reference may still be up.
     """
-    found: dict[Checkpoint, list[ScoredModel]] = {}
-    for scored in wanted:
+    groups: dict[Checkpoint, list[ScoredModel]] = {}
+    for scored in scored_models:
         try:
             whole = scored.checkpoint.base or scored.checkpoint
         except InputError:  # gone since it was scored
             whole = scored.checkpoint
-        found.setdefault(whole, []).append(scored)
-    models = sorted(found, key=lambda whole: whole != steps.student)
-    return [scored for whole in models for scored in found[whole]]
+        groups.setdefault(whole, []).append(scored)
+    models = sorted(groups, key=lambda whole: whole != steps.student)
+    return [scored for whole in models for scored in groups[whole]]
 
 
 def score_job(steps: Steps, scored: ScoredModel, bases: Bases, engines: Engines) -> Job:

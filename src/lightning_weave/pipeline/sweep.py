@@ -32,8 +32,8 @@ def run(
     names = [one.name for one in plan]
     cache = [step for verb in ("rollout", "reference", "score") for step in extended.made_by(verb)]
     policies = ["base", *names]
-    made = [*cache, *extended.made_by("train", names), *extended.made_by("eval", policies)]
-    allow_discards(extended, made, yes)
+    all_steps = [*cache, *extended.made_by("train", names), *extended.made_by("eval", policies)]
+    allow_discards(extended, all_steps, yes)
     remember(steps, plan)
     out.print("\n".join(forecast(extended, plan)), markup=False, soft_wrap=True)
     make_cache(extended, progress, workers.do, evaluates=True)
@@ -50,10 +50,10 @@ def forecast(steps: Steps, plan: Sequence[Planned]) -> list[str]:
     """Say what is there already, what is missing and what that will cost, from what was measured."""
     to_train = [one.name for one in plan if steps.store.stage(steps.train(one.name)).state() != "done"]
     to_eval = [one.name for one in plan if not _is_evaluated(steps, one.name)]
-    known = [one.name for one in plan if one.known]
+    known_names = [one.name for one in plan if one.known]
     lines = [f"Sweep of {len(plan)}: {', '.join(one.name for one in plan)}"]
-    if known:
-        lines.append(f"Already in the recipe: {', '.join(known)}")
+    if known_names:
+        lines.append(f"Already in the recipe: {', '.join(known_names)}")
     rows = read_spent(steps.store.run_dir).kept
     offline = offline_cost(steps, rows)
     eval_cost = _mean_cost([{**row, "name": row["name"].split("/")[0]} for row in rows if row["stage"] == "eval"])
@@ -82,11 +82,11 @@ def _is_evaluated(steps: Steps, policy: str) -> bool:
 
 def running_front(steps: Steps, policies: Sequence[str]) -> list[str]:
     """The frontier of what is evaluated so far, in tokens order; * is on the front."""
-    found = {policy: results for policy, results in summaries(steps).items() if policy in policies}
-    rows = policy_rows(found)
+    evaluations = {policy: results for policy, results in summaries(steps).items() if policy in policies}
+    rows = policy_rows(evaluations)
     front = {rows[index].policy for index in pareto_front([(row.accuracy, row.tokens) for row in rows])}
     lines = [f"Frontier, {len(rows)} of {len(policies)} evaluated:"]
-    width = max(map(len, found), default=0)
+    width = max(map(len, evaluations), default=0)
     for row in sorted(rows, key=lambda row: row.tokens):
         sign = "*" if row.policy in front else " "
         aes = "" if row.aes is None or row.aes != row.aes else f"  AES {row.aes:+.2f}"

@@ -39,9 +39,9 @@ def run(
         raise InputError(f"{unknown[0]!r}: no such composition; this recipe has {', '.join(names) or 'none'}")
     if not names:
         raise InputError("this recipe has no composition to train; add a [compositions.NAME] with weights")
-    wanted = [name for name in names if only is None or name in only]
-    pending = [name for name in wanted if steps.store.stage(steps.train(name)).state() != "done"]
-    for name in wanted:
+    selection = [name for name in names if only is None or name in only]
+    pending = [name for name in selection if steps.store.stage(steps.train(name)).state() != "done"]
+    for name in selection:
         if name not in pending:
             make_room(steps.store.stage(steps.train(name)))  # of a run that was killed as it ended
             watch(partial(check_training, steps, name), False, progress)

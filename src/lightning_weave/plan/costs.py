@@ -107,8 +107,8 @@ def live_sampling_hours(
     was measured on a GPU.
     """
     tokens = load.prompt_tokens + load.response_tokens / 2
-    read = shape.parameters * bytes_per_number + sequences * shape.cache_bytes(int(tokens), bytes_per_number)
-    step = len(shape.layers) * LAUNCHES * LAUNCH_SECONDS + read / machine.gpu.bandwidth
+    bytes_read = shape.parameters * bytes_per_number + sequences * shape.cache_bytes(int(tokens), bytes_per_number)
+    step = len(shape.layers) * LAUNCHES * LAUNCH_SECONDS + bytes_read / machine.gpu.bandwidth
     return math.ceil(load.trajectories / sequences) * load.response_tokens * step / HOUR
 
 

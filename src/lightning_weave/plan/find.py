@@ -48,8 +48,8 @@ def _fetch(model: str, revision: str | None) -> Path:
 
     use_hub()
     try:
-        wanted = ["config.json", "adapter_config.json"]
-        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted))
+        patterns = ["config.json", "adapter_config.json"]
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = why_not(error)
         raise InputError(

@@ -52,17 +52,17 @@ SPREAD = 0.2  # by which the memory of one type of GPU may differ from its name'
 
 def find_gpu(name: str) -> GPU:
     """Look a GPU up by name."""
-    known = {key.lower(): gpu for key, gpu in GPUS.items()}
-    if name.lower() not in known:
+    gpus = {key.lower(): gpu for key, gpu in GPUS.items()}
+    if name.lower() not in gpus:
         raise InputError(f"--gpu {name}: unknown; choose from {', '.join(GPUS)}")
-    return known[name.lower()]
+    return gpus[name.lower()]
 
 
 def recognise(device: str, memory: float) -> GPU | None:
     """Find the GPU that a driver names, with its own memory; None for one that is not in the table.
 
-    >>> found = recognise("NVIDIA A100-SXM4-40GB", 42e9)
-    >>> found.name, found.memory
+    >>> gpu = recognise("NVIDIA A100-SXM4-40GB", 42e9)
+    >>> gpu.name, gpu.memory
     ('A100-40GB', 42000000000.0)
     >>> recognise("NVIDIA GeForce RTX 4090", 25.3e9).name, recognise("AMD EPYC", 64e9)
     ('RTX4090', None)

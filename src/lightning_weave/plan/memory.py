@@ -105,14 +105,14 @@ def training_memory(
     # When embedding and head are reduced over several GPUs, their weights have been given up.
     reduced = (4 + max(size, 4 / gpus if gpus > 1 else 0)) * of_root - (whole if gpus > 1 else 0) if gathered else 0.0
     gradients = 0.6 * tokens * (max(kept) + back) + size * of_head + (3 * size + 4) * of_unit  # of one layer, all there
-    done = min(1.0, 2 / len(kept))  # of the layers, when the last but one has its gradients
+    share = min(1.0, 2 / len(kept))  # of the layers, when the last but one has its gradients
     moments = {
         # Several GPUs gather embedding and head, and the first layer, beside the places where they are then used.
         "gathering": whole + (2 * size * unit if gpus > 1 else 0),
         "loss": tokens * (stored + (8 + 3 * size) * shape.width + BATCH) + size * unit,
         "last layer": tokens * (stored + again + back - 2 * size * shape.width) + size * of_head + layers,
         # The first to hold the sums of the layer after it; those before it still have all activations.
-        "last but one": tokens * stored * (1 - done) + of_layers * done + gradients,
+        "last but one": tokens * stored * (1 - share) + of_layers * share + gradients,
         # Its activations go as its gradients come: most of the one, or all of the other.
         "first layer": tokens * (max(kept) + back) + size * of_head + 2 * size * unit + 4.5 * of_unit + of_layers,
         "its gradients": gradients + of_layers,

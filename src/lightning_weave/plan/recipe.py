@@ -153,9 +153,9 @@ def scored_name(recipe: Recipe, anchor: str, role: Literal["post", "pre"]) -> st
 
 def _prompts(recipe: Recipe) -> int:
     """Count the prompts: what is taken, or what a file has if that is less; how many are left out is not known yet."""
-    taken = recipe.prompts.take or 3200
-    there = None if recipe.prompts.source is None else _rows(Path(recipe.prompts.source).expanduser())
-    return taken if there is None else max(1, min(there, recipe.prompts.take or there))
+    count = recipe.prompts.take or 3200
+    rows = None if recipe.prompts.source is None else _rows(Path(recipe.prompts.source).expanduser())
+    return count if rows is None else max(1, min(rows, recipe.prompts.take or rows))
 
 
 def _rows(path: Path) -> int | None:
@@ -248,10 +248,10 @@ def _training_hours(
 
 
 def _benchmark_tokens(recipe: Recipe, name: str) -> float:
-    known = KNOWN.get(name)
-    kind: BenchmarkKind = known.kind if known is not None else "math"
+    benchmark = KNOWN.get(name)
+    kind: BenchmarkKind = benchmark.kind if benchmark is not None else "math"
     path = Path(name.removeprefix("file:"))
-    count = known.count if known is not None else path.read_bytes().count(b"\n") if path.is_file() else 0
+    count = benchmark.count if benchmark is not None else path.read_bytes().count(b"\n") if path.is_file() else 0
     longest = recipe.eval.max_tokens or MAX_TOKENS[kind]
     samples = recipe.eval.samples or SAMPLES[kind]
     return count * samples * ANSWER_SHARE * longest

@@ -81,14 +81,14 @@ def build_prompts(
         return messages, chatml(messages) if is_code else render(messages, tokenizer, by_template, thinking)
 
     prompts = _encoded(list(_rendered(screened, asked, report)), tokenizer, by_template, max_tokens, report)
-    taken = _taken(prompts, take, seed, report)
-    if not taken:
+    sample = _taken(prompts, take, seed, report)
+    if not sample:
         raise InputError(
             f"{source}: no prompts are left of {report.read:,} rows: {len(report.bad):,} bad, {report.too_long:,} "
             f"longer than prompts.max_tokens = {max_tokens}, {len(report.overlaps):,} overlapping with "
             "prompts.screen_against." + "".join(f" The first bad one: {row.where}: {row.why}" for row in report.bad[:1])
         )
-    return taken, report
+    return sample, report
 
 
 def _column_names(
@@ -106,8 +106,8 @@ def read_columns(names: Collection[str], prompts: Prompts) -> dict[str, dict[str
     where = {"split": prompts.split, "name": prompts.name, "revision": prompts.revision}
     rows = read_rows(prompts.source, **where, columns=columns.roots())
     distinct = _deduplicated(_questions(rows, columns, prompts.source, report), prompts.dedup, report)
-    found = {question.id: question.columns for question in _with_unique_ids(distinct, report)}
-    return {id: dict(row) for id, row in found.items()}
+    columns_by_id = {question.id: question.columns for question in _with_unique_ids(distinct, report)}
+    return {id: dict(row) for id, row in columns_by_id.items()}
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -232,9 +232,9 @@ def _encoded(
 
 def _taken(prompts: Iterable[Prompt], take: int | None, seed: int, report: PromptReport) -> list[Prompt]:
     eligible = list(prompts)
-    taken = take_by_seed(eligible, lambda prompt: prompt.id, take, seed)
-    report.kept = len(taken)
-    report.not_taken = len(eligible) - len(taken)
-    if take is not None and len(taken) < take:
-        report.notes.append(f"prompts.take is {take:,}, but only {len(taken):,} prompts are available: all are used")
-    return taken
+    sample = take_by_seed(eligible, lambda prompt: prompt.id, take, seed)
+    report.kept = len(sample)
+    report.not_taken = len(eligible) - len(sample)
+    if take is not None and len(sample) < take:
+        report.notes.append(f"prompts.take is {take:,}, but only {len(sample):,} prompts are available: all are used")
+    return sample

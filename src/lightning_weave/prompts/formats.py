@@ -72,15 +72,15 @@ def ask(
 ) -> list[dict[str, str]]:
     """Put a problem to a model: in a named format or in a template's words, after a system prompt if there is one."""
     if template is None:
-        asked = apply_format(format, messages, starter)
+        turns = apply_format(format, messages, starter)
     else:
         content = fill_template(template, messages[-1]["content"], columns or {})
-        asked = [*messages[:-1], {"role": "user", "content": content}]
+        turns = [*messages[:-1], {"role": "user", "content": content}]
     if system is None:
-        return asked
-    if asked[0]["role"] == "system":
+        return turns
+    if turns[0]["role"] == "system":
         raise InputError("has a system turn of its own beside the recipe's `system`; remove one of them")
-    return [{"role": "system", "content": system}, *asked]
+    return [{"role": "system", "content": system}, *turns]
 
 
 def template_columns(template: str | None) -> set[str]:

@@ -40,19 +40,19 @@ def columns_line(rows: Sequence[Row], source: str) -> str:
     'prompts.columns = { prompt = "Frage", answer = "answer" }'
     """
     try:
-        found = guess_columns(rows, source)
+        columns = guess_columns(rows, source)
     except InputError:
         return ""
-    named = [("prompt", found.prompt), ("answer", found.answer), ("id", found.id)]
+    named = [("prompt", columns.prompt), ("answer", columns.answer), ("id", columns.id)]
     return f"prompts.columns = {{ {', '.join(f'{key} = {json.dumps(name)}' for key, name in named if name)} }}"
 
 
 def _problem(rows: list[Row], names: list[str], source: str) -> str:
     usable = [name for name in names if _share(rows, partial(_is_question, name)) >= MOST]
-    if found := _named(PROBLEM_NAMES, usable, lambda name: True):
-        return found
-    known = {*ANSWER_NAMES, *WORKED, *IDS}
-    others = [name for name in usable if name.lower() not in known]
+    if column := _named(PROBLEM_NAMES, usable, lambda name: True):
+        return column
+    other_roles = {*ANSWER_NAMES, *WORKED, *IDS}
+    others = [name for name in usable if name.lower() not in other_roles]
     if len(others) == 1:
         return others[0]
     which = f"any of {', '.join(others)}" if others else "none of them can be: each must be text, or a list of messages"
@@ -62,12 +62,12 @@ def _problem(rows: list[Row], names: list[str], source: str) -> str:
     )
 
 
-def _named(wanted: Sequence[str], names: list[str], fits: Callable[[str], bool]) -> str | None:
+def _named(choices: Sequence[str], names: list[str], fits: Callable[[str], bool]) -> str | None:
     """Take the first of the wanted names that the data has, in whatever case, and that fits."""
-    for name in wanted:
+    for name in choices:
         root = name.partition(".")[0]
-        found = [own for own in names if own.lower() == root]
-        candidates = [own if root == name else name for own in found]
+        matches = [own for own in names if own.lower() == root]
+        candidates = [own if root == name else name for own in matches]
         if chosen := next(filter(fits, candidates), None):
             return chosen
     return None

@@ -79,10 +79,10 @@ def _choose_split(opened: Any, split: str | None, source: str) -> Any:
 
 
 def _read_dataset(dataset: Any, source: str, columns: Collection[str] | None) -> Iterator[Row | BadRow]:
-    wanted = columns_to_read(dataset.column_names or [], columns)
+    names = columns_to_read(dataset.column_names or [], columns)
     number = 0
     try:
-        for values in dataset.select_columns(wanted) if wanted else dataset:
+        for values in dataset.select_columns(names) if names else dataset:
             number += 1
             yield Row(f"{source} row {number}", values)
     except Exception as error:  # readers of `datasets` have their own exceptions too

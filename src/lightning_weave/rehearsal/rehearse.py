@@ -64,17 +64,17 @@ def run(steps: Steps, small: Steps, commands: Commands, progress: Progress) -> N
         commands.run(small)
         if not is_first():
             return
-        made = [("report", str(commands.report(small)), "figures, tables and the page are drawn")]
+        proofs = [("report", str(commands.report(small)), "figures, tables and the page are drawn")]
         if steps.recipe.compositions:
             name = next(iter(steps.recipe.compositions))
-            made.append(("card", str(commands.card(small, name)), "a directory for the hub, with its evaluation"))
+            proofs.append(("card", str(commands.card(small, name)), "a directory for the hub, with its evaluation"))
     except WeaveError as error:
         raise type(error)(
             f"{error}\nThe rehearsal stopped {_where(small)}, and the real run would. Nothing of that was started"
         ) from error
     progress.say("")
     progress.say(f"What went through ({small.store.run_dir}, a {small.recipe.mark}):")
-    for stage, what, proves in (*_proofs(small), *made):
+    for stage, what, proves in (*_proofs(small), *proofs):
         progress.say(f"  {stage}: {what}. So {proves}")
     if wrong := list(_before_the_real_run(steps, small)):
         progress.say("")
@@ -123,15 +123,15 @@ def doubles_of(steps: Steps) -> dict[Checkpoint, list[Checkpoint]]:
     """All checkpoints of a recipe, each with the line that it was post-trained along, itself last."""
     recipe = steps.recipe
     before: dict[Checkpoint, Checkpoint] = {}
-    found = [steps.student, *map(Checkpoint.of, recipe.policies.values())]
+    checkpoints = [steps.student, *map(Checkpoint.of, recipe.policies.values())]
     for name in recipe.anchors:
         post, pre = (steps.anchor(name, role) for role in ROLES)
-        found += [pre, post]
+        checkpoints += [pre, post]
         if post != pre and post.base is None:
             before.setdefault(post, pre)
-    found += [one.base for one in found if one.base is not None]
+    checkpoints += [one.base for one in checkpoints if one.base is not None]
     lines = {}
-    for one in dict.fromkeys(found):
+    for one in dict.fromkeys(checkpoints):
         line = [one]
         while (earlier := before.get(line[0])) is not None and earlier not in line:
             line.insert(0, earlier)
@@ -174,14 +174,14 @@ def _trajectories(steps: Steps) -> Path:
     """Write the first few of a user's own trajectories, all of which are read and checked."""
     file = steps.store.run_dir.with_name(steps.recipe.name + SUFFIX) / "trajectories.jsonl"
     contexts = [side for anchor in steps.recipe.anchors.values() for side in (anchor.post_prompt, anchor.pre_prompt)]
-    read = {name for context in contexts for name in context.columns} | tag_columns(steps.recipe)
+    columns = {name for context in contexts for name in context.columns} | tag_columns(steps.recipe)
     lines = []
     for group in own_trajectories(steps)[:FEW]:
-        named = ("id", "answer", "prompt", *sorted(read - {"id", "answer"}))
-        kept = {key: group.row[key] for key in named if group.row.get(key) is not None}
-        kept |= {"messages": group.row["messages"]} if group.row.get("messages") else {}
+        named = ("id", "answer", "prompt", *sorted(columns - {"id", "answer"}))
+        fields = {key: group.row[key] for key in named if group.row.get(key) is not None}
+        fields |= {"messages": group.row["messages"]} if group.row.get("messages") else {}
         for response in group.responses:
-            row = {**kept, "prompt_ids": list(group.prompt_ids), "response_ids": response.ids[:SHORT]}
+            row = {**fields, "prompt_ids": list(group.prompt_ids), "response_ids": response.ids[:SHORT]}
             if response.decided is not None:
                 row["mask"] = [int(one) for one in response.decided[:SHORT]]
             row["finish"] = response.finish if len(response.ids) <= SHORT else "length"

@@ -40,13 +40,13 @@ def students(
     groups = by_student(runs)
     joined = [join(group, [evaluated[str(steps.store.run_dir)] for steps in group]) for group in groups]
     labels = benchmark_labels(joined)
-    found = []
+    results = []
     for group, name, policies in zip(groups, student_names(groups), joined, strict=True):
         whole = complete(policies, labels)
         combined = overalls(whole)
         rows = policy_rows(whole, combined, stale=stale)
-        found.append(StudentResults(name, group, policies, whole, combined=combined, rows=rows))
-    return found
+        results.append(StudentResults(name, group, policies, whole, combined=combined, rows=rows))
+    return results
 
 
 def by_student(runs: Sequence[Steps]) -> list[list[Steps]]:
@@ -87,8 +87,8 @@ def meaning(steps: Steps, policy: str) -> Meaning:
         (tag, _pair(steps, anchor), weight) for tag, shares in by_tag.items() for anchor, weight in shares.items()
     )
     tags = str(recipe.tags) if composition.by_tag else ""
-    said = tuple(sorted((key, str(value)) for key, value in settings.items()))
-    return steps.objective(policy), tuple(weights), tags, tuple(order), said
+    items = tuple(sorted((key, str(value)) for key, value in settings.items()))
+    return steps.objective(policy), tuple(weights), tags, tuple(order), items
 
 
 def _pair(steps: Steps, anchor: str) -> tuple[str, ...]:
@@ -125,11 +125,11 @@ def join(runs: Sequence[Steps], evaluated: Sequence[PolicySummaries]) -> PolicyS
 
 def find_benchmark(wanted: str | None, students: Sequence[PolicySummaries]) -> str | None:
     """Take a benchmark by its name or by its label, and give the label."""
-    known = {one.label: one.benchmark for policies in students for results in policies.values() for one in results}
-    found = next((label for label, name in known.items() if wanted in (label, name)), None)
-    if wanted is not None and found is None:
-        raise InputError(f"--benchmark {wanted}: not evaluated on that; there is {', '.join(known) or 'nothing yet'}")
-    return found
+    names = {one.label: one.benchmark for policies in students for results in policies.values() for one in results}
+    label = next((label for label, name in names.items() if wanted in (label, name)), None)
+    if wanted is not None and label is None:
+        raise InputError(f"--benchmark {wanted}: not evaluated on that; there is {', '.join(names) or 'nothing yet'}")
+    return label
 
 
 def benchmark_labels(students: Sequence[PolicySummaries]) -> list[str]:
@@ -141,19 +141,21 @@ def complete(policies: PolicySummaries, labels: Sequence[str]) -> PolicySummarie
     """The policies that have every benchmark, each in this order."""
     by_label = {policy: {one.label: one for one in results} for policy, results in policies.items()}
     return {
-        policy: [found[label] for label in labels] for policy, found in by_label.items() if set(labels) <= set(found)
+        policy: [columns[label] for label in labels]
+        for policy, columns in by_label.items()
+        if set(labels) <= set(columns)
     }
 
 
 def block(student: str, policies: PolicySummaries, rows: Sequence[PolicyRow], labels: Sequence[str]) -> list[PolicyRow]:
     """Make the block of one student: rows with every benchmark as they are, others without averages and AES."""
-    made = {row.policy: replace(row, group=student) for row in rows}
-    return [made.get(policy) or _partial(student, policy, results, labels) for policy, results in policies.items()]
+    by_policy = {row.policy: replace(row, group=student) for row in rows}
+    return [by_policy.get(policy) or _partial(student, policy, results, labels) for policy, results in policies.items()]
 
 
 def _partial(student: str, policy: str, results: Sequence[Any], labels: Sequence[str]) -> PolicyRow:
-    found = {one.label: BenchmarkScore(one.label, one.accuracy, one.tokens, one.samples) for one in results}
-    scores = tuple(found.get(label, BenchmarkScore(label, math.nan, math.nan)) for label in labels)
+    by_label = {one.label: BenchmarkScore(one.label, one.accuracy, one.tokens, one.samples) for one in results}
+    scores = tuple(by_label.get(label, BenchmarkScore(label, math.nan, math.nan)) for label in labels)
     return PolicyRow(policy, scores, math.nan, math.nan, group=student)
 
 
@@ -168,18 +170,18 @@ def ablation(steps: Steps, rows: Sequence[PolicyRow]) -> list[PolicyRow]:
         if name in by_name:
             weights = tuple(sorted(composition.used.items()))
             same.setdefault(weights, {}).setdefault(_variant(steps, name), name)
-    made = []
-    for part, wanted in (("(a) Tilted-target correction", set(VARIANTS.values())), ("(b) Composition", None)):
+    table = []
+    for part, objectives in (("(a) Tilted-target correction", set(VARIANTS.values())), ("(b) Composition", None)):
         for weights, variants in same.items():
             others = [one for one in variants if one not in VARIANTS.values()]
-            chosen = [one for one in VARIANTS.values() if one in variants] if wanted else others
-            if not wanted and others and VARIANTS["tilted"] in variants:
+            chosen = [one for one in VARIANTS.values() if one in variants] if objectives else others
+            if not objectives and others and VARIANTS["tilted"] in variants:
                 chosen = [*others, VARIANTS["tilted"]]
             if len(chosen) > 1:
                 group = f"{part}: {' + '.join(anchor for anchor, _ in weights)}"
-                made += [replace(by_name[variants[one]], policy=one, group=group) for one in chosen]
-    base = [replace(by_name["base"], policy="Base", group=steps.recipe.mark)] if made and "base" in by_name else []
-    return base + made
+                table += [replace(by_name[variants[one]], policy=one, group=group) for one in chosen]
+    base = [replace(by_name["base"], policy="Base", group=steps.recipe.mark)] if table and "base" in by_name else []
+    return base + table
 
 
 def _variant(steps: Steps, name: str) -> str:

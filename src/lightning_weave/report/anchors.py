@@ -94,8 +94,8 @@ def positions_figure(survey: Survey) -> Any:
         used = [anchor for anchor, weight in zip(survey.anchors, survey.compositions[name], strict=True) if weight]
         if len(used) > 1:
             rows[" + ".join(used)] = {"kept": kept, SHARED: survey.decisions - kept}
-    found = [part for part in (*REASONS, SHARED) if any(parts.get(part) for parts in rows.values())]
-    hues = part_hues(found)
+    categories = [part for part in (*REASONS, SHARED) if any(parts.get(part) for parts in rows.values())]
+    hues = part_hues(categories)
     seen = {name: {part: count for part, count in parts.items() if count} for name, parts in rows.items()}
     return stacked(seen, hues, "share of all decisions, %", shares=True)
 
@@ -206,17 +206,17 @@ def _settings(steps: Steps, cache: Cache) -> list[Setting]:
 
 def check_students(steps: Steps) -> None:
     """Refuse students that the recipe does not have."""
-    known = list(steps.recipe.compositions)
-    if unknown := sorted(set(steps.recipe.report.students or ()) - set(known)):
-        raise InputError(f"report.students names {unknown[0]!r}; this recipe has {', '.join(known) or 'none'}")
+    names = list(steps.recipe.compositions)
+    if unknown := sorted(set(steps.recipe.report.students or ()) - set(names)):
+        raise InputError(f"report.students names {unknown[0]!r}; this recipe has {', '.join(names) or 'none'}")
 
 
 def _shown_students(steps: Steps) -> list[str]:
-    wanted = steps.recipe.report.students
+    students = steps.recipe.report.students
     return [
         name
         for name, composition in steps.recipe.compositions.items()
-        if composition.method == "joint" and (wanted is None or name in wanted)
+        if composition.method == "joint" and (students is None or name in students)
         if steps.store.stage(steps.train(name)).state() == "done"
     ]
 

@@ -144,8 +144,8 @@ def latex_text(text: str) -> str:
     lines = []
     for line in text.split("\n"):
         parts = re.split(r"( {2,}|^ | $)", line)
-        written = "".join(r"\ " * len(part) if part.strip() == "" else escape_latex_part(part) for part in parts)
-        lines.append(written or r"\mbox{}")
+        latex = "".join(r"\ " * len(part) if part.strip() == "" else escape_latex_part(part) for part in parts)
+        lines.append(latex or r"\mbox{}")
     return "\\newline\n".join(lines)
 
 

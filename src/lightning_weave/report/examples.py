@@ -24,7 +24,7 @@ def choose_examples(base: Sequence[SampleOutcome], policy: Sequence[SampleOutcom
     """Choose by the rule; each problem serves once. The order of the outcomes does not matter."""
     pairs = _paired(base, policy)
     chosen: dict[str, Place] = {}
-    wanted: dict[str, Sequence[Callable[[SampleOutcome, SampleOutcome], bool]]] = {
+    kinds: dict[str, Sequence[Callable[[SampleOutcome, SampleOutcome], bool]]] = {
         "better": (
             lambda old, new: new.correct and not old.correct,
             lambda old, new: new.correct and old.correct and new.tokens < old.tokens,
@@ -34,22 +34,22 @@ def choose_examples(base: Sequence[SampleOutcome], policy: Sequence[SampleOutcom
             lambda old, new: new.correct and old.correct and new.tokens > old.tokens,
         ),
     }
-    for kind, rules in wanted.items():
+    for kind, rules in kinds.items():
         for rule in rules:
             fitting = [place for place, pair in pairs.items() if rule(*pair) and _is_new(place, chosen)]
             if fitting:
                 chosen[kind] = min(fitting, key=lambda place: random_key(seed, place))
                 break
-    left = {place: pair for place, pair in pairs.items() if _is_new(place, chosen)}
-    if left:
-        chosen["typical"] = _typical(left, seed)
+    rest = {place: pair for place, pair in pairs.items() if _is_new(place, chosen)}
+    if rest:
+        chosen["typical"] = _typical(rest, seed)
     return chosen
 
 
 def _paired(base: Sequence[SampleOutcome], policy: Sequence[SampleOutcome]) -> dict[Place, Pair]:
-    known = {(one.benchmark, one.problem, one.sample): one for one in base}
-    found = {(one.benchmark, one.problem, one.sample): one for one in policy}
-    return {place: (known[place], found[place]) for place in sorted(known.keys() & found.keys())}
+    of_base = {(one.benchmark, one.problem, one.sample): one for one in base}
+    of_policy = {(one.benchmark, one.problem, one.sample): one for one in policy}
+    return {place: (of_base[place], of_policy[place]) for place in sorted(of_base.keys() & of_policy.keys())}
 
 
 def _is_new(place: Place, chosen: Mapping[str, Place]) -> bool:
@@ -79,7 +79,7 @@ def examples(steps: Steps, evaluated: Sequence[str]) -> list[CaseGroup]:
         for policy in evaluated
         if policy != "base"
     }
-    wanted = [(kind, place, ("base", policy)) for policy, places in chosen.items() for kind, place in places.items()]
-    panels = iter(read_panels(steps, wanted, LENGTH, LENGTH))
+    choices = [(kind, place, ("base", policy)) for policy, places in chosen.items() for kind, place in places.items()]
+    panels = iter(read_panels(steps, choices, LENGTH, LENGTH))
     rule = RULE.format(seed=steps.recipe.report.seed)
     return [CaseGroup(policy, rule, [next(panels) for _ in places]) for policy, places in chosen.items() if places]

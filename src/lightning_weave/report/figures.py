@@ -187,17 +187,17 @@ def literal(text: str) -> str:
 def save(figure: Any, folder: Path, name: str) -> list[Path]:
     """Write a figure as SVG, PDF and PNG."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    paths = []
     with pyplot.rc_context(STYLE):
         for suffix, options in (
             ("svg", {"metadata": {"Date": None}}),
             ("pdf", {"metadata": {"CreationDate": None}}),
             ("png", {"dpi": 300}),
         ):
-            written.append(folder / f"{name}.{suffix}")
-            figure.savefig(written[-1], **options)
+            paths.append(folder / f"{name}.{suffix}")
+            figure.savefig(paths[-1], **options)
     pyplot.close(figure)
-    return written
+    return paths
 
 
 def inline(figure: Any) -> str:

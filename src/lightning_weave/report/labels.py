@@ -45,9 +45,9 @@ def place(points: Sequence[XY], sizes: Sequence[XY], bounds: Box, lines: Sequenc
     order = sorted(range(len(points)), key=lambda index: -_crowd(points, index))
     placed: dict[int, Box] = {}
     for index in order:
-        taken = [*markers, *placed.values()]
+        obstacles = [*markers, *placed.values()]
         placed[index] = min(
-            _choices(points[index], sizes[index]), key=lambda choice: _cost(choice, taken, lines, bounds)
+            _choices(points[index], sizes[index]), key=lambda choice: _cost(choice, obstacles, lines, bounds)
         )[0]
     return [placed[index] for index in range(len(points))]
 
@@ -111,9 +111,9 @@ def _choices(point: XY, size: XY) -> list[tuple[Box, float]]:
     return boxes
 
 
-def _cost(choice: tuple[Box, float], taken: Sequence[Box], lines: Sequence[Box], bounds: Box) -> float:
+def _cost(choice: tuple[Box, float], obstacles: Sequence[Box], lines: Sequence[Box], bounds: Box) -> float:
     box, radius = choice
-    covered = sum(box.overlap(other) for other in taken)
+    covered = sum(box.overlap(other) for other in obstacles)
     crossed = sum(box.overlap(piece) for piece in lines)
     outside = box.area - box.overlap(bounds)
     return 100 * (covered + outside) + 0.6 * crossed + radius

@@ -58,12 +58,12 @@ def longest_that_fits(lengths: Sequence[int], decisions: int) -> int:
     >>> longest_that_fits([3, 10, 10], 15)
     6
     """
-    left = decisions
-    for taken, length in enumerate(sorted(lengths)):
-        longest = left // (len(lengths) - taken)
+    rest = decisions
+    for index, length in enumerate(sorted(lengths)):
+        longest = rest // (len(lengths) - index)
         if length > longest:
             return max(longest, 1)
-        left -= length
+        rest -= length
     return max(lengths, default=0)
 
 
@@ -74,7 +74,7 @@ def pack(
     block = Block.joined([thread.block for thread in threads])
     ids_PC = block.candidates.ids.flat
     sampled_P = block.sampled_P
-    known, places = np.unique(np.concatenate([ids_PC.reshape(-1), sampled_P]), return_inverse=True)
+    ids, places = np.unique(np.concatenate([ids_PC.reshape(-1), sampled_P]), return_inverse=True)
     students = list(threads[0].students)
     return {
         "anchors": list(anchors),
@@ -85,7 +85,7 @@ def pack(
         ],
         "floor": RESIDUAL_FLOOR,
         "candidates": ids_PC.shape[1],
-        "texts": [vocabulary.text(int(id)) for id in known],
+        "texts": [vocabulary.text(int(id)) for id in ids],
         "threads": [
             {"name": thread.name, "prompt": thread.prompt, "tokens": thread.tokens, "finish": thread.finish,
              "shown": len(thread.block.sampled_P)}

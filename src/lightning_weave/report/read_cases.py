@@ -18,11 +18,11 @@ def check_cases(steps: Steps) -> None:
     """Refuse cases that name a policy or a benchmark that the recipe does not have."""
     for name, case in steps.recipe.report.cases.items():
         if unknown := [policy for policy in named_policies(case) if policy not in steps.policies]:
-            known = ", ".join(steps.policies)
-            raise InputError(f"report.cases.{name} names the policy {unknown[0]!r}; this recipe has {known}")
+            names = ", ".join(steps.policies)
+            raise InputError(f"report.cases.{name} names the policy {unknown[0]!r}; this recipe has {names}")
         if case.benchmark is not None and case.benchmark not in steps.recipe.eval.benchmarks:
-            known = ", ".join(steps.recipe.eval.benchmarks)
-            raise InputError(f"report.cases.{name}.benchmark = {case.benchmark!r}; this recipe evaluates on {known}")
+            names = ", ".join(steps.recipe.eval.benchmarks)
+            raise InputError(f"report.cases.{name}.benchmark = {case.benchmark!r}; this recipe evaluates on {names}")
 
 
 def case_groups(steps: Steps, evaluated: Collection[str], progress: Progress) -> list[CaseGroup]:
@@ -35,8 +35,8 @@ def case_groups(steps: Steps, evaluated: Collection[str], progress: Progress) ->
         places = choose(case, outcomes(steps, case))
         if not places:
             progress.say(f"report: no sample meets report.cases.{name} ({rule(case)})")
-        wanted = [(name, place, named_policies(case)) for place in places]
-        groups.append(CaseGroup(name, rule(case), read_panels(steps, wanted, case.beginning, case.end)))
+        choices = [(name, place, named_policies(case)) for place in places]
+        groups.append(CaseGroup(name, rule(case), read_panels(steps, choices, case.beginning, case.end)))
     return groups
 
 

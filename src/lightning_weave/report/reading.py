@@ -32,9 +32,9 @@ class Reading:
         masked = [id for side in sides for id in side.masked_ids]
         ids_V = torch.arange(steps.student.vocabulary)
         untrained = [
-            ids_V[found & torch.isin(anchor_ids, torch.tensor([*side.masked_ids]))]
+            ids_V[mapped_V & torch.isin(anchor_ids, torch.tensor([*side.masked_ids]))]
             for side in sides
-            for anchor_ids, found in [side.tokens.candidate_map(ids_V)]
+            for anchor_ids, mapped_V in [side.tokens.candidate_map(ids_V)]
         ]
         return cls(sides, torch.cat(untrained).numpy() if masked else None)
 

@@ -49,15 +49,15 @@ def run(
 
     With `only`, of these policies and the base.
     """
-    given = _only([with_known(with_sweep(steps)) for steps in recipes], only)
-    changed = [differing(steps) for steps in given]
-    runs = [as_it_stands(steps) for steps in given]
+    selection = _only([with_known(with_sweep(steps)) for steps in recipes], only)
+    changed = [differing(steps) for steps in selection]
+    runs = [as_it_stands(steps) for steps in selection]
     folder = _folder(runs, out)
     for steps in runs:
         read_cases.check_cases(steps)
         anchors.check_students(steps)
     evaluated = {str(steps.store.run_dir): summaries(steps) for steps in runs}
-    others = other_protocols(given[0]) if len(runs) == 1 else {}
+    others = other_protocols(selection[0]) if len(runs) == 1 else {}
     main = ""
     shown = dict(evaluated)
     if others and not any(evaluated.values()):  # the page is of the protocol with the most policies
@@ -70,8 +70,8 @@ def run(
         tasks, {task: metric for steps in runs for task, metric in steps.recipe.harness.metrics.items()}
     )
     students = [
-        replace(student, rows=with_tasks(student.rows, found, columns))
-        for student, found in zip(students, tasks, strict=True)
+        replace(student, rows=with_tasks(student.rows, by_policy, columns))
+        for student, by_policy in zip(students, tasks, strict=True)
     ]
     several = len(students) > 1
     hues = policy_hues(policy for steps in runs for policy in steps.policies)
@@ -80,12 +80,14 @@ def run(
     group = main or (OWN if others else "")
     group = ": ".join(filter(None, (runs[0].recipe.mark, group)))
     rows = []
-    for student, asked in zip(students, tasks, strict=True):
+    for student, by_policy in zip(students, tasks, strict=True):
         name = student.name if several else group
         own = across.block(name, student.policies, student.rows, labels)
-        rows += with_tasks([*own, *missing_rows(own, asked, labels, name)], asked, columns)
+        rows += with_tasks([*own, *missing_rows(own, by_policy, labels, name)], by_policy, columns)
     beside = [
-        row for label, found in others.items() for row in policy_rows(found, group=label, stale=_stale(runs, changed))
+        row
+        for label, policies in others.items()
+        for row in policy_rows(policies, group=label, stale=_stale(runs, changed))
     ]
     rows += with_tasks([row for row in beside if rows and _columns(row) == _columns(rows[0])], {}, columns)
     results = [figure for student in students for figure in writer.figures_of(student, several)]
@@ -128,7 +130,7 @@ def run(
         results=results,
         runs=views,
         cases=cases,
-        notes=[*_rehearsed(runs), *_changes(given, changed, main), *_missing(runs, shown, students, labels)],
+        notes=[*_rehearsed(runs), *_changes(selection, changed, main), *_missing(runs, shown, students, labels)],
         footer=_footer(runs),
         hues=hues,
     )
@@ -146,21 +148,21 @@ def run(
     return path
 
 
-def _only(runs: Sequence[Steps], wanted: Sequence[str] | None) -> list[Steps]:
+def _only(runs: Sequence[Steps], names: Sequence[str] | None) -> list[Steps]:
     """Leave out the compositions and policies that are not wanted."""
-    if wanted is None:
+    if names is None:
         return list(runs)
-    known = list(dict.fromkeys(policy for steps in runs for policy in steps.policies))
-    if unknown := [name for name in wanted if name not in known]:
-        raise InputError(f"--only {unknown[0]}: no such policy; there is {', '.join(known)}")
-    kept = []
+    policies = list(dict.fromkeys(policy for steps in runs for policy in steps.policies))
+    if unknown := [name for name in names if name not in policies]:
+        raise InputError(f"--only {unknown[0]}: no such policy; there is {', '.join(policies)}")
+    selection = []
     for steps in runs:
         update = {
-            "compositions": {name: one for name, one in steps.recipe.compositions.items() if name in wanted},
-            "policies": {name: one for name, one in steps.recipe.policies.items() if name in wanted},
+            "compositions": {name: one for name, one in steps.recipe.compositions.items() if name in names},
+            "policies": {name: one for name, one in steps.recipe.policies.items() if name in names},
         }
-        kept.append(replace(steps, recipe=steps.recipe.model_copy(update=update)))
-    return kept
+        selection.append(replace(steps, recipe=steps.recipe.model_copy(update=update)))
+    return selection
 
 
 def _folder(runs: Sequence[Steps], out: Path | None) -> Path:
@@ -283,10 +285,10 @@ def _columns(row: tables.PolicyRow) -> list[str]:
     return [score.benchmark for score in row.scores]
 
 
-def _changes(given: Sequence[Steps], changed: Sequence[Mapping[str, str]], main: str) -> list[str]:
+def _changes(selection: Sequence[Steps], changed: Sequence[Mapping[str, str]], main: str) -> list[str]:
     """Say what on the page is not what the recipe says now, what changed, and what makes it so."""
     notes = [f"Nothing is evaluated by this recipe's protocol. The table has another: {main}."] if main else []
-    for steps, paths in zip(given, changed, strict=True):
+    for steps, paths in zip(selection, changed, strict=True):
         reasons: dict[str, list[str]] = {}
         for path, why in paths.items():
             reasons.setdefault(why, []).append(path)

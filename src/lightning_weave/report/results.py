@@ -41,13 +41,15 @@ def other_protocols(steps: Steps) -> dict[str, PolicySummaries]:
 
     Of each protocol, the policies that have all the benchmarks of the first.
     """
-    found: dict[str, PolicySummaries] = {}
+    protocols: dict[str, PolicySummaries] = {}
     for policy in tellable(steps):
         for name in steps.recipe.eval.benchmarks:
             stage = steps.store.stage(steps.eval(policy, name))
             for other, label in neighbours(stage):
-                found.setdefault(label, {}).setdefault(policy, []).append(read_summary(other.folder / "summary.json"))
-    return {label: _rectangular(policies) for label, policies in found.items()}
+                protocols.setdefault(label, {}).setdefault(policy, []).append(
+                    read_summary(other.folder / "summary.json")
+                )
+    return {label: _rectangular(policies) for label, policies in protocols.items()}
 
 
 def _rectangular(policies: PolicySummaries) -> PolicySummaries:
@@ -103,18 +105,18 @@ def tag_rows(steps: Steps, evaluated: PolicySummaries) -> list[PolicyRow]:
     tags: dict[tuple[str, str], str] = {}
     for name in section.benchmarks:
         benchmark = asked_benchmark(section, name)
-        asked = asked_problems(benchmark, steps.student.tokenizer, section)
-        tags |= {(benchmark.name, one.prompt.id): tag_of(steps.recipe, one) for one in asked}
+        problems = asked_problems(benchmark, steps.student.tokenizer, section)
+        tags |= {(benchmark.name, one.prompt.id): tag_of(steps.recipe, one) for one in problems}
     rows = []
     for policy, results in evaluated.items():
-        found: dict[str, list[tuple[float, float]]] = {}
+        by_tag: dict[str, list[tuple[float, float]]] = {}
         for result in results:
             for problem, right, tokens in zip(
                 result.problems, result.problem_accuracy, result.problem_tokens, strict=True
             ):
-                found.setdefault(tags[result.benchmark, problem], []).append((right, tokens))
-        means = {tag: np.mean(values, axis=0).tolist() for tag, values in sorted(found.items())}
-        every = np.mean([value for values in found.values() for value in values], axis=0).tolist()
+                by_tag.setdefault(tags[result.benchmark, problem], []).append((right, tokens))
+        means = {tag: np.mean(values, axis=0).tolist() for tag, values in sorted(by_tag.items())}
+        every = np.mean([value for values in by_tag.values() for value in values], axis=0).tolist()
         scores = tuple(BenchmarkScore(tag, right, tokens) for tag, (right, tokens) in means.items())
         group = steps.recipe.mark
         rows.append(PolicyRow(policy=policy, scores=scores, accuracy=every[0], tokens=every[1], group=group))
@@ -151,18 +153,18 @@ def _number(value: float | None) -> float | None:
 
 def result_rows(steps: Steps, evaluated: PolicySummaries) -> list[PolicyRow]:
     """Make one row per policy, with what other harnesses found beside our own benchmarks."""
-    found = task_results([steps])
+    tasks = task_results([steps])
     labels = [result.label for result in next(iter(evaluated.values()), [])]
     mark = steps.recipe.mark
     rows = policy_rows(evaluated, group=mark)
-    columns = task_columns([found], steps.recipe.harness.metrics)
-    return with_tasks([*rows, *missing_rows(rows, found, labels, mark)], found, columns)
+    columns = task_columns([tasks], steps.recipe.harness.metrics)
+    return with_tasks([*rows, *missing_rows(rows, tasks, labels, mark)], tasks, columns)
 
 
 def show_results(steps: Steps, out: Console) -> None:
     """Print the table of all policies evaluated so far."""
-    found = summaries(steps)
-    rows = result_rows(steps, found)
+    evaluations = summaries(steps)
+    rows = result_rows(steps, evaluations)
     if rows:
         SAID.info(plain(rows).rstrip())
         if out.is_terminal:
@@ -178,9 +180,9 @@ def show_results(steps: Steps, out: Console) -> None:
                 markup=False,
                 highlight=False,
             )
-        if by_tag := tag_rows(steps, found):
+        if by_tag := tag_rows(steps, evaluations):
             out.print(f"By tag of the problem:\n{plain(by_tag)}", soft_wrap=True, markup=False, highlight=False)
-        for policy, results in found.items():
+        for policy, results in evaluations.items():
             for result in results:
                 if result.error:
                     text = f"error: {policy} on {result.label}: {result.error}"

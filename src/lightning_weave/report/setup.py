@@ -94,7 +94,7 @@ def hyperparameters(steps: Steps) -> dict[str, str]:
     rollout = recipe.rollout
     round_size = train.prompts_per_round * rollout.responses
     manifests = [steps.store.stage(steps.train(name)).manifest() or {} for name in recipe.compositions]
-    updates = [made["updates"] for made in manifests if "updates" in made]
+    updates = [manifest["updates"] for manifest in manifests if "updates" in manifest]
     alphas = [steps.alpha(name) for name in recipe.compositions]
     return {
         "Replay rounds": _each(str(-(-count // train.updates_per_round)) for count in updates) or MISSING,

@@ -163,17 +163,17 @@ def legend(rows: Sequence[PolicyRow]) -> str:
 
 def sample_counts(rows: Sequence[PolicyRow]) -> dict[str, str]:
     """Say of every benchmark how many samples of a problem its column averages, and of which blocks if they differ."""
-    found: dict[str, dict[int, dict[str, None]]] = {}  # benchmark -> samples -> blocks
+    by_benchmark: dict[str, dict[int, dict[str, None]]] = {}  # benchmark -> samples -> blocks
     for row in rows:
         for score in row.scores:
             if score.samples:
-                found.setdefault(score.benchmark, {}).setdefault(score.samples, {})[row.group] = None
+                by_benchmark.setdefault(score.benchmark, {}).setdefault(score.samples, {})[row.group] = None
     return {
         name: " and ".join(
             f"{samples} ({', '.join(filter(None, blocks))})" if len(counts) > 1 and any(blocks) else str(samples)
             for samples, blocks in counts.items()
         )
-        for name, counts in found.items()
+        for name, counts in by_benchmark.items()
     }
 
 

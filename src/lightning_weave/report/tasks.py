@@ -18,7 +18,7 @@ PolicyTasks = dict[str, dict[str, TaskResult]]  # policy -> task -> its result
 
 def task_results(runs: Sequence[Steps]) -> PolicyTasks:
     """Read what another harness found, whichever command asked it: of these policies as they are now."""
-    found: PolicyTasks = {}
+    by_policy: PolicyTasks = {}
     for steps in runs:
         for policy in tellable(steps):
             folders = [
@@ -31,8 +31,8 @@ def task_results(runs: Sequence[Steps]) -> PolicyTasks:
                 stage = steps.store.stage(steps.harness(policy, task))
                 results += [read_result(stage.folder)] if stage.state() == "done" else []
             if results:
-                found.setdefault(policy, {}).update({result.task: result for result in results})
-    return found
+                by_policy.setdefault(policy, {}).update({result.task: result for result in results})
+    return by_policy
 
 
 def task_columns(found: Sequence[PolicyTasks], chosen: Mapping[str, str]) -> dict[str, Metric]:
@@ -46,9 +46,9 @@ def missing_rows(
     rows: Sequence[PolicyRow], found: PolicyTasks, benchmarks: Sequence[str], group: str = ""
 ) -> list[PolicyRow]:
     """Make a row for every policy that was only asked tasks of another harness."""
-    known = {row.policy for row in rows}
+    policies = {row.policy for row in rows}
     scores = tuple(BenchmarkScore(name, math.nan, math.nan) for name in benchmarks)
-    return [PolicyRow(name, scores, math.nan, math.nan, group=group) for name in found if name not in known]
+    return [PolicyRow(name, scores, math.nan, math.nan, group=group) for name in found if name not in policies]
 
 
 def with_tasks(rows: Sequence[PolicyRow], found: PolicyTasks, columns: Mapping[str, Metric]) -> list[PolicyRow]:
@@ -78,8 +78,8 @@ def _kind(result: TaskResult, chosen: str | None) -> Metric:
     for metric in result.metrics:
         if chosen is None or chosen in (metric.name, metric.name.partition(",")[0]):
             return metric
-    known = ", ".join(metric.name for metric in result.metrics)
-    raise InputError(f"harness.metrics.{result.task} = {chosen!r}: no such metric; there is {known or 'none'}")
+    names = ", ".join(metric.name for metric in result.metrics)
+    raise InputError(f"harness.metrics.{result.task} = {chosen!r}: no such metric; there is {names or 'none'}")
 
 
 def _metric(result: TaskResult, kind: Metric) -> Metric:
@@ -89,8 +89,8 @@ def _metric(result: TaskResult, kind: Metric) -> Metric:
 
 def _is_of(steps: Steps, policy: str, folder: str) -> bool:
     """Whether a result is of the policy as it is now."""
-    made = recorded(steps.store.run_dir / "eval" / policy / folder) or {}
+    manifest = recorded(steps.store.run_dir / "eval" / policy / folder) or {}
     if policy in steps.recipe.compositions:
-        return bool(made["inputs"].get(f"train/{policy}") == steps.train(policy).fingerprint)
+        return bool(manifest["inputs"].get(f"train/{policy}") == steps.train(policy).fingerprint)
     model = Checkpoint.of(steps.recipe.policies[policy]) if policy in steps.recipe.policies else steps.student
-    return bool(made["settings"].get("model") == steps.identity_of(model))
+    return bool(manifest["settings"].get("model") == steps.identity_of(model))

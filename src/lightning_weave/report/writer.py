@@ -171,8 +171,8 @@ class Writer:
             "budgets": where + FIGURES["budgets"][1],
         }
         data = "; ".join(f"{row.policy}: {row.accuracy:.1f} % at {row.tokens:,.0f} tokens" for row in student.rows)
-        made = self.figures(drawings, suffix, data=f"{data}.", captions=captions)
-        return [replace(one, title=f"{one.title}: {student.name}") for one in made] if several else made
+        figures = self.figures(drawings, suffix, data=f"{data}.", captions=captions)
+        return [replace(one, title=f"{one.title}: {student.name}") for one in figures] if several else figures
 
     def clear(self) -> None:
         """Remove figures and tables of an earlier report that this one does not have."""
@@ -183,5 +183,5 @@ class Writer:
 
 
 def _points(student: across.StudentResults, students: Sequence[across.StudentResults]) -> list[dict[str, Any]]:
-    found = points(student.runs[0], student.rows)
-    return [{"student": student.name, **point} for point in found] if len(students) > 1 else found
+    rows = points(student.runs[0], student.rows)
+    return [{"student": student.name, **point} for point in rows] if len(students) > 1 else rows

@@ -74,18 +74,18 @@ class Alignment:
 
     def align(self, prompt: int, prompt_ids: NDArray, response_ids: NDArray, candidate_ids_TC: NDArray) -> ScoreRow:
         """Put one trajectory and its candidates into this model's tokens, each decision at the student's boundary."""
-        found = self._read(prompt, prompt_ids, response_ids)
-        if found is None:
+        reading = self._read(prompt, prompt_ids, response_ids)
+        if reading is None:
             return _nothing(prompt_ids, candidate_ids_TC)
-        ids, positions_T, unread_T = found
+        ids, positions_T, unread_T = reading
         anchor_ids_TC, mapped_TC = self.tokens.candidate_map(torch.from_numpy(np.array(candidate_ids_TC)))
         mapped = mapped_TC.numpy() & ~np.isin(anchor_ids_TC.numpy(), list(self.masked_ids))
         return ScoreRow(ids, positions_T, anchor_ids_TC.numpy(), mapped & (unread_T == Unread.READ)[:, None])
 
     def unread(self, prompt: int, prompt_ids: NDArray, response_ids: NDArray) -> NDArray[np.int64]:
         """Say of every decision of a trajectory whether this model can be asked about it, and if not, why."""
-        found = self._read(prompt, prompt_ids, response_ids)
-        return np.full(len(response_ids), Unread.NO_COLUMN, np.int64) if found is None else found[2]
+        reading = self._read(prompt, prompt_ids, response_ids)
+        return np.full(len(response_ids), Unread.NO_COLUMN, np.int64) if reading is None else reading[2]
 
     def _read(
         self, prompt: int, prompt_ids: NDArray, response_ids: NDArray
@@ -101,10 +101,10 @@ class Alignment:
             prompt_ids = after if self.prompts.native else np.concatenate([np.array(own, np.int32), after])
         context = np.concatenate([prompt_ids, response_ids])
         projected, boundaries = self.tokens.project(context)
-        read = [*native, *projected]
-        has_bos = tuple(read[: len(self.bos)]) == self.bos  # a prompt may bring its own
+        token_ids = [*native, *projected]
+        has_bos = tuple(token_ids[: len(self.bos)]) == self.bos  # a prompt may bring its own
         before = [] if has_bos else [*self.bos]
-        ids = np.array([*before, *read], dtype=np.int32)
+        ids = np.array([*before, *token_ids], dtype=np.int32)
         first = len(context) - len(response_ids)
         positions_T = len(before) + len(native) + np.array(boundaries[first:-1], dtype=np.int64) - 1
         within_T = (positions_T >= 0) & (positions_T < (self.limit or len(ids)))
@@ -147,8 +147,8 @@ def own_prompts(steps: Steps, scored: ScoredModel, asked: Sequence[Asked]) -> Ow
     reader = steps.student.tokenizer if native is None else scored.checkpoint.tokenizer
     rendered = native is not None or all(one.form.rendered for one in asked)
     ids = iter(encode([text for text in texts if text is not None], reader, rendered))
-    read = [None if text is None else next(ids) for text in texts]
-    return OwnPrompts([one.prompt.token_ids for one in asked], read, native is not None)
+    token_ids = [None if text is None else next(ids) for text in texts]
+    return OwnPrompts([one.prompt.token_ids for one in asked], token_ids, native is not None)
 
 
 def _why_messages(scored: ScoredModel) -> str:

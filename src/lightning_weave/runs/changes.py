@@ -59,31 +59,31 @@ def as_made(settings: Mapping[str, Any], made: Mapping[str, Any] | None) -> dict
 
     A `take` that takes all there is means no more than another; an anchor's name means nothing.
     """
-    known = (made or {}).get("settings", {})
-    if made is not None and (_takes_all(settings, made) or _renamed(known, settings) == settings):
-        return dict(known)
+    old_settings = (made or {}).get("settings", {})
+    if made is not None and (_takes_all(settings, made) or _renamed(old_settings, settings) == settings):
+        return dict(old_settings)
     return dict(settings)
 
 
-def _takes_all(settings: Mapping[str, Any], made: Mapping[str, Any]) -> bool:
+def _takes_all(settings: Mapping[str, Any], manifest: Mapping[str, Any]) -> bool:
     take = settings.get("take")
-    same = {**made["settings"], "take": take} == settings
-    none_left = made.get("report", {}).get("not_taken") == 0
-    return same and "take" in settings and none_left and (take is None or take >= made["rows"])
+    same = {**manifest["settings"], "take": take} == settings
+    none_left = manifest.get("report", {}).get("not_taken") == 0
+    return same and "take" in settings and none_left and (take is None or take >= manifest["rows"])
 
 
-def _renamed(known: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def _renamed(old_settings: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """The settings on disk with the names that the same anchors have now; None where they are not the same anchors."""
     now = settings.get("anchors", {})
     names: dict[str, str] = {}
-    for old, anchor in known.get("anchors", {}).items():
+    for old, anchor in old_settings.get("anchors", {}).items():
         free = [name for name in now if now[name] == anchor and name not in names.values()]
         names[old] = old if old in free else next(iter(free), "")
     if "" in names.values() or len(names) != len(now):
         return None
     renamed: dict[str, Any] = {}
     for key in ("weights", "anchors") if names else ():
-        renamed[key] = {names[old]: value for old, value in known[key].items()}
-    if "sequence" in known:
-        renamed["sequence"] = [names[old] for old in known["sequence"]]
-    return {**known, **renamed}
+        renamed[key] = {names[old]: value for old, value in old_settings[key].items()}
+    if "sequence" in old_settings:
+        renamed["sequence"] = [names[old] for old in old_settings["sequence"]]
+    return {**old_settings, **renamed}

@@ -59,27 +59,30 @@ def read_spent(run_dir: Path) -> Spent:
     A cache may be deleted when students are trained on it: it is part of what they cost.
     """
     spent = Spent([], [])
-    known: dict[Path, str | None] = {}
+    fingerprints: dict[Path, str | None] = {}
     for row in read_ledger(run_dir):
         folder = run_dir / row["stage"] / row["name"]
-        if folder not in known:
-            known[folder] = (recorded(folder) or {}).get("fingerprint")
-        there = known[folder]
-        deleted = there is None and not folder.exists() and row["stage"] not in SHARED
-        gone = deleted or (there is not None and row.get("fingerprint", there) != there)
+        if folder not in fingerprints:
+            fingerprints[folder] = (recorded(folder) or {}).get("fingerprint")
+        fingerprint = fingerprints[folder]
+        deleted = fingerprint is None and not folder.exists() and row["stage"] not in SHARED
+        gone = deleted or (fingerprint is not None and row.get("fingerprint", fingerprint) != fingerprint)
         (spent.discarded if gone else spent.kept).append(row)
     return spent
 
 
 def cost_of(folder: Path, run_dir: Path, rows: list[dict[str, Any]]) -> Cost | None:
     """What it took to make the stage in this folder, however far it came; None where nothing was measured."""
-    there = (recorded(folder) or {}).get("fingerprint")
+    fingerprint = (recorded(folder) or {}).get("fingerprint")
     stage, _, name = folder.relative_to(run_dir).as_posix().partition("/")
     own = [
         {**row, "name": name}
         for row in rows
         if row["stage"] == stage
-        and (row["name"].startswith(f"{name}/") or (row["name"] == name and row.get("fingerprint", there) == there))
+        and (
+            row["name"].startswith(f"{name}/")
+            or (row["name"] == name and row.get("fingerprint", fingerprint) == fingerprint)
+        )
     ]
     return costs(own, "name").get((name,))
 
@@ -160,8 +163,8 @@ def setting_costs(steps: Steps, rows: list[dict[str, Any]]) -> list[SettingCost]
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return sum(found) / len(found) if found else None
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def online_costs(steps: Steps, rows: list[dict[str, Any]]) -> dict[str, tuple[float, Offline]]:

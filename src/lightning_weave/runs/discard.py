@@ -49,13 +49,13 @@ def allow_discards(steps: Steps, wanted: Iterable[Step], yes: bool, check: Calla
     `check` raises first if the new ones cannot be made at all.
     """
     wanted = list(wanted)
-    if found := discards(steps, wanted):
+    if doomed := discards(steps, wanted):
         _require_inputs(steps, wanted)
         check()
         title = f"The recipe has changed since these were made in {steps.store.run_dir}. Making them again discards:"
         keep = "To keep them, give this recipe a name of its own: --set name=NAME"
         agree(
-            [title, *listing(found, steps.store.run_dir)],
+            [title, *listing(doomed, steps.store.run_dir)],
             yes,
             f"Nothing was made. To discard them: --yes (in Python: yes=True). {keep}",
         )

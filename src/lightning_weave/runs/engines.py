@@ -268,9 +268,9 @@ class ParityCheck:
             "options": dict(self.section.options),  # quantization and the like change what an engine computes
         }
         parity = Parity(self.steps.store.run_dir / FILE, key)
-        if (known := parity.remembered()) is None:
+        if (agreement := parity.remembered()) is None:
             with parity.alone():
-                if (known := parity.remembered()) is None:
+                if (agreement := parity.remembered()) is None:
                     expected = self._expected(few)
                     with self._what_to_do():
                         engine = start()
@@ -281,7 +281,7 @@ class ParityCheck:
                             engine.close()
                             raise
                     return engine
-        judge(known, self.section, self.checkpoint)
+        judge(agreement, self.section, self.checkpoint)
         with self._what_to_do():
             return start()
 
@@ -349,8 +349,8 @@ def _longest_row(steps: Steps, checkpoint: Checkpoint) -> int | None:
     recipe = steps.recipe
     longest = steps.student.context_limit
     if recipe.rollout.from_ is None:
-        asked = recipe.prompts.max_tokens + recipe.rollout.max_tokens
-        longest = asked if longest is None else min(asked, longest)
+        length = recipe.prompts.max_tokens + recipe.rollout.max_tokens
+        longest = length if longest is None else min(length, longest)
     limit = checkpoint.context_limit
     if longest is None:
         return limit
@@ -384,6 +384,6 @@ def shards_at_once(section: Rollout | Eval) -> int:
 
 def longest_context(checkpoint: Checkpoint, prompts: Sequence[list[int]], max_tokens: int) -> int:
     """Say how long a sequence can get: memory is set aside for that, not for all that the model could hold."""
-    wanted = max((len(ids) for ids in prompts), default=1) + max_tokens
+    length = max((len(ids) for ids in prompts), default=1) + max_tokens
     limit = checkpoint.context_limit
-    return wanted if limit is None else min(wanted, limit)
+    return length if limit is None else min(length, limit)

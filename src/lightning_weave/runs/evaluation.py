@@ -176,7 +176,7 @@ class Exam:
         problems = self.benchmark.problems
         texts = [self._decode(response.ids) for response in responses]
         graded = self.grader.grade([(problems[problem], text) for (problem, _), text in zip(pairs, texts, strict=True)])
-        done = [
+        samples = [
             Sample(
                 problem=problems[problem].id,
                 sample=sample,
@@ -192,8 +192,8 @@ class Exam:
             )
             for (problem, sample), response, text, verdict in zip(pairs, responses, texts, graded, strict=True)
         ]
-        write_block(self.folder, block, done)
-        return Made(sum(sample.tokens for sample in done))
+        write_block(self.folder, block, samples)
+        return Made(sum(sample.tokens for sample in samples))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -252,8 +252,8 @@ def drop_blocks(stage: Stage) -> None:
 def _graded_otherwise(stage: Stage) -> Path | None:
     """Find whole samples that only another recipe's grading keeps from being this one's."""
     name = Path(stage.step.path).name
-    found = [path for path in sorted(stage.folder.parent.glob(f"{name}*")) if path.name.partition("@")[0] == name]
-    return next((path for path in (*found, *stage.aside()) if _differs_in_grading(stage, path)), None)
+    folders = [path for path in sorted(stage.folder.parent.glob(f"{name}*")) if path.name.partition("@")[0] == name]
+    return next((path for path in (*folders, *stage.aside()) if _differs_in_grading(stage, path)), None)
 
 
 def _differs_in_grading(stage: Stage, folder: Path) -> bool:
@@ -329,16 +329,16 @@ def prompt_texts(benchmark: Benchmark, tokenizer: Any, section: Eval) -> list[st
 
 def asked_problems(benchmark: Benchmark, tokenizer: Any, section: Eval) -> list[Asked]:
     """Put every problem to a policy."""
-    asked = []
+    questions = []
     for problem in benchmark.problems:
         is_code = problem.row is not None
         form = Form(is_code, section.chat, section.thinking, rendered=_is_rendered(benchmark, section))
         messages = _messages(problem, section)
         prompt = Prompt(problem.id, messages, form.text(messages, tokenizer), [])
         columns = {**problem.columns, "answer": problem.answer} if problem.row is None else problem.row
-        asked.append(Asked(prompt, {name: value for name, value in columns.items() if value is not None}, form))
-    ids = encode([one.prompt.text for one in asked], tokenizer, _is_rendered(benchmark, section))
-    return [replace(one, prompt=replace(one.prompt, token_ids=own)) for one, own in zip(asked, ids, strict=True)]
+        questions.append(Asked(prompt, {name: value for name, value in columns.items() if value is not None}, form))
+    ids = encode([one.prompt.text for one in questions], tokenizer, _is_rendered(benchmark, section))
+    return [replace(one, prompt=replace(one.prompt, token_ids=own)) for one, own in zip(questions, ids, strict=True)]
 
 
 def _messages(problem: Problem, section: Eval) -> list[dict[str, str]]:

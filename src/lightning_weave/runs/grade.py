@@ -49,8 +49,8 @@ class Grader:
     @property
     def name(self) -> str:
         """Names the protocol: only policies graded alike may be compared."""
-        said = [self.rule.kind, self.rule.pattern, self.rule.function]
-        return " ".join(filter(None, said)) if self.benchmark.kind == "math" else "livecodebench"
+        parts = [self.rule.kind, self.rule.pattern, self.rule.function]
+        return " ".join(filter(None, parts)) if self.benchmark.kind == "math" else "livecodebench"
 
     def is_strict_for_want_of_math_verify(self, section: Eval) -> bool:
         """Say whether a file of the user's own is graded by the paper's rule only because a package is missing."""

@@ -64,10 +64,10 @@ def main(descriptor: int) -> None:
     """Grade what is asked, in the main thread: the time limits of math-verify are alarms. The end of input ends it."""
     line = Connection(descriptor)
     grader: Grader = line.recv()
-    asked: queue.SimpleQueue[list[tuple[Problem, str]]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(line, asked), daemon=True).start()
+    questions: queue.SimpleQueue[list[tuple[Problem, str]]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(line, questions), daemon=True).start()
     while True:
-        responses = asked.get()
+        responses = questions.get()
         answer: Any
         try:
             answer = grader.grade(responses)
@@ -77,11 +77,11 @@ def main(descriptor: int) -> None:
             line.send(answer)
 
 
-def _listen(line: Connection, asked: "queue.SimpleQueue[list[tuple[Problem, str]]]") -> None:
+def _listen(line: Connection, questions: "queue.SimpleQueue[list[tuple[Problem, str]]]") -> None:
     """Take questions, and notice at once when there will be no more, in the middle of grading too."""
     while True:
         try:
-            asked.put(line.recv())
+            questions.put(line.recv())
         except (EOFError, OSError):
             os._exit(0)
 
@@ -90,6 +90,6 @@ def _sendable(error: Exception) -> Exception:
     """A message for people as it is; of anything else, whose class may be of any package, what it said and where."""
     if isinstance(error, WeaveError):
         return error
-    told = RuntimeError(f"{type(error).__name__}: {error}")
-    told.add_note(traceback.format_exc())
-    return told
+    substitute = RuntimeError(f"{type(error).__name__}: {error}")
+    substitute.add_note(traceback.format_exc())
+    return substitute

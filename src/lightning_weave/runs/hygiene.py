@@ -78,12 +78,12 @@ def suggestions(steps: Steps, anchor: str, rows: Sequence[int]) -> dict[str, flo
         return {}
     size_P = np.abs(block.r_KPC[0]).max(axis=1)[valid_P]
     mass_P = np.minimum(*(_mass(steps, pair, side, rows) for side in (0, 1)))[valid_P]
-    found = {
+    quantiles = {
         "shift_clip": np.quantile(size_P, 1 - RARE),
         "mass_floor": np.quantile(mass_P, FEW),
         "only_above": np.quantile(entropy(block.candidates)[valid_P], 0.5),
     }
-    return {rule: float(f"{value:.2g}") for rule, value in found.items()}
+    return {rule: float(f"{value:.2g}") for rule, value in quantiles.items()}
 
 
 def _block(steps: Steps, pair: PairSource, rows: Sequence[int]) -> Block:
@@ -101,5 +101,5 @@ def _kl(block: Block, among: Block) -> float:
 
 def _mass(steps: Steps, pair: PairSource, side: int, rows: Sequence[int]) -> NDArray[np.float32]:
     cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference))
-    found = [pair.stages[side].open(Scores, shard).read(at, at + 1) for shard, at in map(cache.rows.find, rows)]
-    return np.concatenate([scores.mass.flat for scores in found])
+    parts = [pair.stages[side].open(Scores, shard).read(at, at + 1) for shard, at in map(cache.rows.find, rows)]
+    return np.concatenate([scores.mass.flat for scores in parts])

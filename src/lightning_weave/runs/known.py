@@ -24,17 +24,17 @@ def remember(steps: Steps) -> None:
     run_dir = steps.store.run_dir
     own = steps.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
     before = _tables(run_dir, ("recipe.toml", FILE))  # sweeps have a file of their own
-    kept = {part: {**found, **own[part]} for part, found in before.items()}
-    write_atomic(run_dir / FILE, tomli_w.dumps(kept).encode())
+    tables = {part: {**entries, **own[part]} for part, entries in before.items()}
+    write_atomic(run_dir / FILE, tomli_w.dumps(tables).encode())
 
 
 def forget(run_dir: Path, policy: str) -> None:
     """Drop a composition or policy from what is kept; its anchors stay, since others may use them."""
     for name in (FILE, SWEEP):
         table = read_table(run_dir / name)
-        kept = {part: {key: one for key, one in named.items() if key != policy} for part, named in table.items()}
-        if kept != table:
-            write_atomic(run_dir / name, tomli_w.dumps(kept).encode())
+        rest = {part: {key: one for key, one in named.items() if key != policy} for part, named in table.items()}
+        if rest != table:
+            write_atomic(run_dir / name, tomli_w.dumps(rest).encode())
 
 
 def with_known(steps: Steps) -> Steps:
@@ -85,23 +85,23 @@ def as_it_stands(steps: Steps) -> Steps:
 
 def _as_trained(standing: Steps, name: str) -> Composition:
     composition = standing.recipe.compositions[name]
-    made = standing.train(name).settings
-    same_method = made.get("method", "joint") == composition.method
-    known = made["weights"].keys() <= standing.recipe.anchors.keys()
-    if not (same_method and known) or composition.routes or "routes" in made:
+    settings = standing.train(name).settings
+    same_method = settings.get("method", "joint") == composition.method
+    known = settings["weights"].keys() <= standing.recipe.anchors.keys()
+    if not (same_method and known) or composition.routes or "routes" in settings:
         return composition
-    weights = {} if made["weights"] == dict(composition.used) else {"weights": made["weights"]}
-    return composition.model_copy(update={**weights, "alpha": made["alpha"]})
+    weights = {} if settings["weights"] == dict(composition.used) else {"weights": settings["weights"]}
+    return composition.model_copy(update={**weights, "alpha": settings["alpha"]})
 
 
 def differing(steps: Steps) -> dict[str, str]:
     """Say of every finished stage that is not what the recipe says, by its path, what changed."""
-    found = {}
+    causes = {}
     for step in steps.everything():
         stage = steps.store.stage(step)
         if stage.state() == "stale" and stage.manifest() is not None:
-            found[step.path] = cause(stage)
-    return found
+            causes[step.path] = cause(stage)
+    return causes
 
 
 def neighbours(stage: Stage) -> list[tuple[Stage, str]]:

@@ -40,11 +40,11 @@ def read_log(row: Row, tokenizer: Any, stops: Collection[int]) -> LoggedRun:
     A turn is the text that follows the opened turn, up to its first stop token. One with weight 0 is context.
     """
     messages = read_messages(row)
-    written = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-    if not any(messages[at].get("weight", 1) for at in written):
+    turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    if not any(messages[at].get("weight", 1) for at in turns):
         raise InputError(f"{row.where}: no turn of the assistant in its messages, so there is nothing to learn from")
     spans = []
-    for at in written:
+    for at in turns:
         opened = _render(row, messages[:at], tokenizer, opens=True)
         closed = _render(row, messages[: at + 1], tokenizer, opens=False)
         if not closed.startswith(opened):
@@ -72,7 +72,7 @@ def read_log(row: Row, tokenizer: Any, stops: Collection[int]) -> LoggedRun:
     last = len(decided) - decided[::-1].index(True)
     if first == 0:
         raise InputError(f"{row.where}: nothing stands before the first turn of the assistant")
-    return LoggedRun(ids[:first], ids[first:last], decided[first:last], messages[: written[0]])
+    return LoggedRun(ids[:first], ids[first:last], decided[first:last], messages[: turns[0]])
 
 
 _IDS = "Give token ids instead: prompt_ids, response_ids and mask"
@@ -82,8 +82,8 @@ def read_messages(row: Row) -> list[dict[str, Any]]:
     """Read OpenAI-style `messages`, `prompt` and `completion` of such, or ShareGPT's `conversations`."""
     messages: Any
     if _is_pair(row):
-        asked = [{**turn, "weight": 0} if isinstance(turn, Mapping) else turn for turn in row.values["prompt"]]
-        messages = [*asked, *row.values["completion"]]
+        prompt = [{**turn, "weight": 0} if isinstance(turn, Mapping) else turn for turn in row.values["prompt"]]
+        messages = [*prompt, *row.values["completion"]]
     elif "messages" not in row.values:
         turns = row.values["conversations"]
         if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
@@ -111,10 +111,10 @@ def _message(row: Row, number: int, message: Any) -> dict[str, Any]:
     calls = message.get("tool_calls") or []
     if not isinstance(content, str) and not (content is None and calls):
         raise InputError(f"{row.where}: message {number} has no content, nor tool_calls")
-    read = {**message, "content": content or ""}
+    turn = {**message, "content": content or ""}
     if calls:
-        read["tool_calls"] = [_call(row, number, call) for call in calls]
-    return read
+        turn["tool_calls"] = [_call(row, number, call) for call in calls]
+    return turn
 
 
 def _call(row: Row, number: int, call: Any) -> dict[str, Any]:
@@ -146,9 +146,9 @@ def _render(row: Row, messages: list[dict[str, Any]], tokenizer: Any, *, opens: 
     tools = row.values.get("tools") or None
     if isinstance(tools, str):  # as some tables keep them
         tools = _parsed(row, tools)
-    given = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    turns = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
     try:
-        text = tokenizer.apply_chat_template(given, tools=tools, tokenize=False, add_generation_prompt=opens, **switch)
+        text = tokenizer.apply_chat_template(turns, tools=tools, tokenize=False, add_generation_prompt=opens, **switch)
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise InputError(f"{row.where}: the chat template rejects its messages or tools: {error}") from None
     return str(text)

@@ -106,15 +106,15 @@ def compare(sampler: VLLMSampler, expected: Sequence[ScoredRow]) -> Agreement:
 
     An engine reads a prompt in one way and writes a response in another, and both must be right.
     """
-    read = _read(sampler, [(row.prompt, row.response) for row in expected])
+    reading = _read(sampler, [(row.prompt, row.response) for row in expected])
     requests = [Request(row.prompt, number, 0) for number, row in enumerate(expected)]
     drawn = sampler.sample_with_logprobs(requests, SETTINGS)
     room = [max(0, sampler.limit - 1 - len(row.prompt)) for row in expected]
     own = [(row.prompt, one.response.ids[:most]) for row, one, most in zip(expected, drawn, room, strict=True)]
-    written = [np.array(one.logprobs[:most]) for one, most in zip(drawn, room, strict=True)]
+    writing = [np.array(one.logprobs[:most]) for one, most in zip(drawn, room, strict=True)]
     gaps = [
-        _mean_gap([row.logprobs_T for row in expected], read),
-        _mean_gap(written, _read(sampler, own)),
+        _mean_gap([row.logprobs_T for row in expected], reading),
+        _mean_gap(writing, _read(sampler, own)),
     ]
     return Agreement(float(np.max(gaps)), sum(len(row.response) for row in expected))
 

@@ -91,11 +91,11 @@ class OwnGroup:
     responses: list[Response]
 
     def as_prompt(self, tokenizer: Any) -> Prompt:
-        said = self.row.get("prompt")  # a list beside a completion: its messages
-        text = said if said and isinstance(said, str) else tokenizer.decode(self.prompt_ids)
+        prompt = self.row.get("prompt")  # a list beside a completion: its messages
+        text = prompt if prompt and isinstance(prompt, str) else tokenizer.decode(self.prompt_ids)
         digest = zlib.crc32(np.array(self.prompt_ids, "<i4").tobytes())
-        known = self.row.get("id")
-        name = f"own-{digest:08x}" if known is None else str(known)
+        own_id = self.row.get("id")
+        name = f"own-{digest:08x}" if own_id is None else str(own_id)
         answer = self.row.get("answer")
         # No messages: the text of these ids is rendered already, and no anchor can render it in its own way.
         messages = self.row.get("messages") or []
@@ -109,7 +109,7 @@ def own_trajectories(steps: Steps) -> list[OwnGroup]:
     directory, such as `lweave export` and other tools write.
     """
     path = Path(steps.recipe.rollout.from_ or "").expanduser()
-    wanted = steps.recipe.rollout.responses
+    count = steps.recipe.rollout.responses
     vocabulary = steps.student.vocabulary
     stops = steps.student.stop_ids
     groups: dict[tuple[int, ...], OwnGroup] = {}
@@ -122,7 +122,7 @@ def own_trajectories(steps: Steps) -> list[OwnGroup]:
             values = {"id": f"log-{digest:08x}", **row.values, "messages": run.asked if plain else []}
             response = Response(run.response_ids, finish, run.decided)
             # Every run is a group of its own, unless several were wanted for each prompt.
-            key = tuple(run.prompt_ids) if wanted > 1 else (len(groups), *run.prompt_ids)
+            key = tuple(run.prompt_ids) if count > 1 else (len(groups), *run.prompt_ids)
             groups.setdefault(key, OwnGroup(tuple(run.prompt_ids), values, [])).responses.append(response)
             continue
         prompt_ids = tuple(_ids(row, "prompt_ids", vocabulary))
@@ -141,15 +141,15 @@ def own_trajectories(steps: Steps) -> list[OwnGroup]:
     if not any(response.ids for group in groups.values() for response in group.responses):
         raise InputError(f"{path}: no response in it has a token; give response_ids as the student drew them")
     for group in groups.values():
-        if len(group.responses) != wanted:
+        if len(group.responses) != count:
             raise InputError(
                 f"{path}: the prompt {group.row.get('id', group.prompt_ids[:8])} has {len(group.responses)} responses, "
-                f"but rollout.responses = {wanted}. Give every prompt as many, or set that key"
+                f"but rollout.responses = {count}. Give every prompt as many, or set that key"
             )
-    found = list(groups.values())
-    if any(response.decided is not None for group in found for response in group.responses):
-        found = [replace(group, responses=[_all_said(one) for one in group.responses]) for group in found]
-    return found
+    own_groups = list(groups.values())
+    if any(response.decided is not None for group in own_groups for response in group.responses):
+        own_groups = [replace(group, responses=[_all_said(one) for one in group.responses]) for group in own_groups]
+    return own_groups
 
 
 def _all_said(response: Response) -> Response:

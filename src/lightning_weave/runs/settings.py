@@ -49,8 +49,8 @@ def choose_engines(recipe: Recipe) -> dict[str, tuple[str, str]]:
     open_ = [name for name in ENGINES if getattr(recipe, name).engine == "auto"]
     if not open_:
         return {}
-    kept = _kept(Path(recipe.runs) / recipe.name / "recipe.toml")
-    return {name: _choose(recipe, name, kept.get(name, {}).get("engine")) for name in open_}
+    sections = _kept(Path(recipe.runs) / recipe.name / "recipe.toml")
+    return {name: _choose(recipe, name, sections.get(name, {}).get("engine")) for name in open_}
 
 
 def _choose(recipe: Recipe, name: str, before: str | None) -> tuple[str, str]:
@@ -105,8 +105,8 @@ def without_unset(settings: dict[str, Any]) -> dict[str, Any]:
 def without_defaults(train: dict[str, Any]) -> dict[str, Any]:
     """Leave out what came later than the first runs, where it is not used: they stay done."""
     lora = train["lora"]
-    kept = lora and {key: value for key, value in lora.items() if LATER.get(f"lora.{key}", ...) != value}
-    return {key: value for key, value in train.items() if LATER.get(key, ...) != value} | {"lora": kept}
+    rest = lora and {key: value for key, value in lora.items() if LATER.get(f"lora.{key}", ...) != value}
+    return {key: value for key, value in train.items() if LATER.get(key, ...) != value} | {"lora": rest}
 
 
 def own_content(function: str, where: str) -> dict[str, str]:

@@ -101,8 +101,8 @@ class Steps:
         """Identify data once per command, in the same way."""
         if source not in self._identities:
             gone = not Path(source).expanduser().exists()
-            known = self._remembered.get(source) if gone else None
-            self._identities[source] = known or data_identity(source, key)
+            identity = self._remembered.get(source) if gone else None
+            self._identities[source] = identity or data_identity(source, key)
         return self._identities[source]
 
     @cached_property
@@ -112,9 +112,9 @@ class Steps:
 
     def remember(self) -> None:
         """Keep the identities of this run's models and data, so that they may be moved once they are not needed."""
-        kept = {**self._remembered, **self._identities}
-        if kept != self._remembered:
-            write_json(self.store.run_dir / IDENTITIES, kept)
+        identities = {**self._remembered, **self._identities}
+        if identities != self._remembered:
+            write_json(self.store.run_dir / IDENTITIES, identities)
 
     @property
     def prompts_file(self) -> Path:
@@ -410,8 +410,8 @@ class Steps:
         """Say how a benchmark is graded; a user's own function by its content."""
         rule = grading_of(self.recipe.eval, benchmark)
         if rule.function is None:
-            said = rule.model_dump(mode="json", exclude_defaults=True)
-            return rule.kind if said.keys() == {"kind"} else said
+            settings = rule.model_dump(mode="json", exclude_defaults=True)
+            return rule.kind if settings.keys() == {"kind"} else settings
         return {"kind": rule.kind, **own_content(rule.function, f"eval.graders.{benchmark_folder(benchmark)}.function")}
 
     @property

@@ -55,8 +55,8 @@ def sample_shards(
         return
     responses: dict[int, dict[int, Response]] = {}
     for shard, requests in shards.items():
-        known = journal.read(shard)
-        responses[shard] = {place: known[each.key] for place, each in enumerate(requests) if each.key in known}
+        entries = journal.read(shard)
+        responses[shard] = {place: entries[each.key] for place, each in enumerate(requests) if each.key in entries}
     waiting = [
         (shard, place)
         for shard, requests in shards.items()
@@ -78,9 +78,9 @@ def _one_after_another(
     sampler: Sampler, settings: SamplingSettings, shards: Mapping[int, list[Request]], journal: Journal | None
 ) -> Iterator[tuple[int, list[Response]]]:
     for shard, requests in shards.items():
-        known = journal.read(shard) if journal else {}
-        if all(each.key in known for each in requests):
-            yield shard, [known[each.key] for each in requests]
+        entries = journal.read(shard) if journal else {}
+        if all(each.key in entries for each in requests):
+            yield shard, [entries[each.key] for each in requests]
             continue
         responses = sampler.sample(requests, settings)
         for request, response in zip(requests, responses, strict=True):

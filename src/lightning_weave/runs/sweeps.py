@@ -66,12 +66,12 @@ def _usual_alpha(recipe: Recipe) -> float:
 
 def _routed(recipe: Recipe, tag: str) -> Joint:
     """Find the composition whose weights of one tag are to vary."""
-    found = [one for one in recipe.compositions.values() if isinstance(one, Joint) and one.routes]
-    if not found:
+    compositions = [one for one in recipe.compositions.values() if isinstance(one, Joint) and one.routes]
+    if not compositions:
         raise InputError(f"--tag {tag}: no composition of this recipe has weights by tag")
-    if tag not in found[0].by_tag:
-        raise InputError(f"--tag {tag}: no such tag in its weights; there are {', '.join(found[0].by_tag)}")
-    return found[0]
+    if tag not in compositions[0].by_tag:
+        raise InputError(f"--tag {tag}: no such tag in its weights; there are {', '.join(compositions[0].by_tag)}")
+    return compositions[0]
 
 
 def _plan_one(
@@ -94,9 +94,9 @@ def _plan_one(
         plain = by_tag.pop(DEFAULT_TAG, {})
         composition = Joint(weights=plain, routes=by_tag, alpha=float(alpha))
         name = f"{tag}-{name}"
-    for known, existing in recipe.compositions.items():
+    for old_name, existing in recipe.compositions.items():
         if _same(existing, composition):
-            return Planned(known, existing, True)
+            return Planned(old_name, existing, True)
     if name in recipe.compositions or name in recipe.policies:
         raise InputError(f"{name} is the name of something else in this recipe; rename that")
     return Planned(name, composition, False)
@@ -144,12 +144,12 @@ def _kept(steps: Steps) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8")).get("compositions", {})
+        compositions: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8")).get("compositions", {})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(
             f"{path}: broken TOML ({error}). Remove it and sweep again: what was trained is kept"
         ) from None
-    return {name: one for name, one in found.items() if anchors_of(one) <= set(steps.recipe.anchors)}
+    return {name: one for name, one in compositions.items() if anchors_of(one) <= set(steps.recipe.anchors)}
 
 
 def _extend(steps: Steps, compositions: dict[str, Any]) -> Steps:

@@ -63,7 +63,7 @@ def file_identity(path: Path) -> str:
 
 def file_identities(paths: Sequence[Path]) -> list[str]:
     """Hash files; what is new is remembered in one go."""
-    known = _load_cache()
+    cache = _load_cache()
     new = {}
     digests = []
     for path in paths:
@@ -72,7 +72,7 @@ def file_identities(paths: Sequence[Path]) -> list[str]:
             digests.append(Path(key).name)
             continue
         stat = path.stat()
-        entry = known.get(key)
+        entry = cache.get(key)
         if not entry or entry[:2] != [stat.st_size, stat.st_mtime_ns]:
             entry = new[key] = [stat.st_size, stat.st_mtime_ns, sha256_file(path)]
         digests.append(str(entry[2]))

@@ -143,8 +143,8 @@ class Stage:
 
     def aside(self) -> list[Path]:
         """The folders that were set aside for this stage."""
-        found = sorted(self.folder.parent.glob(f"{ASIDE}{self.folder.name}@*"))
-        return [folder for folder in found if folder.name.rpartition("@")[0] == f"{ASIDE}{self.folder.name}"]
+        folders = sorted(self.folder.parent.glob(f"{ASIDE}{self.folder.name}@*"))
+        return [folder for folder in folders if folder.name.rpartition("@")[0] == f"{ASIDE}{self.folder.name}"]
 
     def settle(self) -> None:
         """Remove what was set aside, now that this stage is whole."""
@@ -230,18 +230,18 @@ class Stage:
 
     def note_engine(self, name: str) -> list[str]:
         """Write down for the manifest what makes this stage from now on; returns what else has made parts of it."""
-        known = self.engines()
+        engines = self.engines()
         noted = {row["engine"] for row in read_lines(self.folder / NOTED)}
-        for each in sorted({*known, name} - noted):  # a manifest goes when one of its shards is made again
+        for each in sorted({*engines, name} - noted):  # a manifest goes when one of its shards is made again
             append_line(self.folder / NOTED, {"engine": each})
-        return [each for each in known if each != name]
+        return [each for each in engines if each != name]
 
     def engines(self) -> list[str]:
         """What has made this stage, by version and dtype. They are no part of its fingerprint."""
         noted = [row["engine"] for row in read_lines(self.folder / NOTED)]  # first: it goes when a manifest has come
         manifest = self.manifest() or {}
-        kept = manifest.get("engines", []) if manifest.get("fingerprint") == self.step.fingerprint else []
-        return sorted({*kept, *noted})
+        recorded_engines = manifest.get("engines", []) if manifest.get("fingerprint") == self.step.fingerprint else []
+        return sorted({*recorded_engines, *noted})
 
     def _write_manifest(self, entries: list[dict[str, Any]], extra: Mapping[str, Any]) -> None:
         engines = {"engines": made_with} if (made_with := self.engines()) else {}
@@ -290,14 +290,14 @@ class Stage:
 
     def damaged(self) -> dict[Path, str]:
         """Find the files that are not what the manifest says, and what they are instead."""
-        found = {}
+        faults = {}
         for entry in (self.manifest() or {"shards": []})["shards"]:
             path = self.folder / entry["file"]
             if not path.exists():
-                found[path] = "is missing"
+                faults[path] = "is missing"
             elif sha256_file(path) != entry["sha256"]:
-                found[path] = "is damaged (its sha256 is not the manifest's)"
-        return found
+                faults[path] = "is damaged (its sha256 is not the manifest's)"
+        return faults
 
     def _is_whole(self, entry: Mapping[str, Any]) -> bool:
         path = self.folder / entry["file"]
@@ -316,8 +316,8 @@ def recorded(folder: Path) -> dict[str, Any] | None:
     """What a folder holds, or will hold once it is finished: fingerprint, settings and inputs; None if unknown."""
     for name in (MANIFEST, BEGUN):
         if (folder / name).exists():
-            found = read_json(folder / name)
-            return found if isinstance(found, dict) else None
+            document = read_json(folder / name)
+            return document if isinstance(document, dict) else None
     return None
 
 
@@ -380,8 +380,8 @@ class Store:
         folder = self.run_dir / step.path
         if step.subject:
             own = beside(folder, step.protocol(step.settings))
-            made = recorded(folder)
-            taken = made is not None and step.protocol(made["settings"]) != step.protocol(step.settings)
+            manifest = recorded(folder)
+            taken = manifest is not None and step.protocol(manifest["settings"]) != step.protocol(step.settings)
             folder = own if taken or own.exists() else folder
         return Stage(folder, step)
 

@@ -161,8 +161,8 @@ def _parquet_rows(path: Path, columns: Collection[str] | None) -> Iterator[Row |
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            wanted = columns_to_read(file.schema_arrow.names, columns)
-            for batch in file.iter_batches(batch_size=_BATCH, columns=wanted):
+            names = columns_to_read(file.schema_arrow.names, columns)
+            for batch in file.iter_batches(batch_size=_BATCH, columns=names):
                 for index in range(batch.num_rows):
                     number += 1
                     yield _parquet_row(batch.slice(index, 1), f"{path} row {number}")

@@ -41,10 +41,10 @@ class Spelling:
     def of(cls, tokenizer: Any) -> "Spelling":
         """Read a tokenizer; results are cached until tokens are added to it."""
         backend = _backend(tokenizer)
-        known = _known.get(tokenizer)
-        if known is None or known.size != backend.get_vocab_size(with_added_tokens=True):
-            known = _known[tokenizer] = cls._read(backend)
-        return known
+        spelling = _known.get(tokenizer)
+        if spelling is None or spelling.size != backend.get_vocab_size(with_added_tokens=True):
+            spelling = _known[tokenizer] = cls._read(backend)
+        return spelling
 
     @classmethod
     def _read(cls, backend: Tokenizer) -> "Spelling":

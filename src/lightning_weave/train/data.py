@@ -42,12 +42,12 @@ class Batch:
 
     def first(self, decisions: int) -> "Batch":
         """Keep the first few decisions and the tokens that they need. With none, a pass that adds nothing is left."""
-        kept = {name: getattr(self, name)[:decisions] for name in _OF_DECISIONS}
-        tokens = int(kept["states_N"].max()) + 1 if len(kept["states_N"]) else 1
+        parts = {name: getattr(self, name)[:decisions] for name in _OF_DECISIONS}
+        tokens = int(parts["states_N"].max()) + 1 if len(parts["states_N"]) else 1
         ends = np.minimum(np.cumsum(self.lengths), tokens)
         lengths = np.diff(ends, prepend=0)
-        kept |= {"input_ids_T": self.input_ids_T[:tokens], "positions_T": self.positions_T[:tokens]}
-        return Batch(lengths=tuple(lengths[lengths > 0].tolist()), **kept)
+        parts |= {"input_ids_T": self.input_ids_T[:tokens], "positions_T": self.positions_T[:tokens]}
+        return Batch(lengths=tuple(lengths[lengths > 0].tolist()), **parts)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -69,8 +69,8 @@ def tokens_needed(block: Block, weights: Sequence[float]) -> list[int]:
     offsets = block.rollouts.response_ids.offsets
     needed = []
     for row, prompt_ids in enumerate(block.rollouts.prompt_ids):
-        kept = np.flatnonzero(kept_P[offsets[row] : offsets[row + 1]])
-        needed.append(len(prompt_ids) + int(kept[-1]) if len(kept) else 1)
+        places = np.flatnonzero(kept_P[offsets[row] : offsets[row + 1]])
+        needed.append(len(prompt_ids) + int(places[-1]) if len(places) else 1)
     return needed
 
 

@@ -55,8 +55,8 @@ def with_lora(model: Any, lora: Lora, seed: int) -> Any:
     for target in named:  # peft itself accepts one that matches nothing, if another matches
         if not any(name.endswith(f".{target}") for name in names):
             layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-            raise InputError(f"train.lora.targets: no layer is called {target!r}; the student has {known}")
+            listing = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise InputError(f"train.lora.targets: no layer is called {target!r}; the student has {listing}")
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
@@ -96,10 +96,10 @@ def student_weights(trainee: Trainee, trained: bool = False) -> dict[str, Tensor
 def read_weights(trainee: Trainee, layout: Layout, updates: Mapping[str, Update]) -> None:
     """Read the student's weights from its files, each rank its own rows of them; an adapter is added to its base."""
     parts = {name: own_part(tensor) for name, tensor in student_weights(trainee).items()}
-    wanted = {name: rows for name, (part, rows) in parts.items() if part.numel()}
-    for name, tensor in layout.read(wanted):
+    slices = {name: rows for name, (part, rows) in parts.items() if part.numel()}
+    for name, tensor in layout.read(slices):
         parts[name][0].copy_(tensor)
-    for name in wanted.keys() & updates.keys():
+    for name in slices.keys() & updates.keys():
         part, rows = parts[name]
         part.copy_(part.float() + updates[name].rows(rows, part.device))
 
@@ -204,7 +204,7 @@ def _trained_updates(trainee: Trainee, beside: bool) -> dict[str, Update]:
         return {}
     from peft.tuners.lora import LoraLayer
 
-    found = {}
+    updates = {}
     for place, layer in trainee.model.get_base_model().named_modules():
         if isinstance(layer, LoraLayer) and (beside or not layer.get_base_layer().weight.is_floating_point()):
             if "default" not in layer.lora_A:
@@ -214,8 +214,8 @@ def _trained_updates(trainee: Trainee, beside: bool) -> dict[str, Update]:
                 )
             factors = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
             a_RI, b_OR = (whole_weight(factor.detach(), torch.float32) for factor in factors)
-            found[f"{place}.weight"] = Update(a_RI, b_OR, layer.scaling["default"], layer.fan_in_fan_out)
-    return found
+            updates[f"{place}.weight"] = Update(a_RI, b_OR, layer.scaling["default"], layer.fan_in_fan_out)
+    return updates
 
 
 def _added(layout: Layout, names: Sequence[str], updates: Mapping[str, Update]) -> dict[str, Tensor]:
@@ -229,6 +229,6 @@ def _added(layout: Layout, names: Sequence[str], updates: Mapping[str, Update]) 
 
 
 def _copy_files(student: Path, folder: Path) -> None:
-    kept = {file for pattern in KEPT_FILES for file in student.glob(pattern)}
-    for file in sorted(kept | set(weight_files(student))):
+    files = {file for pattern in KEPT_FILES for file in student.glob(pattern)}
+    for file in sorted(files | set(weight_files(student))):
         shutil.copyfile(file, folder / file.name)

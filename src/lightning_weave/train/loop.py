@@ -266,8 +266,8 @@ class Fit:
     @torch.no_grad()
     def distance(self, numbers: Sequence[int]) -> dict[str, float]:
         """How far the student is from its target on some rows, on average over kept decisions."""
-        found = self._mean(numbers, DISTANCES, lambda batch, log_pi_NO: distances(log_pi_NO, batch))
-        return {name: found[name] for name in ("reverse_kl", "forward_kl", "total_variation")}
+        means = self._mean(numbers, DISTANCES, lambda batch, log_pi_NO: distances(log_pi_NO, batch))
+        return {name: means[name] for name in ("reverse_kl", "forward_kl", "total_variation")}
 
     def _mean(
         self, numbers: Sequence[int], names: Sequence[str], measure: Callable[[Batch, Tensor], Tensor]
@@ -311,12 +311,12 @@ def check_agreement(fit: Fit, numbers: Sequence[int], largest: float, dtype: tor
 
     The bound is for float32. Rounding to bfloat16 alone is worth more: 1.3e-3 on SmolLM2-135M.
     """
-    found = fit.disagreement(numbers)
+    loss = fit.disagreement(numbers)
     bound = largest if dtype == torch.float32 else ROUNDING * largest
-    if found <= bound:
-        return found, None
-    return found, (
-        f"before training, the loss at zero shift is {found:.2e}, over {bound:g} (train.agreement): trainer and "
+    if loss <= bound:
+        return loss, None
+    return loss, (
+        f"before training, the loss at zero shift is {loss:.2e}, over {bound:g} (train.agreement): trainer and "
         "reference/ disagree about the student (another dtype, checkpoint or engine?)"
     )
 
@@ -328,8 +328,8 @@ def adam(trainee: Trainee, learning_rate: float, betas: Sequence[float], weight_
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    kept = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(kept, learning_rate, (betas[0], betas[1]), fused=True)
+    nonempty_groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(nonempty_groups, learning_rate, (betas[0], betas[1]), fused=True)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

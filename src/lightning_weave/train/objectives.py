@@ -101,8 +101,8 @@ class Loss:
         assert self.own is not None
         loss_N = self.own(log_pi_NO, batch.log_b_NO, batch.log_q_NO, self.alpha)
         if not isinstance(loss_N, Tensor) or loss_N.shape != log_pi_NO.shape[:1]:
-            given = tuple(loss_N.shape) if isinstance(loss_N, Tensor) else type(loss_N).__name__
-            raise InputError(f"{self.objective} gives {given} for {len(log_pi_NO)} decisions; give one loss for each")
+            shape = tuple(loss_N.shape) if isinstance(loss_N, Tensor) else type(loss_N).__name__
+            raise InputError(f"{self.objective} gives {shape} for {len(log_pi_NO)} decisions; give one loss for each")
         return loss_N
 
     def _in_one_pass(self, hidden_ND: Tensor, head: Head, batch: Batch, normalizer: float) -> tuple[Tensor, Tensor]:
@@ -143,10 +143,10 @@ class Trainee(nn.Module):
     def __init__(self, model: Any, vocabulary: int) -> None:
         super().__init__()
         self.model = model
-        found = describe_head(model, vocabulary)
+        head = describe_head(model, vocabulary)
         # Without its weight, which would stay whole here after the model is sharded.
-        bias_V = None if found.bias_V is None else found.bias_V.detach().to("meta")
-        self.head_description = replace(found, weight_VD=found.weight_VD.detach().to("meta"), bias_V=bias_V)
+        bias_V = None if head.bias_V is None else head.bias_V.detach().to("meta")
+        self.head_description = replace(head, weight_VD=head.weight_VD.detach().to("meta"), bias_V=bias_V)
         self.packs = False  # until it is seen that its rows stay apart
 
     def head(self) -> Head:

@@ -199,8 +199,8 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
     for owner in module.modules():
         for name, weight in owner.named_parameters(recurse=False):
             if weight not in moved:
-                there = torch.empty_like(weight, device=device) if weight.is_meta else weight.detach().to(device)
-                moved[weight] = nn.Parameter(there, weight.requires_grad)
+                tensor = torch.empty_like(weight, device=device) if weight.is_meta else weight.detach().to(device)
+                moved[weight] = nn.Parameter(tensor, weight.requires_grad)
             owner.register_parameter(name, moved[weight])
         for name, buffer in owner.named_buffers(recurse=False):
             owner._buffers[name] = buffer.to(device)

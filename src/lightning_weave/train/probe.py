@@ -37,11 +37,11 @@ class Probe:
         most = min(count, steps.recipe.train.eval_problems)
         benchmark = replace(loaded, problems=tuple(loaded.problems[place * count // most] for place in range(most)))
         tokenizer = steps.student.tokenizer
-        asked = asked_problems(benchmark, tokenizer, section)
+        problems = asked_problems(benchmark, tokenizer, section)
         return cls(
             benchmark=benchmark,
             grader=Grader.of(benchmark, section, steps.trust),
-            requests=[Request(one.prompt.token_ids, place, 0) for place, one in enumerate(asked)],
+            requests=[Request(one.prompt.token_ids, place, 0) for place, one in enumerate(problems)],
             settings=sampling_settings(section, benchmark),
             stop=steps.student.stop_ids,
             tokenizer=tokenizer,

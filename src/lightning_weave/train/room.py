@@ -20,5 +20,5 @@ def leave_budget(run_dir: Path, asked: int, smaller: int) -> None:
 def agreed_budget(run_dir: Path, asked: int, ranks: Ranks) -> int:
     """Give all ranks the same budget: the recipe's, unless an earlier start wrote down a smaller one."""
     file = run_dir / FILE
-    left = read_json(file) if ranks.first and file.exists() else {}
-    return ranks.told(int(left["smaller"]) if left.get("asked") == asked else asked)
+    record = read_json(file) if ranks.first and file.exists() else {}
+    return ranks.told(int(record["smaller"]) if record.get("asked") == asked else asked)

@@ -42,8 +42,8 @@ class RoundEngine:
         check_version(engine_version(self.section.python), "be given the weights of a round", "[rollout]")
         options = {**room_beside(trainee, ranks.device), **self.section.options}
         section = self.section.model_copy(update={"options": options})
-        asked = [prompt.token_ids for prompt in prompts]
-        opened = Engines().sampler(steps, self.student, section, asked, section.max_tokens)
+        prompt_ids = [prompt.token_ids for prompt in prompts]
+        opened = Engines().sampler(steps, self.student, section, prompt_ids, section.max_tokens)
         assert isinstance(opened, VLLMSampler), opened
         self.engine = opened
 
@@ -88,9 +88,9 @@ class RoundEngine:
         wait_until_seen(folder, folder.exists)
         return folder
 
-    def _remove_all_but(self, kept: Path | None) -> None:
+    def _remove_all_but(self, current: Path | None) -> None:
         for other in self.folder.glob(f"{FOLDER}*"):
-            if other != kept:
+            if other != current:
                 shutil.rmtree(other, ignore_errors=True)
 
 
@@ -99,7 +99,7 @@ def room_beside(trainee: Trainee, device: torch.device) -> dict[str, Any]:
     memory = memory_left(device)
     if memory is None:
         return {}
-    left, total = memory
+    free, total = memory
     to_come = sum(8 * own_part(weight)[0].numel() for weight in trainee.parameters() if weight.requires_grad)
-    share = max(1, math.floor(STEPS * SHARE * (left - to_come) / total)) / STEPS
+    share = max(1, math.floor(STEPS * SHARE * (free - to_come) / total)) / STEPS
     return {"enable_sleep_mode": True, "gpu_memory_utilization": share}

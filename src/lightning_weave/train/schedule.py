@@ -121,14 +121,14 @@ def rate_share(step: int, total: int, warmup: int, decay: Decay) -> float:
     """
     if step <= warmup:
         return step / warmup
-    done = (step - 1 - warmup) / (total - warmup)
+    progress = (step - 1 - warmup) / (total - warmup)
     match decay:
         case "constant":
             return 1.0
         case "linear":
-            return 1 - done
+            return 1 - progress
         case "cosine":
-            return 0.5 * (1 + math.cos(math.pi * done))
+            return 0.5 * (1 + math.cos(math.pi * progress))
         case _:
             assert_never(decay)
 

@@ -155,10 +155,10 @@ def make_fit(steps: Steps, name: str, trainee: Trainee, rows: Rows, *, alpha: fl
     train = steps.recipe.train
     loss = Loss.of(steps.objective(name), alpha, steps.trust)
     loss.check(steps.recipe.reference.candidates, trainee.head_description.vocabulary)
-    asked = train.token_budget
+    budget = train.token_budget
     run_dir = steps.store.run_dir
-    agreed = agreed_budget(run_dir, asked, ranks)
-    lowered = f"train.token_budget is {agreed}: {asked} was too much at an earlier start ({run_dir / LOWERED})"
+    agreed = agreed_budget(run_dir, budget, ranks)
+    lowered = f"train.token_budget is {agreed}: {budget} was too much at an earlier start ({run_dir / LOWERED})"
     return Fit(
         trainee=trainee,
         optimizer=adam(trainee, train.learning_rate, train.betas, train.weight_decay),
@@ -166,11 +166,11 @@ def make_fit(steps: Steps, name: str, trainee: Trainee, rows: Rows, *, alpha: fl
         loss=loss,
         clip=train.clip,
         token_budget=agreed,
-        leave_budget=partial(leave_budget, run_dir, asked),
+        leave_budget=partial(leave_budget, run_dir, budget),
         seed=train.seed,
         ranks=ranks,
         folder=steps.store.stage(steps.train(name)).folder,
-        notes=[lowered] if agreed != asked else [],
+        notes=[lowered] if agreed != budget else [],
     )
 
 

@@ -14,9 +14,9 @@ class Metrics:
     def __init__(self, recipe: Recipe, name: str, folder: Path, start: int, fingerprint: str) -> None:
         self.path = folder / "metrics.jsonl"
         # After a kill the log may be ahead of the checkpoint: those steps are taken again.
-        kept = [row for row in read_lines(self.path) if row["step"] <= start] if start else []
-        write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in kept).encode())
-        self.last: dict[str, float] = {key: value for row in kept for key, value in row.items() if key != "step"}
+        rows = [row for row in read_lines(self.path) if row["step"] <= start] if start else []
+        write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        self.last: dict[str, float] = {key: value for row in rows for key, value in row.items() if key != "step"}
         self.trackers = open_trackers(recipe, Tracked(name, folder, fingerprint, start))
 
     def add(self, step: int, figures: dict[str, float]) -> None:

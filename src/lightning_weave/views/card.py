@@ -21,8 +21,8 @@ def run(steps: Steps, composition: str, out: Path | None, progress: Progress) ->
     """Copy final/ with a card that has the evaluation, and the recipe; whole or not at all."""
     steps = with_known(steps)
     if composition not in steps.recipe.compositions:
-        known = ", ".join(steps.recipe.compositions) or "none"
-        raise InputError(f"--composition {composition}: no such composition; this run has {known}")
+        names = ", ".join(steps.recipe.compositions) or "none"
+        raise InputError(f"--composition {composition}: no such composition; this run has {names}")
     stage = steps.store.stage(steps.train(composition))
     figures = stage.require()
     target = out or steps.store.run_dir / "publish" / composition
@@ -40,14 +40,14 @@ def run(steps: Steps, composition: str, out: Path | None, progress: Progress) ->
 
 def evaluation(steps: Steps, composition: str) -> str:
     """Write the table of this student and its base, and how both were sampled."""
-    found = summaries(steps)
-    if composition not in found:
+    results = summaries(steps)
+    if composition not in results:
         return f"\nNot evaluated yet (`lweave eval RECIPE --only {composition}`).\n"
-    shown = {name: found[name] for name in ("base", composition) if name in found}
+    shown = {name: results[name] for name in ("base", composition) if name in results}
     protocol = "; ".join(
         f"{result.label}: {len(result.problems)} problems, "
         + ", ".join(f"{key} {value}" for key, value in result.settings.items())
-        for result in found[composition]
+        for result in results[composition]
     )
     rows = policy_rows(shown, group=steps.recipe.mark)
     return f"\n## Evaluation\n\n{markdown(rows).strip()}\n\n{legend(rows)}\n\n{protocol}.\n"
@@ -57,10 +57,10 @@ def metadata(steps: Steps, composition: str) -> str:
     """Write what the hub reads: the student's licence, which its descendants inherit, and the results."""
     readme = steps.student.light_path / "README.md"
     try:
-        known = (metadata_load(readme) if readme.is_file() else None) or {}
+        header = (metadata_load(readme) if readme.is_file() else None) or {}
     except ValueError:  # not the YAML of a card
-        known = {}
-    licence = {key: known[key] for key in ("license", "license_name", "license_link") if key in known}
+        header = {}
+    licence = {key: header[key] for key in ("license", "license_name", "license_link") if key in header}
     results = [] if steps.recipe.mark else summaries(steps).get(composition, [])
     measured = [
         EvalResult(

@@ -22,29 +22,29 @@ def run(recipes: Sequence[Steps], console: Console, yes: bool) -> list[Path]:
     if not run_dir.is_dir():
         raise InputError(f"{run_dir}: there is no such run directory, so nothing to clean")
     with lock_run(run_dir):
-        found = unneeded([with_sweep(steps) for steps in recipes])
-        if not found:
+        doomed = unneeded([with_sweep(steps) for steps in recipes])
+        if not doomed:
             console.print(f"{run_dir}: nothing to remove.", soft_wrap=True, markup=False)
             return []
-        lines = [f"No recipe given needs these in {run_dir}:", *listing(found, run_dir)]
+        lines = [f"No recipe given needs these in {run_dir}:", *listing(doomed, run_dir)]
         agree(lines, yes, "Nothing was removed. To remove them: --yes. To keep those of another recipe: --also RECIPE")
-        for one in found:
+        for one in doomed:
             remove(one.path)
     console.print(f"{run_dir}: removed.", soft_wrap=True, markup=False)
-    return [one.path for one in found]
+    return [one.path for one in doomed]
 
 
 def unneeded(recipes: Sequence[Steps]) -> list[Doomed]:
     """Find what can go, each with the reason; nothing that lies within another of them."""
     run_dir = recipes[0].store.run_dir
     ledger = read_ledger(run_dir)
-    found = [Doomed(path, "no recipe names it", cost_of(path, run_dir, ledger)) for path in _unnamed(recipes)]
-    found += [Doomed(path, "set aside while its stage is rerun") for path in run_dir.rglob(f"{ASIDE}*")]
-    found += [Doomed(path, "left by a command that was stopped") for path in run_dir.rglob(f"{TEMPORARY}*")]
-    found += [Doomed(path, "the student is finished") for path in _spent_checkpoints(run_dir)]
-    found += [Doomed(path, "the evaluation is finished") for path in _merged_blocks(run_dir)]
-    paths = {one.path for one in found}
-    return [one for one in found if not paths.intersection(one.path.parents)]
+    doomed = [Doomed(path, "no recipe names it", cost_of(path, run_dir, ledger)) for path in _unnamed(recipes)]
+    doomed += [Doomed(path, "set aside while its stage is rerun") for path in run_dir.rglob(f"{ASIDE}*")]
+    doomed += [Doomed(path, "left by a command that was stopped") for path in run_dir.rglob(f"{TEMPORARY}*")]
+    doomed += [Doomed(path, "the student is finished") for path in _spent_checkpoints(run_dir)]
+    doomed += [Doomed(path, "the evaluation is finished") for path in _merged_blocks(run_dir)]
+    paths = {one.path for one in doomed}
+    return [one for one in doomed if not paths.intersection(one.path.parents)]
 
 
 def _unnamed(recipes: Sequence[Steps]) -> Iterator[Path]:
@@ -64,9 +64,11 @@ def _unnamed(recipes: Sequence[Steps]) -> Iterator[Path]:
 def _spent_checkpoints(run_dir: Path) -> Iterator[Path]:
     """Checkpoints of trainings whose student is there: nothing will resume from them."""
     for folder in sorted((run_dir / "train").rglob("checkpoints")):
-        made = recorded(folder.parent) if (folder.parent / MANIFEST).exists() else None
+        manifest = recorded(folder.parent) if (folder.parent / MANIFEST).exists() else None
         positions = [read_json(path) for path in folder.glob("*/position.json")]
-        ours = made is not None and all(position["fingerprint"] == made["fingerprint"] for position in positions)
+        ours = manifest is not None and all(
+            position["fingerprint"] == manifest["fingerprint"] for position in positions
+        )
         if ours and (folder.parent / "final").is_dir():
             yield folder
 

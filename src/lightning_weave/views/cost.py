@@ -27,7 +27,7 @@ def run(runs: Sequence[Steps], console: Console, json: bool = False) -> None:
     spent = _read(steps)
     rows = spent.kept
     if json:
-        said = {
+        document = {
             "run": str(steps.store.run_dir),
             "stages": _stages(rows),
             "seconds": _seconds(rows),
@@ -35,7 +35,7 @@ def run(runs: Sequence[Steps], console: Console, json: bool = False) -> None:
             "discarded_seconds": _seconds(spent.discarded),
             "summary": summary(steps, rows),
         }
-        print(json_format.dumps(said, indent=2))
+        print(json_format.dumps(document, indent=2))
         return
     console.print(_stages_table(rows, "Cost"))
     if spent.discarded:
@@ -92,9 +92,9 @@ def _stages_table(rows: list[dict[str, Any]], title: str) -> Table:
     table.columns[1].overflow = "fold"  # a name that is cut names nothing
     for (stage, name), cost in by_name.items():
         rate = f"{cost.tokens / cost.seconds:,.0f}" if cost.tokens and cost.seconds else ""
-        written = file_size(cost.written) if cost.written else ""
+        size = file_size(cost.written) if cost.written else ""
         memory = f"{cost.peak_memory / 1e9:.2f} GB"
-        cells = [stage, name, duration(cost.seconds), f"{cost.tokens:,}", rate, written, memory]
+        cells = [stage, name, duration(cost.seconds), f"{cost.tokens:,}", rate, size, memory]
         engine = "" if cost.idle is None else f"idle {cost.idle:.0%}, start {duration(cost.starting)}"
         table.add_row(*cells, *([engine] if engines else []))
     table.add_row("total", "", duration(_seconds(rows)), style="bold")

@@ -40,7 +40,7 @@ def examine(steps: Steps) -> list[Finding]:
     if "student" in broken:
         return before
     try:
-        found = check_student(steps)
+        findings = check_student(steps)
     except InputError as error:
         return [*before, Finding("student", "checkpoint", "warning", str(error))]
     try:
@@ -48,7 +48,7 @@ def examine(steps: Steps) -> list[Finding]:
     except InputError as error:
         sample = CheckedRows("nothing", [], str(error))
     if sample.kind == "nothing" and not any(finding.check == "prompts" for finding in before):
-        found.append(Finding("prompts", "prompts", "warning", sample.description))
+        findings.append(Finding("prompts", "prompts", "warning", sample.description))
     valid: dict[str, NDArray[np.bool_]] = {}
     for name in steps.recipe.anchors:
         if any(about.startswith(f"anchors.{name}.") for about in broken):
@@ -57,10 +57,10 @@ def examine(steps: Steps) -> list[Finding]:
             of_pair, valid[name] = check_pair(steps, name, sample)
         except InputError as error:
             of_pair = [Finding(f"anchors.{name}", "aliases", "warning", str(error))]
-        found += of_pair
-    found += [*_check_compositions(steps, sample, valid), *_check_rollouts(steps, sample)]
-    seen = {(finding.about, finding.check) for finding in found if finding.check != "aliases"}
-    return [*(finding for finding in before if (finding.about, finding.check) not in seen), *found]
+        findings += of_pair
+    findings += [*_check_compositions(steps, sample, valid), *_check_rollouts(steps, sample)]
+    seen = {(finding.about, finding.check) for finding in findings if finding.check != "aliases"}
+    return [*(finding for finding in before if (finding.about, finding.check) not in seen), *findings]
 
 
 def show(findings: list[Finding], console: Console) -> None:
@@ -98,13 +98,13 @@ def _check_compositions(steps: Steps, sample: CheckedRows, valid: dict[str, NDAr
 
 def _masks(steps: Steps) -> dict[str, list[str]]:
     """The anchors that must be valid together: those of a composition, or of one of its tags."""
-    found = {}
+    masks = {}
     for name, composition in steps.recipe.compositions.items():
         for tag, weights in composition.by_tag.items():
-            found[f"{name}.weights.{tag}"] = [anchor for anchor, weight in weights.items() if weight]
+            masks[f"{name}.weights.{tag}"] = [anchor for anchor, weight in weights.items() if weight]
         if not composition.by_tag:
-            found[name] = list(composition.used)
-    return found
+            masks[name] = list(composition.used)
+    return masks
 
 
 def _check_rollouts(steps: Steps, sample: CheckedRows) -> list[Finding]:

@@ -67,8 +67,8 @@ def run(steps: Steps, composition: str, out: Path, progress: Progress) -> Path:
             write_atomic(files[shard], buffer.getvalue().to_pybytes())
             bar.advance()
     write_atomic(out / "README.md", CARD.format(**made_from).encode())
-    read = f'datasets.load_dataset("parquet", data_files="{out}/data/*.parquet", split="train")'
-    progress.say(f"{out}: {len(reader.cache):,} rows. Read it with: {read}")
+    snippet = f'datasets.load_dataset("parquet", data_files="{out}/data/*.parquet", split="train")'
+    progress.say(f"{out}: {len(reader.cache):,} rows. Read it with: {snippet}")
     return out
 
 

@@ -18,12 +18,12 @@ def run(steps: Steps, policy: str, console: Console, yes: bool) -> None:
     run_dir = steps.store.run_dir
     folders = [run_dir / stage / policy for stage in STAGES if policy and (run_dir / stage / policy).is_dir()]
     if not folders:
-        made = sorted({path.name for stage in STAGES for path in (run_dir / stage).glob("[!.]*") if path.is_dir()})
-        raise InputError(f"--policy {policy}: nothing of it is in {run_dir}, which has {', '.join(made) or 'none'}")
+        names = sorted({path.name for stage in STAGES for path in (run_dir / stage).glob("[!.]*") if path.is_dir()})
+        raise InputError(f"--policy {policy}: nothing of it is in {run_dir}, which has {', '.join(names) or 'none'}")
     with lock_run(run_dir):
         ledger = read_ledger(run_dir)
-        found = [Doomed(folder, "made here", cost_of(folder, run_dir, ledger)) for folder in folders]
-        agree([f"This removes from {run_dir}:", *listing(found, run_dir)], yes, "Nothing was removed. To do so: --yes")
+        doomed = [Doomed(folder, "made here", cost_of(folder, run_dir, ledger)) for folder in folders]
+        agree([f"This removes from {run_dir}:", *listing(doomed, run_dir)], yes, "Nothing was removed. To do so: --yes")
         known.forget(run_dir, policy)
         for folder in folders:
             remove(folder)

@@ -109,12 +109,12 @@ def run(
     steps = Steps(draft.recipe(), str(out))
     _ask(draft, steps, prompts)
     _examine(draft, list(benchmarks))
-    kept, longest = _measure(draft, steps)
+    count, longest = _measure(draft, steps)
     _fit_context(draft, steps, longest)
     _evaluate(draft, steps)
     _align(draft, str(out))
     _fit_memory(draft, steps, machine)
-    _count_updates(draft, kept)
+    _count_updates(draft, count)
     draft.recipe(str(out))
     write_atomic(out, draft.text.encode())
     _tell(draft, out, console)
@@ -137,8 +137,8 @@ def _check_models(recipe: Recipe) -> None:
     models = {"--student": steps.student}
     models |= {f"--anchor {name}, {role}": steps.anchor(name, role) for name in recipe.anchors for role in ROLES}
     for about, checkpoint in models.items():
-        if found := check_usable(about, checkpoint):
-            raise InputError(f"{about}: {found.text}")
+        if finding := check_usable(about, checkpoint):
+            raise InputError(f"{about}: {finding.text}")
 
 
 def _ask(draft: Draft, steps: Steps, source: str) -> None:
@@ -176,7 +176,7 @@ def _examine(draft: Draft, benchmarks: list[str]) -> None:
         if name not in KNOWN:
             load_benchmark(name)
     code = draft.tables["prompts"].get("format") == "livecodebench"
-    own = [name for name, known in KNOWN.items() if (known.kind == "code") == code]
+    own = [name for name, benchmark in KNOWN.items() if (benchmark.kind == "code") == code]
     why = "" if named else "none was given: the paper's, from the hub; of your own: file:PATH"
     draft.put("eval", "benchmarks", value=named or own, why=why)
 
@@ -201,8 +201,8 @@ def _fit_context(draft: Draft, steps: Steps, longest: int) -> None:
     if limit is not None and recipe.prompts.max_tokens + recipe.rollout.max_tokens > limit:
         room = max(1, min(longest, limit // 2, recipe.prompts.max_tokens))
         draft.put("prompts", "max_tokens", value=room, why=f"the context of the student is {limit:,} tokens")
-        left = min(recipe.rollout.max_tokens, limit - draft.recipe().prompts.max_tokens)
-        draft.put("rollout", "max_tokens", value=max(1, left), why="what the context leaves for a response")
+        rest = min(recipe.rollout.max_tokens, limit - draft.recipe().prompts.max_tokens)
+        draft.put("rollout", "max_tokens", value=max(1, rest), why="what the context leaves for a response")
     most = draft.recipe().prompts.max_tokens
     if longest > most:
         draft.note(f"the longest prompt has {longest:,} tokens; those with more than {most:,} are left out")
@@ -211,11 +211,11 @@ def _fit_context(draft: Draft, steps: Steps, longest: int) -> None:
 def _evaluate(draft: Draft, steps: Steps) -> None:
     recipe = draft.recipe()
     thinks = recipe.prompts.chat and recipe.prompts.thinking and expected_of(steps.student.tokenizer) != "chat"
-    wanted = 32_768 if thinks else 4096
+    length = 32_768 if thinks else 4096
     limit = steps.student.context_limit
-    room = wanted if limit is None else max(1, min(wanted, limit - recipe.prompts.max_tokens))
+    room = length if limit is None else max(1, min(length, limit - recipe.prompts.max_tokens))
     why = "as in the paper: it thinks before it answers" if thinks else "it does not think first; the paper has 32,768"
-    draft.put("eval", "max_tokens", value=room, why=why if room == wanted else "what the context leaves")
+    draft.put("eval", "max_tokens", value=room, why=why if room == length else "what the context leaves")
     if any(name.startswith("file:") for name in recipe.eval.benchmarks):
         draft.put("eval", "samples", value=4, why="per problem; the paper draws 64 for each of its 30 problems")
 
@@ -225,12 +225,12 @@ def _align(draft: Draft, where: str) -> None:
     steps = Steps(draft.recipe(where), where)
     for name in steps.recipe.anchors:
         line, _ = alias_line(steps, name, [])
-        said = tomllib.loads(line or "")
-        if "untrained" in said:
+        table = tomllib.loads(line or "")
+        if "untrained" in table:
             draft.note(f"anchors.{name}: the row of its end of turn looks untrained in pre, so it has no alias")
-        elif said:
+        elif table:
             why = "the end of a turn, so that stopping is supervised"
-            draft.put("anchors", name, "aliases", value=said["aliases"], why=why)
+            draft.put("anchors", name, "aliases", value=table["aliases"], why=why)
 
 
 def _fit_memory(draft: Draft, steps: Steps, machine: PlannedMachine | None) -> None:
@@ -272,9 +272,9 @@ def _target(draft: Draft, student: Checkpoint) -> None:
         draft.put("train", "lora", "targets", value="all-linear", why=why)
 
 
-def _count_updates(draft: Draft, kept: int) -> None:
+def _count_updates(draft: Draft, count: int) -> None:
     recipe = draft.recipe()
-    prompts = min(kept, recipe.prompts.take or kept)
+    prompts = min(count, recipe.prompts.take or count)
     updates = count_updates(recipe, prompts)
     if updates < PAPER_UPDATES // 4:
         draft.note(

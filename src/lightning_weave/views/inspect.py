@@ -157,14 +157,14 @@ def show(decision: Decision, console: Console) -> None:
     for line in lines:
         console.print(Text(line), soft_wrap=True)
     words = [f"{'*' if token == decision.sampled else ' '}'{visible(token)}'" for token in decision.tokens]
-    known = {"id": [*map(str, decision.ids)], "behaviour": _cells(decision.behaviour, probabilities=True)}
+    candidates = {"id": [*map(str, decision.ids)], "behaviour": _cells(decision.behaviour, probabilities=True)}
     models = {f"log p {name}": _cells(logp) for name, logp in decision.models.items()}
     shifts = {f"shift {_masked(name, decision.valid[name])}": _cells(r) for name, r in decision.shifts.items()}
     targets = {
         f"target {_masked(name, q is not None)}": _cells(q or [], probabilities=True)
         for name, q in decision.targets.items()
     }
-    for columns in ({**known, **models}, shifts, targets):
+    for columns in ({**candidates, **models}, shifts, targets):
         if columns:
             for line in _table({"candidate": [*words, " other"], **columns}):
                 console.print(Text(line), soft_wrap=True)

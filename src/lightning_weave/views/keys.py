@@ -51,13 +51,13 @@ def schema() -> str:
 
 def _find(under: str | None) -> list[Key]:
     keys = recipe_keys()
-    found = [key for key in keys if under is None or key.name == under or key.name.startswith(f"{under}.")]
-    if not found and under is not None:
-        known = sorted({part for key in keys for part in (key.name, key.section) if part})
-        close = difflib.get_close_matches(under, known, n=1, cutoff=0.4)
+    matches = [key for key in keys if under is None or key.name == under or key.name.startswith(f"{under}.")]
+    if not matches and under is not None:
+        names = sorted({part for key in keys for part in (key.name, key.section) if part})
+        close = difflib.get_close_matches(under, names, n=1, cutoff=0.4)
         hint = f"Did you mean {close[0]}?" if close else "All keys: lweave keys"
         raise InputError(f"{under}: no such key or section of a recipe. {hint}")
-    return found
+    return matches
 
 
 def _default(key: Key) -> str:

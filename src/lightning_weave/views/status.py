@@ -33,33 +33,34 @@ class Status:
 
 def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
     """Print where every step stands."""
-    found = look(steps)
+    statuses = look(steps)
     others = _others(steps)
-    waiting = [status for status in found if status.state != "done"]
+    waiting = [status for status in statuses if status.state != "done"]
     if json:
         stages, also = (
-            [{"stage": one.step.path, "state": one.state, "why": one.why} for one in part] for part in (found, others)
+            [{"stage": one.step.path, "state": one.state, "why": one.why} for one in part]
+            for part in (statuses, others)
         )
         following = waiting[0].step.command if waiting else None
         engines = {name: getattr(steps.recipe, name).engine for name in ENGINES}
         run = {"run": str(steps.store.run_dir), "engines": engines}
-        said = {**run, "stages": stages, "others": also, "next": following}
-        print(json_format.dumps(said, indent=2))
-        return found
+        document = {**run, "stages": stages, "others": also, "next": following}
+        print(json_format.dumps(document, indent=2))
+        return statuses
     table = Table("stage", "state", "", title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
-    for status in (*found, *others):
+    for status in (*statuses, *others):
         table.add_row(status.step.path, status.state, Text(status.why))
     console.print(table)
     if outside := [name for name in ENGINES if getattr(steps.recipe, name).engine == "vllm"]:
         console.print(f"vLLM does {', '.join(outside)}, transformers the rest.", markup=False)
     if waiting:
         console.print(
-            f"{len(waiting)} of {len(found)} to do. Next: {waiting[0].step.command}", soft_wrap=True, markup=False
+            f"{len(waiting)} of {len(statuses)} to do. Next: {waiting[0].step.command}", soft_wrap=True, markup=False
         )
         console.print(f"Everything: {steps.command('run')}", soft_wrap=True, markup=False)
     else:
         console.print("Everything is up to date.")
-    return found
+    return statuses
 
 
 def overview(runs: Sequence[Steps], console: Console, json: bool = False) -> None:
@@ -79,14 +80,14 @@ def _overview(steps: Steps) -> dict[str, str]:
     run_dir = steps.store.run_dir
     try:
         states = Counter(status.state for status in look(steps))
-        done = ", ".join(f"{count} {state}" for state, count in states.items())
+        stages = ", ".join(f"{count} {state}" for state, count in states.items())
     except WeaveError as error:  # a model or a file is gone, and with it what tells whether a stage is stale
-        done = first_line(error)
+        stages = first_line(error)
     last = max((path.stat().st_mtime for path in run_dir.iterdir()), default=0.0)
     return {
         "run": os.path.relpath(run_dir),
         "student": steps.recipe.student.model,
-        "stages": done,
+        "stages": stages,
         "last written": datetime.fromtimestamp(last).strftime("%Y-%m-%d %H:%M"),
     }
 
@@ -98,17 +99,19 @@ def look(steps: Steps) -> list[Status]:
 
 def _others(steps: Steps) -> list[Status]:
     """What other commands made here: policies that this recipe does not name, and evaluations by other protocols."""
-    known = as_it_stands(with_known(steps))
+    all_steps = as_it_stands(with_known(steps))
     own = set(steps.policies)
-    made = [known.train(name) for name in known.recipe.compositions if name not in own]
-    made += [step for step in known.made_by("eval") if step.path.split("/")[1] not in own]
-    found = [Status(step, state, "not in this recipe") for step in made if (state := known.store.stage(step).state())]
-    for step in known.made_by("eval"):
-        stage = known.store.stage(step)
+    others = [all_steps.train(name) for name in all_steps.recipe.compositions if name not in own]
+    others += [step for step in all_steps.made_by("eval") if step.path.split("/")[1] not in own]
+    statuses = [
+        Status(step, state, "not in this recipe") for step in others if (state := all_steps.store.stage(step).state())
+    ]
+    for step in all_steps.made_by("eval"):
+        stage = all_steps.store.stage(step)
         for other, protocol in neighbours(stage):
-            path = str(other.folder.relative_to(known.store.run_dir))
-            found.append(Status(replace(step, path=path), "done", protocol))
-    return found
+            path = str(other.folder.relative_to(all_steps.store.run_dir))
+            statuses.append(Status(replace(step, path=path), "done", protocol))
+    return statuses
 
 
 def _look(step: Step, steps: Steps) -> Status:

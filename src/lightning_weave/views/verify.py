@@ -13,8 +13,8 @@ from lightning_weave.store import Stage
 
 def run(steps: Steps, progress: Progress, console: Console) -> None:
     """Verify all finished stages of the run, and say which file is damaged and what to do."""
-    known = with_known(steps)
-    stages = [known.store.stage(step) for step in known.everything()]
+    all_steps = with_known(steps)
+    stages = [all_steps.store.stage(step) for step in all_steps.everything()]
     stages += [other for stage in stages if stage.step.subject for other, _ in neighbours(stage)]
     finished = [stage for stage in stages if stage.manifest_path.exists()]
     inner = [(stage, of) for stage, of in _inner_stages(steps) if stage.manifest_path.exists()]

@@ -220,18 +220,18 @@ def _check_budgets(evaluated: Sequence[Mapping[str, Sequence[Summary]]]) -> Clai
 def _curve(runs: Sequence[Sequence[Summary]]) -> dict[int, float]:
     """Mean accuracy over seeds and benchmarks within each budget."""
     points = [point for results in runs for result in results for point in result.budgets]
-    found: dict[int, list[float]] = {}
+    by_budget: dict[int, list[float]] = {}
     for point in points:
-        found.setdefault(point.budget, []).append(point.accuracy)
-    return {budget: float(np.mean(values)) for budget, values in sorted(found.items())}
+        by_budget.setdefault(point.budget, []).append(point.accuracy)
+    return {budget: float(np.mean(values)) for budget, values in sorted(by_budget.items())}
 
 
-def _check_surviving(kept: Sequence[float]) -> ClaimFinding:
+def _check_surviving(shares: Sequence[float]) -> ClaimFinding:
     claim = f"at least {SURVIVING:.1%} of positions survive the alignment of two anchors"
-    if not kept:
+    if not shares:
         return ClaimFinding(claim, "not measured")
-    figures = ", ".join(f"{share:.1%}" for share in kept)
-    return ClaimFinding(claim, "holds" if min(kept) >= SURVIVING else "does not hold", figures)
+    figures = ", ".join(f"{share:.1%}" for share in shares)
+    return ClaimFinding(claim, "holds" if min(shares) >= SURVIVING else "does not hold", figures)
 
 
 def _point(benchmarks: Sequence[ProblemMeans]) -> tuple[float, float]:

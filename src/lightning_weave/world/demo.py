@@ -132,8 +132,8 @@ def write_refresh(worlds: dict[World, list[Steps]], command: str) -> Path:
         policies, seeds = _pooled([summaries(steps) for steps in runs])
         findings[_column(world, runs)] = [check_difference(claim, policies, seeds) for claim in REFRESH_CLAIMS]
         parts.append(f"### Refreshed states in the {world.label}\n\n{results_table(policies, seeds)}\n")
-    taken = _work_table(next(iter(worlds.values()))[0])
-    text = f"Made by `{command}`.\n\n{claims_table(findings)}\n\n{taken}\n\n" + "\n".join(parts)
+    work = _work_table(next(iter(worlds.values()))[0])
+    text = f"Made by `{command}`.\n\n{claims_table(findings)}\n\n{work}\n\n" + "\n".join(parts)
     return _write(worlds, "refresh.md", text)
 
 

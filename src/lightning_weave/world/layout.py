@@ -58,8 +58,8 @@ def write_report(directory: Path, report: WorldReport) -> None:
 def claim(directory: Path, seed: int, size: Size) -> None:
     """Reserve a directory for one build; only the same build may resume in it."""
     existing = _read_json(directory / REPORT)
-    wanted = {"seed": seed, "size": size}
-    if existing and {key: existing.get(key) for key in wanted} != wanted:
+    settings = {"seed": seed, "size": size}
+    if existing and {key: existing.get(key) for key in settings} != settings:
         raise InputError(
             f"{directory} holds a world of seed {existing.get('seed')} and size {existing.get('size')}, "
             f"not of seed {seed} and size {size}. Choose another directory"
@@ -67,7 +67,7 @@ def claim(directory: Path, seed: int, size: Size) -> None:
     if not existing:
         if directory.exists() and any(directory.iterdir()):
             raise InputError(f"{directory} is not empty and holds no world. Choose another directory")
-        _write(directory / REPORT, json.dumps(wanted) + "\n")
+        _write(directory / REPORT, json.dumps(settings) + "\n")
 
 
 def write_problems(path: Path, prefix: str, problems: Iterable[Exercise]) -> None:

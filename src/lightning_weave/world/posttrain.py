@@ -92,14 +92,14 @@ def post_train(
     """Make a specialist of a model, in place: each round trains once on samples that `choose` selects."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=practice.rate, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(practice.rounds):
-        asked = list(islice(problems, practice.prompts))
+        exercises = list(islice(problems, practice.prompts))
         settings = SamplingSettings(
             practice.temperature, top_p=1.0, max_tokens=MAX_TOKENS, seed=int(rng.integers(2**31))
         )
-        answered = sample_attempts(model, tokenizer, asked, SAMPLES, settings)
+        answered = sample_attempts(model, tokenizer, exercises, SAMPLES, settings)
         chosen = [
             Example(tokenizer.encode(problem.prompt), attempt.ids)
-            for problem, attempts in zip(asked, answered, strict=True)
+            for problem, attempts in zip(exercises, answered, strict=True)
             for attempt in choose(attempts)
         ]
         order = rng.permutation(len(chosen))
@@ -109,4 +109,4 @@ def post_train(
                 model, [chosen[place] for place in order[start : start + practice.batch]], {optimizer: practice.rate}
             )
         correct = sum(attempt.correct for attempts in answered for attempt in attempts)
-        bar.advance(note=f"{correct / (SAMPLES * len(asked)):.0%} correct, {len(chosen)} chosen")
+        bar.advance(note=f"{correct / (SAMPLES * len(exercises)):.0%} correct, {len(chosen)} chosen")

@@ -102,11 +102,11 @@ def pretrain(
     muon, adamw = _optimizers(model)
     model.train()
     for step in range(steps):
-        written = [
+        solutions = [
             (problem, write_response(problem, draw_style(rng), slips, rng)) for problem in islice(problems, batch)
         ]
         decay = min(1.0, 2 * (steps - step) / steps)
-        loss = update(model, encode(tokenizer, written), {muon: MUON_RATE * decay, adamw: ADAMW_RATE * decay})
+        loss = update(model, encode(tokenizer, solutions), {muon: MUON_RATE * decay, adamw: ADAMW_RATE * decay})
         bar.advance(note=f"loss {loss:.3f}")
 
 
