@@ -50,7 +50,7 @@ class ShiftRules:
         return cls(**{field.name: getattr(anchor, field.name) for field in fields(cls)})
 
     @property
-    def said(self) -> dict[str, float]:
+    def active(self) -> dict[str, float]:
         """The rules that change something, the validity rule aside."""
         rules = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "validity"}
         return {name: value for name, value in rules.items() if value != getattr(ShiftRules, name)}

@@ -62,15 +62,15 @@ def judge_length(steps: Steps, anchor: str, separation: Finding | None) -> Findi
     return judge_preference(f"anchors.{anchor}", preference, separation, stops) if preference.pairs else None
 
 
-def judge_preference(about: str, found: LengthPreference, separation: Finding | None, stops: Threshold) -> Finding:
+def judge_preference(about: str, preference: LengthPreference, separation: Finding | None, stops: Threshold) -> Finding:
     """Judge by both: longer responses are worth it only to a pair that prefers right ones among equally long ones."""
-    verdict, words = _words(found, separation, stops)
+    verdict, words = _words(preference, separation, stops)
     text = (
-        f"of two responses it prefers the longer in {percent(found.share)} of cases "
-        f"(± {100 * found.error:.1f}, {found.pairs:,} pairs){words}"
+        f"of two responses it prefers the longer in {percent(preference.share)} of cases "
+        f"(± {100 * preference.error:.1f}, {preference.pairs:,} pairs){words}"
     )
     bounds = Bounds(False, stops, share=False)
-    figures = {"share": found.share, "error": found.error, "pairs": found.pairs}
+    figures = {"share": preference.share, "error": preference.error, "pairs": preference.pairs}
     return Finding(about, "length", verdict, text, figures, judged=True, bounds=bounds)
 
 

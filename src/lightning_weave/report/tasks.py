@@ -35,38 +35,38 @@ def task_results(runs: Sequence[Steps]) -> PolicyTasks:
     return by_policy
 
 
-def task_columns(found: Sequence[PolicyTasks], chosen: Mapping[str, str]) -> dict[str, Metric]:
+def task_columns(runs: Sequence[PolicyTasks], chosen: Mapping[str, str]) -> dict[str, Metric]:
     """Say which metric of each task is in the table: the recipe's choice, or the first."""
-    results = [result for policies in found for tasks in policies.values() for result in tasks.values()]
+    results = [result for policies in runs for tasks in policies.values() for result in tasks.values()]
     first = {result.task: result for result in reversed(results)}
     return {task: _kind(first[task], chosen.get(task)) for task in dict.fromkeys(result.task for result in results)}
 
 
 def missing_rows(
-    rows: Sequence[PolicyRow], found: PolicyTasks, benchmarks: Sequence[str], group: str = ""
+    rows: Sequence[PolicyRow], tasks: PolicyTasks, benchmarks: Sequence[str], group: str = ""
 ) -> list[PolicyRow]:
     """Make a row for every policy that was only asked tasks of another harness."""
     policies = {row.policy for row in rows}
     scores = tuple(BenchmarkScore(name, math.nan, math.nan) for name in benchmarks)
-    return [PolicyRow(name, scores, math.nan, math.nan, group=group) for name in found if name not in policies]
+    return [PolicyRow(name, scores, math.nan, math.nan, group=group) for name in tasks if name not in policies]
 
 
-def with_tasks(rows: Sequence[PolicyRow], found: PolicyTasks, columns: Mapping[str, Metric]) -> list[PolicyRow]:
+def with_tasks(rows: Sequence[PolicyRow], tasks: PolicyTasks, columns: Mapping[str, Metric]) -> list[PolicyRow]:
     """Give every row these columns; empty where its policy was not asked."""
-    base = {task: _metric(result, columns[task]) for task, result in found.get("base", {}).items()}
+    base = {task: _metric(result, columns[task]) for task, result in tasks.get("base", {}).items()}
     return [
         replace(
-            row, tasks=tuple(_score(row.policy, kind, task, found=found, base=base) for task, kind in columns.items())
+            row, tasks=tuple(_score(row.policy, kind, task, tasks=tasks, base=base) for task, kind in columns.items())
         )
         for row in rows
     ]
 
 
-def _score(policy: str, kind: Metric, task: str, found: PolicyTasks, base: Mapping[str, Metric]) -> TaskScore:
+def _score(policy: str, kind: Metric, task: str, tasks: PolicyTasks, base: Mapping[str, Metric]) -> TaskScore:
     empty = TaskScore(task, kind.name.partition(",")[0], math.nan, lower_is_better=kind.lower_is_better)
-    if task not in found.get(policy, {}):
+    if task not in tasks.get(policy, {}):
         return empty
-    metric = _metric(found[policy][task], kind)
+    metric = _metric(tasks[policy][task], kind)
     score = replace(empty, value=metric.value, error=metric.error)
     if policy == "base" or task not in base:
         return score

@@ -71,15 +71,15 @@ def _require_inputs(steps: Steps, wanted: Sequence[Step]) -> None:
                     steps.store.stage(inner).require()
 
 
-def listing(found: Sequence[Doomed], run_dir: Path) -> list[str]:
+def listing(doomed: Sequence[Doomed], run_dir: Path) -> list[str]:
     """List what would go, with its size, its cost and the reason; the last line adds up."""
-    names = [str(one.path.relative_to(run_dir)) for one in found]
+    names = [str(one.path.relative_to(run_dir)) for one in doomed]
     width = max(map(len, names), default=0)
     lines = []
-    for why, group in groupby(zip(names, found, strict=True), key=lambda pair: pair[1].why):
+    for why, group in groupby(zip(names, doomed, strict=True), key=lambda pair: pair[1].why):
         lines.append(f"  {why}:")
         lines += [f"    {name:<{width}}  {_amount(one.size, [one.cost] if one.cost else [])}" for name, one in group]
-    total = _amount(sum(one.size for one in found), [one.cost for one in found if one.cost])
+    total = _amount(sum(one.size for one in doomed), [one.cost for one in doomed if one.cost])
     return [*lines, f"In all: {total}."]
 
 

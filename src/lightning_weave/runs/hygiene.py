@@ -44,7 +44,7 @@ def rule_effects(steps: Steps, anchor: str, rows: Sequence[int]) -> list[Effect]
     effects = []
     for rule, without, ruled, changed_P in _each_rule(steps, pair, rows):
         share = float(changed_P[without.valid_KP[0]].mean()) if without.valid_KP[0].any() else 0.0
-        value = pair.rules.said[rule]
+        value = pair.rules.active[rule]
         effects.append(Effect(rule, value, share, _kl(without, without), _kl(ruled, without)))
     return effects
 
@@ -52,17 +52,19 @@ def rule_effects(steps: Steps, anchor: str, rows: Sequence[int]) -> list[Effect]
 def touched(steps: Steps, anchor: str, rows: Sequence[int]) -> dict[str, NDArray[np.bool_]]:
     """Say of every rule of an anchor, as it is written, which decisions of some rows it changes by itself."""
     pair = anchor_pair(steps, anchor)
-    return {f"{rule} = {pair.rules.said[rule]:g}": changed_P for rule, _, _, changed_P in _each_rule(steps, pair, rows)}
+    return {
+        f"{rule} = {pair.rules.active[rule]:g}": changed_P for rule, _, _, changed_P in _each_rule(steps, pair, rows)
+    }
 
 
 def _each_rule(
     steps: Steps, pair: PairSource, rows: Sequence[int]
 ) -> Iterator[tuple[str, Block, Block, NDArray[np.bool_]]]:
     """Read rows without any rule and with each alone: its name, both blocks, and where they differ."""
-    if not pair.rules.said:
+    if not pair.rules.active:
         return
     without = _block(steps, replace(pair, rules=ShiftRules(pair.rules.validity)), rows)
-    for rule, value in pair.rules.said.items():
+    for rule, value in pair.rules.active.items():
         alone: dict[str, Any] = {"validity": pair.rules.validity, rule: value}
         ruled = _block(steps, replace(pair, rules=ShiftRules(**alone)), rows)
         same_P = (without.r_KPC[0] == ruled.r_KPC[0]).all(axis=1) & (without.valid_KP[0] == ruled.valid_KP[0])

@@ -48,7 +48,7 @@ class Draft:
 
     tables: dict[str, Any]
     remarks: dict[str, str] = field(default_factory=dict)
-    said: dict[str, str] = field(default_factory=dict)  # by the key that it is about, or by itself
+    notes: dict[str, str] = field(default_factory=dict)  # by the key that it is about, or by itself
 
     def put(self, *path: str, value: Any, why: str = "") -> None:
         """Set a value unless the user has; a value of ours with a reason may be set again."""
@@ -56,19 +56,19 @@ class Draft:
         for part in path[:-1]:
             table = table.setdefault(part, {})
         key = dotted_key(*path)
-        if path[-1] not in table or key in self.said:
+        if path[-1] not in table or key in self.notes:
             table[path[-1]] = value
             if why:
                 self.remarks[key] = why
-                self.said[key] = f"{key} = {json.dumps(value, ensure_ascii=False)}: {why}"
+                self.notes[key] = f"{key} = {json.dumps(value, ensure_ascii=False)}: {why}"
 
     def note(self, text: str) -> None:
         """Say something that belongs to no key."""
-        self.said[text] = text
+        self.notes[text] = text
 
     @property
     def assumed(self) -> list[str]:
-        return list(self.said.values())
+        return list(self.notes.values())
 
     def recipe(self, where: str = "init") -> Recipe:
         return check_recipe(self.tables, where)
