@@ -14,7 +14,9 @@ from lightning_weave.cluster.connect import connect
 from lightning_weave.pipeline import eval as eval_stage
 from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
+from lightning_weave.runs.costs import costs
 from lightning_weave.runs.steps import Steps
+from lightning_weave.store.ledger import read_ledger
 from programs import write_program
 
 QUIET = Progress(quiet=True)
@@ -54,3 +56,8 @@ def test_an_engine_gets_the_next_shards_before_the_first_is_whole(cluster: Any, 
     eval_stage.run(there, QUIET, ["base"], connect(None).do)
     assert len(made(alone)) == 12 + 2
     assert made(there) == made(alone)
+    for stage, cost in costs(read_ledger(there.store.run_dir), "stage").items():
+        assert cost.starting > 0, stage
+        assert cost.busy > 0, stage
+        assert cost.idle is not None, stage
+        assert 0 <= cost.idle < 1, stage

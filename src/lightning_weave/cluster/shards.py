@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_weave.cluster.actors import enter, own_error
@@ -24,7 +24,7 @@ from lightning_weave.progress import Bar, Progress
 from lightning_weave.runs.machine import set_threads
 from lightning_weave.runs.steps import Steps
 from lightning_weave.runs.work import Job, Made, Worker
-from lightning_weave.store.ledger import Meter, measure
+from lightning_weave.store.ledger import EngineClock, Meter, engine_clock, measure
 
 MOST_TRIES = 3  # of one shard whose worker dies
 log = logging.getLogger(__name__)
@@ -75,15 +75,16 @@ class ShardWorker:
         self.steps = Steps(recipe, arguments, trust)
         self.job: int | None = None
         self.worker: Worker | None = None
-        self.opening = threading.Lock()
+        self.clock = EngineClock()  # of what was said of this process's engines
+        self.lock = threading.Lock()
 
     def ready(self) -> None:
         """Begin, when there is room for this process."""
         enter(self.folder)
 
-    def make(self, job: int, shard: int) -> Made:
-        """Make one shard of a job, beside others of the same job alone."""
-        with self.opening:
+    def make(self, job: int, shard: int) -> tuple[Made, EngineClock]:
+        """Make one shard of a job, beside others of the same job alone; also says what engines took since the last."""
+        with self.lock:
             if self.worker is None or self.job != job:
                 if self.worker is not None:
                     self.worker.close()
@@ -92,7 +93,10 @@ class ShardWorker:
                 self.job = job
             worker = self.worker
         (made,) = worker.make([shard])
-        return made
+        with self.lock:
+            took = engine_clock.since(self.clock)
+            self.clock = replace(engine_clock)
+        return made, took
 
 
 def _with_patient_start(kind: type[ShardWorker]) -> type[ShardWorker]:
@@ -132,9 +136,10 @@ class _Underway:
             self._meter.devices = 0.0
         return self._meter
 
-    def count(self, made: Made) -> None:
+    def count(self, made: Made, took: EngineClock) -> None:
         """Book a shard; the last one ends the job."""
         self.left -= 1
+        self.meter.spend_engine(took, self.devices_each)
         self.meter.add(tokens=made.tokens, written=made.written)
         if not self.left:
             self._open.close()
@@ -233,7 +238,7 @@ def _hand_out(actors: Sequence[Any], jobs: Sequence[_Underway], progress: Progre
             if ended is not None:
                 worker.end(ended)
             try:
-                made = ray.get(finished)
+                result = ray.get(finished)
             except ray.exceptions.RayTaskError as error:
                 raise own_error(error) from None
             except ray.exceptions.RayActorError as error:
@@ -246,7 +251,7 @@ def _hand_out(actors: Sequence[Any], jobs: Sequence[_Underway], progress: Progre
             if ended is None:
                 worker.is_ready = True
             else:
-                worker.job.count(made)
+                worker.job.count(*result)
                 _show(jobs, progress, bars)
 
 

@@ -29,6 +29,10 @@ class EngineClock:
     starting: float = 0.0
     busy: float = 0.0
 
+    def since(self, before: "EngineClock") -> "EngineClock":
+        """What has been added to an earlier state of this clock."""
+        return EngineClock(self.starting - before.starting, self.busy - before.busy)
+
 
 engine_clock = EngineClock()
 
@@ -46,6 +50,7 @@ class Meter:
     extra: dict[str, Any] = field(default_factory=dict)
     _since: float = field(default_factory=lambda: time.monotonic())
     _elsewhere: float = 0.0
+    _engines: EngineClock = field(default_factory=EngineClock)  # device seconds of other processes' engines
     _clock: EngineClock = field(default_factory=lambda: replace(engine_clock))
 
     def add(self, tokens: int = 0, written: int = 0) -> None:
@@ -58,6 +63,11 @@ class Meter:
     def spend(self, device_seconds: float) -> None:
         """Count what devices of other processes took, beside those of this one."""
         self._elsewhere += device_seconds
+
+    def spend_engine(self, clock: EngineClock, devices: float) -> None:
+        """Count what an engine of another process took of it."""
+        self._engines.starting += clock.starting * devices
+        self._engines.busy += clock.busy * devices
 
     def flush(self) -> None:
         """Append what has been counted since the last row."""
@@ -83,11 +93,11 @@ class Meter:
 
     def _engine(self) -> dict[str, Any]:
         """Device seconds of engines since the last row, where there was one."""
-        starting = engine_clock.starting - self._clock.starting
-        busy = engine_clock.busy - self._clock.busy
+        self.spend_engine(engine_clock.since(self._clock), self.devices)
         self._clock = replace(engine_clock)
-        seconds = {"starting": round(starting * self.devices, 3), "busy": round(busy * self.devices, 3)}
-        return {"engine": seconds} if starting or busy else {}
+        seconds = {"starting": round(self._engines.starting, 3), "busy": round(self._engines.busy, 3)}
+        self._engines = EngineClock()
+        return {"engine": seconds} if any(seconds.values()) else {}
 
 
 @contextmanager
