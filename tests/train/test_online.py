@@ -76,6 +76,17 @@ def test_online_training_is_stale_when_it_would_draw_otherwise(recipe: dict) -> 
         assert other.train("live").fingerprint != steps.train("live").fingerprint, change
 
 
+@pytest.mark.parametrize(
+    ("objective", "weighed"), [("tilted", True), ("direct-opd", False), ("reverse-kl", False), (None, False)]
+)
+def test_only_losses_that_the_sampler_weighs_say_so(recipe: dict, objective: str | None, weighed: bool) -> None:
+    """Students trained by the others before that was decided stay valid."""
+    live = {"weights": HALF, "method": "online", "objective": objective}
+    steps = steps_of({**recipe, "compositions": {"live": live, "plain": {"weights": HALF}}})
+    assert ("loss_weights" in steps.train("live").settings) is weighed
+    assert "loss_weights" not in steps.train("plain").settings
+
+
 @pytest.mark.slow
 def test_online_training_alone_makes_no_cache(recipe: dict, tmp_path: Path) -> None:
     live = {**recipe, "runs": str(tmp_path), "compositions": {"live": {"weights": HALF, "method": "online"}}}
@@ -116,6 +127,9 @@ def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:
         for logits, wanted in ((began, True), (now, False)):
             logp_TC = logits[:, : rows.vocabulary].log_softmax(-1).gather(1, asked_TC)
             assert np.allclose(row.logp_TC, logp_TC.numpy(), atol=1e-4) is wanted
+        batch = compose(rows.block([number]), rows.weights, 2.0)
+        weight_TC = now[:, : rows.vocabulary].softmax(-1).gather(1, asked_TC)
+        assert np.allclose(batch.log_b_NO[:, :-1].exp(), weight_TC[batch.places_N], atol=1e-4), "weighed by who samples"
         assert set(now[0, : rows.vocabulary].topk(4).indices.tolist()) <= set(row.candidate_ids_TC[0].tolist())
         changed += row.response_ids.tolist() != read_row(cache, number).response_ids.tolist()
     assert changed, "the current student draws"

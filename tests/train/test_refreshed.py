@@ -20,6 +20,7 @@ from lightning_weave.runs.caches import open_cache
 from lightning_weave.runs.costs import offline_cost
 from lightning_weave.store import read_lines
 from lightning_weave.store.ledger import read_ledger
+from lightning_weave.train.data import compose
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.refreshed import Refreshed, parts_of
 from lightning_weave.train.schedule import Schedule
@@ -88,6 +89,15 @@ def test_later_parts_hold_the_first_students_numbers_on_the_current_ones_candida
             least_T = now_TV.gather(1, asked_TC).min(-1).values
             others_TV = now_TV.scatter(1, asked_TC, -torch.inf)
             assert (others_TV.max(-1).values <= least_T + 1e-4).all(), "what the current one finds likely"
+            batch = compose(rows.block([number]), rows.weights, alpha=0.5)
+            place_N = batch.places_N
+            weight_NO = torch.cat(
+                [now_TV.gather(1, asked_TC).exp(), now_TV.double().exp().scatter(1, asked_TC, 0.0).sum(-1)[:, None]], 1
+            )[place_N]
+            assert np.allclose(batch.log_b_NO.exp(), weight_NO, atol=1e-4), "the loss is weighted by who sampled"
+            log_student_NO = torch.cat([began_TV.gather(1, asked_TC), rest_T[:, None]], 1)[place_N]
+            target_NO = (log_student_NO + torch.nn.functional.pad(batch.r_NC, (0, 1)) / 0.5).softmax(-1)
+            assert np.allclose(batch.log_q_NO.exp(), target_NO, atol=1e-4), "the target is that of the first student"
         assert changed, "the current student draws"
         for number in refreshed.schedule.held_out():
             kept = read_row(rows, number)

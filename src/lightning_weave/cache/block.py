@@ -24,9 +24,17 @@ class Block:
     r_KPC: NDArray[np.float32]
     mapped_KPC: NDArray[np.bool_]
     valid_KP: NDArray[np.bool_]
+    proposal: Candidates | None = None  # the same candidates under another model that sampled the rows
 
     @classmethod
-    def of(cls, numbers: Sequence[int], rollouts: Rollouts, candidates: Candidates, shifts: Sequence[Shift]) -> "Block":
+    def of(
+        cls,
+        numbers: Sequence[int],
+        rollouts: Rollouts,
+        candidates: Candidates,
+        shifts: Sequence[Shift],
+        proposal: Candidates | None = None,
+    ) -> "Block":
         """Put rows and the shift of every source together."""
         shape_PC = candidates.ids.flat.shape
         valid_KP = _stack([shift.valid_P for shift in shifts], np.bool_, shape_PC[:1])
@@ -37,6 +45,7 @@ class Block:
             r_KPC=_stack([shift.r_PC for shift in shifts], np.float32, shape_PC),
             mapped_KPC=_stack([shift.mapped_PC for shift in shifts], np.bool_, shape_PC),
             valid_KP=valid_KP if rollouts.decided is None else valid_KP & rollouts.decided.flat,
+            proposal=proposal,
         )
 
     @classmethod
@@ -51,6 +60,7 @@ class Block:
             r_KPC=np.concatenate([block.r_KPC for block in blocks], axis=1),
             mapped_KPC=np.concatenate([block.mapped_KPC for block in blocks], axis=1),
             valid_KP=np.concatenate([block.valid_KP for block in blocks], axis=1),
+            proposal=join_rows(proposals) if (proposals := [one.proposal for one in blocks if one.proposal]) else None,
         )
 
     def weighed(self, weight_RK: NDArray[np.float32]) -> "Block":
@@ -103,6 +113,7 @@ class Block:
             r_KPC=self.r_KPC[:, places_P],
             mapped_KPC=self.mapped_KPC[:, places_P],
             valid_KP=self.valid_KP[:, places_P],
+            proposal=None if self.proposal is None else pick_rows(self.proposal, rows),
         )
 
     def chunks(self, decisions: int) -> Iterator["Block"]:
@@ -122,8 +133,12 @@ class Block:
         def cut(values: Ragged) -> Ragged:
             return Ragged.of([values[0][:decisions]])
 
-        decided = ("ids", "logp", "other_logp", "sampled_logp")
-        cut_fields: dict[str, Any] = {name: cut(getattr(self.candidates, name)) for name in decided}
+        def cut_all(candidates: Candidates) -> Candidates:
+            fields: dict[str, Any] = {
+                name: cut(getattr(candidates, name)) for name in ("ids", "logp", "other_logp", "sampled_logp")
+            }
+            return replace(candidates, **fields)
+
         return replace(
             self,
             rollouts=replace(
@@ -131,10 +146,11 @@ class Block:
                 response_ids=cut(self.rollouts.response_ids),
                 decided=None if self.rollouts.decided is None else cut(self.rollouts.decided),
             ),
-            candidates=replace(self.candidates, **cut_fields),
+            candidates=cut_all(self.candidates),
             r_KPC=self.r_KPC[:, :decisions],
             mapped_KPC=self.mapped_KPC[:, :decisions],
             valid_KP=self.valid_KP[:, :decisions],
+            proposal=None if self.proposal is None else cut_all(self.proposal),
         )
 
 

@@ -21,7 +21,8 @@ T = TypeVar("T")
 class Cache:
     """All trajectories of a run with the shifts of the given sources, addressed by row number.
 
-    `weight_RK` gives each row weights of its own: by its tag, or one source alone (the data mixture).
+    `weight_RK` gives each row weights of its own: by its tag, or one source alone (the data mixture). `proposal` has
+    the same candidates under the model that sampled, where that is not the student of the reference.
     """
 
     def __init__(
@@ -30,12 +31,15 @@ class Cache:
         reference: Stage,
         sources: Sequence[ShiftSource] = (),
         weight_RK: NDArray[np.float32] | None = None,
+        proposal: Stage | None = None,
     ) -> None:
         self.rollouts = rollouts
         self.reference = reference
         self.sources = tuple(sources)
         self.weight_RK = weight_RK
-        stages = (rollouts, reference, *(stage for source in sources for stage in source.stages))
+        self.proposal = proposal
+        models = (rollouts, reference) if proposal is None else (rollouts, reference, proposal)
+        stages = (*models, *(stage for source in sources for stage in source.stages))
         for stage in stages:
             stage.require()
         self.rows = RowIndex.of(reference.require())
@@ -84,14 +88,19 @@ class Cache:
 
     def _read(self, run: list[int]) -> Block:
         rollouts = self._part(self.rollouts, Rollouts, run)
-        candidates = self._part(self.reference, Candidates, run)
         trajectory_R = rollouts.trajectories()
-        self._check_same(trajectory_R, candidates.trajectory_R, self.reference, run)
-        for values in (candidates.logp, candidates.other_logp, candidates.sampled_logp):
-            self._check_finite(values.flat, candidates.ids.offsets, self.reference, run)
+        candidates = self._candidates(self.reference, trajectory_R, run)
+        proposal = None if self.proposal is None else self._candidates(self.proposal, trajectory_R, run)
         shifts = [self._shift(source, candidates, trajectory_R, run) for source in self.sources]
-        block = Block.of(run, rollouts, candidates, shifts)
+        block = Block.of(run, rollouts, candidates, shifts, proposal)
         return block if self.weight_RK is None else block.weighed(self.weight_RK[run])
+
+    def _candidates(self, stage: Stage, trajectory_R: NDArray[np.uint32], run: list[int]) -> Candidates:
+        candidates = self._part(stage, Candidates, run)
+        self._check_same(trajectory_R, candidates.trajectory_R, stage, run)
+        for values in (candidates.logp, candidates.other_logp, candidates.sampled_logp):
+            self._check_finite(values.flat, candidates.ids.offsets, stage, run)
+        return candidates
 
     def _shift(
         self, source: ShiftSource, candidates: Candidates, trajectory_R: NDArray[np.uint32], run: list[int]

@@ -52,6 +52,7 @@ def open_cache(steps: Steps, name: str) -> Cache:
             sources = pairs
     rollouts = steps.store.stage(steps.rollout)
     reference = steps.store.stage(steps.reference)
+    proposal = steps.store.stage(steps.proposal) if steps.sampler else None
     responses = steps.recipe.rollout.responses
     if composition.method == "mixture":
         groups = reference.require()["rows"] // responses
@@ -60,8 +61,8 @@ def open_cache(steps: Steps, name: str) -> Cache:
     elif composition.routes:
         weight_GK = routed_weights(steps, name, asked_prompts(steps, tag_columns(steps.recipe)))
     else:
-        return Cache(rollouts, reference, sources)
-    return Cache(rollouts, reference, sources, np.repeat(weight_GK, responses, axis=0))
+        return Cache(rollouts, reference, sources, proposal=proposal)
+    return Cache(rollouts, reference, sources, np.repeat(weight_GK, responses, axis=0), proposal)
 
 
 def routed_weights(steps: Steps, name: str, asked: Sequence[Asked]) -> NDArray[np.float32]:

@@ -49,6 +49,7 @@ from lightning_weave.runs.settings import (
 from lightning_weave.store import MANIFEST, Step, Store, read_json, recorded, write_json
 
 IDENTITIES = "identities.json"
+UNWEIGHTED = {"direct-opd", "reverse-kl", "reverse-kl-full"}  # objectives without weights from the behaviour policy
 
 
 @dataclass(frozen=True)
@@ -287,6 +288,7 @@ class Steps:
             "anchors": {anchor: self._shift_settings(anchor) for anchor in used},
             "student": self.identity_of(self.student),
             **self._method_settings(composition),
+            **self._loss_settings(name),
             **self._rounding,
         }
         if composition.routes:
@@ -328,6 +330,12 @@ class Steps:
     def _rounding(self) -> dict[str, Any]:
         """What the machine does to numbers, where that is not left at its best."""
         return {"tf32": True} if self.recipe.machine.tf32 else {}
+
+    def _loss_settings(self, name: str) -> dict[str, Any]:
+        """Whose probabilities weigh the outcomes of a loss, where the student that samples is trained meanwhile."""
+        composition = self.recipe.compositions[name]
+        is_moving = composition.method == "online" or (isinstance(composition, Joint) and composition.refresh > 1)
+        return {"loss_weights": "sampler"} if is_moving and self.objective(name) not in UNWEIGHTED else {}
 
     def _method_settings(self, composition: Composition) -> dict[str, Any]:
         """What decides the outcome of the ways of training that are not the paper's own."""

@@ -24,7 +24,7 @@ class Batch:
     rows_N: Tensor  # row number of each kept decision ...
     places_N: Tensor  # ... and its place in the row's response
     candidate_ids_NC: Tensor
-    log_b_NO: Tensor
+    log_b_NO: Tensor  # of the behaviour policy, which sampled these rows
     log_q_NO: Tensor
     r_NC: Tensor
     sampled_ids_N: Tensor
@@ -75,7 +75,7 @@ def tokens_needed(block: Block, weights: Sequence[float]) -> list[int]:
 
 
 def compose(block: Block, weights: Sequence[float], alpha: float) -> Batch:
-    """Weigh the shifts, intersect the masks, tilt the behaviour: all that a composition is (composed-shift)."""
+    """Weigh the shifts, intersect the masks, tilt the student: all that a composition is (composed-shift)."""
     r_PC, valid_P = compose_shifts(
         torch.from_numpy(block.r_KPC),
         torch.from_numpy(block.valid_KP),
@@ -90,7 +90,10 @@ def compose(block: Block, weights: Sequence[float], alpha: float) -> Batch:
     lengths = tokens_needed(block, weights)
     starts_R = np.cumsum([0, *lengths[:-1]])
     candidates = block.candidates
-    log_b_NO = with_other(kept(candidates.logp.flat), kept(candidates.other_logp.flat))
+    log_student_NO, log_b_NO = (
+        with_other(kept(model.logp.flat), kept(model.other_logp.flat))
+        for model in (candidates, block.proposal or candidates)
+    )
     r_NC = r_PC[valid_P]
     row_P = np.repeat(np.arange(len(block)), block.decisions_R)
     place_P = np.arange(len(row_P)) - block.rollouts.response_ids.offsets[row_P]
@@ -105,7 +108,7 @@ def compose(block: Block, weights: Sequence[float], alpha: float) -> Batch:
         places_N=kept(place_P),
         candidate_ids_NC=kept(candidates.ids.flat).long(),
         log_b_NO=log_b_NO,
-        log_q_NO=tilted_target(log_b_NO, r_NC, alpha),
+        log_q_NO=tilted_target(log_student_NO, r_NC, alpha),
         r_NC=r_NC,
         sampled_ids_N=kept(block.sampled_P).long(),
         sampled_log_b_N=kept(candidates.sampled_logp.flat),

@@ -83,7 +83,7 @@ class Loss:
                 log_pi_NO = outcome_logprobs(hidden_ND, head, batch.candidate_ids_NC)
                 loss_N = reverse_kl(log_pi_NO, batch.log_q_NO, self.alpha)
             case "reverse-kl-full":
-                log_q_NV = torch.log_softmax(batch.log_b_NO[:, :-1] + batch.r_NC / self.alpha, dim=-1)
+                log_q_NV = torch.log_softmax(batch.log_q_NO[:, :-1], dim=-1)
                 log_pi_NV = torch.log_softmax(head.logits(hidden_ND), dim=-1).gather(1, batch.candidate_ids_NC)
                 log_pi_NO = with_other(log_pi_NV)
                 loss_N = reverse_kl(log_pi_NV, log_q_NV, self.alpha)

@@ -133,8 +133,8 @@ class LiveRows:
 
     def _block(self, numbers: Sequence[int], rollouts: Rollouts, candidates: Candidates) -> Block:
         """What the initial student and the anchors say of these candidates."""
-        behaviour = rescore_candidates(self.initial, rollouts, candidates)
-        return replace(self.anchors.block(numbers, rollouts, candidates), candidates=behaviour)
+        block = self.anchors.block(numbers, rollouts, candidates)
+        return replace(block, candidates=rescore_candidates(self.initial, rollouts, candidates), proposal=candidates)
 
 
 def _has_engine(steps: Steps) -> bool:

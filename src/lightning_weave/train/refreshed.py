@@ -1,9 +1,10 @@
 """Joint training on refreshed states: the updates in parts, and before each later part the student samples again.
 
-The target stays that of the initial student, b0 exp(r / alpha). What moves are the states where it is learned, and the
-candidates there: they are the current student's. A later part has a small run of its own, below the composition's
-folder. The optimizer's state goes through all parts; while a part samples and scores, the trained model is not in
-memory.
+The target stays that of the initial student, b0 exp(r / alpha). What moves are the states where it is learned, and what
+the paper's loss has from the behaviour policy: the candidates and their weights are those of the student that sampled.
+(Weighted by b0, an outcome that the initial student expects and the current one does not would outweigh all others.) A
+later part has a small run of its own, below the composition's folder. The optimizer's state goes through all parts;
+while a part samples and scores, the trained model is not in memory.
 """
 
 from collections.abc import Iterator, Sequence
