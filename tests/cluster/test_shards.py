@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,13 +137,17 @@ def test_an_error_of_a_worker_is_the_users_to_read(cluster: Any, tmp_path: Path)
         reference.run(steps, QUIET, connect(None).do)
 
 
+def _wait_until(ready: Callable[[], bool], never: str) -> None:
+    until = time.monotonic() + 300
+    while not ready():
+        assert time.monotonic() < until, never
+        time.sleep(0.1)
+
+
 def _open_waiting(steps: Steps, others: Path | None, own: Path) -> Any:
     class Waiting:
         def make(self, shards: list[int]) -> list[Made]:
-            until = time.monotonic() + 300
-            while others is not None and not others.exists():
-                assert time.monotonic() < until, "nobody has begun the other job"
-                time.sleep(0.1)
+            _wait_until(lambda: others is None or others.exists(), "nobody has begun the other job")
             own.touch()
             return [Made(1) for _ in shards]
 
@@ -181,15 +186,12 @@ def _open_meeting(steps: Steps, place: Path, killer: int | None) -> Any:
             (shard,) = shards
             died = place / "died"
             (place / f"{shard} of {system.getpid()}").touch()
-            until = time.monotonic() + 300
-            while not died.exists() and len(list(place.glob(f"* of {system.getpid()}"))) < 3:
-                assert time.monotonic() < until, "this worker never had three shards"
-                time.sleep(0.1)
+            mine = f"* of {system.getpid()}"
+            _wait_until(lambda: died.exists() or len(list(place.glob(mine))) >= 3, "it never had three shards")
             if shard == killer and not died.exists():
                 died.touch()
                 system._exit(1)
-            while killer is not None and not died.exists():
-                time.sleep(0.1)
+            _wait_until(lambda: killer is None or died.exists(), "its worker never died")
             return [Made(10 + shard)]
 
         def close(self) -> None: ...
@@ -221,10 +223,7 @@ def _open_in_company(steps: Steps, place: Path) -> Any:
     class InCompany:
         def make(self, shards: list[int]) -> list[Made]:
             (place / str(system.getpid())).touch()
-            until = time.monotonic() + 300
-            while len(list(place.iterdir())) < 2:
-                assert time.monotonic() < until, "one worker has all shards"
-                time.sleep(0.1)
+            _wait_until(lambda: len(list(place.iterdir())) >= 2, "one worker has all shards")
             return [Made(1)]
 
         def close(self) -> None: ...

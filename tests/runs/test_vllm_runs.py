@@ -152,7 +152,7 @@ def test_a_real_checkpoint_goes_through_vllm(
     """Rollout, reference and evaluation of a real checkpoint (SmolLM2-135M-Instruct) that LWEAVE_SMOLLM2 names."""
     checkpoint = os.environ.get("LWEAVE_SMOLLM2")
     if not checkpoint:
-        pytest.skip("LWEAVE_SMOLLM2 does not name a checkpoint directory")
+        pytest.fail("LWEAVE_SMOLLM2 does not name a checkpoint directory: make test-vllm")
     recipe = make_recipe(tmp_path, vllm_python)
     recipe["student"]["model"] = checkpoint
     recipe["prompts"] |= {"chat": True, "take": 4}

@@ -60,7 +60,9 @@ class Block:
             r_KPC=np.concatenate([block.r_KPC for block in blocks], axis=1),
             mapped_KPC=np.concatenate([block.mapped_KPC for block in blocks], axis=1),
             valid_KP=np.concatenate([block.valid_KP for block in blocks], axis=1),
-            proposal=join_rows(proposals) if (proposals := [one.proposal for one in blocks if one.proposal]) else None,
+            proposal=None
+            if all(block.proposal is None for block in blocks)
+            else join_rows([block.behaviour for block in blocks]),
         )
 
     def weighed(self, weight_RK: NDArray[np.float32]) -> "Block":
@@ -77,6 +79,11 @@ class Block:
     def sampled_P(self) -> NDArray[np.int32]:
         """The token that was sampled at each decision."""
         return self.rollouts.response_ids.flat
+
+    @property
+    def behaviour(self) -> Candidates:
+        """The candidates under the model that sampled the rows: the student itself, unless another proposed them."""
+        return self.candidates if self.proposal is None else self.proposal
 
     @property
     def decided_P(self) -> NDArray[np.bool_]:

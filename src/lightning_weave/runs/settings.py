@@ -1,4 +1,4 @@
-"""How a recipe enters fingerprints: engines as chosen, settings that came later, users' own functions, data by content.
+"""How a recipe enters fingerprints: engines as chosen, methods, later settings, users' own functions, data by content.
 
 `engine = "auto"` is decided once per run: from what the run has, else from what this machine has.
 """
@@ -7,9 +7,23 @@ import hashlib
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
-from lightning_weave.config import Eval, Recipe, Reference, Rollout, Score
+from lightning_weave.config import (
+    Composition,
+    Distilled,
+    Eval,
+    Joint,
+    Mixture,
+    Objective,
+    Online,
+    Recipe,
+    Reference,
+    Rollout,
+    Score,
+    SelfDistilled,
+    Sequential,
+)
 from lightning_weave.devices import sees_gpu
 from lightning_weave.errors import InputError
 from lightning_weave.store import file_identities, file_identity
@@ -17,6 +31,7 @@ from lightning_weave.store import file_identities, file_identity
 # Keys of [train] that came later than the first runs, with the values that change nothing.
 LATER = {"warmup": 0, "decay": "constant", "lora.stabilised": False, "lora.base": "own"}
 LATER_ASKED = ("template", "system", "problems")  # keys of [prompts] and [eval] that came later, unset where unused
+UNWEIGHTED = {"direct-opd", "reverse-kl", "reverse-kl-full"}  # objectives without weights from the behaviour policy
 SHIFT_RULES = {"shift_clip", "only_above", "mass_floor", "temperature"}
 ENGINES = ("rollout", "reference", "score", "eval")  # sections that name one
 TRAIN_EXECUTION = {
@@ -107,6 +122,38 @@ def without_defaults(train: dict[str, Any]) -> dict[str, Any]:
     lora = train["lora"]
     rest = lora and {key: value for key, value in lora.items() if LATER.get(f"lora.{key}", ...) != value}
     return {key: value for key, value in train.items() if LATER.get(key, ...) != value} | {"lora": rest}
+
+
+def method_settings(recipe: Recipe, composition: Composition) -> dict[str, Any]:
+    """What decides the outcome of the ways of training that are not the paper's own."""
+    rollout = recipe.rollout.model_dump(mode="json", include={"temperature", "top_p", "max_tokens", "seed"})
+    match composition:
+        case Joint():
+            refreshed = {"refresh": composition.refresh, "rollout": rollout} if composition.refresh > 1 else {}
+            return refreshed | ({} if composition.kl_budget is None else {"kl_budget": composition.kl_budget})
+        case Mixture():
+            return {"method": "mixture", "kl_budget": composition.kl_budget}
+        case Distilled():
+            return {"method": "teacher"}
+        case SelfDistilled():
+            return {"method": "self", "sharpen": composition.sharpen}
+        case Online():
+            rollout["responses"] = recipe.rollout.responses  # of the others the cache itself says it
+            if recipe.rollout.engine != "hf":
+                engine = recipe.rollout.model_dump(mode="json", include={"engine", "dtype"})
+                rollout |= {**engine, **quantization(recipe.rollout)}
+            return {"method": "online", "rollout": rollout, "candidates": recipe.reference.candidates}
+        case Sequential():
+            order = {"sequence": composition.sequence, "dose": composition.dose, "resample": composition.resample}
+            return {"method": "sequential", **order, "rollout": rollout}
+        case _:
+            assert_never(composition)
+
+
+def loss_settings(composition: Composition, objective: Objective) -> dict[str, Any]:
+    """Whose probabilities weigh the outcomes of a loss, where a student samples that is not the one of the target."""
+    is_moving = composition.samples and composition.method != "sequential"  # a leg has its own student for both
+    return {"loss_weights": "sampler"} if is_moving and objective not in UNWEIGHTED else {}
 
 
 def own_content(function: str, where: str) -> dict[str, str]:

@@ -10,20 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 from lightning_weave.config import (
     HARNESS,
-    Composition,
-    Distilled,
-    Joint,
-    Mixture,
     Objective,
-    Online,
     Recipe,
     Score,
-    SelfDistilled,
-    Sequential,
     Train,
     benchmark_folder,
     is_own_function,
@@ -39,6 +32,8 @@ from lightning_weave.runs.settings import (
     TRAIN_EXECUTION,
     data_identity,
     engine_settings,
+    loss_settings,
+    method_settings,
     own_content,
     quantization,
     template_identity,
@@ -49,7 +44,6 @@ from lightning_weave.runs.settings import (
 from lightning_weave.store import MANIFEST, Step, Store, read_json, recorded, write_json
 
 IDENTITIES = "identities.json"
-UNWEIGHTED = {"direct-opd", "reverse-kl", "reverse-kl-full"}  # objectives without weights from the behaviour policy
 
 
 @dataclass(frozen=True)
@@ -287,8 +281,8 @@ class Steps:
             "alpha": composition.alpha,
             "anchors": {anchor: self._shift_settings(anchor) for anchor in used},
             "student": self.identity_of(self.student),
-            **self._method_settings(composition),
-            **self._loss_settings(name),
+            **method_settings(self.recipe, composition),
+            **loss_settings(composition, self.objective(name)),
             **self._rounding,
         }
         if composition.routes:
@@ -330,38 +324,6 @@ class Steps:
     def _rounding(self) -> dict[str, Any]:
         """What the machine does to numbers, where that is not left at its best."""
         return {"tf32": True} if self.recipe.machine.tf32 else {}
-
-    def _loss_settings(self, name: str) -> dict[str, Any]:
-        """Whose probabilities weigh the outcomes of a loss, where the student that samples is trained meanwhile."""
-        composition = self.recipe.compositions[name]
-        is_moving = composition.method == "online" or (isinstance(composition, Joint) and composition.refresh > 1)
-        return {"loss_weights": "sampler"} if is_moving and self.objective(name) not in UNWEIGHTED else {}
-
-    def _method_settings(self, composition: Composition) -> dict[str, Any]:
-        """What decides the outcome of the ways of training that are not the paper's own."""
-        rollout = self.recipe.rollout.model_dump(mode="json", include={"temperature", "top_p", "max_tokens", "seed"})
-        candidates = self.recipe.reference.candidates
-        match composition:
-            case Joint():
-                refreshed = {"refresh": composition.refresh, "rollout": rollout} if composition.refresh > 1 else {}
-                return refreshed | ({} if composition.kl_budget is None else {"kl_budget": composition.kl_budget})
-            case Mixture():
-                return {"method": "mixture", "kl_budget": composition.kl_budget}
-            case Distilled():
-                return {"method": "teacher"}
-            case SelfDistilled():
-                return {"method": "self", "sharpen": composition.sharpen}
-            case Online():
-                rollout["responses"] = self.recipe.rollout.responses  # of the others the cache itself says it
-                if self.recipe.rollout.engine != "hf":
-                    engine = self.recipe.rollout.model_dump(mode="json", include={"engine", "dtype"})
-                    rollout |= {**engine, **quantization(self.recipe.rollout)}
-                return {"method": "online", "rollout": rollout, "candidates": candidates}
-            case Sequential():
-                order = {"sequence": composition.sequence, "dose": composition.dose, "resample": composition.resample}
-                return {"method": "sequential", **order, "rollout": rollout}
-            case _:
-                assert_never(composition)
 
     def _shift_settings(self, anchor: str) -> dict[str, Any]:
         section = self.recipe.anchors[anchor]

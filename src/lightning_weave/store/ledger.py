@@ -50,7 +50,7 @@ class Meter:
     extra: dict[str, Any] = field(default_factory=dict)
     _since: float = field(default_factory=lambda: time.monotonic())
     _elsewhere: float = 0.0
-    _engines: EngineClock = field(default_factory=EngineClock)  # device seconds of other processes' engines
+    _engines: EngineClock = field(default_factory=EngineClock)  # their device seconds since the last row
     _clock: EngineClock = field(default_factory=lambda: replace(engine_clock))
 
     def add(self, tokens: int = 0, written: int = 0) -> None:
@@ -65,7 +65,7 @@ class Meter:
         self._elsewhere += device_seconds
 
     def spend_engine(self, clock: EngineClock, devices: float) -> None:
-        """Count what an engine of another process took of it."""
+        """Count what engines took of it."""
         self._engines.starting += clock.starting * devices
         self._engines.busy += clock.busy * devices
 

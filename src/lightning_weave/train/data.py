@@ -90,10 +90,10 @@ def compose(block: Block, weights: Sequence[float], alpha: float) -> Batch:
     lengths = tokens_needed(block, weights)
     starts_R = np.cumsum([0, *lengths[:-1]])
     candidates = block.candidates
-    log_student_NO, log_b_NO = (
-        with_other(kept(model.logp.flat), kept(model.other_logp.flat))
-        for model in (candidates, block.proposal or candidates)
-    )
+    log_student_NO = with_other(kept(candidates.logp.flat), kept(candidates.other_logp.flat))
+    log_b_NO = log_student_NO
+    if block.proposal is not None:
+        log_b_NO = with_other(kept(block.proposal.logp.flat), kept(block.proposal.other_logp.flat))
     r_NC = r_PC[valid_P]
     row_P = np.repeat(np.arange(len(block)), block.decisions_R)
     place_P = np.arange(len(row_P)) - block.rollouts.response_ids.offsets[row_P]
