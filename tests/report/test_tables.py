@@ -8,13 +8,12 @@ import pytest
 from rich.console import Console
 
 from lightning_weave.errors import InputError
+from lightning_weave.report.grid import escape_latex, escape_markdown
 from lightning_weave.report.tables import (
     BenchmarkScore,
     PolicyRow,
     cells,
     console,
-    escape_latex,
-    escape_markdown,
     latex,
     legend,
     markdown,

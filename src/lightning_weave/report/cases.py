@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_weave.config import Case
-from lightning_weave.report.tables import escape_latex
+from lightning_weave.report.grid import escape_latex
 
 Place = tuple[str, str, int]  # benchmark, problem id, sample
 

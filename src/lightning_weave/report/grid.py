@@ -2,9 +2,8 @@
 
 import csv
 import io
+import re
 from collections.abc import Collection, Sequence
-
-from lightning_weave.report.tables import escape_latex, escape_markdown
 
 TextTable = Sequence[Sequence[str]]
 
@@ -32,3 +31,20 @@ def to_csv(lines: TextTable) -> str:
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(lines)
     return out.getvalue()
+
+
+def escape_latex(text: str) -> str:
+    """Escape text for LaTeX."""
+    names = {"\\": "textbackslash", "~": "textasciitilde", "^": "textasciicircum", "<": "textless", ">": "textgreater"}
+    return re.sub(
+        r"[\\~^<>&%$#_{}]", lambda hit: rf"\{names[hit[0]]}{{}}" if hit[0] in names else "\\" + hit[0], _one_line(text)
+    )
+
+
+def escape_markdown(text: str) -> str:
+    """Escape text for a Markdown table."""
+    return re.sub(r"([\\`*_{}\[\]<>|~])", r"\\\1", _one_line(text))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

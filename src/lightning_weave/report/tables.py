@@ -7,14 +7,13 @@ table. Values that print the same rank the same.
 import csv
 import io
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 from lightning_weave.errors import InputError
-from lightning_weave.runs.steps import Steps
+from lightning_weave.report.grid import escape_latex, escape_markdown
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -251,19 +250,6 @@ def cells(rows: Sequence[PolicyRow], marks: Scope = "group") -> list[list[Cell]]
     ]
 
 
-def escape_latex(text: str) -> str:
-    """Escape text for LaTeX."""
-    names = {"\\": "textbackslash", "~": "textasciitilde", "^": "textasciicircum", "<": "textless", ">": "textgreater"}
-    return re.sub(
-        r"[\\~^<>&%$#_{}]", lambda hit: rf"\{names[hit[0]]}{{}}" if hit[0] in names else "\\" + hit[0], _one_line(text)
-    )
-
-
-def escape_markdown(text: str) -> str:
-    """Escape text for a Markdown table."""
-    return re.sub(r"([\\`*_{}\[\]<>|~])", r"\\\1", _one_line(text))
-
-
 def _columns(rows: Sequence[PolicyRow]) -> list[_Column]:
     columns = []
     for k in range(len(_benchmarks(rows))):
@@ -375,10 +361,6 @@ def _ampersand(texts: Sequence[str]) -> str:
     return " & ".join(texts) + r" \\"
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
 def _value(text: str) -> float:
     return float(text.replace(",", ""))
 
@@ -393,12 +375,3 @@ def _show(value: float | None, digits: int) -> str:
         return ""
     text = f"{value:,.{digits}f}"
     return text.lstrip("-") if not text.strip("-0.") else text
-
-
-def student_names(students: Sequence[Sequence[Steps]]) -> list[str]:
-    """Name each student by the last part of its model's name, or the whole where two would be the same."""
-    whole = [runs[0].recipe.student.model.rstrip("/") for runs in students]
-    short = [name.split("/")[-1] for name in whole]
-    names = [one if short.count(one) == 1 else long for one, long in zip(short, whole, strict=True)]
-    marks = [f" ({runs[0].recipe.mark})" if runs[0].recipe.mark else "" for runs in students]
-    return [name + mark for name, mark in zip(names, marks, strict=True)]
