@@ -13,7 +13,7 @@ from lightning_weave.config import Joint, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.report.results import PolicySummaries, overalls, policy_rows
-from lightning_weave.report.tables import BenchmarkScore, PolicyRow
+from lightning_weave.report.tables import BenchmarkScore, PolicyRow, student_names
 from lightning_weave.runs.scored import ROLES
 from lightning_weave.runs.steps import Steps
 
@@ -55,15 +55,6 @@ def by_student(runs: Sequence[Steps]) -> list[list[Steps]]:
     for steps in runs:
         students.setdefault(steps.identity_of(steps.student), []).append(steps)
     return list(students.values())
-
-
-def student_names(students: Sequence[Sequence[Steps]]) -> list[str]:
-    """Name each student by the last part of its model's name, or the whole where two would be the same."""
-    whole = [runs[0].recipe.student.model.rstrip("/") for runs in students]
-    short = [name.split("/")[-1] for name in whole]
-    names = [one if short.count(one) == 1 else long for one, long in zip(short, whole, strict=True)]
-    marks = [f" ({runs[0].recipe.mark})" if runs[0].recipe.mark else "" for runs in students]
-    return [name + mark for name, mark in zip(names, marks, strict=True)]
 
 
 def run_names(runs: Sequence[Steps]) -> list[str]:

@@ -25,6 +25,7 @@ from lightning_weave.report.results import (
     track_figures,
 )
 from lightning_weave.report.setup import setup
+from lightning_weave.report.tables import student_names
 from lightning_weave.report.tasks import missing_rows, task_columns, task_results, with_tasks
 from lightning_weave.report.writer import Writer
 from lightning_weave.runs.caches import open_scored
@@ -248,7 +249,7 @@ def _findings(steps: Steps) -> list[Finding]:
 
 
 def _facts(runs: Sequence[Steps]) -> list[Fact]:
-    names = across.student_names(across.by_student(runs))
+    names = student_names(across.by_student(runs))
     facts = [Fact("Student" if len(names) == 1 else "Students", ", ".join(names))]
     if len(names) > 1:
         return facts

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lightning_weave.errors import InputError
 from lightning_weave.report.grid import escape_latex, escape_markdown
+from lightning_weave.runs.steps import Steps
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -375,3 +376,12 @@ def _show(value: float | None, digits: int) -> str:
         return ""
     text = f"{value:,.{digits}f}"
     return text.lstrip("-") if not text.strip("-0.") else text
+
+
+def student_names(students: Sequence[Sequence[Steps]]) -> list[str]:
+    """Name each student by the last part of its model's name, or the whole where two would be the same."""
+    whole = [runs[0].recipe.student.model.rstrip("/") for runs in students]
+    short = [name.split("/")[-1] for name in whole]
+    names = [one if short.count(one) == 1 else long for one, long in zip(short, whole, strict=True)]
+    marks = [f" ({runs[0].recipe.mark})" if runs[0].recipe.mark else "" for runs in students]
+    return [name + mark for name, mark in zip(names, marks, strict=True)]

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from lightning_weave.errors import InputError
 from lightning_weave.progress import duration
-from lightning_weave.report.across import student_names
 from lightning_weave.report.cost_table import cost_columns, table_lines
+from lightning_weave.report.tables import student_names
 from lightning_weave.runs.costs import Spent, costs, read_spent, summary
 from lightning_weave.runs.discard import file_size
 from lightning_weave.runs.known import with_known
