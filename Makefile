@@ -77,7 +77,7 @@ docs-site:       ## the pages of docs/ as a site with search, in build/site; bro
 	@scripts/site-env "$(SITE_VENV)"
 	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict --quiet
 
-claims: install  ## every baseline on three worlds with three seeds each (five hours of one core), into docs/claims.md
+claims: install  ## every baseline on three worlds with three seeds each (six hours of one core), into docs/claims.md
 	$(VENV)/bin/lweave demo --full --seeds 3 --world 101 --world 202
 	$(VENV)/bin/lweave demo --refresh --seeds 3 --world 101 --world 202
 	$(PY) scripts/claims-docs runs/demo runs/demo-refresh
