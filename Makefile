@@ -78,8 +78,8 @@ docs-site:       ## the pages of docs/ as a site with search, in build/site; bro
 	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict --quiet
 
 claims: install  ## every baseline on three worlds with three seeds each (six hours of one core), into docs/claims.md
-	$(VENV)/bin/lweave demo --full --seeds 3 --world 101 --world 202
-	$(VENV)/bin/lweave demo --refresh --seeds 3 --world 101 --world 202
+	$(VENV)/bin/lweave demo --full --seeds 3 --world 101 --world 202 --set machine.threads=1
+	$(VENV)/bin/lweave demo --refresh --seeds 3 --world 101 --world 202 --set machine.threads=1
 	$(PY) scripts/claims-docs runs/demo runs/demo-refresh
 
 real: dev        ## brevity and correctness on SmolLM2-135M (hours of two cores; resumes), into docs/real-models.md

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_weave.errors import InputError
-from lightning_weave.store import file_identity, fingerprint, identity, model_identity
+from lightning_weave.store import RunIdentities, file_identity, fingerprint, identity, model_identity
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +98,20 @@ def test_fingerprints_do_not_depend_on_order() -> None:
 
 def test_everything_that_decides_tokens_counts() -> None:
     assert {"merges.txt", "chat_template.*", "tokenizer.model"} <= set(identity.TOKENIZER_FILES)
+
+
+def test_a_run_knows_what_is_gone_and_looks_once(tmp_path: Path) -> None:
+    def gone() -> str:
+        raise InputError("no such directory")
+
+    first = RunIdentities(tmp_path / "known.json", {})
+    assert first.identity("model", lambda: "abc") == "abc"
+    assert first.identity("model", gone) == "abc"  # not looked at again
+    with pytest.raises(InputError, match="no such directory"):
+        first.identity("other", gone)
+    first.keep()
+
+    later = RunIdentities(tmp_path / "known.json", {})
+    assert later.identity("model", gone) == "abc"
+    changed = RunIdentities(tmp_path / "known.json", {})
+    assert changed.identity("model", lambda: "def") == "def"  # what is there counts, not what was

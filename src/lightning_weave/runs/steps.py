@@ -41,7 +41,7 @@ from lightning_weave.runs.settings import (
     without_defaults,
     without_unset,
 )
-from lightning_weave.store import MANIFEST, Step, Store, read_json, recorded, write_json
+from lightning_weave.store import MANIFEST, RunIdentities, Step, Store, recorded
 
 IDENTITIES = "identities.json"
 
@@ -77,39 +77,33 @@ class Steps:
         return Checkpoint.of(self.recipe.policies[name]) if name in self.recipe.policies else self.student
 
     def identity_of(self, checkpoint: Checkpoint) -> str:
-        """Identify a model once per command; one that is gone is still known to the run that it was scored for."""
-        name = str(checkpoint)
-        if name not in self._identities:
-            try:
-                if checkpoint.is_double and not self.recipe.rehearsal:
-                    raise InputError(
-                        f"{name}: made by a rehearsal, of random weights. Give the checkpoint that it stands for"
-                    )
-                self._identities[name] = checkpoint.identity
-            except InputError:
-                if name not in self._remembered:
-                    raise
-                self._identities[name] = self._remembered[name]
-        return self._identities[name]
+        """Say what a model is. The double of a rehearsal is one in rehearsals only."""
+
+        def look() -> str:
+            if checkpoint.is_double and not self.recipe.rehearsal:
+                raise InputError(
+                    f"{checkpoint}: made by a rehearsal, of random weights. Give the checkpoint that it stands for"
+                )
+            return checkpoint.identity
+
+        return self._known.identity(str(checkpoint), look)
 
     def _data_identity(self, source: str, key: str) -> str:
-        """Identify data once per command, in the same way."""
-        if source not in self._identities:
+        """Say what data is. A directory that is gone would be taken for a hub name: what the run knows comes first."""
+
+        def look() -> str:
             gone = not Path(source).expanduser().exists()
-            identity = self._remembered.get(source) if gone else None
-            self._identities[source] = identity or data_identity(source, key)
-        return self._identities[source]
+            return (gone and self._known.remembered.get(source)) or data_identity(source, key)
+
+        return self._known.identity(source, look)
 
     @cached_property
-    def _remembered(self) -> dict[str, str]:
-        path = self.store.run_dir / IDENTITIES
-        return read_json(path) if path.exists() else {}
+    def _known(self) -> RunIdentities:
+        return RunIdentities(self.store.run_dir / IDENTITIES, self._identities)
 
     def remember(self) -> None:
         """Keep the identities of this run's models and data, so that they may be moved once they are not needed."""
-        identities = {**self._remembered, **self._identities}
-        if identities != self._remembered:
-            write_json(self.store.run_dir / IDENTITIES, identities)
+        self._known.keep()
 
     @property
     def prompts_file(self) -> Path:
@@ -244,22 +238,18 @@ class Steps:
     def _base(self, anchor: str) -> Checkpoint:
         """The base of an anchor that is an adapter; known to the run even if the adapter is gone."""
         adapter = self.anchor(anchor, "post")
-        key = f"base of {adapter}"
-        if key not in self._identities:
-            try:
-                base = adapter.base
-            except InputError:
-                if key not in self._remembered:
-                    raise
-                self._identities[key] = self._remembered[key]
-            else:
-                if base is None:
-                    raise InputError(
-                        f"anchors.{anchor}.pre is missing: {adapter.name} is no LoRA adapter that says its base. It "
-                        "is the checkpoint that post was trained from"
-                    )
-                self._identities[key] = json.dumps([base.name, base.revision])
-        name, revision = json.loads(self._identities[key])
+
+        def look() -> str:
+            base = adapter.base
+            return json.dumps(base and [base.name, base.revision])
+
+        named = json.loads(self._known.identity(f"base of {adapter}", look))
+        if named is None:
+            raise InputError(
+                f"anchors.{anchor}.pre is missing: {adapter.name} is no LoRA adapter that says its base. It "
+                "is the checkpoint that post was trained from"
+            )
+        name, revision = named
         return replace(adapter, name=name, revision=revision)
 
     def has_shift(self, anchor: str) -> bool:

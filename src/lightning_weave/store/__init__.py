@@ -11,7 +11,7 @@ from lightning_weave.store.files import (
     write_atomic,
     write_json,
 )
-from lightning_weave.store.identity import file_identities, file_identity, fingerprint, model_identity
+from lightning_weave.store.identity import RunIdentities, file_identities, file_identity, fingerprint, model_identity
 from lightning_weave.store.lock import lock_run
 from lightning_weave.store.rows import RowIndex
 from lightning_weave.store.run import ASIDE, MANIFEST, Stage, State, Step, Store, differences, recorded

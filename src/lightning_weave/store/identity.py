@@ -7,13 +7,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from lightning_weave.errors import CorruptData, InputError
-from lightning_weave.store.files import read_json, sha256_file, write_atomic
+from lightning_weave.store.files import read_json, sha256_file, write_atomic, write_json
 
 # Everything that decides what a model computes or how its text becomes tokens; not READMEs, not optimizer states.
 MODEL_FILES = (
@@ -36,6 +37,36 @@ TOKENIZER_FILES = (
     "chat_template.*",
 )
 _HUB_BLOB = re.compile(r"/blobs/[0-9a-f]{64}$")  # the hub's cache names large files by their sha256
+
+
+@dataclass(frozen=True)
+class RunIdentities:
+    """What the models and data of a run are: looked up once per command, and known to the run when they are gone."""
+
+    file: Path
+    found: dict[str, str]  # by this command
+
+    @cached_property
+    def remembered(self) -> dict[str, str]:
+        """What earlier commands found."""
+        return read_json(self.file) if self.file.exists() else {}
+
+    def identity(self, name: str, look: Callable[[], str]) -> str:
+        """Say what something is; where `look` cannot say it, what the run remembers."""
+        if name not in self.found:
+            try:
+                self.found[name] = look()
+            except InputError:
+                if name not in self.remembered:
+                    raise
+                self.found[name] = self.remembered[name]
+        return self.found[name]
+
+    def keep(self) -> None:
+        """Remember what was found."""
+        identities = {**self.remembered, **self.found}
+        if identities != self.remembered:
+            write_json(self.file, identities)
 
 
 def fingerprint(value: Mapping[str, Any]) -> str:
