@@ -8,10 +8,10 @@ SITE_VENV ?= .venv-site
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
 WORKERS ?= 2
-HERE = not real and not vllm and not ray and not peers and not ranks and not faults and not paper
+HERE = not real and not vllm and not ray and not peers and not ranks and not faults and not fuzz and not paper
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo docs docs-site claims real test coverage test-real test-vllm test-peers test-ray test-ranks test-faults test-paper check format lint bench install dev clean
+.PHONY: help demo docs docs-site claims real test coverage test-real test-vllm test-peers test-ray test-ranks test-faults test-fuzz test-paper check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -29,13 +29,13 @@ test-real: dev   ## a real checkpoint end to end; fetches 100 MB the first time
 	@scripts/real-models "$(PY)" "$(REAL_MODELS)"
 	LWEAVE_REAL_MODELS="$(abspath $(REAL_MODELS))" $(PYTEST) -s -m real tests
 
-test-vllm: dev   ## the vLLM engine, in an environment of its own
+test-vllm: dev   ## the vLLM engine, in a separate environment
 	@scripts/vllm-env "$(VLLM_VENV)"
 	@scripts/real-models "$(PY)" "$(REAL_MODELS)"
 	LWEAVE_VLLM_PYTHON="$(abspath $(VLLM_VENV))/bin/python" VLLM_CPU_KVCACHE_SPACE=1 \
 	LWEAVE_SMOLLM2="$(abspath $(REAL_MODELS))/smollm2" $(PYTEST) -s -m vllm tests
 
-test-peers:      ## against other libraries, in an environment of its own
+test-peers:      ## against other libraries, in a separate environment
 	@scripts/peers-env "$(PEERS_VENV)"
 	OMP_NUM_THREADS=1 $(PEERS_VENV)/bin/python -m pytest -m peers tests
 
@@ -43,13 +43,16 @@ test-ray: dev    ## whole runs on a Ray cluster of two nodes, one killed in each
 	@scripts/ray-env "$(VENV)" "$(RAY_VENV)"
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m ray tests
 
-test-ranks: dev  ## several processes side by side train, sample and run engines as one does
+test-ranks: dev  ## several processes train, sample and run engines with the results of one
 	OMP_NUM_THREADS=1 $(PYTEST) -q -m ranks tests
 
-test-faults: dev ## kill, fill, flip and change, and look what is left
+test-faults: dev ## kills, full disks, flipped bytes and changed recipes
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m faults tests/faults
 
-test-paper: dev  ## every command of docs/paper.md in rehearsal, and the paper's tables and figures that come of it
+test-fuzz: dev   ## generated damages of recipes, data, checkpoints, run directories and answers to graders
+	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m fuzz tests
+
+test-paper: dev  ## every command of docs/paper.md in rehearsal, with the paper's tables and figures
 	OMP_NUM_THREADS=1 $(PYTEST) -q -m paper tests/paper
 
 check: dev lint  ## format, lint, types and the fast tests
@@ -77,12 +80,11 @@ docs-site:       ## the pages of docs/ as a site with search, in build/site; bro
 	@scripts/site-env "$(SITE_VENV)"
 	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict --quiet
 
-claims: install  ## every baseline on three worlds with three seeds each (six hours of one core), into docs/claims.md
-	$(VENV)/bin/lweave demo --full --seeds 3 --world 101 --world 202 --set machine.threads=1
-	$(VENV)/bin/lweave demo --refresh --seeds 3 --world 101 --world 202 --set machine.threads=1
-	$(PY) scripts/claims-docs runs/demo runs/demo-refresh
+claims: install  ## every baseline on three worlds with three seeds each (six hours of one core), into docs/appendix/claims.md
+	$(PY) scripts/claims full --seeds 3 --world 101 --world 202 --set machine.threads=1 --docs
+	$(PY) scripts/claims refresh --seeds 3 --world 101 --world 202 --set machine.threads=1 --docs
 
-real: dev        ## brevity and correctness on SmolLM2-135M (hours of two cores; resumes), into docs/real-models.md
+real: dev        ## brevity and correctness on SmolLM2-135M (hours of two cores; resumes), into docs/appendix/real-models.md
 	@scripts/real-models "$(PY)" "$(REAL_MODELS)"
 	@scripts/real-gemma "$(PY)" "$(REAL_MODELS)"
 	scripts/real/run "$(PY)" "$(abspath $(REAL_MODELS))/smollm2" "$(abspath $(REAL_MODELS))/gemma"

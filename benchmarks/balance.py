@@ -3,8 +3,8 @@
     python benchmarks/balance.py [--updates 50] [--width 2560]
 
 Ranks run their micro-batches side by side, and at each of them all wait for the slowest. "lost" is the share of all
-ranks' time that goes to padding and to that waiting; "slowest" is the costliest rank over the mean, "at best" what no
-dealing can be below: one row is never shared by two ranks. The paper says only where its responses are cut off; the
+ranks' time spent on padding and waiting; "slowest" is the cost of the slowest rank over the mean, "at best" its lower
+bound: one row is never shared by two ranks. The paper says only where its responses are cut off; the
 distributions below are ours.
 """
 
@@ -30,7 +30,7 @@ def long(rng: np.random.Generator, rows: int) -> NDArray[np.int64]:
 
 
 def simulate(lengths: list[int], world: int, budget: int, width: int, packed: bool) -> tuple[float, float]:
-    """Give the share of time that is lost, and the costliest rank over the mean."""
+    """Return the share of time that is lost, and the cost of the slowest rank over the mean."""
     ranks = deal_rows(lengths, world, budget, width=width, packed=packed)
 
     def cost(batch: list[int]) -> float:

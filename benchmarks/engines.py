@@ -1,4 +1,4 @@
-"""Speed of sampling through the pipeline beside bare engines, on a real checkpoint, and how far vLLM's scores are off.
+"""Speed of sampling through the pipeline against bare engines, on a real checkpoint, and the error of vLLM's scores.
 
     LWEAVE_VLLM_PYTHON=.venv-vllm/bin/python LWEAVE_SMOLLM2=.real-models/smollm2 python benchmarks/engines.py
         [--prompts 12] [--tokens 128] [--repeats 3] [--json FILE]
@@ -24,19 +24,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_weave.bench.definitions import asked_benchmark
+from lightning_weave.bench.definitions import load_eval_benchmark
 from lightning_weave.config import check_recipe
-from lightning_weave.models.hf import HFSampler, RefillingSampler, Scorer, hf_scorer
-from lightning_weave.models.vllm import request_seed
-from lightning_weave.models.vllm_body import VLLMBody
-from lightning_weave.pipeline import eval as eval_stage
-from lightning_weave.pipeline import prompts as prompts_stage
-from lightning_weave.pipeline import rollout
+from lightning_weave.models.sampler import HFSampler, RefillingSampler
+from lightning_weave.models.scorer import Scorer
+from lightning_weave.models.vllm import VLLMBody, request_seed
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
-from lightning_weave.runs.engines import Engines
-from lightning_weave.runs.evaluation import asked_problems
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages import eval as eval_stage
+from lightning_weave.stages import prompts as prompts_stage
+from lightning_weave.stages import rollout
+from lightning_weave.stages.engines import Engines
+from lightning_weave.stages.sampling import render_problems
 from lightning_weave.types import Request, Rollouts, SamplingSettings
 
 QUIET = Progress(quiet=True)
@@ -46,28 +46,30 @@ THINGS = "rain, a bicycle, gold, the moon, bread, a bridge, salt, a clock, ice, 
 
 
 def questions(count: int) -> list[str]:
-    """Ask for much and for little in turn."""
+    """Ask for long and short answers in turn."""
     things = [thing.strip() for thing in THINGS.split(",")]
     asked = ("In one word, what colour has {}?", "Explain in detail how people came to use {}.")
     return [asked[number % 2].format(things[number % len(things)]) + f" ({number})" for number in range(count)]
 
 
-def make_steps(folder: Path, name: str, arguments: argparse.Namespace) -> Steps:
+def make_run(folder: Path, name: str, arguments: argparse.Namespace) -> Run:
     """Write prompts, a benchmark of the same questions, and a recipe for both."""
     rows = [{"prompt": text, "answer": "1", "id": str(at)} for at, text in enumerate(questions(arguments.prompts))]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     problems = [{"problem": row["prompt"], "answer": "1", "id": row["id"]} for row in rows]
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
-    engine = {"engine": "vllm", "python": arguments.python, "options": OPTIONS, "dtype": "float32"}
-    sampled = {**engine, "max_tokens": arguments.tokens, "temperature": 1.0, "top_p": 1.0}
+    engine = {"rollout": "vllm", "eval": "vllm", "python": arguments.python, "options": OPTIONS, "dtype": "float32"}
+    sampled = {"max_tokens": arguments.tokens, "temperature": 1.0}
     recipe = {
         "name": name,
         "runs": str(folder / "runs"),
         "student": {"model": arguments.model},
         "prompts": {"source": str(folder / "prompts.jsonl"), "format": "plain", "take": arguments.prompts},
+        "engine": engine,
         "rollout": {**sampled, "responses": RESPONSES, "prompts_per_shard": 4},
         "eval": {
             **sampled,
+            "top_p": 1.0,
             "benchmarks": [f"file:{folder / 'problems.jsonl'}"],
             "samples": RESPONSES,
             "block": 16,
@@ -76,11 +78,11 @@ def make_steps(folder: Path, name: str, arguments: argparse.Namespace) -> Steps:
         },
         "machine": {"device": "cpu", "threads": 1},
     }
-    return Steps(check_recipe(recipe))
+    return Run(check_recipe(recipe))
 
 
 class Bare:
-    """vLLM in a process of its own that knows nothing of this package."""
+    """vLLM in a separate process, without this package."""
 
     def __init__(self, arguments: argparse.Namespace, longest: int) -> None:
         script = Path(__file__).with_name("parts") / "bare_vllm.py"
@@ -120,7 +122,7 @@ def as_job(requests: Sequence[Request], settings: SamplingSettings, stop: Sequen
 
 
 def rate_of(tokens: Callable[[], int]) -> float:
-    """Tokens per second of something that says how many it made."""
+    """Tokens per second of a function that returns how many it sampled."""
     start = time.perf_counter()
     count = tokens()
     return count / (time.perf_counter() - start)
@@ -128,26 +130,29 @@ def rate_of(tokens: Callable[[], int]) -> float:
 
 def against_bare(folder: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Time the pipeline's sampling and the bare engine's in turn, each with its engine up."""
-    steps = make_steps(folder, "warm", arguments)
-    prompts_stage.run(steps, QUIET)
-    section = steps.recipe.rollout
-    asked = [prompt.token_ids for prompt in read_prompts(steps.prompts_file)]
-    problems = asked_problems(
-        asked_benchmark(steps.recipe.eval, steps.recipe.eval.benchmarks[0]), steps.student.tokenizer, steps.recipe.eval
+    run = make_run(folder, "warm", arguments)
+    prompts_stage.build_prompts(run, QUIET)
+    section = run.recipe.rollout
+    asked = [prompt.token_ids for prompt in read_prompts(run.prompts_file)]
+    problems = render_problems(
+        load_eval_benchmark(run.recipe.eval, run.recipe.eval.benchmarks[0]),
+        run.student.tokenizer,
+        run.recipe.eval,
     )
     longest = max(map(len, [*asked, *(one.prompt.token_ids for one in problems)])) + section.max_tokens + 1
-    settings = SamplingSettings(section.temperature, section.top_p, section.max_tokens, section.seed)
-    stop = [token for token in steps.student.stop_ids if token < steps.student.vocabulary]
+    settings = SamplingSettings(section.temperature, 1.0, section.max_tokens, section.seed)
+    stop = [token for token in run.student.stop_ids if token < run.student.vocabulary]
     rollouts = [Request(ids, prompt, each) for prompt, ids in enumerate(asked) for each in range(RESPONSES)]
     evals = [Request(one.prompt.token_ids, at, each) for at, one in enumerate(problems) for each in range(RESPONSES)]
     rates: dict[str, list[float]] = {name: [] for name in ("rollout", "rollout bare", "eval", "eval bare")}
     bare = Bare(arguments, longest)
     try:
         with Engines(room=longest) as engines:
-            engines.sampler(steps, steps.student, section, asked, section.max_tokens)  # starts it, and compares
+            engine = run.recipe.engine_of("rollout")
+            engines.sampler(run, run.student, engine, asked, section.max_tokens)  # starts it, and compares
             for repeat in range(arguments.repeats):
-                fresh = make_steps(folder, f"run-{repeat}", arguments)
-                prompts_stage.run(fresh, QUIET)
+                fresh = make_run(folder, f"run-{repeat}", arguments)
+                prompts_stage.build_prompts(fresh, QUIET)
                 rates["rollout"].append(rate_of(partial(_rollout, fresh, engines)))
                 rates["rollout bare"].append(_rate(bare.ask(as_job(rollouts, settings, stop))))
                 rates["eval"].append(rate_of(partial(_eval, fresh, engines)))
@@ -161,28 +166,28 @@ def _rate(answer: dict[str, Any]) -> float:
     return float(answer["tokens"] / answer["seconds"])
 
 
-def _rollout(steps: Steps, engines: Engines) -> int:
-    rollout.run(steps, QUIET, watch=lambda *_: None, engines=engines)
-    return int(sum(len(ids) for rows in _rollouts(steps) for ids in rows.response_ids))
+def _rollout(run: Run, engines: Engines) -> int:
+    rollout.rollout(run, QUIET, watch=lambda *_: None, engines=engines)
+    return int(sum(len(ids) for rows in _rollouts(run) for ids in rows.response_ids))
 
 
-def _rollouts(steps: Steps) -> list[Rollouts]:
-    stage = steps.store.stage(steps.rollout)
+def _rollouts(run: Run) -> list[Rollouts]:
+    stage = run.stage("rollout")
     return [stage.open(Rollouts, shard).read() for shard in range(len(stage.require()["shards"]))]
 
 
-def _eval(steps: Steps, engines: Engines) -> int:
-    eval_stage.run_policy(steps, "base", QUIET, engines, watch=lambda *_: None)
-    folder = steps.store.stage(steps.eval("base", steps.recipe.eval.benchmarks[0])).folder
+def _eval(run: Run, engines: Engines) -> int:
+    eval_stage.evaluate_policy(run, "base", QUIET, engines, watch=lambda *_: None)
+    folder = run.stage("eval", "base", run.recipe.eval.benchmarks[0]).folder
     return sum(json.loads(line)["tokens"] for line in (folder / "samples.jsonl").read_text().splitlines())
 
 
 def refilled_or_not(folder: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Time the transformers sampler on one shard, batch after batch and refilled, in turn."""
-    steps = make_steps(folder, "warm", arguments)
-    student = steps.student
+    run = make_run(folder, "warm", arguments)
+    student = run.student
     model = student.load(torch.float32, torch.device("cpu"))
-    asked = [prompt.token_ids for prompt in read_prompts(steps.prompts_file)]
+    asked = [prompt.token_ids for prompt in read_prompts(run.prompts_file)]
     requests = [Request(ids, prompt, each) for prompt, ids in enumerate(asked) for each in range(RESPONSES)]
     settings = SamplingSettings(1.0, 1.0, arguments.tokens, 42)
     rates: dict[str, list[float]] = {"batch after batch": [], "refilled": []}
@@ -199,17 +204,19 @@ def _sample(sampler: HFSampler, requests: list[Request], settings: SamplingSetti
 
 def score_gaps(folder: Path, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Compare candidates scored by vLLM, in two dtypes, with transformers in float32."""
-    steps = make_steps(folder, "run-0", arguments)
-    student = steps.student
-    rows = [(p, r) for shard in _rollouts(steps) for p, r in zip(shard.prompt_ids, shard.response_ids, strict=True)][:8]
-    ours = hf_scorer(student.load(torch.float32, torch.device("cpu")), student.vocabulary).candidates(rows, 16)
+    run = make_run(folder, "run-0", arguments)
+    student = run.student
+    rows = [(p, r) for shard in _rollouts(run) for p, r in zip(shard.prompt_ids, shard.response_ids, strict=True)][:8]
+    ours = Scorer.from_model(student.load(torch.float32, torch.device("cpu")), student.vocabulary).candidates(rows, 16)
     ids = [ids_TC for ids_TC, *_ in ours]
     gaps = {}
     for dtype in ("float32", "bfloat16"):
-        body = VLLMBody(student, dtype, torch.device("cpu"), python=arguments.python, options=OPTIONS, max_length=1024)
+        body = VLLMBody(
+            student, torch.device("cpu"), dtype=dtype, python=arguments.python, options=OPTIONS, max_length=1024
+        )
         engine = Scorer(body)
         try:
-            theirs = engine.rescore(rows, ids)
+            theirs = engine.candidates(rows, 16, given=ids)
         finally:
             engine.close()
         gap = np.concatenate([np.abs(one[1] - other[1]).ravel() for one, other in zip(theirs, ours, strict=True)])
@@ -218,7 +225,7 @@ def score_gaps(folder: Path, arguments: argparse.Namespace) -> dict[str, dict[st
 
 
 def main() -> None:
-    """Print what is measured."""
+    """Print the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=os.environ.get("LWEAVE_VLLM_PYTHON"), help="of an environment with vLLM")
     parser.add_argument("--model", default=os.environ.get("LWEAVE_SMOLLM2"), help="a checkpoint directory")

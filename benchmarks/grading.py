@@ -1,8 +1,8 @@
-"""Verdicts per second: the sandbox against plain subprocesses without one, side by side in one run.
+"""Verdicts per second: the sandbox against plain subprocesses, in one run.
 
-The plain way starts one interpreter per test, with no limits and no site packages: once `bare`, and once (`plain`) with
-the imports that the official runner puts before every program and the sandbox always provides. Rounds alternate and
-medians are kept. Goal: at most 1.5 times as long as plain.
+A plain subprocess is one interpreter per test, without limits or site packages: `bare`, or `plain` with the imports
+that the official runner puts before every program and the sandbox always provides. Rounds alternate and medians are
+shown. Goal: at most 1.5 times as long as plain.
 """
 
 import json
@@ -15,8 +15,7 @@ from typing import Any
 
 from lightning_weave.grading.code import grade_many, same_text
 from lightning_weave.grading.driver import _MODULES, _STARRED
-from lightning_weave.grading.jail import _FLAGS, _interpreter
-from lightning_weave.grading.sandbox import open_sandbox
+from lightning_weave.grading.sandbox import _FLAGS, _PYTHON, open_sandbox
 
 PROGRAM = """
 n = int(input())
@@ -36,10 +35,10 @@ def problem(tests: int) -> dict[str, Any]:
     return {"question_id": "b", "public_test_cases": "[]", "private_test_cases": json.dumps(cases), "metadata": "{}"}
 
 
-def plainly(source: str, row: dict[str, Any]) -> bool:
-    """Grade the usual way: one process per test, nothing between it and the machine."""
+def grade_without_sandbox(source: str, row: dict[str, Any]) -> bool:
+    """Grade with one process per test and no sandbox."""
     for test in json.loads(row["private_test_cases"]):
-        command = [_interpreter(), *_FLAGS, "-c", source]
+        command = [_PYTHON, *_FLAGS, "-c", source]
         done = subprocess.run(command, input=test["input"], capture_output=True, text=True, timeout=6, check=False)
         if done.returncode or not same_text(done.stdout, test["output"]):
             return False
@@ -59,14 +58,16 @@ def main() -> None:
     with ThreadPoolExecutor(sandbox.slots) as pool:
         for tests in (1, 3, 20):
             row = problem(tests)
-            ways: dict[str, Callable[[], list[bool]]] = {
-                "bare": lambda row=row: list(pool.map(plainly, [PROGRAM] * PROGRAMS, [row] * PROGRAMS)),
-                "plain": lambda row=row: list(pool.map(plainly, [PRELUDE + PROGRAM] * PROGRAMS, [row] * PROGRAMS)),
+            variants: dict[str, Callable[[], list[bool]]] = {
+                "bare": lambda row=row: list(pool.map(grade_without_sandbox, [PROGRAM] * PROGRAMS, [row] * PROGRAMS)),
+                "plain": lambda row=row: list(
+                    pool.map(grade_without_sandbox, [PRELUDE + PROGRAM] * PROGRAMS, [row] * PROGRAMS)
+                ),
                 "sandbox": lambda row=row: [v.correct for v in grade_many([(PROGRAM, row)] * PROGRAMS, sandbox)],
             }
-            rounds = [{name: seconds(work) for name, work in ways.items()} for _ in range(ROUNDS)]
-            taken = {name: statistics.median(times[name] for times in rounds) for name in ways}
-            rates = " ".join(f"{PROGRAMS / taken[name]:8.1f}" for name in ways)
+            rounds = [{name: seconds(work) for name, work in variants.items()} for _ in range(ROUNDS)]
+            taken = {name: statistics.median(times[name] for times in rounds) for name in variants}
+            rates = " ".join(f"{PROGRAMS / taken[name]:8.1f}" for name in variants)
             print(f"{tests:10d} {rates} {taken['sandbox'] / taken['plain']:19.2f}x")
 
 

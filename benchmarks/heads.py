@@ -1,11 +1,11 @@
-"""Speed and memory of the head alone, beside the obvious way and beside the bare matrix products as the limit.
+"""Speed and memory of the head alone, against plain torch and against the bare matrix products as the limit.
 
     python benchmarks/heads.py [--width 576] [--positions 256 1024 2048] [--rounds 3] [--threads 1] [--json FILE]
 
-All ways take turns in one process; each ratio is the median over the rounds, and the ratio of the fastest rounds is
-shown beside it (on a busy machine the truth is nearer to that one). Peak memory beyond the inputs is measured in a
-process of its own for every figure. The limits are bare products and the memory for what they make, the better of two:
-over whole rows of logits, and over tiles like the head's.
+Variants run in turn in one process; each ratio is the median over the rounds, followed by the ratio of the fastest
+rounds (more reliable on a busy machine). Peak memory beyond the inputs is measured in a separate process for every
+figure. The limits are bare matrix products with their outputs, the better of two: over full rows of logits, and over
+tiles like those of the head.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_weave.heads import Head, candidate_logprobs, fused_log_residual_loss, top_candidates
 from lightning_weave.heads.tiles import TILE_WIDTH, rows_within_budget
 from lightning_weave.maths import log_residual_loss, tilted_target, with_other
-from parts.measure import Clock, Way, choose_clock, forget_peak, kernel_says, take_turns
+from parts.measure import Clock, Variant, choose_clock, process_memory, reset_peak_memory, time_in_turn
 
 VOCABULARY = 151_936
 CANDIDATES = 16
@@ -46,8 +46,8 @@ COMPARISONS = (
 )
 
 
-def make_ways(positions: int, width: int) -> dict[str, Way]:
-    """Make the inputs and give every way as a function of no argument."""
+def make_variants(positions: int, width: int) -> dict[str, Variant]:
+    """Make the inputs and return every variant as a function without arguments."""
     torch.manual_seed(0)
     hidden_ND = torch.randn(positions, width)
     weight_VD = torch.randn(VOCABULARY, width) * (3 / width**0.5)
@@ -68,10 +68,10 @@ def make_ways(positions: int, width: int) -> dict[str, Way]:
         log_pi_NO = with_other(torch.log_softmax(h_ND @ w_VD.T, dim=1).gather(1, ids_NC))
         (log_residual_loss(log_pi_NO, log_b_NO, log_q_NO, ALPHA).sum() / positions).backward()
 
-    def gathered() -> Tensor:
+    def gather_softmax() -> Tensor:
         return torch.log_softmax(hidden_ND @ weight_VD.T, dim=1).gather(1, ids_NC)
 
-    def topmost() -> tuple[Any, Tensor]:
+    def top_of_softmax() -> tuple[Any, Tensor]:
         logp_NV = torch.log_softmax(hidden_ND @ weight_VD.T, dim=1)
         return logp_NV.topk(CANDIDATES), logp_NV.gather(1, sampled_N[:, None])
 
@@ -80,15 +80,15 @@ def make_ways(positions: int, width: int) -> dict[str, Way]:
         "top": lambda: top_candidates(hidden_ND, head, sampled_N, CANDIDATES),
         "one-pass": lambda: one_pass(frozen=False),
         "one-pass, frozen": lambda: one_pass(frozen=True),
-        "log_softmax + gather": gathered,
-        "log_softmax + topk": topmost,
+        "log_softmax + gather": gather_softmax,
+        "log_softmax + topk": top_of_softmax,
         "autograd": autograd,
         **make_limits(hidden_ND, weight_VD),
     }
 
 
-def make_limits(hidden_ND: Tensor, weight_VD: Tensor) -> dict[str, Way]:
-    """Give one, two and three bare products in chunks of positions, over whole rows and over tiles of logits."""
+def make_limits(hidden_ND: Tensor, weight_VD: Tensor) -> dict[str, Variant]:
+    """One, two and three matrix products in chunks of positions, over full rows and over tiles of logits."""
     positions = len(hidden_ND)
     chunk = min(rows_within_budget(VOCABULARY, hidden_ND.device), positions)
 
@@ -118,8 +118,8 @@ def make_limits(hidden_ND: Tensor, weight_VD: Tensor) -> dict[str, Way]:
 
 
 def measure_times(positions: int, width: int, rounds: int, clock: Clock) -> dict[str, list[float]]:
-    """Time every way once per round; of a limit, the better layout counts."""
-    times = take_turns(make_ways(positions, width), rounds, clock)
+    """Time every variant once per round; of a limit, the better layout counts."""
+    times = time_in_turn(make_variants(positions, width), rounds, clock)
     for name in LIMITS:
         kinds = [seconds for other, seconds in times.items() if other.startswith(name + " (")]
         times[name] = min(kinds, key=median)
@@ -127,17 +127,17 @@ def measure_times(positions: int, width: int, rounds: int, clock: Clock) -> dict
 
 
 def measure_memory(name: str, positions: int, width: int) -> float:
-    """Run one way in a process of its own and return its peak memory beyond the inputs, in MB."""
+    """Run one variant in a separate process and return its peak memory beyond the inputs, in MB."""
     command = [sys.executable, __file__, "--memory-of", name, "--positions", str(positions), "--width", str(width)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def peak_beyond_inputs(name: str, positions: int, width: int) -> float:
-    """Measure this process: what a way needs at its worst beyond what was there before."""
-    way = make_ways(positions, width)[name]
-    before = forget_peak()
-    way()
-    return (kernel_says("VmHWM") - before) / 2**20
+    """Peak memory of a variant in this process beyond its inputs, in MB."""
+    variant = make_variants(positions, width)[name]
+    before = reset_peak_memory()
+    variant()
+    return (process_memory("VmHWM") - before) / 2**20
 
 
 def compare(times: dict[str, list[float]], positions: int) -> list[dict[str, Any]]:
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, nargs="+", default=[256, 1024, 2048])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--processor-time", action="store_true", help="count own time only: for a busy machine")
+    parser.add_argument("--processor-time", action="store_true", help="CPU time, for one thread on a busy machine")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Speed and peak memory of the scorer, beside the obvious way and beside the least that any way must do.
+"""Speed and peak memory of the scorer, against plain torch and against the forward pass alone.
 
     python benchmarks/scoring.py [--lengths 128 256 512 1024] [--threads 1] [--json FILE]
 
-Per length, the same model and rows, the ways in turn and over again: `ours` (Scorer), `obvious` (whole logits,
-log_softmax, then gather or topk) and `limit` (the forward and the head's product, nothing read off it).
+Per length, the same model and rows, variants in turn: `ours` (Scorer), `plain` (full logits, log_softmax, then gather
+or topk) and `limit` (the forward pass and the matrix product of the head).
 """
 
 import argparse
@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_weave.heads import hidden_states
-from lightning_weave.models.hf import ScoreRow, hf_scorer
-from parts.measure import Clock, Way, choose_clock, forget_peak, kernel_says
+from lightning_weave.models.scorer import Scorer, ScoreRow
+from parts.measure import Clock, Variant, choose_clock, process_memory, reset_peak_memory
 
 VOCABULARY = 151_936
 CANDIDATES = 16
@@ -53,22 +53,22 @@ def random_rows(length: int, count: int) -> list[ScoreRow]:
     return rows
 
 
-def ways_to_score(model: Any, rows: list[ScoreRow]) -> dict[str, dict[str, Way]]:
-    """Give, for scoring and for the reference, the three ways as functions of no argument."""
-    scorer = hf_scorer(model, VOCABULARY)
+def scoring_variants(model: Any, rows: list[ScoreRow]) -> dict[str, dict[str, Variant]]:
+    """Return the three variants, for scoring and for the reference, as functions without arguments."""
+    scorer = Scorer.from_model(model, VOCABULARY)
     ids_BT = torch.from_numpy(np.stack([row.ids for row in rows])).long().to(model.device)
     start = int(rows[0].positions_T[0])
     candidates_BTC = torch.from_numpy(np.stack([row.candidate_ids_TC for row in rows])).long().to(model.device)
     pairs = [(row.ids[: start + 1], row.ids[start + 1 :]) for row in rows]
 
     @torch.inference_mode()
-    def obvious_score() -> Any:
+    def plain_score() -> Any:
         logp_BTV = model(ids_BT).logits.float().log_softmax(dim=-1)
         logp_BTC = logp_BTV[:, start:-1].gather(2, candidates_BTC)
         return logp_BTC.cpu().numpy(), logp_BTC.exp().sum(dim=-1).cpu().numpy()
 
     @torch.inference_mode()
-    def obvious_reference() -> Any:
+    def plain_reference() -> Any:
         logp_BTV = model(ids_BT).logits.float().log_softmax(dim=-1)[:, start:-1]
         top = logp_BTV.topk(CANDIDATES)
         other_BT = torch.log1p(-top.values.exp().sum(dim=-1))
@@ -86,40 +86,42 @@ def ways_to_score(model: Any, rows: list[ScoreRow]) -> dict[str, dict[str, Way]]
         return room[0, 0].item()
 
     return {
-        "score": {"ours": lambda: scorer.score(rows), "obvious": obvious_score, "limit": limit},
+        "score": {"ours": lambda: scorer.score(rows), "plain": plain_score, "limit": limit},
         "reference": {
             "ours": lambda: scorer.candidates(pairs, CANDIDATES),
-            "obvious": obvious_reference,
+            "plain": plain_reference,
             "limit": limit,
         },
     }
 
 
-def measure(way: Way, device: torch.device, clock: Clock) -> tuple[float, float]:
+def measure(variant: Variant, device: torch.device, clock: Clock) -> tuple[float, float]:
     """Run once; return seconds and the megabytes that the peak lies above what was held before."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
-        before = forget_peak()
+        before = reset_peak_memory()
     began = clock()
-    way()
+    variant()
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = clock() - began
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else kernel_says("VmHWM")
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else process_memory("VmHWM")
     return seconds, (peak - before) / 1e6
 
 
-def compare(ways: dict[str, Way], repeat: int, device: torch.device, clock: Clock) -> dict[str, dict[str, float]]:
-    """Run the ways in turn, over again, so that a busy machine is busy for all of them; keep the fastest."""
-    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for way in ways.values():
-        way()  # warm
+def compare(
+    variants: dict[str, Variant], repeat: int, device: torch.device, clock: Clock
+) -> dict[str, dict[str, float]]:
+    """Run the variants in turn, so that other load affects all of them, and keep the fastest runs."""
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    for variant in variants.values():
+        variant()  # warm
     for _ in range(repeat):
-        for name, way in ways.items():
-            runs[name].append(measure(way, device, clock))
+        for name, variant in variants.items():
+            runs[name].append(measure(variant, device, clock))
     return {
         name: {
             "seconds": min(seconds for seconds, _ in taken),
@@ -140,7 +142,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default=None, help="float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--processor-time", action="store_true", help="for one thread on a machine that others use too")
+    parser.add_argument("--processor-time", action="store_true", help="CPU time, for one thread on a busy machine")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     clock = choose_clock(options.processor_time)
@@ -154,18 +156,18 @@ def main() -> None:
         f"V = {VOCABULARY}, width {options.width}, {options.layers} layers, {options.rows} rows, {dtype}, {device}, "
         f"{threads} threads, best of {options.repeat}"
     )
-    print(f"{'stage':10} {'length':>6} {'ours':>12} {'obvious':>12} {'limit':>12}  x obvious  x limit  peak MB")
+    print(f"{'stage':10} {'length':>6} {'ours':>12} {'plain':>12} {'limit':>12}  x plain  x limit  peak MB")
     results = []
     for length in options.lengths:
         rows = random_rows(length, options.rows)
-        for stage, ways in ways_to_score(model, rows).items():
-            found = compare(ways, options.repeat, device, clock)
+        for stage, variants in scoring_variants(model, rows).items():
+            found = compare(variants, options.repeat, device, clock)
             seconds = {name: entry["seconds"] for name, entry in found.items()}
             rate = {name: f"{options.rows * length / taken:8.0f} t/s" for name, taken in seconds.items()}
             print(
-                f"{stage:10} {length:6} {rate['ours']} {rate['obvious']} {rate['limit']}"
-                f"  {seconds['obvious'] / seconds['ours']:8.2f}x {seconds['ours'] / seconds['limit']:7.2f}x"
-                f"  {found['ours']['peak_mb']:.0f} against {found['obvious']['peak_mb']:.0f}",
+                f"{stage:10} {length:6} {rate['ours']} {rate['plain']} {rate['limit']}"
+                f"  {seconds['plain'] / seconds['ours']:8.2f}x {seconds['ours'] / seconds['limit']:7.2f}x"
+                f"  {found['ours']['peak_mb']:.0f} against {found['plain']['peak_mb']:.0f}",
                 flush=True,
             )
             results.append({"stage": stage, "length": length, "rows": options.rows, "threads": threads, **found})

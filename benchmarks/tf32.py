@@ -1,9 +1,9 @@
-"""What TF32 does to log-probabilities, emulated on the CPU: every factor of a float32 product rounded to 10 bits.
+"""Error of log-probabilities in TF32, emulated on the CPU: every factor of a float32 product rounded to 10 bits.
 
     python benchmarks/tf32.py [CHECKPOINT]
 
 The checkpoint is a directory, such as SmolLM2 of `scripts/real-models`; by default the student of the demo. The
-text is this repository's own README. bfloat16 stands beside it for scale.
+text is the README of this repository. bfloat16 is shown for comparison.
 """
 
 import sys
@@ -36,7 +36,7 @@ class TF32(TorchDispatchMode):
 
 
 def log_probs(model: Any, ids: Tensor) -> Tensor:
-    """Give the log-probabilities of all tokens."""
+    """Compute the log-probabilities of all tokens."""
     with torch.no_grad():
         return torch.log_softmax(model(ids).logits[0].float(), dim=-1)
 
@@ -46,7 +46,7 @@ def main() -> None:
     folder = sys.argv[1] if len(sys.argv) > 1 else str(files("lightning_weave.world") / "shipped" / "student")
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[:, :1024]
-    # Eager attention: its two products are seen by the emulation, too.
+    # Eager attention: the emulation also sees its two products.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     exact_NV = log_probs(model, ids)
     top_NC = exact_NV.topk(CANDIDATES).indices

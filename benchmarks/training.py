@@ -1,13 +1,13 @@
-"""Speed and memory of training, beside the plain way, beside TRL's, and beside the least that any way must do.
+"""Speed and memory of training, against a plain implementation, against TRL, and against the bare matrix products.
 
     python benchmarks/training.py [--threads 1] [--processor-time] [--json FILE]
 
-Eight tables from one run: the one-pass loss against autograd on whole logits and its three bare matrix products;
-its memory; a whole update of a student of about 100 million parameters, with the share of loading and composing, beside
-TRL's GKDTrainer on the same student and tokens where that is installed; rows of unequal length, packed, padded and with
-the plain transformers Trainer; reading rows of 8k tokens and waiting for them; how long a checkpoint is waited for; an
-update's memory while rows grow eightfold; memory while the cache grows tenfold. Ways take turns, over and over, and
-medians are shown. Memory is measured in processes of its own.
+Eight tables: the fused loss against autograd on full logits and against its three matrix products; its memory; an
+update of a student of about 100 million parameters, with the share of loading and composing, against TRL's GKDTrainer
+on the same student and tokens if TRL is installed; rows of unequal length, packed, padded and with the plain
+transformers Trainer; reading rows of 8k tokens and waiting for them; the time that an update waits for a checkpoint;
+memory of an update while rows grow eightfold; memory while the cache grows tenfold. Variants run in turn, and medians
+are shown. Memory is measured in separate processes.
 """
 
 import argparse
@@ -29,18 +29,16 @@ from torch import Tensor, nn
 from lightning_weave.cache.reader import Cache
 from lightning_weave.heads import Head, fused_log_residual_loss
 from lightning_weave.maths import log_residual_loss, with_other
-from lightning_weave.plan.calibration import calibrate
-from lightning_weave.plan.costs import HOUR, PlannedMachine, Workload, training_hours
-from lightning_weave.plan.find import shipped_shape
-from lightning_weave.plan.gpus import find_gpu
+from lightning_weave.plan.architecture import find_gpu, find_shape
+from lightning_weave.plan.costs import HOUR, PlannedMachine, Workload, offline_hours
 from lightning_weave.train.checkpoint import CheckpointWriter, TrainingCheckpoints
 from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.loop import Fit, adam
 from lightning_weave.train.objectives import Loss, Trainee
 from lightning_weave.train.parallel import Ranks
-from parts.gkd import trl_way
-from parts.measure import Clock, Way, choose_clock, forget_peak, kernel_says, take_turns
-from parts.plain import trainer_way
+from parts.gkd import trl_update
+from parts.measure import Clock, Variant, choose_clock, process_memory, reset_peak_memory, time_in_turn
+from parts.plain import trainer_update
 from parts.student import CANDIDATES, VOCABULARY, make_student, open_cache, write_cache, write_rows
 
 HEAD_VOCABULARY, HEAD_WIDTH = 151_936, 1024  # of a head that matters
@@ -53,7 +51,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 class PlainLoss(Loss):
-    """The same objective as everybody would write it: all logits at once, and autograd."""
+    """The same objective in plain torch: all logits at once, and autograd."""
 
     def __call__(self, hidden_ND: Tensor, head: Head, batch: Batch, normalizer: float) -> tuple[Tensor, Tensor]:
         logp_NV = torch.log_softmax(head.logits(hidden_ND), dim=-1)
@@ -62,11 +60,11 @@ class PlainLoss(Loss):
         return loss_N.sum() / normalizer, log_pi_NO.detach()
 
 
-def make_fit(cache: Cache, layers: int, way: str) -> Fit:
+def make_fit(cache: Cache, layers: int, variant: str) -> Fit:
     trainee = Trainee(make_student(layers), VOCABULARY)
     trainee.look(pack=True)
     optimizer = adam(trainee, RATE, (0.9, 0.999), 0.01)
-    loss = (Loss if way == "ours" else PlainLoss)("tilted", ALPHA)
+    loss = (Loss if variant == "ours" else PlainLoss)("tilted", ALPHA)
     return Fit(trainee, optimizer, cache, loss, 1.0, 1 << 20, 0, ALONE, Path())
 
 
@@ -79,8 +77,8 @@ def random_head(positions: int, width: int) -> tuple[Tensor, Tensor, Tensor, Ten
     return hidden_ND, weight_VD, ids_NC, log_b_NO, log_q_NO
 
 
-def head_ways(positions: int, width: int) -> dict[str, Way]:
-    """Loss and both gradients of one head: in one pass, through autograd, and the bare products."""
+def head_variants(positions: int, width: int) -> dict[str, Variant]:
+    """Loss and both gradients of one head: fused, with autograd, and the bare matrix products."""
     hidden_ND, weight_VD, ids_NC, log_b_NO, log_q_NO = random_head(positions, width)
 
     def ours() -> None:
@@ -102,16 +100,16 @@ def head_ways(positions: int, width: int) -> dict[str, Way]:
     return {"ours": ours, "plain": plain, "limit": limit}
 
 
-def step_ways(cache: Cache, layers: int, rows: list[int], shares: list[float]) -> dict[str, Way]:
+def step_variants(cache: Cache, layers: int, rows: list[int], shares: list[float]) -> dict[str, Variant]:
     """One update of the same student on the same rows."""
-    fits = {way: make_fit(cache, layers, way) for way in ("ours", "plain")}
+    fits = {variant: make_fit(cache, layers, variant) for variant in ("ours", "plain")}
     return {
         "ours": lambda: shares.append(fits["ours"].update(1, rows)["loading"]),
         "plain": lambda: fits["plain"].update(1, rows),
     }
 
 
-# Memory, in a process of its own
+# Memory, in a separate process
 
 
 def child(*arguments: Any) -> dict[str, float]:
@@ -125,28 +123,28 @@ def measure(what: str, *arguments: str) -> dict[str, float]:
     if what == "cache":
         return measure_cache(Path(arguments[0]))
     if what == "head":
-        way = head_ways(int(arguments[1]), NARROW)[arguments[0]]
+        variant = head_variants(int(arguments[1]), NARROW)[arguments[0]]
     else:
         fit = make_fit(open_cache(Path(arguments[1])), int(arguments[2]), arguments[0])
         fit.update(1, [0])  # so that the optimizer's state is there
 
-        def way() -> None:
+        def variant() -> None:
             fit.update(2, [1])
 
-    before = forget_peak()
-    way()
-    return {"extra": kernel_says("VmHWM") - before, "peak": kernel_says("VmHWM")}
+    before = reset_peak_memory()
+    variant()
+    return {"extra": process_memory("VmHWM") - before, "peak": process_memory("VmHWM")}
 
 
 def measure_cache(folder: Path) -> dict[str, float]:
-    """Read and compose a whole cache in updates of 64, and look at what is held at the end and at most."""
+    """Read and compose a whole cache in updates of 64, and return the memory at the end and at the peak."""
     cache = open_cache(folder)
     held = []
     for start in range(0, len(cache), 64):
         block = cache.block(range(start, min(start + 64, len(cache))))
         for place in range(0, len(block), 8):
             compose(block.pick(range(len(block))[place : place + 8]), cache.weights, ALPHA)
-        held.append(kernel_says("RssAnon"))
+        held.append(process_memory("RssAnon"))
     return {"rows": len(cache), "held": held[-1], "most": max(held)}
 
 
@@ -158,8 +156,8 @@ def show_head(options: argparse.Namespace, clock: Clock) -> list[dict[str, Any]]
     print(f"{'positions':>9} {'ours':>9} {'plain':>9} {'limit':>9}  x limit  x plain  of the bests  (goals: 1.10, 1)")
     rows = []
     for positions in (options.positions, 8 * options.positions):
-        taken = take_turns(head_ways(positions, HEAD_WIDTH), options.repeat, clock)
-        # Others who use the same caches slow down what lives in them: the bests are nearer to a machine of one's own.
+        taken = time_in_turn(head_variants(positions, HEAD_WIDTH), options.repeat, clock)
+        # On a shared machine the fastest runs are closer to those of a free one.
         seconds, best = ({name: pick(times) for name, times in taken.items()} for pick in (statistics.median, min))
         print(
             f"{positions:9} {seconds['ours']:7.2f} s {seconds['plain']:7.2f} s {seconds['limit']:7.2f} s "
@@ -176,7 +174,7 @@ def show_head_memory(options: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"\nMemory of the same at width {NARROW}, of which the weight's gradient is {gradient:.0f} MB")
     rows = []
     for positions in (8 * options.positions, 64 * options.positions):
-        extra = {way: child("head", way, positions)["extra"] / 1e6 for way in ("ours", "plain")}
+        extra = {variant: child("head", variant, positions)["extra"] / 1e6 for variant in ("ours", "plain")}
         print(f"{positions:9} positions: ours {extra['ours']:6.0f} MB, plain {extra['plain']:6.0f} MB", flush=True)
         rows.append({"table": "head memory", "positions": positions, "extra_mb": extra})
     return rows
@@ -189,18 +187,18 @@ def show_step(options: argparse.Namespace, folder: Path, clock: Clock) -> list[d
     count = sum(parameter.numel() for parameter in make_student(options.layers).parameters())
     print(f"\nOne update, {count / 1e6:.0f} M parameters, {options.rows} rows of {length} tokens")
     shares: list[float] = []
-    ways = step_ways(cache, options.layers, rows, shares)
-    trl = trl_way(cache, options.layers, rows, RATE, clock)
+    variants = step_variants(cache, options.layers, rows, shares)
+    trl = trl_update(cache, options.layers, rows, RATE, clock)
     if trl is not None:
-        ways["TRL"] = trl[0]
-    seconds = {name: statistics.median(times) for name, times in take_turns(ways, options.repeat, clock).items()}
+        variants["TRL"] = trl[0]
+    seconds = {name: statistics.median(times) for name, times in time_in_turn(variants, options.repeat, clock).items()}
     loading = statistics.median(shares[1:])
     if trl is not None:
         teacher = trl[1].seconds / (options.repeat + 1)
         seconds["TRL's teacher"] = teacher
         seconds["TRL"] -= teacher
-    for way, taken in seconds.items():
-        print(f"{way:14} {taken:7.2f} s   {taken / seconds['ours']:.2f} x ours")
+    for variant, taken in seconds.items():
+        print(f"{variant:14} {taken:7.2f} s   {taken / seconds['ours']:.2f} x ours")
     if trl is None:
         print("TRL is not installed here (scripts/peers-env makes an environment that has it)")
     print(f"loading and composing: {100 * loading:.2f} % of the update (goal: under 3 %)", flush=True)
@@ -223,7 +221,7 @@ def show_packing(options: argparse.Namespace, folder: Path, clock: Clock) -> lis
     dealt = [
         list(range(start, start + count)) for start in range(0, len(lengths), count)
     ]  # of one update after another
-    fits = {way: make_fit(cache, options.layers, "ours") for way in ("packed", "padded")}
+    fits = {variant: make_fit(cache, options.layers, "ours") for variant in ("packed", "padded")}
     fits["padded"].trainee.packs = False
     waited: list[float] = []
 
@@ -233,12 +231,12 @@ def show_packing(options: argparse.Namespace, folder: Path, clock: Clock) -> lis
 
     seconds: dict[str, list[float]] = {"packed": [], "padded": [], "Trainer": []}
     for at in range(options.repeat + 1):
-        plain = trainer_way(cache, options.layers, dealt[at], count // 2, RATE)
+        plain = trainer_update(cache, options.layers, dealt[at], count // 2, RATE)
         plain()  # the first pass warms it up
-        ways = {name: partial(update, fit, at) for name, fit in fits.items()} | {"Trainer": plain}
-        for name, way in ways.items():
+        variants = {name: partial(update, fit, at) for name, fit in fits.items()} | {"Trainer": plain}
+        for name, variant in variants.items():
             started = clock()
-            figures = way()
+            figures = variant()
             seconds[name].append(clock() - started)
             if name == "packed":
                 waited.append(figures["loading"])
@@ -255,7 +253,7 @@ def show_packing(options: argparse.Namespace, folder: Path, clock: Clock) -> lis
 
 
 def show_long(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Reading, by the clock of its own thread; an update and what it waits for, by the clock on the wall."""
+    """Time of reading, in CPU time of the thread; of an update and its waiting, in wall-clock time."""
     write_cache(folder / "long", PAPER_ROWS, LONG)
     fit = make_fit(open_cache(folder / "long"), options.few_layers, "ours")
     fit.token_budget = 2 * LONG
@@ -278,21 +276,21 @@ def show_long(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         at = "as lweave plan has it" if utilisation is None else f"at {utilisation:.0%} of its peak"
         print(
             f"one update of {PAPER_ROWS} rows of a 4B on one H100, {at}: {seconds:.0f} s; reading ahead takes "
-            f"{100 * reading / seconds:.1f} % of that, beside it",
+            f"{100 * reading / seconds:.1f} % of that, in another thread",
             flush=True,
         )
     return [{"table": "long rows", "reading": reading, "update": update, "waiting": waiting}]
 
 
 def planned_update(model: str, utilisation: float | None) -> float:
-    """The seconds of one update of long rows on one H100, by the plan's formula: nothing that was measured."""
+    """The seconds of one update of long rows on one H100, predicted by `lweave plan`."""
     load = Workload(PAPER_ROWS, LONG // 8, LONG - LONG // 8, epochs=1, rounds=1, trajectories_per_round=PAPER_ROWS)
     machine = PlannedMachine(find_gpu("H100"), 1, utilisation)
-    return HOUR * training_hours(shipped_shape(model), load, calibrate(), machine)
+    return HOUR * offline_hours(find_shape(model), [], load, machine).train
 
 
 def show_checkpoint(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """How long an update waits for a checkpoint, and how long that takes to be written, by the clock on the wall."""
+    """Wall-clock time that an update waits for a checkpoint, and that the checkpoint takes to be written."""
     write_cache(folder / "checkpoint", 2, options.length)
     fit = make_fit(open_cache(folder / "checkpoint"), options.few_layers, "ours")
     fit.update(1, [0])
@@ -300,7 +298,7 @@ def show_checkpoint(options: argparse.Namespace, folder: Path) -> list[dict[str,
     fit.update(2, [1])
     update = time.perf_counter() - started  # of one row: the shortest there is
     rows = []
-    with CheckpointWriter(TrainingCheckpoints(folder / "checkpoints", "benchmark", 2), ALONE) as writer:
+    with CheckpointWriter(TrainingCheckpoints(folder / "checkpoints", "benchmark"), ALONE) as writer:
         for number in range(1, options.repeat + 1):
             started = time.perf_counter()
             writer.save(number, fit.trainee, fit.optimizer)
@@ -325,8 +323,8 @@ def show_lengths(options: argparse.Namespace, folder: Path) -> list[dict[str, An
     for length in (options.length, 8 * options.length):
         write_cache(folder / f"length-{length}", 2, length)
         found = {
-            way: child("step", way, folder / f"length-{length}", options.few_layers)["extra"] / 1e6
-            for way in ("ours", "plain")
+            variant: child("step", variant, folder / f"length-{length}", options.few_layers)["extra"] / 1e6
+            for variant in ("ours", "plain")
         }
         print(f"{length:6} tokens: ours {found['ours']:6.0f} MB, plain {found['plain']:6.0f} MB", flush=True)
         rows.append({"table": "lengths", "length": length, "extra_mb": found})
@@ -357,14 +355,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--few-layers", type=int, default=4)
-    parser.add_argument(
-        "--shorter", type=int, default=8, help="rows of unequal length are so much shorter than the paper's"
-    )
+    parser.add_argument("--shorter", type=int, default=8, help="divide the paper's lengths by this")
     parser.add_argument("--only", choices=["head", "step", "packing", "long", "checkpoint"], help="one table alone")
     parser.add_argument("--cached", type=int, default=256, help="rows of the smaller cache")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--processor-time", action="store_true", help="for one thread on a machine that others use too")
+    parser.add_argument("--processor-time", action="store_true", help="CPU time, for one thread on a busy machine")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

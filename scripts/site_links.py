@@ -1,4 +1,4 @@
-"""For mkdocs: the notebook is a page, and what lies outside docs/ is named, not linked."""
+"""Hooks of mkdocs: add the notebook as a page, and replace links to files outside docs/ by their names."""
 
 import json
 import re
@@ -33,7 +33,8 @@ def as_markdown(notebook: str) -> str:
     return "\n\n".join(parts)
 
 
-def on_page_markdown(markdown: str, **unused: Any) -> str:
-    """Write `[text](../examples/weave.py)` as the text and the file's name."""
+def on_page_markdown(markdown: str, page: Any, **unused: Any) -> str:
+    """Write a link that leaves docs/, such as `[text](../examples/weave.py)`, as the text and the file's name."""
     linked = markdown.replace("(tutorial.ipynb)", "(tutorial.md)")
-    return re.sub(r"\[([^\]]+)\]\(\.\./([^)]+)\)", r"\1 (`\2`)", linked)
+    outside = re.escape("../" * (page.file.src_uri.count("/") + 1))
+    return re.sub(rf"\[([^\]]+)\]\({outside}([^)]+)\)", r"\1 (`\2`)", linked)

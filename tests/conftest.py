@@ -39,9 +39,8 @@ def place_at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 @pytest.fixture(autouse=True, scope="session")
 def _patient_algebra() -> Iterator[None]:
     """Let no clock decide what math-verify reads: five seconds are little for its first answer on a busy machine."""
-    usual = grading_math._seconds
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grading_math, "_seconds", lambda: usual() and 600)
+        patch.setattr(grading_math, "TIMEOUT", 600)
         yield
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_weave.models import packing
 
 NAME = "fakegpu"
 GRANULE = 512  # bytes: what CUDA's allocator rounds a block up to
@@ -110,7 +113,10 @@ def _grouped_product(a: Tensor, b: Tensor, offs: Tensor, *rest: Any, **kwargs: A
 
 def _workspace(func: Any, args: Sequence[Any]) -> int:
     """Count the bytes that a kernel takes for itself while it runs, where that is much."""
-    if func is not torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+    if func not in (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+        torch.ops.torch_attn._varlen_attn_backward.default,
+    ):
         return 0
     query, key = args[1], args[2]
     grouped = query.shape[1] != key.shape[1]
@@ -131,6 +137,7 @@ class FakeDevice(TorchDispatchMode):
         self.device = torch.device(NAME, 0)
         self.live = self.peak = 0
         self.waits: list[str] = []  # operations at which the host waits until all work so far is done
+        self.recorder: Callable[[Any, Any, Any, Any], None] | None = None  # sees every operation, and its result
         self._pinned = WeakIdKeyDictionary()
         self._shapes = FakeTensorMode(allow_non_fake_inputs=True)
         self._held: dict[int, int] = {}  # storage -> its bytes
@@ -170,6 +177,8 @@ class FakeDevice(TorchDispatchMode):
             if isinstance(leaf, FakeTensor) and leaf.device.type == NAME:
                 self.hold(leaf.untyped_storage())
         self.peak = max(self.peak, self.live + _workspace(func, args))
+        if self.recorder:
+            self.recorder(func, args, kwargs, result)
         return result
 
     def _waits_for_a_copy(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -215,6 +224,8 @@ def fake_device() -> Iterator[FakeDevice]:
     usual_attention = functional.scaled_dot_product_attention
     usual_tolist = FakeTensor.tolist
     usual_tensor = torch.tensor
+    usual_flash = packing.has_flash_attention
+    packing.has_flash_attention = lambda device: device.type == NAME or usual_flash(device)
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
         resized = usual_resize(storage, size)
@@ -243,3 +254,4 @@ def fake_device() -> Iterator[FakeDevice]:
         functional.scaled_dot_product_attention = usual_attention
         FakeTensor.tolist = usual_tolist  # type: ignore[method-assign]
         torch.tensor = usual_tensor
+        packing.has_flash_attention = usual_flash

@@ -61,6 +61,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 CANDIDATES = 16
+LENGTHS: list[int] = []  # of the rows of an update, where they differ
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,15 @@ def run(setting: Setting, lengths: Sequence[int]) -> dict[str, Any]:
     return figures
 
 
+def _checkpoint(setting: Setting) -> Any:
+    """Return a checkpoint that has no files but a configuration."""
+    from lightning_weave.models.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint("no files")
+    checkpoint.__dict__.update(config=_config(setting), config_path=Path("no files"))
+    return checkpoint
+
+
 def _config(setting: Setting) -> Any:
     from transformers import AutoConfig
 
@@ -173,9 +183,9 @@ def scorings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]]
     """Load a scorer; give what scores a row."""
     import numpy as np
 
-    from lightning_weave.models.hf import ScoreRow, hf_scorer
+    from lightning_weave.models.scorer import Scorer, ScoreRow
 
-    scorer = hf_scorer(load(setting, device), vocabulary(setting), token_budget=1)
+    scorer = Scorer.from_model(load(setting, device), vocabulary(setting), token_budget=1)
 
     def reference(tokens: int, rows: int = 1) -> object:
         return scorer.candidates([([0], [0] * tokens)] * rows, CANDIDATES)
@@ -192,13 +202,12 @@ def load(setting: Setting, device: Any) -> Any:
     """Load a model as if for inference."""
     import torch
 
-    from lightning_weave.models.attention import spare_memory
-    from lightning_weave.models.load import skeleton
+    from lightning_weave.models.packing import use_efficient_attention
 
-    model = skeleton(_config(setting)).to(getattr(torch, setting.dtype))
+    model = _checkpoint(setting).build_meta().to(getattr(torch, setting.dtype))
     model.to_empty(device=device.device)
     model.tie_weights()
-    spare_memory(model)
+    use_efficient_attention(model)
     device.peak = device.live  # a tied matrix was there twice
     return model.eval().requires_grad_(False)
 
@@ -231,17 +240,15 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
     import torch
 
     from lightning_weave.config import Lora
-    from lightning_weave.models.load import without_weights
-    from lightning_weave.train import training
-    from lightning_weave.train.export import with_lora
+    from lightning_weave.train import student as student_module
     from lightning_weave.train.loop import Fit, adam
     from lightning_weave.train.objectives import Loss
     from lightning_weave.train.parallel import Ranks
-    from lightning_weave.train.training import TrainContext, open_trainee
+    from lightning_weave.train.student import TrainContext, open_trainee, with_lora
 
     lora = None if setting.lora is None else Lora(rank=setting.lora)
     section = SimpleNamespace(
-        lora=lora, gradient_checkpointing=setting.checkpointing, compile=False, seed=0, shard_ranks=None
+        lora=lora, gradient_checkpointing=setting.checkpointing, compile=False, seed=0, shard_ranks=setting.world
     )
 
     def moved(model: Any) -> Any:  # FSDP2 would move it in a way that only numbers can be moved
@@ -258,15 +265,15 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
         path=Path(),
         dtype=_config(setting).dtype,  # of its files
         vocabulary=vocabulary(setting),
-        without_weights=lambda dtype: moved(without_weights(Path(), _config(setting), dtype)),
+        build_without_weights=lambda dtype: moved(_checkpoint(setting).build_without_weights(dtype)),
     )
-    training.read_weights = lambda *arguments: None  # there are no files
-    training.with_lora = lambda *arguments: moved(with_lora(*arguments))
+    student_module.read_weights = lambda *arguments: None  # there are no files
+    student_module.with_lora = lambda *arguments: moved(with_lora(*arguments))
     steps: Any = SimpleNamespace(recipe=SimpleNamespace(train=section), student=student)
     unused: Any = None
     with _fake_ranks(setting.world):
         ranks = Ranks(0, setting.world, device.device)
-        trainee = open_trainee(steps, TrainContext(ranks, getattr(torch, setting.dtype), unused, unused))
+        trainee = open_trainee(steps, TrainContext(ranks, getattr(torch, setting.dtype), unused))
         optimizer = adam(trainee, 1e-6, (0.9, 0.999), 0.01)
 
         def update(tokens: int, micro_batches: int = 1, rows: int = 1) -> object:
@@ -292,7 +299,7 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
 
 
 class _Rows:
-    """Trajectories of one length, valid everywhere."""
+    """Trajectories of one length, or of `LENGTHS`, valid everywhere."""
 
     weights = (1.0,)
 
@@ -300,7 +307,7 @@ class _Rows:
         self.tokens = tokens
 
     def length(self, number: int) -> int:
-        return self.tokens
+        return LENGTHS[number % len(LENGTHS)] if LENGTHS else self.tokens
 
     def block(self, rows: Sequence[int]) -> Any:
         import numpy as np
@@ -308,11 +315,12 @@ class _Rows:
         from lightning_weave.cache.block import Block
         from lightning_weave.types import Candidates, Ragged, Rollouts
 
-        decisions = self.tokens  # the last token is a decision, and nothing is read after it
-        total = decisions * len(rows)
+        # The last token is a decision, and nothing is read after it.
+        offsets = np.cumsum([0, *(self.length(number) for number in rows)])
+        total = int(offsets[-1])
 
         def each(values: Any) -> Ragged:
-            return Ragged(values, np.arange(len(rows) + 1) * decisions)
+            return Ragged(values, offsets)
 
         counted = np.arange(len(rows), dtype=np.int32)
         prompts = Ragged(np.zeros(len(rows), np.int32), np.arange(len(rows) + 1))
@@ -337,7 +345,7 @@ def _fake_ranks(world: int) -> Iterator[None]:
     from lightning_weave.train import parallel
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    parallel._hosts = lambda: None
+    parallel._host_group = lambda purpose: None
     try:
         yield
     finally:

@@ -29,12 +29,13 @@ def main() -> None:
     from transformers import masking_utils
 
     from fake_device import fake_device
+    from lightning_weave.models import packing
     from lightning_weave.train import loop
 
     asked = json.load(sys.stdin)
     setting = Setting(**asked["setting"])
     masking_utils.is_tracing = lambda *arguments: False
-    loop.copies_while_it_computes = lambda device: True
+    loop.supports_async_copy = packing.supports_async_copy = lambda device: True
     kinds: dict[str, Callable[..., AbstractContextManager]] = {
         "train": packed_trainings,
         "sample": samplings,
@@ -62,19 +63,23 @@ def samplings(setting: Setting, device: Any) -> Iterator[Callable[[int, int], ob
     """Load a sampler; give what draws so many tokens after a prompt, twice at once."""
     import torch
 
-    from lightning_weave.models.hf import HFSampler
+    from lightning_weave.models.sampler import HFSampler
     from lightning_weave.types import Response
 
     class Endless(HFSampler):
-        """Rows that never end: a device without numbers would say that all have."""
-
-        def _look(self, going_N: Any, *rest: Any) -> list[int]:
-            super()._look(going_N, *rest)
-            return list(range(len(going_N)))
+        """Responses without their ends, which a device without numbers does not know."""
 
         def responses(self, tokens: list[list[int]], *rest: Any) -> list[Response]:
             return [Response(ids, "length") for ids in tokens]
 
+    tolist = torch.Tensor.tolist
+
+    def endless(tensor: torch.Tensor) -> Any:
+        """Say that all rows are running and none is broken: a device without numbers would say that all have ended."""
+        values = tolist(tensor)
+        return [[True] * len(values[0]), [False] * len(values[0])] if tensor.dtype == torch.bool else values
+
+    torch.Tensor.tolist = endless
     torch.unique = lambda rows, **_: (rows, torch.arange(len(rows), device=rows.device))  # it needs numbers, once
     sampler = Endless(load(setting, device), frozenset({1}), vocabulary(setting))
     yield lambda tokens, drawn: sampler.sample(*_requests(tokens, drawn, 2))
@@ -83,25 +88,25 @@ def samplings(setting: Setting, device: Any) -> Iterator[Callable[[int, int], ob
 @contextmanager
 def refillings(setting: Setting, device: Any) -> Iterator[Callable[[int, int], object]]:
     """Load a sampler; give what draws so many tokens after eight prompts, four at once."""
-    from lightning_weave.models import hf_refill
+    from lightning_weave.models import sampler as hf_refill
     from lightning_weave.types import Response
 
-    class Ending(hf_refill.Flight):
+    class Ending(hf_refill.RunningRows):
         """Rows that end when they are full: a device without numbers never says so."""
 
         def step(self) -> None:
             super().step()
             self.steps = getattr(self, "steps", 0) + 1
 
-        def look(self) -> list[int]:
-            super().look()
+        def synchronize(self) -> list[int]:
+            super().synchronize()
             return self.rows if self.steps % self.settings.max_tokens == 0 else []
 
     class Refilling(hf_refill.RefillingSampler):
         def responses(self, tokens: list[list[int]], *rest: Any) -> list[Response]:
             return [Response(ids, "length") for ids in tokens]
 
-    hf_refill.Flight = Ending  # type: ignore[misc]
+    hf_refill.RunningRows = Ending  # type: ignore[misc]
     sampler = Refilling(load(setting, device), frozenset({1}), vocabulary(setting), batch_size=4)
     yield lambda tokens, drawn: sampler.sample(*_requests(tokens, drawn, 8))
 

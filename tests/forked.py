@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from lightning_weave.errors import InputError
-from lightning_weave.grading.math import parse_answer
+from lightning_weave.grading.math import verify_answer
 
 COMMAND_LINE = "lightning_weave.cli:main"
-PACKAGES = ("lightning_weave.pipeline", "lightning_weave.views")
+PACKAGES = ("lightning_weave.stages", "lightning_weave.views")
 MODELS = ("transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama")
 UNCLEAN = 99  # the exit code of a process that ends with an exception
 HANGING = 60  # seconds: a thread that cannot start for want of memory may be waited for without end
@@ -138,7 +138,7 @@ def main() -> None:
     for name in MODELS:
         import_module(name)
     with suppress(InputError):  # its first answer takes the longest, and a clock ends it
-        parse_answer("$1$")
+        verify_answer("$1$", "1")
     for line in sys.stdin:
         number, jobs = json.loads(line)
         children = [_Child(job) for job in jobs]

@@ -64,7 +64,7 @@ def serve_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
     )
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("lightning_weave.hub.SECONDS", PATIENCE)
+    monkeypatch.setattr("lightning_weave.models.hub.CONNECT_TIMEOUT", PATIENCE)
     for clock in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):  # after ten seconds it would ask again
         monkeypatch.setenv(clock, str(PATIENCE))
         monkeypatch.setattr(f"huggingface_hub.constants.{clock}", PATIENCE)

@@ -1,4 +1,4 @@
-"""The memory that `lweave plan` predicts beside what the fake device measured, as docs/plan.md shows it.
+"""The memory that `lweave plan` predicts against that measured on the fake device, as in docs/appendix/plan.md.
 
 `scripts/plan-docs --all` measures all of it again and rewrites file and page.
 """
@@ -12,7 +12,7 @@ from lightning_weave.plan.architecture import Shape, read_shape
 from lightning_weave.plan.memory import Memory, lora_parameters, scoring_memory, training_memory
 
 FILE = Path(__file__).parent / "plan" / "measured.jsonl"
-PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
+PAGE = Path(__file__).parents[1] / "docs" / "appendix" / "plan.md"
 BEGIN, END = "<!-- memory -->\n", "<!-- /memory -->"
 MODELS = ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B")
 LENGTHS = (2048, 8192, 32768)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_weave.cache.block import Block
-from lightning_weave.cache.sources import Shift
+from lightning_weave.cache.shifts import Shift
 from lightning_weave.types import Candidates, Ragged, Rollouts
 
 
@@ -60,7 +60,7 @@ def block_of(rows: Sequence[Row]) -> Block:
     r_KPC = np.concatenate([row.r_KTC for row in rows], axis=1)
     valid_KP = np.concatenate([row.valid_KT for row in rows], axis=1)
     shifts = [Shift(r_PC, np.isfinite(r_PC), valid_P) for r_PC, valid_P in zip(r_KPC, valid_KP, strict=True)]
-    return Block.of([row.number for row in rows], rollouts, candidates, shifts)
+    return Block.from_shifts([row.number for row in rows], rollouts, candidates, shifts)
 
 
 def decisions_block(

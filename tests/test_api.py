@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import lightning_weave as lw
+from lightning_weave.api import Records
 from lightning_weave.config import dump_recipe
-from lightning_weave.errors import StaleInput
-from lightning_weave.records import Records
+from lightning_weave.errors import InputError
 from tiny import make_world, save_prompts
 
 
@@ -30,17 +30,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> lw.Run:
     assert run.recipe.train.epochs == 1
     with pytest.raises(lw.InputError, match=r"nothing is cached yet. Make it with: run.rollout\(\), run.reference\(\)"):
         _ = run.cache
-    with pytest.raises(StaleInput, match=r"rollout is not there yet. Make it with: run.rollout\(\)"):
+    with pytest.raises(InputError, match=r"rollout is not there yet. Make it with: run.rollout\(\)"):
         run.reference()
     assert {row["state"] for row in run.status()} == {"missing"}
     run.rollout()
     run.reference()
     with pytest.raises(lw.InputError, match=r"no anchor is scored yet. Make it with: run.score\(\)"):
         run.shifts([0])
-    with pytest.raises(StaleInput, match=r"Make it with: run.score\('acc-post'\)"):
+    with pytest.raises(InputError, match=r"Make it with: run.score\('acc-post'\)"):
         run.target("both", [0])
     run.score()
-    run.train("both")
+    students = run.train("both")
+    assert students.keys() == {"both"}
+    assert students["both"].samefile(run.path / "train" / "both" / "final")
     run.eval()
     return run
 
@@ -67,12 +69,12 @@ def test_a_notebook_keeps_its_own_way_to_draw() -> None:
 
 
 def test_stages_made_from_python_are_those_of_the_command(run: lw.Run) -> None:
-    assert {row["state"] for row in run.status()} == {"done"}
+    assert {row["state"] for row in run.status()} == {"complete"}
     log = (run.path / "log.txt").read_text()
     assert "Run(...).train('both')" in log
     moved = lw.Run.open(run.path, quiet=True)
     assert moved.recipe == run.recipe
-    with pytest.raises(lw.InputError, match="no run directory"):
+    with pytest.raises(lw.InputError, match="not a run directory"):
         lw.Run.open(run.path.parent)
 
 

@@ -1,5 +1,8 @@
 """Which device a process takes, and which GPUs the programs that it starts may see."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,9 +10,18 @@ from lightning_weave import devices
 from lightning_weave.config import check_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.ranks import without_ranks
-from lightning_weave.runs.machine import choose_device
+from lightning_weave.stages.work import choose_device
 
 GPU = torch.device("cuda", 0)
+THREADS = ("Thread", "ThreadPoolExecutor")
+WITHOUT_A_DEVICE = {
+    "grading/code.py",
+    "grading/process.py",
+    "models/hub.py",
+    "models/vllm_worker.py",  # reads lines; in the engine's process
+    "models/worker_process.py",  # reads lines
+    "stages/eval.py",  # grades
+}
 
 
 def seen_by(monkeypatch: pytest.MonkeyPatch, visible: str | None, rank: int, ranks: int, count: int) -> str:
@@ -67,13 +79,13 @@ def test_what_stands_beside_an_engine_is_on_its_own_gpus(
     monkeypatch.setattr(devices, "_chosen", None)
     for rank, first in enumerate(beside):
         seen_by(monkeypatch, visible, rank, ranks, count)
-        assert devices.beside_engine(torch.device("cuda", rank), count) == torch.device("cuda", first)
+        assert devices.use_engine_gpu(torch.device("cuda", rank), count) == torch.device("cuda", first)
         assert current.pop() == devices._chosen == torch.device("cuda", first)
 
 
 def test_an_engine_on_a_cpu_is_told_nothing() -> None:
     assert devices.own_gpus(torch.device("cpu"), 2) == {}
-    assert devices.beside_engine(torch.device("cpu"), 2) == torch.device("cpu")
+    assert devices.use_engine_gpu(torch.device("cpu"), 2) == torch.device("cpu")
 
 
 def test_a_program_with_ranks_of_its_own_does_not_see_ours() -> None:
@@ -104,6 +116,34 @@ def test_the_gpu_of_a_rank_is_chosen_and_made_the_current_one(monkeypatch: pytes
     assert current == [torch.device("cuda", 2)]
     assert devices.choose_device("cpu") == torch.device("cpu")
     assert devices.device_name() is None  # a CPU run on a machine that has a GPU
+
+
+def test_attention_on_a_gpu_never_makes_a_cudnn_plan_per_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(devices, "_chosen", None)
+    usual = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        choose_device(check_recipe({"name": "r", "student": {"model": "s"}, "machine": {"device": "cuda"}}))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(usual)
+
+
+def test_every_thread_sets_its_device_or_uses_none() -> None:
+    source = Path(devices.__file__).parent
+    found = set()
+    for file in source.rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call) or ast.unparse(call.func).rpartition(".")[2] not in THREADS:
+                continue
+            given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            if given.get("initializer") != "set_device" and "prompt" not in given:  # the report has threads of tokens
+                found.add(file.relative_to(source).as_posix())
+    assert found == WITHOUT_A_DEVICE
 
 
 @pytest.mark.parametrize("allowed", [True, False])

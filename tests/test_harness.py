@@ -53,7 +53,7 @@ def test_a_trained_student_has_the_accuracy_of_our_own_evaluation(
         "machine.threads=1",
         f'harness.include="{tmp_path / "tasks"}"',
         'harness.tasks=["sums"]',
-        "harness.chat=false",
+        "harness.args.apply_chat_template=false",
     ]
     recipe = Run.demo(quiet=True).recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
     recipe["compositions"] = {"even": {"weights": {"accuracy": 0.75, "brevity": 0.25}}}
@@ -83,7 +83,7 @@ def test_a_trained_student_has_the_accuracy_of_our_own_evaluation(
     assert found["base"].value != found["even"].value
 
     said = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    show_results(run.steps, said)
+    show_results(run, said)
     assert "sums exact_match↑" in said.export_text()
     run.report()
     page = (run.path / "report" / "index.html").read_text()
@@ -99,6 +99,6 @@ def test_a_task_that_it_does_not_have_is_refused_by_name(tmp_path: Path, monkeyp
     from lightning_weave.errors import InputError
 
     monkeypatch.chdir(tmp_path)
-    run = Run.demo(['harness.tasks=["ifevall"]', f'harness.python="{sys.executable}"'], quiet=True)
+    run = Run.demo(['harness.tasks=["ifevall"]', f'harness.python="{sys.executable}"'], quiet=True, trust=True)
     with pytest.raises(InputError, match=r"no task 'ifevall'\. Did you mean ifeval"):
         run.harness("base")

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_weave.models.hf import ScoreRow, hf_scorer
-from lightning_weave.models.load import load_model, load_tokenizer
-from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.scored import ROLES, ScoredModel
-from lightning_weave.runs.steps import Steps
-from lightning_weave.train.loop import Fit
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.scorer import Scorer, ScoreRow
+from lightning_weave.run import ROLES, Run, Side
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.train.loop import Fit, make_fit
 from lightning_weave.train.parallel import Ranks
-from lightning_weave.train.training import make_fit, open_trainee
+from lightning_weave.train.student import open_trainee
 from lightning_weave.types import Candidates, Ragged, Rollouts, Scores
 from rounding import assert_same_weights
 from rows import read_row
@@ -37,16 +36,16 @@ UPDATES = 5
 class ComposedTeacher(nn.Module):
     """Several models behind one face: what the composition would be as a single teacher."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
-        self.student = load_model(steps.student.path, dtype=torch.float32, device=CPU)
+        self.student = Checkpoint(str(run.student.path)).load(torch.float32, CPU)
         self.config = self.student.config
         self.pairs = nn.ModuleDict(
             {
                 name: nn.ModuleList(
-                    load_model(Path(path), dtype=torch.float32, device=CPU) for path in (section.post, section.pre)
+                    Checkpoint(str(Path(path))).load(torch.float32, CPU) for path in (section.post, section.pre)
                 )
-                for name, section in steps.recipe.anchors.items()
+                for name, section in run.recipe.anchors.items()
             }
         )
 
@@ -62,33 +61,33 @@ class ComposedTeacher(nn.Module):
         return outputs
 
 
-def make_scored_run(root: Path) -> Steps:
+def make_scored_run(root: Path) -> Run:
     """A cache of the whole vocabulary, with anchors that are models of their own."""
-    steps = make_run(
+    run = make_run(
         root,
         groups=4,
         candidates=VOCABULARY,
         student={"vocab_size": VOCABULARY},
         compositions={"both": {"weights": WEIGHTS, "alpha": ALPHA}},
-        train={"objective": "reverse-kl-full", "token_budget": 30, "weight_decay": 0.0, "clip": 1e9},
+        train={"objective": "reverse-kl-full", "token_budget": 30, "optimizer": {"weight_decay": 0.0, "clip": 1e9}},
     )
-    for seed, section in enumerate(steps.recipe.anchors.values()):
+    for seed, section in enumerate(run.recipe.anchors.values()):
         for role, path in enumerate((section.post, section.pre)):
             save_student(Path(path), seed=10 + 2 * seed + role, dtype=torch.float32, vocab_size=VOCABULARY)
-    steps = Steps(steps.recipe, steps.arguments)  # the anchors' identities have changed
-    for name in steps.recipe.anchors:
+    run = Run(run.recipe, run.arguments)  # the anchors' identities have changed
+    for name in run.recipe.anchors:
         for role in ROLES:
-            score_all(steps, steps.side(name, role))
-    return steps
+            score_all(run, run.side(name, role))
+    return run
 
 
-def score_all(steps: Steps, scored: ScoredModel) -> None:
-    stage = steps.store.stage(steps.score(scored))
-    scorer = hf_scorer(load_model(scored.checkpoint.path, dtype=torch.float32, device=CPU), VOCABULARY)
-    shards = len(steps.store.stage(steps.rollout).require()["shards"])
+def score_all(run: Run, scored: Side) -> None:
+    stage = run.stage("score", scored)
+    scorer = Scorer.from_model(Checkpoint(str(scored.checkpoint.path)).load(torch.float32, CPU), VOCABULARY)
+    shards = len(run.stage("rollout").require()["shards"])
     for shard in range(shards):
-        rollouts = steps.store.stage(steps.rollout).open(Rollouts, shard).read()
-        found = steps.store.stage(steps.reference).open(Candidates, shard).read()
+        rollouts = run.stage("rollout").open(Rollouts, shard).read()
+        found = run.stage("reference").open(Candidates, shard).read()
         rows = []
         for prompt, response, ids_TC in zip(rollouts.prompt_ids, rollouts.response_ids, found.ids, strict=True):
             positions_T = np.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
@@ -114,7 +113,7 @@ def frozen_tokens(fit: Fit) -> dict[str, Tensor]:
     return batch
 
 
-def make_trainer(steps: Steps, root: Path) -> Any:
+def make_trainer(run: Run, root: Path) -> Any:
     from datasets import Dataset
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
@@ -129,12 +128,12 @@ def make_trainer(steps: Steps, root: Path) -> Any:
         gradient_checkpointing=False,
     )
     trainer = GKDTrainer(
-        model=load_model(steps.student.path, dtype=torch.float32, device=CPU).requires_grad_(True),
-        teacher_model=ComposedTeacher(steps),
+        model=Checkpoint(str(run.student.path)).load(torch.float32, CPU).requires_grad_(True),
+        teacher_model=ComposedTeacher(run),
         args=settings,
         train_dataset=Dataset.from_list([{"unused": 0}]),
         data_collator=lambda rows: rows,
-        processing_class=load_tokenizer(steps.student.path),
+        processing_class=Checkpoint(str(run.student.path)).tokenizer,
     )
     trainer.current_gradient_accumulation_steps = 1  # as its own loop would set it
     return trainer
@@ -142,11 +141,11 @@ def make_trainer(steps: Steps, root: Path) -> Any:
 
 def test_the_whole_vocabulary_objective_is_trls_loss_times_alpha(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    steps = make_scored_run(tmp_path)
+    run = make_scored_run(tmp_path)
     ranks = Ranks(0, 1, CPU)
-    trainee = open_trainee(steps, context(ranks))
-    fit = make_fit(steps, "both", trainee, open_cache(steps, "both"), alpha=ALPHA, ranks=ranks)
-    trainer = make_trainer(steps, tmp_path)
+    trainee = open_trainee(run, context(ranks))
+    fit = make_fit(run, "both", trainee, open_cache(run, "both"), alpha=ALPHA, ranks=ranks)
+    trainer = make_trainer(run, tmp_path)
     # Adam does not see alpha, and both optimizers are given the same rest.
     theirs = torch.optim.AdamW(trainer.model.parameters(), 1e-3, weight_decay=0.0)
     losses = []

@@ -126,3 +126,17 @@ def test_the_log_of_a_run_has_everything_that_was_said(tmp_path: Path) -> None:
         "ended early: wrong input",
     ]
     assert lines[2].startswith("score: 1/1 shards")
+
+
+def test_a_stage_of_one_shard_shows_its_rows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PLAIN_EVERY", 0.0)
+    module.show_rows(1, 2)  # without a bar
+    with Progress().bar("rollout", 1, "shard") as bar:
+        module.show_rows(1_000, 2_000)
+        bar.advance()
+    lines = [line.split(" ", 2)[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines[0] == "rollout: 0/1 shards, 1,000/2,000 rows"
+    assert lines[1].startswith("rollout: 1/1 shards, ")
+    assert "rows" not in lines[1]

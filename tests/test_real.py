@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_weave.config import check_recipe, dump_recipe
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
 from pipeline.expected import check_reference, check_scores, read_cache
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(7200)]  # the first test waits for all stages
@@ -87,13 +87,13 @@ def recipe(models: Path, brief: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def run(recipe: dict[str, Any], brief: Path) -> Steps:
+def run(recipe: dict[str, Any], brief: Path) -> Run:
     """Rollouts, reference and scores, as a user makes them."""
     file = brief.parent / "real.toml"
     file.write_text(dump_recipe(check_recipe(recipe)))
     for verb in ("rollout", "reference", "score"):
         lweave(verb, str(file))
-    return Steps(check_recipe(recipe), str(file))
+    return Run(check_recipe(recipe), str(file))
 
 
 def lweave(*arguments: str, code: int = 0) -> str:
@@ -104,7 +104,7 @@ def lweave(*arguments: str, code: int = 0) -> str:
     return result.stdout
 
 
-def test_the_student_writes_and_stops(run: Steps, recipe: dict[str, Any]) -> None:
+def test_the_student_writes_and_stops(run: Run, recipe: dict[str, Any]) -> None:
     rows = read_cache(run, None)
     tokenizer = AutoTokenizer.from_pretrained(recipe["student"]["model"])
     texts = [tokenizer.decode(row["response_ids"]) for row in rows]
@@ -114,7 +114,7 @@ def test_the_student_writes_and_stops(run: Steps, recipe: dict[str, Any]) -> Non
     assert len(set(texts)) == len(texts)
 
 
-def test_the_cache_is_that_of_whole_logits(run: Steps) -> None:
+def test_the_cache_is_that_of_whole_logits(run: Run) -> None:
     """A few rows, 151,669 and 49,152 tokens wide. Logits are up to 40: float32 leaves five digits."""
     assert check_reference(run, read_cache(run, None)[2:3], tolerance=2e-4) > 1
     for role in ("post", "pre"):
@@ -124,7 +124,7 @@ def test_the_cache_is_that_of_whole_logits(run: Steps) -> None:
         assert whole > 0
 
 
-def test_the_shift_is_towards_what_was_learned(run: Steps, recipe: dict[str, Any]) -> None:
+def test_the_shift_is_towards_what_was_learned(run: Run, recipe: dict[str, Any]) -> None:
     """The fine-tune learned to stop: its shift on the end of turn is positive, more often than not."""
     end = AutoTokenizer.from_pretrained(recipe["student"]["model"]).eos_token_id
     shifts = []
@@ -136,9 +136,8 @@ def test_the_shift_is_towards_what_was_learned(run: Steps, recipe: dict[str, Any
     assert np.mean(np.array(shifts) > 0) > 0.7
 
 
-def test_doctor_knows_the_pair(run: Steps) -> None:
-    # Twelve answers that no box holds are an error of the rollouts, and the benchmarks may be out of reach: code 1.
-    findings = json.loads(lweave("doctor", run.arguments, "--json", code=1))["findings"]
+def test_doctor_knows_the_pair(run: Run) -> None:
+    findings = json.loads(lweave("doctor", run.arguments, "--json"))["findings"]  # twelve rows are too few for errors
     found = {(finding["about"], finding["check"]): finding for finding in findings}
     print(*(f"{finding['about']:<20}{finding['verdict']:<9}{finding['text']}" for finding in findings), sep="\n")
     assert found["anchors.one", "tokenizer"]["figures"] == {"same": False}
@@ -148,12 +147,11 @@ def test_doctor_knows_the_pair(run: Steps) -> None:
     assert found["anchors.one", "positions"]["figures"]["measured_on"] == "candidates"
     assert found["anchors.one", "separation"]["figures"]["wrong"] == 12
     assert found["run", "disk"]["verdict"] == "ok"
-    errors = {finding["about"] for finding in findings if finding["verdict"] == "error"}
-    assert errors <= {"rollout", "eval.benchmarks"}, errors
+    assert not [finding for finding in findings if finding["verdict"] == "error"]
 
 
-def test_inspect_shows_a_decision(run: Steps) -> None:
-    text = lweave("inspect", str(run.store.run_dir), "--row", "1", "--position", "0")
+def test_inspect_shows_a_decision(run: Run) -> None:
+    text = lweave("inspect", str(run.directory), "--row", "1", "--position", "0")
     print(text)
     assert "<|im_start|>assistant\\n\n" in text
     for words in ("behaviour", "log p brief", "log p smollm2", "shift one", "target brief", " other"):

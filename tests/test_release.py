@@ -13,10 +13,16 @@ import yaml
 
 import lightning_weave
 from lightning_weave import __version__
-from lightning_weave.config import check_recipe
+from lightning_weave.config import check_recipe, merge_tables
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.ipynb")])
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *DOCS.glob("*.ipynb")])
+RECIPES = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+]
 
 
 def test_the_version_is_the_same_everywhere() -> None:
@@ -43,11 +49,12 @@ def test_every_page_is_on_the_site() -> None:
     """`make docs-site` builds it; what is not in its navigation is hard to find."""
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     listed = {page for section in nav for entry in section.values() for page in _pages(entry)}
-    assert listed == {page.name for page in (ROOT / "docs").glob("*.md")} | {"tutorial.md"}  # made of the notebook
+    written = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert listed == written | {"tutorial.md"}  # made of the notebook
 
 
 def test_the_tutorial_is_a_page_with_all_its_cells() -> None:
-    notebook = (ROOT / "docs" / "tutorial.ipynb").read_text()
+    notebook = (DOCS / "tutorial.ipynb").read_text()
     page = run_path(str(ROOT / "scripts" / "site_links.py"))["as_markdown"](notebook)
     assert page.startswith("# Your own weights")
     for cell in json.loads(notebook)["cells"]:
@@ -55,17 +62,26 @@ def test_the_tutorial_is_a_page_with_all_its_cells() -> None:
         assert (f"```python\n{source}\n```" if cell["cell_type"] == "code" else source) in page
 
 
-QUESTIONS = ("two-specialists", "system-prompt", "adapters", "one-card", "agent-logs")
-
-
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_a_page_of_a_question_has_a_whole_recipe(name: str) -> None:
-    (recipe,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(), re.DOTALL)
-    assert check_recipe(tomllib.loads(recipe)).compositions
+@pytest.mark.parametrize("text", RECIPES)
+def test_recipes_on_the_pages_load(text: str) -> None:
+    """A whole recipe as it is; a part of one as an addition to a whole recipe."""
+    part = tomllib.loads(text)
+    if "name" in part:
+        assert check_recipe(part).compositions
+        return
+    anchors = {name: {"post": "p", "pre": "q"} for name in ("a", "b")}
+    whole = {
+        "name": "r",
+        "student": {"model": "m"},
+        "anchors": anchors,
+        "compositions": {name: {"weights": {"a": 0.5, "b": 0.5}} for name in ("brief-only", "acc-only", "both")},
+        "prompts": {"source": "prompts.jsonl"},
+    }
+    check_recipe(merge_tables(whole, part))
 
 
 def test_the_reference_has_every_public_name() -> None:
-    documented = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    documented = re.findall(r"^::: (\S+)$", (DOCS / "python.md").read_text(), re.MULTILINE)
     for name in documented:
         module, _, last = name.rpartition(".")
         assert hasattr(import_module(module), last) or find_spec(name), name
@@ -79,7 +95,7 @@ def _pages(entry: str | list[dict[str, str]]) -> list[str]:
     return [entry] if isinstance(entry, str) else [page for one in entry for page in one.values()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     broken = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not _leads_somewhere(page, link)]

@@ -13,9 +13,9 @@ from matplotlib.image import imsave
 
 from lightning_weave.config import Recipe, check_recipe
 from lightning_weave.report.results import track_evaluation, track_figures
-from lightning_weave.trackers import Tracked, open_trackers
+from lightning_weave.trackers import TrackedRun, open_trackers
 from report.evaluated import write_evaluations
-from tiny import save_model, steps_of
+from tiny import run_of, save_model
 from wandb_server import serve_wandb
 
 MINIMAL: dict[str, Any] = {"name": "mine", "student": {"model": "m"}}
@@ -28,9 +28,9 @@ def recipe_of(tracker: str, **more: Any) -> Recipe:
 
 def train(recipe: Recipe, folder: Path) -> None:
     """Four updates, of which the last two are taken again after a kill."""
-    for start, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
-        (tracker,) = open_trackers(recipe, Tracked("even", folder, "abc123", start))
-        for step in steps:
+    for start, run in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
+        (tracker,) = open_trackers(recipe, TrackedRun("even", folder, "abc123", start))
+        for step in run:
             tracker.log(step, {"loss": 10.0 * start + step})
         tracker.close()
 
@@ -56,6 +56,7 @@ def test_tensorboard_continues_a_run_where_its_checkpoint_was(tmp_path: Path) ->
     }
     assert texts == {
         "name/text_summary": "even of mine",
+        "group/text_summary": "mine",
         "project/text_summary": "weave",
         "tags/text_summary": "first, try",
     }
@@ -73,9 +74,9 @@ def test_evaluation_and_figures_are_logged_too(tmp_path: Path) -> None:
         "eval": {"benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"], "chat": False},
         "train": {"trackers": ["tensorboard"]},
     }
-    steps = steps_of(recipe)
-    write_evaluations(steps, {"base": (0.5, 40), "other": (0.9, 20)})
-    track_evaluation(steps, "other")
+    run = run_of(recipe)
+    write_evaluations(run, {"base": (0.5, 40), "other": (0.9, 20)})
+    track_evaluation(run, "other")
     found = events(tmp_path / "runs/tiny/eval/other")
     assert {"eval/accuracy", "eval/tokens", "eval/aes", "eval/sums/accuracy", "eval/sums/tokens"} <= set(
         found.Tags()["scalars"]
@@ -84,7 +85,7 @@ def test_evaluation_and_figures_are_logged_too(tmp_path: Path) -> None:
 
     (tmp_path / "page" / "figures").mkdir(parents=True)
     imsave(tmp_path / "page" / "figures" / "frontier.png", np.zeros((4, 5, 3)))
-    track_figures(steps, tmp_path / "page")
+    track_figures(run, tmp_path / "page")
     (image,) = events(tmp_path / "runs/tiny/report").Images("frontier")
     assert (image.height, image.width) == (4, 5)
 
@@ -137,7 +138,7 @@ def test_wandb_gets_the_settings_and_one_id(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WANDB_MODE", "offline")
     recipe = recipe_of("wandb", entity="me")
     train(recipe, tmp_path)
-    (tracker,) = open_trackers(recipe, Tracked("even", tmp_path, "abc123"))
+    (tracker,) = open_trackers(recipe, TrackedRun("even", tmp_path, "abc123"))
     tracker.results({"eval/accuracy": 75.0})
     imsave(tmp_path / "frontier.png", np.zeros((4, 5, 3)))
     tracker.images({"frontier": tmp_path / "frontier.png"})
@@ -179,7 +180,7 @@ def test_wandb_continues_a_run_on_its_server(tmp_path: Path, monkeypatch: pytest
         for name, value in settings.items():
             monkeypatch.setenv(f"WANDB_{name}", value)
         train(recipe, tmp_path)
-        (tracker,) = open_trackers(recipe, Tracked("even", tmp_path, "abc123"))
+        (tracker,) = open_trackers(recipe, TrackedRun("even", tmp_path, "abc123"))
         tracker.results({"eval/accuracy": 75.0})
         tracker.close()
     (run,) = runs.values()

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
 
 from lightning_weave.config import Recipe, check_recipe
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
 
 LETTERS = "0123456789+-*=.:{}\\ \n" + "".join(sorted(set("QuestionAnswerhmmwaitboxed")))
 ENDS = {"student": "<|end|>", "accuracy": "</s>", "brevity": "<|eot|>"}
@@ -133,5 +133,5 @@ def make_world(root: Path, prompts: int = 12) -> dict:
     }
 
 
-def steps_of(recipe: dict | Recipe, trust: bool = False) -> Steps:
-    return Steps(recipe if isinstance(recipe, Recipe) else check_recipe(recipe), "tiny.toml", trust)
+def run_of(recipe: dict | Recipe, trust: bool = False) -> Run:
+    return Run(recipe if isinstance(recipe, Recipe) else check_recipe(recipe), "tiny.toml", trust)

@@ -1,1 +1,1 @@
-"""What the benchmarks share. No benchmark itself."""
+"""Code shared by the benchmarks."""

@@ -1,6 +1,6 @@
-"""What a script without this package would do: one LLM, one call of `generate` with all requests. Needs vLLM alone.
+"""vLLM without this package: one LLM, one call of `generate` with all requests.
 
-JSON lines come in: first the arguments of LLM, then lists of requests. The seconds and tokens of each call go out.
+Reads JSON lines: first the arguments of LLM, then lists of requests. Writes the seconds and tokens of each call.
 """
 
 import json

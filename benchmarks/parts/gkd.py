@@ -1,4 +1,4 @@
-"""The same update with TRL, where that is installed."""
+"""The same update with TRL, if it is installed."""
 
 import tempfile
 import warnings
@@ -10,12 +10,12 @@ from torch import nn
 
 from lightning_weave.cache.reader import Cache
 from lightning_weave.train.parallel import clip_gradients
-from parts.measure import Clock, Way
+from parts.measure import Clock, Variant
 from parts.student import make_student
 
 
 class TimedTeacher(nn.Module):
-    """A teacher of the student's size that keeps its own time."""
+    """A teacher of the student's size that records its time."""
 
     def __init__(self, model: Any, clock: Clock) -> None:
         super().__init__()
@@ -28,8 +28,10 @@ class TimedTeacher(nn.Module):
         return outputs
 
 
-def trl_way(cache: Cache, layers: int, rows: list[int], rate: float, clock: Clock) -> tuple[Way, TimedTeacher] | None:
-    """The same update with TRL's GKDTrainer, on the same student and tokens; None where TRL is not installed."""
+def trl_update(
+    cache: Cache, layers: int, rows: list[int], rate: float, clock: Clock
+) -> tuple[Variant, TimedTeacher] | None:
+    """The same update with TRL's GKDTrainer, on the same student and tokens; None if TRL is not installed."""
     warnings.simplefilter("ignore")
     try:
         from datasets import Dataset

@@ -1,4 +1,4 @@
-"""The same rows with the plain transformers Trainer: padded as its collator does, whole logits, cross-entropy."""
+"""The same rows with the plain transformers Trainer: padded by its collator, full logits, cross-entropy."""
 
 import tempfile
 
@@ -8,19 +8,19 @@ from transformers import Trainer, TrainingArguments
 
 from lightning_weave.cache.reader import Cache
 from lightning_weave.train.parallel import clip_gradients
-from parts.measure import Way
+from parts.measure import Variant
 from parts.student import make_student
 
 
-def trainer_way(cache: Cache, layers: int, rows: list[int], per_batch: int, rate: float) -> Way:
-    """One update in micro-batches of `per_batch` rows, in the order of the rows, as its data loader would give them."""
+def trainer_update(cache: Cache, layers: int, rows: list[int], per_batch: int, rate: float) -> Variant:
+    """One update in micro-batches of `per_batch` rows, in the order of the rows."""
     settings = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[])
     trainer = Trainer(model=make_student(layers), args=settings)
     trainer.current_gradient_accumulation_steps = -(-len(rows) // per_batch)
     optimizer = torch.optim.AdamW(trainer.model.parameters(), rate, weight_decay=0.01, fused=True)
     read = cache.block(rows).rollouts
     pairs = list(zip(read.prompt_ids, read.response_ids, strict=True))
-    batches = [_padded(pairs[start : start + per_batch]) for start in range(0, len(pairs), per_batch)]
+    batches = [_pad(pairs[start : start + per_batch]) for start in range(0, len(pairs), per_batch)]
 
     def update() -> None:
         for batch in batches:
@@ -32,7 +32,7 @@ def trainer_way(cache: Cache, layers: int, rows: list[int], per_batch: int, rate
     return update
 
 
-def _padded(pairs: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, torch.Tensor]:
+def _pad(pairs: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, torch.Tensor]:
     longest = max(len(prompt) + len(response) for prompt, response in pairs)
     ids, mask, labels = (torch.full((len(pairs), longest), fill) for fill in (0, 0, -100))
     for row, (prompt, response) in enumerate(pairs):

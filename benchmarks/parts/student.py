@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_weave.cache.reader import Cache
-from lightning_weave.cache.sources import PairSource
-from lightning_weave.store import Stage, Step
+from lightning_weave.cache.shifts import PairSource
+from lightning_weave.store import Stage
 from lightning_weave.types import Candidates, Ragged, Rollouts, Scores
 
 VOCABULARY, WIDTH = 49_152, 576
@@ -62,7 +62,7 @@ def write_rows(folder: Path, lengths: Sequence[int], per_shard: int = 64) -> Non
 
 def stages(folder: Path) -> dict[str, Stage]:
     names = ("rollout", "reference", "post-0", "pre-0", "post-1", "pre-1")
-    return {name: Stage(folder / name, Step(name, {})) for name in names}
+    return {name: Stage(folder, name, {}) for name in names}
 
 
 def open_cache(folder: Path) -> Cache:

@@ -1,7 +1,7 @@
-"""Make the specialist *right*: SmolLM2 fine-tuned on its own right answers (one round of expert iteration).
+"""Train the specialist *right*: SmolLM2 fine-tuned on its correct answers (one round of expert iteration).
 
 python scripts/real/expert.py MODEL SAMPLES OUT: SAMPLES is the samples.jsonl of `lweave eval`, which has sampled and
-verified the answers; OUT becomes a LoRA adapter. Plain next-token training on the answer, nothing of this project.
+verified the answers; OUT becomes a LoRA adapter. Plain next-token training on the answers, without this package.
 """
 
 import json
@@ -19,7 +19,7 @@ LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def right_answers(samples: Path, problems: Path) -> list[tuple[str, str]]:
-    """Question and answer of every response that is right and came to its end, without repetitions."""
+    """Question and answer of every correct and finished response, without duplicates."""
     questions = {row["id"]: row["problem"] for row in map(json.loads, problems.read_text("utf-8").splitlines())}
     rows = [json.loads(line) for line in samples.read_text("utf-8").splitlines()]
     kept = [(questions[row["problem"]], row["text"]) for row in rows if row["correct"] and row["finish"] == "stop"]
@@ -35,7 +35,7 @@ def tokens(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[
 
 
 def fine_tune(model: Any, rows: list[tuple[list[int], list[int]]], pad: int) -> list[float]:
-    """Train on shuffled rows, and give the loss of every update."""
+    """Train on shuffled rows, and return the loss of every update."""
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=LEARNING_RATE)
     order, losses = random.Random(0), []
     for _ in range(EPOCHS):

@@ -1,7 +1,7 @@
-"""Measure what is forgotten: python scripts/real/forgetting.py RUN DATA
+"""Measure forgetting: python scripts/real/forgetting.py RUN DATA
 
 Mean KL(base || policy) per token over the base's own answers to everyday instructions that have no verifier. Writes
-RUN/forgetting.json; a policy that is there already is not measured again.
+RUN/forgetting.json; policies that are already in it are skipped.
 """
 
 import json
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @torch.inference_mode()
 def log_probs(model: Any, prompt: list[int], response: list[int]) -> torch.Tensor:
-    """Whole distributions at every token of a response."""
+    """Full distributions at every token of a response."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits.float(), dim=-1)
 

@@ -1,7 +1,7 @@
-"""Measure a model alone, before anything is trained: the likeliest answers, what is right, and how long it took.
+"""Measure a model before anything is trained: accuracy of greedy answers, and how long they took.
 
-python scripts/real/measure.py gym MODEL OUT: small problems of reasoning-gym, which has to be importable.
-python scripts/real/measure.py shots MODEL PROBLEMS OUT: a base model on problems of ours, after four worked ones.
+python scripts/real/measure.py gym MODEL OUT: small problems of reasoning-gym, which must be installed.
+python scripts/real/measure.py shots MODEL PROBLEMS OUT: a base model on our problems, after four worked examples.
 """
 
 import json
@@ -17,11 +17,11 @@ import torch
 from lightning_weave.config import Grading
 from lightning_weave.grading.graders import grade_answer
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.hf import HFSampler
+from lightning_weave.models.sampler import HFSampler
 from lightning_weave.prompts.render import encode, render
 from lightning_weave.types import Request, SamplingSettings
 
-# Small settings: with its own the student is right nowhere. The second: whether the answer is a number.
+# Settings small enough for the student, and whether the answer is a number.
 GYM: dict[str, tuple[dict[str, Any], bool]] = {
     "basic_arithmetic": ({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, True),
     "calendar_arithmetic": ({"tasks": ["is_leap_year"]}, False),
@@ -56,7 +56,7 @@ Answer: 62
 
 
 def answers(checkpoint: Checkpoint, prompts: Sequence[list[int]], stop: frozenset[int], max_tokens: int) -> list[str]:
-    """The likeliest answers."""
+    """Greedy answers."""
     model = checkpoint.load(torch.float32, torch.device("cpu"))
     sampler = HFSampler(model, stop, checkpoint.vocabulary, batch_size=96)
     asked = [Request(ids, number, 0) for number, ids in enumerate(prompts)]
@@ -65,12 +65,12 @@ def answers(checkpoint: Checkpoint, prompts: Sequence[list[int]], stop: frozense
 
 
 def last_number(text: str) -> str:
-    """The number that our own verifier takes for the answer."""
+    """The number that the verifier takes as the answer."""
     return grade_answer(Grading(kind="numeric"), text, "0")[0] or ""
 
 
 def last_word(text: str) -> str:
-    """The last word, without what stands around it."""
+    """The last word, without punctuation."""
     return (re.findall(r"[A-Za-z-]+", text) or [""])[-1]
 
 
@@ -93,7 +93,7 @@ def gym(model: str, out: Path) -> None:
 
 
 def shots(model: str, problems: Path, out: Path) -> None:
-    """Right answers to problems of ours, one line each."""
+    """Accuracy on our problems, one line per answer."""
     checkpoint = Checkpoint(model)
     rows = [json.loads(line) for line in problems.read_text("utf-8").splitlines()]
     texts = [f"{SHOTS}Question: {row['problem']}\nAnswer:" for row in rows]

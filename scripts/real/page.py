@@ -1,7 +1,7 @@
-"""Put what the runs found into docs/real-models.md and README.md: python scripts/real/page.py RUN [RUN ...]
+"""Put the results of runs into docs/appendix/real-models.md and README.md: python scripts/real/page.py RUN [RUN ...]
 
-The runs differ in the seed of training alone. Only the lines between the markers are replaced. What is not there yet is
-left out, and the page says so.
+The runs differ only in the training seed. Only the lines between the markers are replaced. The page lists the results
+that are still missing.
 """
 
 import json
@@ -14,13 +14,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+from pandas import DataFrame
 from safetensors.numpy import load_file
 
 from lightning_weave.bench.statistics import Contrast, Interval, ProblemMeans, contrast
 from lightning_weave.bench.summary import read_summary
-from lightning_weave.report.colours import policy_hues
-from lightning_weave.report.figures import FrontierPoint, PolicyKind, frontier, save
-from lightning_weave.runs.costs import read_spent
+from lightning_weave.report.figures import PolicyKind, frontier, policy_hues, save
+from lightning_weave.stages.costs import read_spent
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS: dict[str, PolicyKind] = {
@@ -154,23 +154,20 @@ def ended(run: Path) -> Iterator[str]:
 
 def draw(policies: Mapping[str, Policy], out: Path) -> None:
     """The frontier as SVG; bars are standard errors over problems."""
-    hues = policy_hues(policies)
-    points = [
-        FrontierPoint(
-            name,
-            KINDS[name],
-            accuracy=float(one.means.accuracy.mean()),
-            tokens=float(one.means.tokens.mean()),
-            accuracy_error=_error(one.means.accuracy),
-            tokens_error=_error(one.means.tokens),
-            family="brief and right" if name in BRIEF_SHARE else "",
-            share=BRIEF_SHARE.get(name, 0.0),
-            hue=hues[name],
-        )
+    points = {
+        name: {
+            "kind": KINDS[name],
+            "accuracy": float(one.means.accuracy.mean()),
+            "tokens": float(one.means.tokens.mean()),
+            "accuracy_error": _error(one.means.accuracy),
+            "tokens_error": _error(one.means.tokens),
+            "family": "brief and right" if name in BRIEF_SHARE else "",
+            "share": BRIEF_SHARE.get(name, 0.0),
+        }
         for name, one in policies.items()
-    ]
+    }
     with TemporaryDirectory() as folder:
-        save(frontier(points), Path(folder), "frontier")
+        save(frontier(DataFrame.from_dict(points, orient="index"), policy_hues(policies)), Path(folder))
         shutil.copyfile(Path(folder) / "frontier.svg", out)
 
 
@@ -288,7 +285,7 @@ def family(run: Path, data: Path) -> Iterator[str]:
 
 
 def put(path: Path, text: str) -> None:
-    """Replace what stands between the markers."""
+    """Replace the text between the markers."""
     before, _, rest = path.read_text(encoding="utf-8").partition("<!-- real -->")
     after = rest.partition("<!-- /real -->")[2]
     path.write_text(f"{before}<!-- real -->\n{text.strip()}\n<!-- /real -->{after}", encoding="utf-8")
@@ -306,7 +303,7 @@ def page(runs: Sequence[Path], data: Path) -> str:
         ),
         "## Results\n\nThe four kinds of problem that were trained on, 96 held-out problems:\n",
         *results(same),
-        "\n![Accuracy against tokens](real-frontier.svg)\n\nBars are standard errors over problems.\n",
+        "\n![Accuracy against tokens](../real-frontier.svg)\n\nBars are standard errors over problems.\n",
         "The two kinds that nothing was trained on, 48 problems:\n",
         *results(other),
         "\n## What held and what did not\n\nOn the trained kinds; expected before anything was evaluated.\n",
@@ -328,28 +325,39 @@ def page(runs: Sequence[Path], data: Path) -> str:
 
 
 def readme(policies: Mapping[str, Policy]) -> str:
-    """The README's sentence and picture."""
+    """The README's table and picture."""
 
-    def point(name: str) -> str:
+    named = {
+        "base": "the student",
+        "system-prompt": "the student with a system prompt that asks for brevity",
+        "weave-50": "trained on *brief* and *right*",
+    }
+    rows = []
+    for name in filter(policies.__contains__, named):
         means = policies[name].means
-        return f"{means.accuracy.mean():.0f} % right in {means.tokens.mean():.0f} tokens"
-
-    named = {"base": "as it is", "system-prompt": "told to be brief", "weave-50": "woven of *brief* and *right*"}
-    said = "; ".join(f"{words}, {point(name)}" for name, words in named.items() if name in policies)
+        rows.append(f"| {named[name]} | {means.accuracy.mean():.0f} % | {means.tokens.mean():.0f} |")
+    contrast = ""
     if {"system-prompt", "weave-50"} <= policies.keys():
-        found = against(policies["weave-50"], policies["system-prompt"], policies["base"]).accuracy
-        said += f" (its accuracy minus that of the prompt: {shown(found)} points)"
-    return (
-        "And on a real model, SmolLM2-135M-Instruct on small sums (`make real`):\n"
-        f"{said}.\nA small experiment on a weak model, not evidence about large ones "
-        "([what it is, what held and what did not](docs/real-models.md)).\n\n"
-        "![Accuracy against tokens of SmolLM2](docs/real-frontier.svg)"
+        difference = against(policies["weave-50"], policies["system-prompt"], policies["base"]).accuracy
+        contrast = f"Training against the system prompt: {shown(difference)} points of accuracy (95 % interval). "
+    problems = len(policies["base"].means.problems)
+    seeds = max(len(policy.seeds) for policy in policies.values())
+    return "\n".join(
+        [
+            "A small experiment on a real model, SmolLM2-135M-Instruct, on simple sums "
+            f"({problems} problems, {seeds} training seeds, `make real`):\n",
+            "| | right | tokens |\n| --- | ---: | ---: |",
+            *rows,
+            f"\n{contrast}It says little about large",
+            "models ([setup and all results](docs/appendix/real-models.md)).\n",
+            "![Accuracy against tokens of SmolLM2](docs/real-frontier.svg)",
+        ]
     )
 
 
 def main(runs: Sequence[Path]) -> None:
     """Write the page, the picture and the README's part."""
-    put(ROOT / "docs" / "real-models.md", page(runs, runs[0].parent / "real-data"))
+    put(ROOT / "docs" / "appendix" / "real-models.md", page(runs, runs[0].parent / "real-data"))
     same = read_policies(runs, "same")
     put(ROOT / "README.md", readme(same))
     draw(same, ROOT / "docs" / "real-frontier.svg")

@@ -1,20 +1,23 @@
-"""The Python side of `lweave`: a run, its stages as methods, and what they made as data.
+"""The Python side of `lweave`: a run, its stages as methods, and their results as data.
 
 The names of this module are those of `import lightning_weave as lw`. Methods that make something are the commands of
 the same name, with the same checks, locks and logs; torch is imported when the first of them needs it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import html
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
+from rich.console import Console
+
+from lightning_weave import run as runs
 from lightning_weave.config import Recipe, check_recipe, load_recipe, merge_overrides
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
-from lightning_weave.records import Records, as_html
-from lightning_weave.runs.steps import Steps
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,20 +26,64 @@ if TYPE_CHECKING:
 
     from lightning_weave.cache.reader import Cache
     from lightning_weave.cache.targets import Targets
-    from lightning_weave.runs.work import Workers
-    from lightning_weave.train.targets import TargetReader
+    from lightning_weave.stages.work import Executor
+    from lightning_weave.train.data import TargetReader
     from lightning_weave.views.inspect import Decision
+
+WIDTH = 120  # characters, of what is drawn as on a terminal
+SHOWN = 50  # rows of a table, and no more than LONG characters of a cell: responses are long
+LONG = 300
+_PRE = '<pre style="line-height:1.3">{code}</pre>'
+
+
+class Records(list[dict[str, Any]]):
+    """Rows that `pandas.DataFrame(rows)` takes as they are; a notebook shows them as a table.
+
+    >>> Records([{"policy": "base", "accuracy": 75.25}, {"policy": "a<b"}])._repr_html_()
+    '<table><tr><th>policy</th><th>accuracy</th></tr><tr><td>base</td><td>75.25</td></tr><tr><td>a&lt;b</td><td></td></tr></table>'
+    """
+
+    @overload
+    def __getitem__(self, place: SupportsIndex) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> "Records": ...
+
+    def __getitem__(self, place: SupportsIndex | slice) -> Any:
+        item: Any = super().__getitem__(place)
+        return Records(item) if isinstance(place, slice) else item
+
+    def _repr_html_(self) -> str:
+        def draw(tag: str, cells: Iterable[str]) -> str:
+            return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+        def text(value: Any) -> str:
+            shown = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+            return shown if len(shown) <= LONG else f"{shown[: LONG - 1]}…"
+
+        names = list(dict.fromkeys(name for row in self for name in row))
+        rows = [draw("td", [text(row.get(name)) for name in names]) for row in self[:SHOWN]]
+        rest = f"<p>{len(self) - SHOWN:,} more rows</p>" if len(self) > SHOWN else ""
+        return f"<table>{draw('th', names)}{''.join(rows)}</table>{rest}"
+
+
+def as_html(draw: Callable[[Console], object]) -> str:
+    """Draw for a terminal, and return that as HTML."""
+    console = Console(record=True, file=io.StringIO(), width=WIDTH)
+    draw(console)
+    return console.export_html(inline_styles=True, code_format=_PRE)
+
 
 Recipes = str | Path | Sequence[str | Path] | Mapping[str, Any] | Recipe
 
 
-class Run:
-    """One run of a recipe.
+class Run(runs.Run):
+    """One run of a recipe: `lightning_weave.run.Run` with the commands as methods.
 
     `recipe` is a file, several that are merged, a dict, or a checked `Recipe`; `overrides` are as after `--set`:
-    `Run("mine.toml", ["train.epochs=3"])`. Nothing but the recipe is read before a method is called. `yes` discards
-    what a changed recipe makes stale, as `--yes` does; without it that is refused. `trust` lets the Python files run
-    that the recipe names, as `--trust` does. `cluster` and `address` say who does the work, as `--cluster ray` does.
+    `Run("mine.toml", ["train.epochs=3"])`. Nothing but the recipe is read before a method is called. `trust`
+    allows the code and programs that the recipe names, as `--trust` does; `cluster` and `address` are as on the
+    command line.
     """
 
     def __init__(
@@ -45,174 +92,201 @@ class Run:
         overrides: Sequence[str] = (),
         *,
         quiet: bool = False,
-        yes: bool = False,
         trust: bool = False,
         cluster: Literal["ray"] | None = None,
         address: str | None = None,
     ) -> None:
-        self.steps = Steps(_check(recipe, overrides), None, trust)
+        super().__init__(_check(recipe, overrides), None, trust)
         self.progress = Progress(quiet)
-        self.yes = yes
         self.cluster = cluster
         self.address = address
-        self.command: str | None = None  # what the log is to say, where a command called
+        self.typed: str | None = None  # what the log is to say, where a command called
         self._named = _named(recipe, overrides)
         self._targets: dict[str, TargetReader] = {}  # opened once, for loops over rows
 
     @classmethod
     def open(
-        cls,
-        directory: str | Path,
-        overrides: Sequence[str] = (),
-        *,
-        quiet: bool = False,
-        yes: bool = False,
-        trust: bool = False,
+        cls, directory: str | Path, overrides: Sequence[str] = (), *, quiet: bool = False, trust: bool = False
     ) -> "Run":
-        """Take a run directory by its own recipe.toml, wherever it stands now."""
+        """Open a run directory by its own recipe.toml, with everything complete that it holds."""
         place = Path(directory).resolve()
         if not (place / "recipe.toml").is_file():
-            raise InputError(f"{directory}: no recipe.toml here, so no run directory. Give runs/NAME")
+            raise InputError(f"{directory}: not a run directory (no recipe.toml). Give runs/NAME")
         recipe = load_recipe(place / "recipe.toml").model_copy(update={"runs": str(place.parent), "name": place.name})
-        return cls(recipe, overrides, quiet=quiet, yes=yes, trust=trust)
+        from lightning_weave.directory import with_others
+
+        recipe = with_others(runs.Run(_check(recipe, overrides), trust=trust), complete=True).recipe
+        return cls(recipe, quiet=quiet, trust=trust)
 
     @classmethod
-    def demo(
-        cls, overrides: Sequence[str] = (), *, quiet: bool = False, yes: bool = False, trust: bool = False
-    ) -> "Run":
-        """Lay the tiny world of `lweave demo` out in ./runs, and take its recipe."""
-        from lightning_weave.world.demo import World, load_demo
+    def demo(cls, overrides: Sequence[str] = (), *, quiet: bool = False, trust: bool = False) -> "Run":
+        """Write the tiny models and data of `lweave demo` to ./runs, and load its recipe."""
+        from lightning_weave.world.demo import load_demo
+        from lightning_weave.world.layout import lay_out_world
 
-        World().lay_out(Progress(quiet))
-        return cls(load_demo(World(), None, 0, _check_overrides(overrides)).recipe, quiet=quiet, yes=yes, trust=trust)
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe as checked, with the engines that "auto" stands for here."""
-        return self.steps.recipe
+        lay_out_world()
+        return cls(load_demo(_check_overrides(overrides), trust).recipe, quiet=quiet, trust=trust)
 
     @property
     def path(self) -> Path:
         """The run directory."""
-        return self.steps.store.run_dir
+        return self.directory
 
-    # Making
+    # Computing
 
-    def run(self, force: bool = False) -> None:
-        """Make all that is missing or stale, in order; `force` continues where a check would stop it."""
-        from lightning_weave.pipeline import run as stage
+    def run(self, force: bool = False, until: str = "eval") -> None:
+        """Compute all that is missing, in order, up to a stage; `force` continues where a check would stop it."""
+        from lightning_weave.stages.run import run_all
 
-        with self._writing("run"):
-            stage.run(self.steps, self.progress, self.workers(), force, self.yes)
+        with self._hold("run"):
+            run_all(self, self.progress, self.executor(), force, until)
 
-    def rollout(self, *, check: bool = False) -> None:
-        """Sample the student's own trajectories.
+    def rollout(self) -> None:
+        """Sample the student's own trajectories."""
+        from lightning_weave.stages.rollout import rollout
 
-        Here and below `check` first checks all that later stages need, as `run` does.
-        """
-        from lightning_weave.pipeline.flow import make_rollouts
+        with self._hold("rollout"):
+            rollout(self, self.progress, self.executor())
 
-        with self._making("rollout", check=check):
-            make_rollouts(self.steps, self.progress, self.workers().do)
-
-    def reference(self, *, check: bool = False) -> None:
+    def reference(self) -> None:
         """Find the student's candidates on its own trajectories."""
-        from lightning_weave.pipeline import reference as stage
+        from lightning_weave.stages.reference import reference
 
-        with self._making("reference", check=check):
-            stage.run(self.steps, self.progress, self.workers().do)
+        with self._hold("reference"):
+            reference(self, self.progress, self.executor())
 
-    def score(self, *models: str, check: bool = False) -> None:
+    def score(self, *models: str) -> None:
         """Score the cached candidates under every anchor model, or under these."""
-        from lightning_weave.pipeline import score as stage
+        from lightning_weave.stages.score import score
 
-        with self._making("score", models, check):
-            stage.run(self.steps, self.progress, models or None, self.workers().do)
+        with self._hold("score", models):
+            score(self, self.progress, models or None, self.executor())
 
-    def train(self, *compositions: str, check: bool = False) -> None:
-        """Fit the student to every composition, or to these."""
-        from lightning_weave.pipeline.flow import make_students
+    def train(self, *compositions: str) -> dict[str, Path]:
+        """Fit the student to every composition, or to these; returns the directory of each trained student."""
+        from lightning_weave.stages.train import train
 
-        with self._making("train", compositions, check):
-            make_students(self.steps, self.progress, compositions or None, workers=self.workers())
+        with self._hold("train", compositions):
+            train(self, self.progress, compositions or None, executor=self.executor())
+        names = compositions or self.recipe.compositions
+        return {name: self.stage("train", name).folder / "final" for name in names}
 
     def eval(self, *policies: str) -> Records:
         """Sample, grade and summarise every policy, or these; returns the points."""
-        from lightning_weave.pipeline import eval as stage
+        from lightning_weave.stages.eval import evaluate
 
-        with self._making("eval", policies):
-            stage.run(self.steps, self.progress, policies or None, self.workers().do)
+        with self._hold("eval", policies):
+            evaluate(self, self.progress, policies or None, self.executor())
         return self.points()
 
     def harness(self, *policies: str) -> Records:
         """Run the tasks of [harness] alone, on every policy or on these; returns the points."""
-        from lightning_weave.pipeline import eval as stage
+        from lightning_weave.stages.harness import run_tasks
 
-        with self._making("harness", policies):
-            stage.run_harness(self.steps, self.progress, policies or None)
+        with self._hold("harness", policies):
+            run_tasks(self, self.progress, policies or None)
         return self.points()
 
     def sweep(
         self,
-        shares: Sequence[float],
+        shares: Sequence[float] | None = None,
         anchor: str | None = None,
         alphas: Sequence[float] | None = None,
         tag: str | None = None,
         *,
+        forecast: int | None = None,
         console: "Console | None" = None,
     ) -> Records:
         """Train and evaluate a range of shares of one anchor (the last, if none is named); returns the points.
 
-        The frontier is printed as it grows, to `console` if there is one.
+        With `forecast`, only so many points of the range, or of a default grid of weights and alphas: those that the
+        cache forecasts as best. The frontier is printed as it grows, to `console` if there is one.
         """
-        from lightning_weave.pipeline import sweep as stage
-        from lightning_weave.runs.sweeps import plan_sweep
+        from lightning_weave.stages.sweep import plan_sweep, sweep
 
-        plan = plan_sweep(self.recipe, shares, anchor, alphas, tag)
-        with self._writing("sweep"):
-            out = console or self.progress.console
-            stage.run(self.steps, plan, self.progress, out, yes=self.yes, workers=self.workers())
+        if forecast is None:
+            plan = plan_sweep(self.recipe, shares or (), anchor, alphas, tag)
+        else:
+            from lightning_weave.stages.forecast import plan_promising
+            from lightning_weave.stages.pipeline import make_cache
+
+            with self._hold("sweep"):
+                make_cache(self, self.progress, self.executor())
+            plan = plan_promising(self, forecast, shares, anchor, alphas, tag, self.progress)
+        with self._hold("sweep"):
+            sweep(self, plan, self.progress, console or self.progress.console, executor=self.executor())
         return self.points()
+
+    def forecast(
+        self,
+        shares: Sequence[float] | None = None,
+        anchor: str | None = None,
+        alphas: Sequence[float] | None = None,
+        kl_budgets: Sequence[float] | None = None,
+        tag: str | None = None,
+        *,
+        grid: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        compute: bool = False,
+    ) -> Records:
+        """Forecast accuracy, tokens and AES of the recipe's compositions and of a grid, from the cache alone.
+
+        The grid: shares of an anchor as in a sweep, all weights in steps of 1 / `grid`, or the recipe's own weights, by
+        `alphas` and `kl_budgets`. `compute` makes rollout, reference and scores if they are missing.
+        """
+        from lightning_weave.stages.forecast import Decoding, forecast, plan_forecast
+        from lightning_weave.stages.pipeline import make_cache
+
+        planned = plan_forecast(self.recipe, shares, anchor, alphas, kl_budgets, tag, grid)
+        section = self.recipe.eval
+        decoding = Decoding(
+            section.temperature if temperature is None else temperature, section.top_p if top_p is None else top_p
+        )
+        if compute:
+            with self._hold("forecast"):
+                make_cache(self, self.progress, self.executor())
+        return Records(point.to_dict() for point in forecast(self, planned, self.progress, decoding))
 
     def report(self) -> Path:
         """Draw the page; returns its path."""
         from lightning_weave.report import report as stage
 
-        stage.run([self.steps], self.progress)
+        stage.run([self], self.progress)
         return self.path / "report" / "index.html"
 
     def export(self, composition: str, out: str | Path) -> Path:
         """Write the targets of a composition as a Parquet data set; returns its directory."""
         from lightning_weave.views import export as stage
 
-        return stage.run(self.steps, composition, Path(out), self.progress)
+        return stage.run(self, composition, Path(out), self.progress)
 
     # Looking
 
     def status(self) -> Records:
-        """Say of every stage whether it is done, stale (and why) or missing."""
+        """List every stage with its state: complete, partial or missing."""
         from lightning_weave.views import status
 
-        return Records({"stage": one.step.path, "state": one.state, "why": one.why} for one in status.look(self.steps))
+        return Records({"stage": one.path, "state": one.state, "why": one.why} for one in status.look(self))
 
     def doctor(self) -> Records:
-        """Say before any GPU time whether models, data and anchors are usable."""
+        """Check models, data and anchors before any GPU time is spent."""
         from lightning_weave.views import doctor
 
-        return Records(map(asdict, doctor.examine(self.steps)))
+        return Records(map(asdict, doctor.examine(self)))
 
     @property
     def cache(self) -> "Cache":
         """All trajectories with the shifts of every scored anchor: `run.cache.block([0, 1])`."""
-        from lightning_weave.runs.caches import open_scored
+        from lightning_weave.stages.caches import open_scored
 
-        cache = open_scored(self.steps)
+        cache = open_scored(self)
         if cache is None:
             raise InputError(f"{self.path}: nothing is cached yet. Make it with: run.rollout(), run.reference()")
         return cache
 
     def shifts(self, rows: Sequence[int] | None = None) -> "dict[str, NDArray[np.float32]]":
-        """Give each scored anchor's shift of every candidate at every decision of these rows, or of all.
+        """Return each scored anchor's shift of every candidate at every decision of these rows, or of all.
 
         Arrays of (decisions, candidates); NaN where an anchor cannot express the candidate.
         """
@@ -220,41 +294,42 @@ class Run:
 
         cache = self.cache
         if not cache.names:
-            raise InputError(f"{self.path}: no anchor is scored yet. Make it with: {self.steps.command('score')}")
+            raise InputError(f"{self.path}: no anchor is scored yet. Make it with: {self.command('score')}")
         block = cache.block(range(len(cache)) if rows is None else rows)
         return {name: np.where(block.mapped_KPC[k], block.r_KPC[k], np.nan) for k, name in enumerate(cache.names)}
 
     def target(self, composition: str, rows: Sequence[int] | None = None) -> "Targets":
-        """Give behaviour and target of a composition at every decision of these rows, or of all."""
-        from lightning_weave.train.targets import open_targets
+        """Return behaviour and target of a composition at every decision of these rows, or of all."""
+        from lightning_weave.train.data import open_targets
 
         if composition not in self._targets:
-            self._targets[composition] = open_targets(self.steps, composition)
+            self._targets[composition] = open_targets(self, composition)
         reader = self._targets[composition]
         return reader(range(len(reader.cache)) if rows is None else rows)
 
     def decision(self, row: int, position: int) -> "Decision":
-        """Give one decision as everything cached sees it."""
+        """Return one decision with its candidates, shifts and targets."""
         from lightning_weave.views.inspect import look
 
-        return look(self.steps, row, position)
+        return look(self, row, position)
 
     def points(self) -> Records:
-        """Give every evaluated policy: weights, alpha, accuracy, tokens, AES with its interval."""
-        from lightning_weave.report.results import points, result_rows, summaries
+        """Return every evaluated policy: weights, alpha, accuracy, tokens, AES with its interval."""
+        from lightning_weave.directory import as_found, with_others
+        from lightning_weave.report.results import run_points
 
-        return Records(points(self.steps, result_rows(self.steps, summaries(self.steps))))
+        return Records(run_points(as_found(with_others(self))))
 
     def samples(self, policy: str, benchmark: str) -> Records:
-        """Give every graded response of a policy to a benchmark, which is named as in the recipe or as in tables."""
+        """Return every graded response of a policy to a benchmark, named as in the recipe or as in tables."""
         from lightning_weave.bench.samples import read_samples
         from lightning_weave.config import benchmark_folder
 
-        self._check("policy", policy, self.steps.policies)
+        self._check("policy", policy, self.policies)
         names = {benchmark_folder(name): name for name in self.recipe.eval.benchmarks}
         if benchmark not in names.values():
             self._check("benchmark", benchmark, list(names))
-        stage = self.steps.store.stage(self.steps.eval(policy, names.get(benchmark, benchmark)))
+        stage = self.stage("eval", policy, names.get(benchmark, benchmark))
         stage.require()
         return Records(map(asdict, read_samples(stage.folder / "samples.jsonl")))
 
@@ -262,30 +337,24 @@ class Run:
         if name not in names:
             raise InputError(f"{name!r}: no such {what}; this recipe has {', '.join(names)}")
 
-    def workers(self) -> "Workers":
-        """Say who makes the shards and trains: this process, or the nodes of a cluster."""
+    def executor(self) -> "Executor":
+        """Where shards are computed and students trained: in this process, or on the nodes of a cluster."""
         if self.cluster is None:
-            from lightning_weave.runs.work import HERE
+            from lightning_weave.stages.work import LOCAL
 
-            return HERE
-        from lightning_weave.cluster.connect import connect
+            return LOCAL
+        from lightning_weave.cluster.shards import connect
 
         return connect(self.address)
 
-    def _writing(self, verb: str, only: Sequence[str] = ()) -> AbstractContextManager[None]:
-        from lightning_weave.runs.directory import writing
+    @contextmanager
+    def _hold(self, verb: str, only: Sequence[str] = ()) -> Iterator[None]:
+        """Hold the run directory, and log the call."""
+        from lightning_weave.directory import writing
 
         self._targets.clear()
         called = f"Run({self._named}).{verb}({', '.join(map(repr, only))})"
-        return writing(self.steps, self.command or called)
-
-    @contextmanager
-    def _making(self, verb: str, only: Sequence[str] = (), check: bool = False) -> Iterator[None]:
-        """Hold the run directory, and discard nothing that was not agreed to."""
-        from lightning_weave.pipeline.run import allow
-
-        with self._writing(verb, only):
-            allow(self.steps, verb, only or None, self.yes, check)
+        with writing(self, self.typed or called):
             yield
 
     def __repr__(self) -> str:
@@ -294,7 +363,7 @@ class Run:
     def _repr_html_(self) -> str:
         from lightning_weave.views import status
 
-        return as_html(lambda console: status.run(self.steps, console))
+        return as_html(lambda console: status.run(self, console))
 
 
 def _check(recipe: Recipes, overrides: Sequence[str]) -> Recipe:
@@ -316,7 +385,7 @@ def _check_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _named(recipe: Recipes, overrides: Sequence[str]) -> str:
-    """Name the recipe as the call did, for the log."""
+    """Describe the arguments of the call for the log."""
     files = [recipe] if isinstance(recipe, str | Path) else recipe
     first = "..." if isinstance(files, Mapping | Recipe) else ", ".join(map(str, files))
     return f"{first}, {list(overrides)}" if overrides else first

@@ -1,4 +1,4 @@
-"""The device that this process computes on: chosen, set and asked about here, and in no other file.
+"""The device that this process computes on: chosen, set and queried here, and in no other file.
 
 Torch is imported only where a device is chosen, so that reading a run stays quick.
 """
@@ -6,6 +6,7 @@ Torch is imported only where a device is chosen, so that reading a run stays qui
 import math
 import os
 import time
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ _chosen: "torch.device | None" = None
 
 
 def choose_device(setting: str) -> "torch.device":
-    """Take the device that the setting names ("auto": CUDA where it is, else the CPU), and make it the current one."""
+    """Choose the device that the setting names ("auto": CUDA if available, else the CPU), and make it current."""
     global _chosen
     import torch
 
@@ -35,29 +36,40 @@ def choose_device(setting: str) -> "torch.device":
     else:
         _chosen = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(_chosen)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan per length of a row, up to a second each
     return _chosen
 
 
-def make_current(device: "torch.device") -> None:
-    """Make a device the current one of this thread: torch would use the first GPU for what names none."""
+def set_device(device: "torch.device") -> None:
+    """Make a device current in this thread, in which torch would otherwise use the first GPU."""
     if device.type == "cuda":
         import torch
 
         torch.cuda.set_device(device)
 
 
-def copies_while_it_computes(device: "torch.device") -> bool:
-    """Whether a device fetches from pinned memory without stopping its work."""
+def supports_async_copy(device: "torch.device") -> bool:
+    """Whether a device copies from pinned memory while it computes."""
     return device.type == "cuda"
 
 
+@cache
+def has_flash_attention(device: "torch.device") -> bool:
+    """Whether torch's flash attention runs there, in 16 bits."""
+    import torch
+
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def collective_backend(device: "torch.device") -> str:
-    """Name what ranks on such devices talk through."""
+    """Name the backend of collectives on such a device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def can_shard(device: "torch.device") -> bool:
-    """Whether torch shards models there; no backend of its collectives knows Apple's GPU."""
+    """Whether torch can shard models there; no backend of its collectives supports Apple's GPU."""
     return device.type != "mps"
 
 
@@ -83,8 +95,8 @@ def own_gpus(device: "torch.device", count: int) -> dict[str, str]:
     return {VISIBLE: ",".join(visible[first : first + count])}
 
 
-def beside_engine(device: "torch.device", count: int) -> "torch.device":
-    """Move this process to the first of its engine's GPUs: with several to an engine, its own is another rank's."""
+def use_engine_gpu(device: "torch.device", count: int) -> "torch.device":
+    """Move this process to the first GPU of its engine: with several GPUs to an engine, its own is another rank's."""
     global _chosen
     if device.type != "cuda":
         return device
@@ -92,17 +104,17 @@ def beside_engine(device: "torch.device", count: int) -> "torch.device":
 
     _, first = _own_block(count)
     _chosen = torch.device("cuda", first)
-    make_current(_chosen)
+    set_device(_chosen)
     return _chosen
 
 
 def most_processes(device: "torch.device", count: int) -> int:
-    """Say how many processes with `count` GPUs each this machine has room for; without GPUs it is one."""
+    """Count the processes with `count` GPUs each that this machine has room for; without GPUs it is one."""
     return max(1, len(_visible_gpus()) // count) if device.type == "cuda" else 1
 
 
 def _own_block(count: int) -> tuple[list[str], int]:
-    """List the visible GPUs, and say where this rank's block of `count` begins."""
+    """List the visible GPUs, and find where this rank's block of `count` begins."""
     visible = _visible_gpus()
     blocks = len(visible) // count
     # Slurm and Ray show each process its own GPUs only; torchrun shows all of them to every rank.
@@ -112,7 +124,7 @@ def _own_block(count: int) -> tuple[list[str], int]:
         advice = f"Start {blocks} processes" if blocks else "Lower tensor_parallel_size"
         raise InputError(
             f"an engine of each of {ranks} processes on this machine, with {count} GPUs each (tensor_parallel_size in "
-            f"rollout.options or eval.options), needs {ranks * count} GPUs, and {len(visible)} are visible. {advice}"
+            f"engine.options), needs {ranks * count} GPUs, and {len(visible)} are visible. {advice}"
         )
     return visible, local_rank() % blocks * count
 
@@ -126,7 +138,7 @@ def _visible_gpus() -> list[str]:
 
 
 def empty_pool() -> None:
-    """Give back what the device's allocator keeps for later."""
+    """Empty the cache of the device's allocator."""
     import torch
 
     if torch.accelerator.is_available():
@@ -143,7 +155,7 @@ def device_name() -> str | None:
 
 
 def memory_of(device: "torch.device") -> int:
-    """Say how many bytes of memory a device has; a CPU and Apple's GPU have the machine's, or the container's."""
+    """Give the bytes of memory of a device; a CPU and Apple's GPU have the machine's, or the container's."""
     import torch
 
     if device.type == "cuda":
@@ -155,7 +167,7 @@ def memory_of(device: "torch.device") -> int:
 
 
 def memory_left(device: "torch.device") -> tuple[int, int] | None:
-    """Say how many bytes of a GPU nobody uses, and how many it has; None of what shares the machine's memory."""
+    """Give the free and total bytes of a GPU; None for devices that share the machine's memory."""
     if device.type != "cuda":
         return None
     import torch
@@ -163,8 +175,8 @@ def memory_left(device: "torch.device") -> tuple[int, int] | None:
     return torch.cuda.mem_get_info(device)
 
 
-def products_per_second(device: "torch.device") -> float:
-    """Measure how many operations of a matrix product a device makes in a second: the best of a few."""
+def matmul_flops(device: "torch.device") -> float:
+    """Measure the floating-point operations per second of a matrix product: the best of a few."""
     import torch
 
     size = 4096 if device.type == "cuda" else 1024
@@ -178,7 +190,7 @@ def products_per_second(device: "torch.device") -> float:
 
 
 def peak_bytes() -> int | None:
-    """Most memory that tensors took on the accelerator in use; None where nobody counts it."""
+    """Give the most memory that tensors took on the accelerator in use; None if that is not counted."""
     if _chosen is None or _chosen.type != "cuda":
         return None
     import torch

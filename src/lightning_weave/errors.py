@@ -4,6 +4,9 @@ Each message is one or two lines: what is wrong with its value, where (dotted ke
 line prints the message and exits with `code`; anything else that escapes is a bug.
 """
 
+import errno
+import re
+
 
 class WeaveError(Exception):
     """Something failed that the user can act on."""
@@ -15,10 +18,6 @@ class InputError(WeaveError):
     """The user's input is wrong: a recipe, a file, an option."""
 
     code = 2
-
-
-class StaleInput(InputError):
-    """A stage's input was made with other settings than the recipe now says; the message names the fixing command."""
 
 
 class CorruptData(WeaveError):
@@ -52,7 +51,32 @@ def logits_not_finite(where: str, model: str) -> WeaveError:
     return WeaveError(f"{place}{named}. Try float32, or check the checkpoint")
 
 
-def first_line(error: Exception) -> str:
-    """Give what another library's error says first, for use inside a message of ours."""
+def explain_error(error: Exception) -> str:
+    """Describe an error of ours or of the system to a user."""
+    if isinstance(error, MemoryError):
+        return "out of memory. Lower batch sizes and token budgets, or raise the limit (ulimit -v)"
+    if isinstance(error, ImportError):
+        return f"a library cannot be loaded ({error}). Install it again, or raise the limits (ulimit -v, ulimit -n)"
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    remedy = {errno.EMFILE: ". Raise the limit: ulimit -n 4096", errno.ENOSPC: ". Free some space, then run it again"}
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror}{remedy.get(error.errno or 0, '')}"
+
+
+def printable(text: str, most: int = 8000) -> str:
+    """Escape what a terminal would interpret, but keep line ends, and cut what no one would read.
+
+    >>> printable("a\\x1b[31m\\u202eb é")
+    'a\\\\x1b[31m\\\\u202eb é'
+    """
+    text = re.sub(r"\S{400,}", lambda word: f"{word[0][:150]}...{word[0][-150:]}", text)
+    text = text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of another library's error, printable and not too long, for a message of ours."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    text = lines[0] if lines else type(error).__name__
+    return "".join(letter if letter.isprintable() else " " for letter in text[:300])

@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,50 +13,59 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from lightning_weave.ranks import is_first
+from lightning_weave.ranks import is_main_process
 
 PLAIN_EVERY = 10.0  # seconds between plain lines
 DATE = "%Y-%m-%d %H:%M:%S"
 NAME_WIDTH = 26  # of a bar's name on a terminal
 REST_WIDTH = NAME_WIDTH + 38  # with counts, rate, time left and the spaces between
-SAID = logging.getLogger("lightning_weave.said")  # what goes to the log of a run, and is shown by other means
-SAID.propagate = False
-SAID.setLevel(logging.INFO)
+RUN_LOG = logging.getLogger("lightning_weave.run_log")  # goes to the log of a run only; the terminal has its own output
+RUN_LOG.propagate = False
+RUN_LOG.setLevel(logging.INFO)
 
 
 @dataclass
 class Bar:
-    """One long step in progress. `advance` counts units; `note` is shown beside the rate."""
+    """One long step in progress. `advance` counts units; `note` is shown next to the rate."""
 
     what: str
     total: int
     unit: str
     done: int = 0
     note: str = ""
+    rows: str = ""  # of the unit that is being computed
     started: float = field(default_factory=time.monotonic)
-    told: float = field(default_factory=time.monotonic)
+    logged: float = field(default_factory=time.monotonic)
 
     def advance(self, units: int = 1, note: str = "") -> None:
         self.done += units
         self.note = note or self.note
+        self.rows = ""
+        self._refresh(is_last=self.done >= self.total)
+
+    def _refresh(self, is_last: bool = False) -> None:
         self.show()
-        now = time.monotonic()
-        if now - self.told >= PLAIN_EVERY or self.done >= self.total:
-            self.told = now
-            self.tell(self.line())
+        if is_last or time.monotonic() - self.logged >= PLAIN_EVERY:
+            self.logged = time.monotonic()
+            self.log(self.line())
 
     def show(self) -> None:
         """Display the current state, at every step; a bar on a terminal overrides this."""
 
-    def tell(self, line: str) -> None:
-        """Say the current state, every PLAIN_EVERY seconds."""
-        SAID.info(line)
+    def log(self, line: str) -> None:
+        """Log the current state, every PLAIN_EVERY seconds."""
+        RUN_LOG.info(line)
 
     def line(self) -> str:
         """Describe the current state in one line."""
         rest = f", {duration((self.total - self.done) / self.rate)} left" if 0 < self.done < self.total else ""
-        note = f", {self.note}" if self.note else ""
-        return f"{self.what}: {self.done}/{self.total} {self.unit}s, {self.rate:.3g} {self.unit}s/s{rest}{note}"
+        rate = f"{self.rate:.3g} {self.unit}s/s{rest}" if self.done else ""
+        return ", ".join(filter(None, [f"{self.what}: {self.done}/{self.total} {self.unit}s", rate, self.details]))
+
+    @property
+    def details(self) -> str:
+        """What is shown next to the rate."""
+        return ", ".join(filter(None, [self.rows, self.note]))
 
     @property
     def rate(self) -> float:
@@ -68,42 +77,50 @@ class Bar:
 class LineBar(Bar):
     """Plain lines, at most one every PLAIN_EVERY seconds."""
 
-    def tell(self, line: str) -> None:
-        super().tell(line)
+    def log(self, line: str) -> None:
+        super().log(line)
         print(f"{time.strftime(DATE)} {line}", file=sys.stderr, flush=True)
+
+
+_shown: list[Bar] = []  # in this process, the innermost last
+
+
+def show_rows(done: int, total: int) -> None:
+    """Show how far the current unit of the innermost bar is: a shard may take an hour."""
+    if _shown:
+        _shown[-1].rows = f"{done:,}/{total:,} rows"
+        _shown[-1]._refresh()
 
 
 class Progress:
     """Where stages report their progress. Ranks other than 0 stay silent."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.quiet = quiet or not is_first()
+        self.quiet = quiet or not is_main_process()
         self.console = Console(stderr=True, highlight=False)
 
     def say(self, message: str) -> None:
-        """Print one line to stderr, dated where no one sits before it, and log it."""
+        """Print one line to stderr, with its time unless on a terminal, and log it."""
         if not self.quiet:
-            SAID.info(message)
-            dated = (
-                message if self.console.is_terminal or self.console.is_jupyter else f"{time.strftime(DATE)} {message}"
-            )
-            self.console.print(dated, markup=False, soft_wrap=True)
+            RUN_LOG.info(message)
+            is_interactive = self.console.is_terminal or self.console.is_jupyter
+            line = message if is_interactive else f"{time.strftime(DATE)} {message}"
+            self.console.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
     def bar(self, what: str, total: int, unit: str) -> Iterator[Bar]:
         """Show one long step. A resumed step counts only the remaining work."""
-        if self.quiet or total == 0:
-            yield Bar(what, total, unit)
-        elif not (self.console.is_terminal or _has_widgets(self.console)):
-            yield LineBar(what, total, unit)
-        else:
-            with _rich_bar(self.console, what, total, unit) as bar:
-                yield bar
-
-
-def _has_widgets(console: Console) -> bool:
-    """Whether a notebook can draw a bar in place; without ipywidgets each step of it would be a new line."""
-    return console.is_jupyter and find_spec("ipywidgets") is not None
+        with ExitStack() as stack:
+            if self.quiet or total == 0:
+                bar = Bar(what, total, unit)
+            # Without ipywidgets, a notebook would draw every step of a bar on a new line.
+            elif not self.console.is_terminal and not (self.console.is_jupyter and find_spec("ipywidgets")):
+                bar = LineBar(what, total, unit)
+            else:
+                bar = stack.enter_context(_rich_bar(self.console, what, total, unit))
+            _shown.append(bar)
+            stack.callback(_shown.remove, bar)
+            yield bar
 
 
 @contextmanager
@@ -123,7 +140,7 @@ def _rich_bar(console: Console, what: str, total: int, unit: str) -> Iterator[Ba
 
         class _RichBar(Bar):
             def show(self) -> None:
-                display.update(task, completed=self.done, rate=f"{self.rate:.3g}/s", note=_cut(self.note, room))
+                display.update(task, completed=self.done, rate=f"{self.rate:.3g}/s", note=_cut(self.details, room))
 
         yield _RichBar(what, total, unit)
         if console.is_jupyter:  # there the end itself is not drawn
@@ -136,22 +153,22 @@ def _cut(text: str, width: int) -> str:
 
 @contextmanager
 def keep_log(path: Path, command: str | None = None) -> Iterator[None]:
-    """Append everything that is said meanwhile to a file, after the command if one begins, each line with its time."""
-    if not is_first():
+    """Append everything that is logged meanwhile to a file, each line with its time; `command` is the first line."""
+    if not is_main_process():
         yield
         return
     handler = _LogFile()
     handler.path = path
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", DATE))
-    loggers = (SAID, logging.getLogger("lightning_weave"))
+    loggers = (RUN_LOG, logging.getLogger("lightning_weave"))
     for logger in loggers:
         logger.addHandler(handler)
     if command is not None:
-        SAID.info(f"$ {command}")
+        RUN_LOG.info(f"$ {command}")
     try:
         yield
     except BaseException as error:
-        SAID.info(f"ended early: {str(error) or type(error).__name__.lstrip('_')}")
+        RUN_LOG.info(f"ended early: {str(error) or type(error).__name__.lstrip('_')}")
         raise
     finally:
         for logger in loggers:
@@ -159,7 +176,7 @@ def keep_log(path: Path, command: str | None = None) -> Iterator[None]:
 
 
 class _LogFile(logging.Handler):
-    """Opens the file for every line, so that a full disk costs lines and nothing else."""
+    """Opens the file for every line, so that a full disk loses lines and nothing else."""
 
     path: Path
 

@@ -1,4 +1,4 @@
-"""Which of the processes that torchrun or Ray started this one is. No other file knows these variables."""
+"""The rank of this process among those that torchrun or Ray started. No other file reads these variables."""
 
 import os
 import re
@@ -6,56 +6,56 @@ from collections.abc import Mapping
 
 from lightning_weave.errors import InputError
 
-_OF_TORCHRUN = re.compile(
+_TORCHRUN_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|PET)_\w+|(TORCH_)?NCCL_ASYNC_\w+"
 )
 
 
 def rank() -> int:
-    """This process's number among all ranks; 0 where it runs alone."""
+    """Give the number of this process among all ranks; 0 in a single process."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """How many ranks there are."""
+    """Count the ranks."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its machine."""
+    """Give the number of this process among the ranks of its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_world_size() -> int:
-    """How many ranks this machine has."""
+    """Count the ranks of this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def become(rank: int, world: int, local_rank: int, local_world: int, address: str, port: int) -> None:
-    """Make this process one of several ranks that meet at an address, as torchrun does."""
-    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in {**place, **meeting}.items()})
+def set_rank_env(rank: int, world: int, local_rank: int, local_world: int, address: str, port: int) -> None:
+    """Set the variables of one rank, as torchrun does."""
+    ranks = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world}
+    variables = {**ranks, "MASTER_ADDR": address, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
 
 
 def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """Leave out what torchrun sets: a program with ranks of its own would wait for ours."""
-    return {name: value for name, value in environment.items() if not _OF_TORCHRUN.fullmatch(name)}
+    """Leave out torchrun's variables: a program that starts ranks itself would wait for ours."""
+    return {name: value for name, value in environment.items() if not _TORCHRUN_VARIABLES.fullmatch(name)}
 
 
-def is_first() -> bool:
-    """Whether this rank does what only one may do."""
+def is_main_process() -> bool:
+    """Whether this is rank 0, which does what only one may do."""
     return rank() == 0
 
 
-def is_alone() -> bool:
-    """Whether no other rank writes beside this one."""
+def is_single_process() -> bool:
+    """Whether this is the only rank."""
     return world_size() == 1
 
 
-def can_meet() -> bool:
-    """Whether the ranks were told where to meet, as torchrun tells them; jobs of an array only share a disk."""
-    return not is_alone() and "MASTER_ADDR" in os.environ
+def is_distributed() -> bool:
+    """Whether the ranks can form a process group, as under torchrun; jobs of an array only share a disk."""
+    return not is_single_process() and "MASTER_ADDR" in os.environ
 
 
 def check_ranks() -> None:

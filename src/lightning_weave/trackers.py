@@ -6,57 +6,43 @@ A policy has one run there, which later commands continue: W&B finds it by its i
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_weave.config import Recipe
 from lightning_weave.errors import InputError
 
 
-class Tracker(Protocol):
-    """Something that draws curves and shows figures."""
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None: ...
-
-    def results(self, figures: Mapping[str, float]) -> None: ...
-
-    def images(self, files: Mapping[str, Path]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
-class Tracked:
-    """What one run of a tracker is of."""
+class TrackedRun:
+    """The policy that a tracker's run belongs to."""
 
     policy: str
     folder: Path  # where its files are
     id: str  # the same for every command about it
-    start: int | None = None  # of training: updates that stay, whatever was logged after them
+    start: int | None = None  # the update that training continues from; later ones are purged
 
 
-def open_trackers(recipe: Recipe, what: Tracked) -> list[Tracker]:
+def open_trackers(recipe: Recipe, run: TrackedRun) -> "list[TensorBoard | WandB]":
     """Open a run, or continue it, in every tracker that the recipe switches on."""
-    opened: list[Tracker] = []
+    opened: list[TensorBoard | WandB] = []
     for name in recipe.train.trackers:
         try:
-            opened.append(TensorBoard(recipe, what) if name == "tensorboard" else WandB(recipe, what))
+            opened.append(TensorBoard(recipe, run) if name == "tensorboard" else WandB(recipe, run))
         except ImportError as error:
             raise InputError(f"train.trackers: {name} is not installed ({error}). pip install {name}") from None
     return opened
 
 
 class TensorBoard:
-    """Curves and figures in the policy's own folder."""
+    """Curves and figures in the policy's folder."""
 
-    def __init__(self, recipe: Recipe, what: Tracked) -> None:
+    def __init__(self, recipe: Recipe, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge = None if what.start is None else what.start + 1
-        self.writer: Any = SummaryWriter(str(what.folder / "tensorboard"), purge_step=purge)
-        section = recipe.tracking
-        words = {"name": _name(recipe, what), "project": section.project, "tags": ", ".join(section.tags)}
-        for key, text in words.items():
-            self.writer.add_text(key, text)
+        purge = None if run.start is None else run.start + 1
+        self.writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=purge)
+        for key, value in _arguments(recipe, run).items():
+            self.writer.add_text(key, ", ".join(value) if isinstance(value, list) else str(value))
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
@@ -80,21 +66,12 @@ class TensorBoard:
 class WandB:
     """Curves and figures on a server, or in ./wandb with WANDB_MODE=offline."""
 
-    def __init__(self, recipe: Recipe, what: Tracked) -> None:
+    def __init__(self, recipe: Recipe, run: TrackedRun) -> None:
         import wandb
 
-        section = recipe.tracking
+        config = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
         self.wandb: Any = wandb
-        self.run: Any = wandb.init(
-            project=section.project,
-            entity=section.entity,
-            name=_name(recipe, what),
-            group=recipe.name,
-            tags=section.tags,
-            id=what.id,
-            resume="allow",
-            config=recipe.model_dump(mode="json", by_alias=True, exclude_none=True),
-        )
+        self.run: Any = wandb.init(id=run.id, resume="allow", config=config, **_arguments(recipe, run))
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         if step >= self.run.starting_step:  # else the server has it, from before the resume
@@ -110,5 +87,7 @@ class WandB:
         self.run.finish()
 
 
-def _name(recipe: Recipe, what: Tracked) -> str:
-    return recipe.tracking.name.format(run=recipe.name, policy=what.policy)
+def _arguments(recipe: Recipe, run: TrackedRun) -> dict[str, Any]:
+    """The name of a tracked run: [tracking] over the defaults."""
+    words = {"project": "lightning-weave", "name": "{run}/{policy}", "group": recipe.name, **recipe.tracking}
+    return {**words, "name": words["name"].format(run=recipe.name, policy=run.policy)}

@@ -5,8 +5,8 @@ Position t of a row is the *decision* about response token t: its state is the p
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -47,14 +47,29 @@ class Ragged:
 
 
 @dataclass(frozen=True)
+class PromptForm:
+    """How messages become what a model reads: the student, and every side of an anchor."""
+
+    style: Literal["chat", "plain", "chatml"]  # chatml: LiveCodeBench's, whatever the model's template is
+    thinking: bool = True
+    tools: list[Any] | None = None
+
+
+@dataclass(frozen=True)
 class Prompt:
-    """One line of prompts.jsonl: what was asked, and exactly what the student is given."""
+    """One line of prompts.jsonl: what was asked, and exactly what the student is given.
+
+    Messages and form are the one conversation from which the student's tokens and those of every anchor are rendered.
+    """
 
     id: str
-    messages: list[dict[str, str]]  # before any chat template, so that an anchor can render its own
+    messages: list[dict[str, Any]]  # before any chat template
     text: str  # as the student sees it
     token_ids: list[int]  # `text` in student tokens
     answer: str | None = None
+    form: PromptForm | None = None  # None: token ids that no rendering of the messages gives
+    # Of its row; None: the source has them under its id. A value of None: it differs among the prompt's responses.
+    columns: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,7 @@ class Response:
     ids: list[int]
     finish: FinishReason
     decided: list[bool] | None = None  # of a logged run: which of them the student wrote; None: all
+    logprobs: list[float] | None = field(default=None, compare=False)  # at temperature 1, where an engine tells them
 
 
 @dataclass(frozen=True)
@@ -141,31 +157,27 @@ class Scores:
 
 def pick_rows(table: T, rows: Sequence[int]) -> T:
     """Take some rows of a dataclass of row arrays and ragged arrays, in this order."""
-    return _each_field(type(table), lambda name: _pick(getattr(table, name), rows))
+
+    def pick(values: Any) -> Any:
+        if values is None:
+            return None
+        if not isinstance(values, Ragged):
+            return values[list(rows)]
+        return Ragged.of([values[row] for row in rows]) if len(rows) else Ragged(values.flat[:0], values.offsets[:1])
+
+    return type(table)(**{name: pick(values) for name, values in vars(table).items()})
 
 
 def join_rows(tables: Sequence[T]) -> T:
     """Put the rows of several such dataclasses of one kind after one another."""
-    return _each_field(type(tables[0]), lambda name: _join([getattr(table, name) for table in tables]))
 
+    def join(parts: Sequence[Any]) -> Any:
+        if parts[0] is None:
+            return None
+        if not isinstance(parts[0], Ragged):
+            return np.concatenate(parts)
+        ends = np.cumsum([0, *(part.offsets[-1] for part in parts)])
+        offsets = [part.offsets[1:] + start for part, start in zip(parts, ends, strict=False)]
+        return Ragged(np.concatenate([part.flat for part in parts]), np.concatenate([[0], *offsets]).astype(np.int64))
 
-def _each_field(kind: type[T], value: Callable[[str], Any]) -> T:
-    return kind(**{field.name: value(field.name) for field in fields(kind)})  # type: ignore[arg-type]
-
-
-def _pick(values: Any, rows: Sequence[int]) -> Any:
-    if values is None:
-        return None
-    if not isinstance(values, Ragged):
-        return values[list(rows)]
-    return Ragged.of([values[row] for row in rows]) if len(rows) else Ragged(values.flat[:0], values.offsets[:1])
-
-
-def _join(parts: Sequence[Any]) -> Any:
-    if parts[0] is None:
-        return None
-    if not isinstance(parts[0], Ragged):
-        return np.concatenate(parts)
-    ends = np.cumsum([0, *(part.offsets[-1] for part in parts)])
-    offsets = [part.offsets[1:] + start for part, start in zip(parts, ends, strict=False)]
-    return Ragged(np.concatenate([part.flat for part in parts]), np.concatenate([[0], *offsets]).astype(np.int64))
+    return type(tables[0])(**{name: join([vars(table)[name] for table in tables]) for name in vars(tables[0])})

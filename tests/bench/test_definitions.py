@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lightning_weave.bench.definitions import KNOWN, content_digest, ids_digest, load_benchmark
-from lightning_weave.bench.lock import check_lock
+from lightning_weave.config import Columns
 from lightning_weave.errors import InputError
 
 
@@ -142,7 +142,7 @@ def test_livecodebench_from_one_file_and_from_timestamps(tmp_path):
 
 def test_own_files_are_told_apart_by_their_keys(tmp_path):
     own = load_benchmark(f"file:{write_jsonl(tmp_path / 'My set.jsonl', maths(3))}")
-    assert (own.kind, own.label, own.slug, own.samples) == ("math", "My set", "My-set", 64)
+    assert (own.kind, own.label, own.slug, own.samples) == ("math", "My set", "My-set", 4)
     code = load_benchmark(f"file:{write_jsonl(tmp_path / 'code.jsonl', [lcb('a', '2020-01-01')])}")
     assert (code.kind, code.samples, code.problems[0].row["platform"]) == ("code", 4, "atcoder")
     (tmp_path / "list.json").write_text(json.dumps([{"problem": "q", "answer": "1"}, {"problem": "r", "answer": "2"}]))
@@ -206,7 +206,7 @@ def test_without_a_network_it_says_how_to_get_each_benchmark(tmp_path):
         "for args in [*((name,) for name in KNOWN), ('aime-2024', 'some/repo@abc')]:\n"
         "    try: load_benchmark(*args)\n"
         "    except InputError as error: print(error)\n"
-        "import sys, lightning_weave.bench.export, lightning_weave.bench.lock\n"
+        "import sys, lightning_weave.bench.samples, lightning_weave.bench.definitions\n"
         "assert 'torch' not in sys.modules and 'datasets' not in sys.modules\n"
     )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -219,25 +219,25 @@ def test_without_a_network_it_says_how_to_get_each_benchmark(tmp_path):
     assert "hf download --repo-type dataset some/repo --revision abc --local-dir DIR" in lines[-1]
 
 
-def test_a_lock_notices_changed_problems(tmp_path):
-    path, lock = tmp_path / "x.jsonl", tmp_path / "runs" / "benchmarks.lock.json"
-    name = f"file:{write_jsonl(path, maths(5))}"
-    check_lock(load_benchmark(name), lock)
-    before = lock.read_bytes()
-    check_lock(load_benchmark(name), lock)
-    other = f"file:{write_jsonl(tmp_path / 'y.jsonl', maths(2))}"
-    check_lock(load_benchmark(other), lock)
-    assert sorted(json.loads(lock.read_text())) == [name, other]
-    assert json.loads(before)[name] == json.loads(lock.read_text())[name]
-    write_jsonl(path, maths(6))
-    with pytest.raises(InputError, match=r"other problems \(p5\)"):
-        check_lock(load_benchmark(name), lock)
-    write_jsonl(path, [{**row, "answer": "1"} for row in maths(5)])
-    with pytest.raises(InputError, match="other questions or answers"):
-        check_lock(load_benchmark(name), lock)
-    write_jsonl(path, maths(5)[::-1])
-    with pytest.raises(InputError, match="in another order"):
-        check_lock(load_benchmark(name), lock)
+def test_columns_of_a_file_can_be_named(tmp_path):
+    name = f"file:{write_jsonl(tmp_path / 'odd.jsonl', [{'q': '1+1?', 'a': '2', 'n': 'x7', 'problem': 'other'}])}"
+    (problem,) = load_benchmark(name, columns=Columns(prompt="q", answer="a", id="n")).problems
+    assert (problem.id, problem.question, problem.answer) == ("x7", "1+1?", "2")
+    assert "a" not in problem.columns  # a template never sees the answer
+    with pytest.raises(InputError, match=r"expected frage and a. Correct eval.columns"):
+        load_benchmark(name, columns=Columns(prompt="frage", answer="a"))
+    with pytest.raises(InputError, match=r"Name the columns: eval.columns = \{ prompt"):
+        load_benchmark(name)
+
+
+@pytest.mark.parametrize("field", ["id", "problem", "answer"])
+def test_half_a_surrogate_pair_is_refused_by_its_row(tmp_path, field):
+    path = tmp_path / "x.jsonl"
+    path.write_text(
+        '{"id": "1", "problem": "p", "answer": "2"}'.replace(f'"{field}": "', f'"{field}": "\\ud800') + "\n"
+    )
+    with pytest.raises(InputError, match=r"x.jsonl:1: has half a surrogate pair"):
+        load_benchmark(f"file:{path}")
 
 
 def test_digests_see_what_they_should(tmp_path):

@@ -6,8 +6,7 @@ import pyarrow.json
 import pytest
 
 from lightning_weave.bench.definitions import Benchmark, Problem
-from lightning_weave.bench.export import export_samples
-from lightning_weave.bench.samples import Sample
+from lightning_weave.bench.samples import Sample, export_samples
 from lightning_weave.errors import Mismatch
 
 # What lm-evaluation-harness logs for a generation task, in its own order; metric values follow.

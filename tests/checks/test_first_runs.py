@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_weave.checks import disk
-from lightning_weave.checks.todo import Todo
+from lightning_weave.checks import resources as disk
+from lightning_weave.checks.preflight import preflight
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.pipeline import run
 from lightning_weave.progress import Progress
+from lightning_weave.stages import run as run_stage
 from lightning_weave.world.layout import shipped_world
-from tiny import make_world, save_prompts, steps_of
+from tiny import make_world, run_of, save_prompts
 
 TESTS = Path(__file__).parents[1]
 QUIET = Progress(quiet=True)
@@ -44,7 +44,7 @@ HELD_BY = {
     "hub unreachable": "models/test_hub.py::test_a_hub_out_of_reach_is_asked_once_and_everywhere",
     "same model twice": f"{WRONG}[same model]",
     "everything cut off": f"{WATCH}test_a_run_whose_responses_are_all_cut_off_stops_before_the_next_stage",
-    "two recipes in one run": "pipeline/test_run.py::test_everything_is_made_once_and_then_only_what_is_stale",
+    "two recipes in one run": "pipeline/test_run.py::test_everything_is_made_once_and_then_only_what_a_change_reaches",
 }
 
 
@@ -74,8 +74,7 @@ def rewrite(recipe: dict[str, Any], change: Any) -> None:
 
 
 def warnings(recipe: dict[str, Any]) -> dict[str, str]:
-    steps = steps_of(recipe)
-    return {one.check: one.line for one in run.look_ahead(steps, Todo.of(steps)) if one.verdict == "warning"}
+    return {one.check: one.line for one in preflight(run_of(recipe)) if one.verdict == "warning"}
 
 
 def test_answers_in_the_prompts_are_a_warning(recipe: dict[str, Any]) -> None:
@@ -91,15 +90,14 @@ def test_prompts_without_answers_are_a_warning_or_an_error(recipe: dict[str, Any
     assert "12 of 16 prompts have no answer (prompts.columns.answer = 'answer'" in warnings(recipe)["no answers"]
     rewrite(recipe, lambda number, row: {"problem": row["problem"], "id": row["id"]})
     with pytest.raises(InputError, match=r"no column 'answer' \(it has 'problem', 'id'\)\. Check prompts\.columns"):
-        run.run(steps_of(recipe), QUIET)
+        run_stage.run_all(run_of(recipe), QUIET)
     assert not Path(recipe["runs"]).exists()
 
 
 def test_a_context_shorter_than_the_responses_is_a_warning_and_bounds_the_disk(recipe: dict[str, Any]) -> None:
     recipe["rollout"] |= {"max_tokens": 100_000}
     assert "rollout.max_tokens is 100,000, but the context of" in warnings(recipe)["context"]
-    steps = steps_of(recipe)
-    [room] = [one for one in run.look_ahead(steps, Todo.of(steps)) if one.check == "disk"]
+    [room] = [one for one in preflight(run_of(recipe)) if one.check == "disk"]
     assert room.figures["positions"] == 16 * 2 * 256  # prompts x responses x context
 
 
@@ -116,7 +114,7 @@ def test_a_disk_without_room_for_students_is_refused(recipe: dict[str, Any], mon
     with pytest.raises(
         InputError, match=r"checkpoints and students of 3 compositions; .* 100.0 kB are free"
     ) as refused:
-        run.run(steps_of(recipe), QUIET)
+        run_stage.run_all(run_of(recipe), QUIET)
     assert "set runs to a directory on another disk" in str(refused.value)
     assert "To continue anyway: --force" in str(refused.value)
     assert not Path(recipe["runs"]).exists()
@@ -125,12 +123,12 @@ def test_a_disk_without_room_for_students_is_refused(recipe: dict[str, Any], mon
 @pytest.mark.slow
 def test_a_format_that_the_student_does_not_follow_stops_after_sampling(recipe: dict[str, Any]) -> None:
     recipe["prompts"] |= {"format": "boxed"}
-    recipe["checks"] = {"truncated_stop": False}
-    steps = steps_of(recipe)
+    recipe["checks"] = {"truncated": "warn"}
+    run = run_of(recipe)
     with pytest.raises(WeaveError, match=r"of 32 sampled responses have no \\boxed\{\} answer") as stopped:
-        run.run(steps, QUIET)
+        run_stage.run_all(run, QUIET)
     assert "prompts.format, prompts.chat" in str(stopped.value)
-    assert steps.store.stage(steps.reference).state() == "missing"
+    assert run.stage("reference").state() == "missing"
 
 
 @pytest.mark.slow
@@ -161,12 +159,12 @@ def test_pairs_that_are_swapped_stop_after_scoring(tmp_path: Path) -> None:
         "eval": {"benchmarks": [f"file:{world / 'benchmarks' / 'easy.jsonl'}"], "chat": False},
         "machine": {"threads": 1},
     }
-    steps = steps_of(recipe)
+    run = run_of(recipe)
     with pytest.raises(WeaveError) as stopped:
-        run.run(steps, QUIET)
+        run_stage.run_all(run, QUIET)
     accuracy, brevity, *_ = str(stopped.value).splitlines()
     assert accuracy.startswith("anchors.accuracy: the summed shift prefers wrong ones, at equal length too")
     assert accuracy.endswith("Are post and pre swapped?")
     assert brevity.startswith("anchors.brevity: of two responses it prefers the longer in ")
     assert brevity.endswith("If it was trained to be brief, post and pre are swapped")
-    assert not (steps.store.run_dir / "train").exists()
+    assert not (run.directory / "train").exists()

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,23 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from lightning_weave.checks import forecast as forecast_module
-from lightning_weave.checks import memory as memory_module
-from lightning_weave.checks import preflight as preflight_module
+from lightning_weave.checks import models as models_module
+from lightning_weave.checks import resources as memory_module
 from lightning_weave.checks.findings import Finding
-from lightning_weave.checks.memory import as_computed, this_machine
-from lightning_weave.checks.todo import Todo
+from lightning_weave.checks.preflight import preflight
+from lightning_weave.checks.resources import as_computed, this_machine
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
-from lightning_weave.models.load import load_tokenizer, vocabulary_size
-from lightning_weave.pipeline import run
-from lightning_weave.plan.recipe import make_plan
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.plan.plan import make_plan
 from lightning_weave.progress import Progress
+from lightning_weave.stages import run as run_stage
 from lightning_weave.views import doctor
-from tiny import make_world, save_prompts, steps_of
+from tiny import make_world, run_of, save_prompts
 
 Change = Callable[[dict[str, Any], Path], None]
 
@@ -37,7 +40,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     recipe = make_world(root, prompts=4)
     bench = save_prompts(root / "bench.jsonl", 3, seed=9)
     recipe["eval"] = {"benchmarks": [f"file:{bench}"], "samples": 1, "max_tokens": 8, "chat": False}
-    recipe["compositions"] = {"acc-only": recipe["compositions"]["acc-only"]}
+    recipe["compositions"] = {"acc-only": {"weights": {"acc": 1.0, "brief": 0.0}}}
     return recipe
 
 
@@ -47,8 +50,7 @@ def recipe(world: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
 
 
 def look_ahead(recipe: dict[str, Any]) -> list[Finding]:
-    steps = steps_of(recipe)
-    return run.look_ahead(steps, Todo.of(steps))
+    return preflight(run_of(recipe, trust=True))
 
 
 def errors(recipe: dict[str, Any]) -> list[Finding]:
@@ -104,7 +106,7 @@ def test_a_directory_that_is_no_checkpoint_is_named_for_what_it_is(
     assert text in found.text
     if kind == "trainer":
         assert "checkpoint-100 is the last" in found.text
-    assert found in doctor.examine(steps_of(recipe))
+    assert found in doctor.examine(run_of(recipe, trust=True))
 
 
 def test_run_refuses_and_doctor_exits_one_with_the_same_words(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_run_refuses_and_doctor_exits_one_with_the_same_words(recipe: dict[str, 
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(recipe: dict[str, Any], tmp_path: Path) -> None:
     """As fine-tuned checkpoints with an added padding token have it; a policy is only sampled from."""
     folder = shutil.copytree(recipe["anchors"]["acc"]["pre"], tmp_path / "longer")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = Checkpoint(str(folder)).tokenizer
     tokenizer.add_tokens([f"<extra-{number}>" for number in range(40)])
     tokenizer.save_pretrained(folder)
     recipe["policies"] = {"longer": {"model": str(folder)}}
@@ -133,7 +135,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(recipe: dict[str, 
     recipe["anchors"]["acc"]["pre"] = str(folder)
     [found] = [finding for finding in errors(recipe) if finding.about == "anchors.acc.pre"]
     assert found.text.startswith(f"{folder}: the tokenizer has ")
-    assert f"model.resize_token_embeddings({vocabulary_size(tokenizer)})" in found.text
+    assert f"model.resize_token_embeddings({Checkpoint(str(folder)).vocabulary})" in found.text
 
 
 def test_weights_without_a_tokenizer_and_missing_parts(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -187,11 +189,11 @@ WRONG: dict[str, tuple[Change, str, str]] = {
     "same model": (_same_sides, "anchors.acc", "the same model"),
     "tracker": (_set("train", "trackers", value=["wandb"]), "train.trackers", "needs the package wandb"),
     "peft": (_set("train", "lora", value={"rank": 4}), "train.lora", "needs the package peft"),
-    "engine": (_set("eval", "engine", value="vllm"), "eval.engine", "has no package vllm"),
+    "engine": (_set("engine", value={"eval": "vllm"}), "engine.eval", "has no package vllm"),
     "python": (
-        lambda recipe, _: recipe["rollout"].update(engine="vllm", python="/no/python"),
-        "rollout.engine",
-        "rollout.python = '/no/python': no such executable",
+        _set("engine", value={"rollout": "vllm", "python": "/no/python"}),
+        "engine.rollout",
+        "engine.python = '/no/python': no such executable",
     ),
     "policy": (_set("policies", value={"y": {"model": "./nowhere"}}), "policies.y", "no such directory"),
 }
@@ -203,15 +205,53 @@ def test_what_is_wrong_is_found_before_anything_is_sampled(
 ) -> None:
     change, about, text = WRONG[name]
     absent = {"wandb", "vllm", "peft"}  # whether they are installed here or not
-    monkeypatch.setattr(
-        preflight_module, "find_spec", lambda package: None if package in absent else find_spec(package)
-    )
+    monkeypatch.setattr(models_module, "find_spec", lambda package: None if package in absent else find_spec(package))
     change(recipe, tmp_path)
     found = errors(recipe)
     assert {finding.about for finding in found} == {about}
     assert text in found[0].text
     with pytest.raises(InputError):
-        run.refuse(found, force=name != "same model")
+        run_stage.refuse(found, force=name != "same model")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_tokenizer_that_shares_nothing_with_the_student_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """Before anything is sampled only prompts and answers are known, so the share of positions is an upper bound."""
+    letters = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "<pad>": 2}, unk_token="<unk>"))
+    foreign = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+    anchor = recipe["anchors"]["acc"]
+    for role in ("post", "pre"):
+        anchor[role] = str(shutil.copytree(anchor[role], tmp_path / role))
+        foreign.save_pretrained(anchor[role])
+    anchor["aliases"] = {}
+    code, said = lweave(recipe, tmp_path, "run")
+    assert code == 2
+    assert re.search(r"anchors\.acc: at most 0 % of \d+ positions survive \(4 prompts; .*its tokenizer", said), said
+    assert "--force" in said
+    code, said = lweave(recipe, tmp_path, "doctor")
+    assert code == 1
+    assert "error    positions: at most 0 % of" in said
+    recipe["checks"] = {"surviving": "warn"}
+    assert errors(recipe) == []
+
+
+@pytest.mark.parametrize("command", ["run", "rehearse"])
+def test_data_that_is_not_there_is_named_before_anything_heavy_is_imported(
+    recipe: dict[str, Any], tmp_path: Path, command: str
+) -> None:
+    recipe["prompts"]["source"] = "nope.jsonl"
+    recipe["eval"]["benchmarks"] += ["aime-2042", "file:typo.jsonl"]
+    (tmp_path / "r.toml").write_text(dump_recipe(check_recipe(recipe)))
+    program = "import sys; from lightning_weave.cli import main; code = main()\n"
+    program += "sys.exit(code + 10 * ('torch' in sys.modules))"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, command, "r.toml"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2, ended.stderr
+    lines = ended.stderr.splitlines()
+    assert lines[0].startswith("lweave: prompts.source = 'nope.jsonl': no such file.")
+    assert lines[1].startswith("eval.benchmarks: unknown benchmark 'aime-2042'. Use one of aime-2024")
+    assert lines[2].startswith("eval.benchmarks: benchmark file:typo.jsonl: no such file")
     assert not (tmp_path / "runs").exists()
 
 
@@ -219,11 +259,11 @@ def test_force_overrides_a_judgement_only(recipe: dict[str, Any], tmp_path: Path
     _same_sides(recipe, tmp_path)
     found = errors(recipe)
     with pytest.raises(InputError, match="To continue anyway: --force"):
-        run.refuse(found, force=False)
-    run.refuse(found, force=True)
+        run_stage.refuse(found, force=False)
+    run_stage.refuse(found, force=True)
 
 
-@pytest.mark.parametrize("asked", [{"format": "plain"}, {"format": "boxed"}, {"template": "Answer: {problem}"}])
+@pytest.mark.parametrize("asked", [{"format": "plain"}, {"format": "boxed"}, {"format": "Answer: {problem}"}])
 def test_prompts_that_are_benchmark_problems_are_a_warning(recipe: dict[str, Any], asked: dict[str, str]) -> None:
     """Short ones too, whatever the prompts say around them; different problems in the same words are none."""
     del recipe["prompts"]["format"]
@@ -233,6 +273,7 @@ def test_prompts_that_are_benchmark_problems_are_a_warning(recipe: dict[str, Any
     found = [finding for finding in look_ahead(recipe) if finding.check == "overlap"]
     assert [finding.verdict for finding in found] == ["warning"]
     assert found[0].text.startswith("4 of 4 prompts overlap with benchmark problems")
+    assert re.search(r': "[^"]+" with ', found[0].text)  # the question, not the id of a prompt
 
 
 def test_a_dry_run_says_what_would_be_made_and_writes_nothing(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -266,13 +307,13 @@ def test_a_dry_run_on_a_known_gpu_says_how_long(
 def test_a_dry_run_elsewhere_guesses_the_time_by_the_matrix_products(
     recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = steps_of(recipe)
-    stages = [steps.store.stage(step) for step in steps.everything()]
-    plan = make_plan(as_computed(steps.recipe), this_machine(steps.recipe))
+    run = run_of(recipe)
+    stages = list(run.everything())
+    plan = make_plan(as_computed(run.recipe), this_machine(run.recipe))
     work = {row.stage: row.operations for row in plan.stages}
     for speed in (1e3, 1e4):
-        monkeypatch.setattr(forecast_module, "products_per_second", lambda device, speed=speed: speed)
-        found = forecast_module.forecast(steps, stages, None)
+        monkeypatch.setattr(memory_module, "matmul_flops", lambda device, speed=speed: speed)
+        found = memory_module.forecast(run, stages)
         assert found["rollout"].rough
         assert found["rollout"].seconds == pytest.approx(work["rollout"] / speed)
         assert found["eval/base/bench"].seconds is None
@@ -286,13 +327,13 @@ def test_a_dry_run_elsewhere_guesses_the_time_by_the_matrix_products(
 def test_a_dry_run_takes_times_from_what_was_measured_and_bytes_from_what_was_sampled(
     recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    run.run(steps_of(recipe), Progress(quiet=True), force=True)
+    run_stage.run_all(run_of(recipe), Progress(quiet=True), force=True)
     recipe["compositions"]["more"] = {"weights": {"acc": 0.5, "brief": 0.5}}
     recipe["compositions"]["longer"] = {"weights": {"acc": 0.5, "brief": 0.5}, "epochs": 3}
     code, said = lweave(recipe, tmp_path, "run", "--dry-run")
     assert code == 0, said
     rows = {words[0]: words[1:] for words in (line.split() for line in said.splitlines()) if words}
-    assert rows["rollout"] == ["done"]
+    assert rows["rollout"] == ["complete"]
     assert any(word.endswith("*") for word in rows["train/more"]), rows["train/more"]
     assert rows["train/longer"][1] == "?"  # three epochs were not measured
     assert "4 of 14 would be made: about " in said
@@ -313,18 +354,22 @@ def test_memory_that_does_not_suffice_is_said_with_what_helps(
     assert {finding.about for finding in found if finding.verdict == "error"} == errors
     for finding in found:
         assert finding.judged == (finding.verdict == "error")
-        assert ("a smaller model" if finding.verdict == "error" else f"{finding.about}.") in finding.text
+        assert (
+            "a smaller model"
+            if finding.verdict == "error"
+            else f"{'score' if finding.about == 'reference' else finding.about}."
+        ) in finding.text
     if errors:
         with pytest.raises(InputError, match=r"of memory.*(?s:.*)To continue anyway: --force"):
-            run.refuse(found, force=False)
+            run_stage.refuse(found, force=False)
     assert [one.about for one in look_ahead(recipe) if one.check == "host memory"] == ["train"]
 
 
 @pytest.mark.parametrize(
     ("gpus", "started", "options", "said"),
     [
-        (8, 1, {}, "GPUs for 8 processes, and 1 is started. .*torchrun --nproc-per-node 8 -m lightning_weave.cli"),
-        (8, 1, {"engine": "vllm", "options": {"tensor_parallel_size": 2}}, "GPUs for 4 processes, and 1 is started"),
+        (8, 1, {}, "GPUs for 8 processes.*torchrun --nproc-per-node 8 -m lightning_weave.cli"),
+        (8, 1, {"rollout": "vllm", "options": {"tensor_parallel_size": 2}}, "GPUs for 4 processes"),
         (8, 8, {}, None),
         (1, 1, {}, None),
     ],
@@ -337,7 +382,7 @@ def test_gpus_that_no_process_uses_are_named(
     options: dict[str, Any],
     said: str | None,
 ) -> None:
-    recipe["rollout"] |= options
+    recipe["engine"] = options
     monkeypatch.setattr(memory_module, "choose_device", lambda recipe: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -347,12 +392,10 @@ def test_gpus_that_no_process_uses_are_named(
     assert not said or re.search(said, found[0])
 
 
-@pytest.mark.parametrize("verb", ["rollout", "reference", "score", "train"])
-def test_a_single_stage_checks_what_comes_after_it_on_request(
-    recipe: dict[str, Any], tmp_path: Path, verb: str
-) -> None:
+@pytest.mark.parametrize("stage", ["prompts", "rollout", "reference", "score", "train"])
+def test_a_run_until_a_stage_checks_what_comes_after_it(recipe: dict[str, Any], tmp_path: Path, stage: str) -> None:
     recipe["eval"]["benchmarks"] = ["file:typo.jsonl"]
-    code, said = lweave(recipe, tmp_path, verb, "--check")
+    code, said = lweave(recipe, tmp_path, "run", "--until", stage)
     assert code == 2
     assert "eval.benchmarks: benchmark file:typo.jsonl: no such file" in said
     assert not list((tmp_path / "runs").rglob("manifest.json"))

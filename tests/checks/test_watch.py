@@ -9,15 +9,22 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_weave.checks.direction import (
+    GradedShifts,
+    LengthPreference,
+    auc_at_equal_length,
+    judge_preference,
+    judge_separation,
+    prefers_longer,
+    pulls,
+)
 from lightning_weave.checks.findings import Finding
-from lightning_weave.checks.length import LengthPreference, judge_preference, prefers_longer, pulls
-from lightning_weave.checks.separation import GradedShifts, _judge
 from lightning_weave.checks.watch import check_evaluation, check_rollouts, check_scores, check_training, stop, warn
 from lightning_weave.errors import WeaveError
-from lightning_weave.pipeline import run
-from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
-from tiny import make_world, save_prompts, steps_of
+from lightning_weave.stages import rollout
+from lightning_weave.stages import run as run_stage
+from tiny import make_world, run_of, save_prompts
 
 QUIET = Progress(quiet=True)
 
@@ -32,44 +39,42 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     recipe = make_world(tmp_path, prompts=20)
     bench = save_prompts(tmp_path / "bench.jsonl", 3, seed=9)
     recipe["eval"] = {"benchmarks": [f"file:{bench}"], "samples": 1, "max_tokens": 8, "chat": False}
-    recipe["compositions"] = {"acc-only": recipe["compositions"]["acc-only"]}
+    recipe["compositions"] = {"acc-only": {"weights": {"acc": 1.0, "brief": 0.0}}}
     recipe["rollout"] |= {"max_tokens": 2, "prompts_per_shard": 20}
     return recipe
 
 
 @pytest.mark.slow
 def test_a_run_whose_responses_are_all_cut_off_stops_before_the_next_stage(recipe: dict[str, Any]) -> None:
-    recipe["checks"] = {"truncated_stop": 0.6}
-    steps = steps_of(recipe)
+    recipe["checks"] = {"truncated": 0.6}
+    run = run_of(recipe)
     with pytest.raises(WeaveError, match="of 40 sampled responses are cut off at 2 tokens") as stopped:
-        run.run(steps, QUIET)
+        run_stage.run_all(run, QUIET)
     assert stopped.value.code == 1
     assert "--force" in str(stopped.value)
-    assert steps.store.stage(steps.rollout).state() == "done"
-    assert steps.store.stage(steps.reference).state() == "missing"
+    assert run.stage("rollout").complete
+    assert run.stage("reference").state() == "missing"
     with pytest.raises(WeaveError, match="cut off"):  # again: what is made is not made anew, and is no better
-        run.run(steps_of(recipe), QUIET)
-    make_rollouts(steps_of(recipe), QUIET)  # the stage by itself only warns
-    recipe["checks"] = {"truncated_stop": False, "truncated_warn": False}
-    assert by_check(check_rollouts(steps_of(recipe)))["rollout", "truncated"].verdict == "ok"
+        run_stage.run_all(run_of(recipe), QUIET)
+    rollout.rollout(run_of(recipe), QUIET)  # the stage by itself only warns
+    recipe["checks"] = {"truncated": False}
+    assert by_check(check_rollouts(run_of(recipe)))["rollout", "truncated"].verdict == "ok"
 
 
 @pytest.mark.slow
 def test_figures_are_those_of_what_was_made(recipe: dict[str, Any]) -> None:
-    steps = steps_of(recipe)
-    run.run(steps, QUIET, force=True)
-    found = by_check(check_rollouts(steps) + check_scores(steps) + check_training(steps, "acc-only"))
+    run = run_of(recipe)
+    run_stage.run_all(run, QUIET, force=True)
+    found = by_check(check_rollouts(run) + check_scores(run) + check_training(run, "acc-only"))
     assert found["rollout", "unanswered"].figures["share"] == 1
     assert found["rollout", "unanswered"].verdict == "warning"
     assert found["rollout", "right"].verdict == "warning"
-    numeric = steps_of({**recipe, "eval": {**recipe["eval"], "profile": "numeric"}})
+    numeric = run_of({**recipe, "eval": {**recipe["eval"], "profile": "numeric"}})
     assert "no numeric answer" in by_check(check_rollouts(numeric))["rollout", "unanswered"].text
     assert 0 < found["anchors.acc", "positions"].figures["share"] <= 1
     assert ("compositions.acc-only", "KL to the target") in found
-    samples = [
-        json.loads(line) for line in (steps.store.run_dir / "eval/base/bench/samples.jsonl").read_text().splitlines()
-    ]
-    found = by_check(check_evaluation(steps, "base"))
+    samples = [json.loads(line) for line in (run.directory / "eval/base/bench/samples.jsonl").read_text().splitlines()]
+    found = by_check(check_evaluation(run, "base"))
     cut = found["eval base/bench", "truncated"].figures["share"]
     assert cut == np.mean([sample["finish"] == "length" for sample in samples])
     unanswered = np.mean([sample["answer"] is None for sample in samples])
@@ -90,11 +95,13 @@ def graded(seed: int, right: float, length: float) -> GradedShifts:
 )
 def test_a_swapped_pair_is_found_and_a_brevity_pair_is_none(right: float, length: float, verdict: str) -> None:
     for seed in range(3):
-        found = _judge("anchors.x", graded(seed, right, length), 0.35)
+        shifts = graded(seed, right, length)
+        equal = auc_at_equal_length(shifts)
+        found = judge_separation("anchors.x", shifts, equal, 0.35)
         assert found.verdict == verdict, found.text
         assert ("swapped?" in found.text) == (verdict in ("warning", "error"))
         if verdict == "error":
-            assert _judge("anchors.x", graded(seed, right, length), False).verdict == "warning"
+            assert judge_separation("anchors.x", shifts, equal, False).verdict == "warning"
             with pytest.raises(WeaveError, match="swapped"):
                 stop(lambda: [found], False, QUIET)  # noqa: B023
             warn(lambda: [found], True, QUIET)  # noqa: B023
@@ -102,18 +109,18 @@ def test_a_swapped_pair_is_found_and_a_brevity_pair_is_none(right: float, length
 
 @pytest.mark.parametrize(("last", "verdict"), [(0.5, "ok"), (1.1, "warning"), (1.6, "error")])
 def test_a_distance_that_rises_is_said_with_the_update(recipe: dict[str, Any], last: float, verdict: str) -> None:
-    steps = steps_of(recipe | {"checks": {"kl_rise_stop": 1.25}})
-    folder = steps.store.stage(steps.train("acc-only")).folder
+    run = run_of(recipe | {"checks": {"kl_rise": 1.25}})
+    folder = run.stage("train", "acc-only").folder
     folder.mkdir(parents=True)
     curve = [*np.linspace(1, 0.5, 20), *np.linspace(0.5, last, 20)]
     rows = [{"step": step, "reverse_kl": kl} for step, kl in enumerate(curve, start=1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    [found] = check_training(steps, "acc-only")
+    [found] = check_training(run, "acc-only")
     assert found.verdict == verdict
     if verdict != "ok":
         assert abs(found.figures["step"] - 22) <= 1
         assert f"about update {found.figures['step']}" in found.text
-        [unlimited] = check_training(steps_of(recipe), "acc-only")
+        [unlimited] = check_training(run_of(recipe), "acc-only")
         assert unlimited.verdict == "warning", "by default it only warns"
 
 
@@ -160,12 +167,11 @@ def test_the_error_of_a_length_preference_is_that_of_all_orders() -> None:
     ],
 )
 def test_a_swapped_brevity_pair_is_found_by_length(share: float, equal: float | None, verdict: str) -> None:
-    figures = {} if equal is None else {"auc_at_equal_length": equal, "equal_error": 0.2 if equal == 0.77 else 0.03}
-    separation = Finding("anchors.x", "separation", "ok", "", figures)
+    separation = (0.5, 0.5) if equal is None else (equal, 0.2 if equal == 0.77 else 0.03)
     found = judge_preference("anchors.x", LengthPreference(share, 0.02, 500), separation, 0.6)
     assert found.verdict == verdict, found.text
     assert ("swapped" in found.text) == (verdict in ("warning", "error"))
     assert judge_preference("anchors.x", LengthPreference(share, 0.02, 500), separation, False).verdict != "error"
-    assert (judge_preference("anchors.x", LengthPreference(share, 0.02, 500), None, 0.6).verdict == "warning") == (
-        share == 0.65
-    )
+    assert (
+        judge_preference("anchors.x", LengthPreference(share, 0.02, 500), (0.5, 0.5), 0.6).verdict == "warning"
+    ) == (share == 0.65)

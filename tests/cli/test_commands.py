@@ -49,28 +49,63 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.parametrize("verb", ["status", "cost", "verify"])
-def test_looking_at_a_run_imports_neither_torch_nor_transformers(recipe: Path, verb: str) -> None:
-    subprocess.run([sys.executable, "-c", LIGHT, verb, str(recipe)], check=True)
+@pytest.mark.parametrize("option", [[], ["--cost"], ["--verify"]])
+def test_looking_at_a_run_imports_neither_torch_nor_transformers(recipe: Path, option: list[str]) -> None:
+    subprocess.run([sys.executable, "-c", LIGHT, "status", str(recipe), *option], check=True)
+
+
+VERBS = "init recipe doctor plan rehearse run eval forecast sweep preview status report inspect export clean demo"
+MOVED = {
+    "show r.toml": "lweave recipe show",
+    "keys": "lweave recipe keys",
+    "verify r.toml": "lweave status RECIPE --verify",
+    "cost r.toml --json": "lweave status RECIPE --cost",
+    "card r.toml --composition x": "--as student",
+    "forget r.toml --policy x": "lweave clean RECIPE --policy",
+}
+
+
+def test_help_lists_the_verbs_in_the_order_of_their_use() -> None:
+    said = lweave("--help").partition("Commands:\n")[2]
+    assert [line.split()[0] for line in said.splitlines()] == VERBS.split()
+    assert "..." not in said, "a summary is too long"
+
+
+@pytest.mark.parametrize("words", MOVED)
+def test_a_verb_that_has_moved_is_answered_with_the_new_command(words: str) -> None:
+    said = lweave(*words.split(), code=2)
+    assert said.startswith(f"lweave: {words.split()[0]} is now: ")
+    assert MOVED[words] in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["rollout", "reference", "score", "train", "interpolate"])
+def test_hidden_verbs_work(verb: str) -> None:
+    assert f"{verb} [OPTIONS]" in lweave(verb, "--help")
 
 
 def test_the_version_is_said() -> None:
     assert lweave("--version") == f"lweave {__version__}\n"
 
 
-def _every_command() -> list[str]:
+def _every_command() -> list[list[str]]:
     from lightning_weave import cli
 
-    groups = [cli.app, *(group.typer_instance for group in cli.app.registered_groups)]
-    return [command.name or command.callback.__name__ for group in groups for command in group.registered_commands]
+    words: list[list[str]] = [[]]
+    for group in cli.app.registered_groups:
+        before = [group.name] if group.name else []
+        names = [command.name or command.callback.__name__ for command in group.typer_instance.registered_commands]
+        words += [[*before, name] for name in names]
+    return words
 
 
 def test_help_speaks_no_python(capsys: pytest.CaptureFixture[str]) -> None:
     from lightning_weave import cli
 
-    for verb in (None, *(name for name in _every_command() if name != "build")):
+    for words in _every_command():
         with pytest.raises(SystemExit):
-            cli.app([verb, "--help"] if verb else ["--help"])
+            cli.app([*words, "--help"])
+        verb = " ".join(words)
         said = capsys.readouterr().out
         assert not re.search(r"<(bool|int|str|float|list)|[{}]|None", said), said
         options = re.findall(r"^  --[\w-]+.*(?:\n {10,}.*)*", said, re.MULTILINE)
@@ -87,7 +122,9 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").warning("pip install kernels"
 logging.getLogger("transformers").warning("the weights are not whole")
 """
     plain, debugging = (
-        subprocess.run([sys.executable, "-c", code, *words, "keys"], check=True, capture_output=True, text=True).stderr
+        subprocess.run(
+            [sys.executable, "-c", code, *words, "recipe", "keys"], check=True, capture_output=True, text=True
+        ).stderr
         for words in ([], ["--debug"])
     )
     assert plain == "the weights are not whole\n"
@@ -119,7 +156,7 @@ def test_status_lists_the_runs_of_a_directory_and_takes_one_of_them(recipe: Path
 def test_a_shell_completes_commands_and_options() -> None:
     assert "--install-completion" in lweave("--help")
     code = "import sys; from lightning_weave.cli import main; sys.argv = ['lweave']; main()"
-    for typed, expected in (("lweave re", {"reference", "rehearse", "report"}), ("lweave run --dry", {"--dry-run"})):
+    for typed, expected in (("lweave re", {"recipe", "rehearse", "report"}), ("lweave run --dry", {"--dry-run"})):
         words = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_LWEAVE_COMPLETE": "complete_bash"}
         said = subprocess.run([sys.executable, "-c", code], env=os.environ | words, capture_output=True, text=True)
         assert set(said.stdout.split()) == expected
@@ -144,7 +181,7 @@ def test_report_merges_files_and_takes_other_runs_by_name_or_directory(
     from lightning_weave.report import report
 
     seen: list[list[str]] = []
-    monkeypatch.setattr(report, "run", lambda runs, *_: seen.append([steps.recipe.name for steps in runs]))
+    monkeypatch.setattr(report, "run", lambda runs, *_: seen.append([run.recipe.name for run in runs]))
     over = tmp_path / "over.toml"
     over.write_text('name = "over"\n')
     cli.app(["report", str(recipe), str(over)], standalone_mode=False)

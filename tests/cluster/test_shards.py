@@ -3,9 +3,12 @@
 import logging
 import os
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +18,15 @@ from torch.distributed import TCPStore
 
 import tiny
 from cluster.clustered import Watching, world
-from lightning_weave.cluster.connect import check_address, connect
-from lightning_weave.cluster.plan import plan_ranks, plan_workers
 from lightning_weave.cluster.ranks import Rank
-from lightning_weave.cluster.shards import ShardWorker
+from lightning_weave.cluster.shards import ShardWorker, check_address, connect
+from lightning_weave.cluster.workers import plan_ranks, plan_workers
 from lightning_weave.config import Machine, check_recipe
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.pipeline import reference
-from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
-from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import Job, Made
+from lightning_weave.run import Run
+from lightning_weave.stages import reference, rollout
+from lightning_weave.stages.work import Job, ShardStats
 from lightning_weave.store.ledger import read_ledger
 from ports import held_port
 
@@ -98,6 +99,36 @@ def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
     check_address(None)
 
 
+OWN_CLUSTER = """
+import os
+import psutil
+from lightning_weave.cluster.shards import connect
+
+connect(None)
+import ray
+
+ray.get(ray.remote(num_cpus=0)(lambda: 1).remote())  # a worker runs
+for process in psutil.process_iter():
+    try:
+        if os.getpid() in [process.pid, *(parent.pid for parent in process.parents())]:
+            print(*(one.laddr.ip for one in process.net_connections() if one.status == "LISTEN"), sep="\\n")
+    except psutil.Error:  # it has ended
+        pass
+"""
+
+
+@pytest.mark.ray
+def test_only_this_machine_reaches_a_cluster_that_we_start(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # short, for names of sockets
+        environment["RAY_TMPDIR"] = folder
+        ended = subprocess.run([sys.executable, "-c", OWN_CLUSTER], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert {address.removeprefix("::ffff:") for address in ended.stdout.split()} == {"127.0.0.1"}
+    assert (tmp_path / ".ray" / "auth_token").exists(), "and nobody else on it without the token"
+
+
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore")
 def test_the_shard_of_a_worker_that_dies_goes_to_another(
@@ -106,24 +137,21 @@ def test_the_shard_of_a_worker_that_dies_goes_to_another(
     """The first worker that gets shard 1 is gone in the middle of it."""
     died = tmp_path / "died"
 
-    def open_dying(steps: Steps) -> Any:
-        class Dying:
-            def make(self, shards: list[int]) -> list[Made]:
-                if 1 in shards and not died.exists():
-                    died.touch()
-                    os._exit(1)
-                return [Made(tokens=10 + shard) for shard in shards]
+    def open_dying(run: Run) -> Any:
+        def compute_shards(shards: list[int]) -> list[ShardStats]:
+            if 1 in shards and not died.exists():
+                died.touch()
+                os._exit(1)
+            return [ShardStats(tokens=10 + shard) for shard in shards]
 
-            def close(self) -> None: ...
+        return nullcontext(compute_shards)
 
-        return Dying()
-
-    steps, counted = tiny.steps_of(world(tmp_path)), Watching()
+    run, counted = tiny.run_of(world(tmp_path)), Watching()
     with caplog.at_level(logging.INFO, "lightning_weave"):
-        connect(None).do([Job("score", "acc-pre", "shard", [0, 1, 2], open_dying)], steps, counted)
+        connect(None).run_jobs([Job("score", "acc-pre", "shard", [0, 1, 2], open_dying)], run, counted)
     assert "score acc-pre: a worker died; shard 1 goes to another" in caplog.text
     assert counted.counts == {"score acc-pre": 3}
-    assert sum(row["tokens"] for row in read_ledger(steps.store.run_dir)) == 10 + 11 + 12
+    assert sum(row["tokens"] for row in read_ledger(run.directory)) == 10 + 11 + 12
 
 
 @pytest.mark.ray
@@ -131,10 +159,10 @@ def test_the_shard_of_a_worker_that_dies_goes_to_another(
 def test_an_error_of_a_worker_is_the_users_to_read(cluster: Any, tmp_path: Path) -> None:
     recipe = world(tmp_path)
     recipe["reference"] = {"candidates": 500}
-    steps = tiny.steps_of(recipe)
-    make_rollouts(steps, QUIET)
+    run = tiny.run_of(recipe)
+    rollout.rollout(run, QUIET)
     with pytest.raises(InputError, match=r"reference\.candidates = 500: the student has only"):
-        reference.run(steps, QUIET, connect(None).do)
+        reference.reference(run, QUIET, connect(None))
 
 
 def _wait_until(ready: Callable[[], bool], never: str) -> None:
@@ -144,16 +172,13 @@ def _wait_until(ready: Callable[[], bool], never: str) -> None:
         time.sleep(0.1)
 
 
-def _open_waiting(steps: Steps, others: Path | None, own: Path) -> Any:
-    class Waiting:
-        def make(self, shards: list[int]) -> list[Made]:
-            _wait_until(lambda: others is None or others.exists(), "nobody has begun the other job")
-            own.touch()
-            return [Made(1) for _ in shards]
+def _open_waiting(run: Run, others: Path | None, own: Path) -> Any:
+    def compute_shards(shards: list[int]) -> list[ShardStats]:
+        _wait_until(lambda: others is None or others.exists(), "nobody has begun the other job")
+        own.touch()
+        return [ShardStats(1) for _ in shards]
 
-        def close(self) -> None: ...
-
-    return Waiting()
+    return nullcontext(compute_shards)
 
 
 @pytest.mark.ray
@@ -161,7 +186,7 @@ def _open_waiting(steps: Steps, others: Path | None, own: Path) -> Any:
 def test_a_free_worker_begins_the_next_job(cluster: Any, tmp_path: Path) -> None:
     """The only shard of the first job is made when the second job has been."""
     _by_value()
-    steps, counted, ended = tiny.steps_of(world(tmp_path)), Watching(), list[str]()
+    run, counted, ended = tiny.run_of(world(tmp_path)), Watching(), list[str]()
     names = ["first", "second"]
     openers = [
         partial(_open_waiting, others=tmp_path / "second", own=tmp_path / "first"),
@@ -171,32 +196,29 @@ def test_a_free_worker_begins_the_next_job(cluster: Any, tmp_path: Path) -> None
         Job("score", name, "shard", [0], opener, finish=partial(ended.append, name))
         for name, opener in zip(names, openers, strict=True)
     ]
-    connect(None).do(jobs, steps, counted)
+    connect(None).run_jobs(jobs, run, counted)
     assert ended == ["second", "first"]
     assert list(counted.counts.items()) == [("score first", 1), ("score second", 1)]  # bars keep the order
-    rows = read_ledger(steps.store.run_dir)
+    rows = read_ledger(run.directory)
     assert [(row["name"], row["tokens"]) for row in rows] == [("second", 1), ("first", 1)]
 
 
-def _open_meeting(steps: Steps, place: Path, killer: int | None) -> Any:
+def _open_meeting(run: Run, place: Path, killer: int | None) -> Any:
     import os as system
 
-    class Meeting:
-        def make(self, shards: list[int]) -> list[Made]:
-            (shard,) = shards
-            died = place / "died"
-            (place / f"{shard} of {system.getpid()}").touch()
-            mine = f"* of {system.getpid()}"
-            _wait_until(lambda: died.exists() or len(list(place.glob(mine))) >= 3, "it never had three shards")
-            if shard == killer and not died.exists():
-                died.touch()
-                system._exit(1)
-            _wait_until(lambda: killer is None or died.exists(), "its worker never died")
-            return [Made(10 + shard)]
+    def compute_shards(shards: list[int]) -> list[ShardStats]:
+        (shard,) = shards
+        died = place / "died"
+        (place / f"{shard} of {system.getpid()}").touch()
+        mine = f"* of {system.getpid()}"
+        _wait_until(lambda: died.exists() or len(list(place.glob(mine))) >= 3, "it never had three shards")
+        if shard == killer and not died.exists():
+            died.touch()
+            system._exit(1)
+        _wait_until(lambda: killer is None or died.exists(), "its worker never died")
+        return [ShardStats(10 + shard)]
 
-        def close(self) -> None: ...
-
-    return Meeting()
+    return nullcontext(compute_shards)
 
 
 @pytest.mark.ray
@@ -205,30 +227,27 @@ def _open_meeting(steps: Steps, place: Path, killer: int | None) -> Any:
 def test_a_worker_makes_several_shards_at_once(cluster: Any, tmp_path: Path, killer: int | None) -> None:
     """None of the first three is made before all are begun. When their worker dies, each is made again, once."""
     _by_value()
-    steps, counted = tiny.steps_of({**world(tmp_path), "machine": {"threads": 1, "workers": 1}}), Watching()
+    run, counted = tiny.run_of({**world(tmp_path), "machine": {"threads": 1, "workers": 1}}), Watching()
     place = tmp_path / "place"
     place.mkdir()
     job = Job("rollout", "", "shard", range(5), partial(_open_meeting, place=place, killer=killer), at_once=3)
     since = time.monotonic()
-    connect(None).do([job], steps, counted)
+    connect(None).run_jobs([job], run, counted)
     assert counted.counts == {"rollout": 5}
-    rows = read_ledger(steps.store.run_dir)
+    rows = read_ledger(run.directory)
     assert sum(row["tokens"] for row in rows) == 50 + 1 + 2 + 3 + 4
     assert sum(row["device_seconds"] for row in rows) <= time.monotonic() - since, "one device, however many shards"
 
 
-def _open_in_company(steps: Steps, place: Path) -> Any:
+def _open_in_company(run: Run, place: Path) -> Any:
     import os as system
 
-    class InCompany:
-        def make(self, shards: list[int]) -> list[Made]:
-            (place / str(system.getpid())).touch()
-            _wait_until(lambda: len(list(place.iterdir())) >= 2, "one worker has all shards")
-            return [Made(1)]
+    def compute_shards(shards: list[int]) -> list[ShardStats]:
+        (place / str(system.getpid())).touch()
+        _wait_until(lambda: len(list(place.iterdir())) >= 2, "one worker has all shards")
+        return [ShardStats(1)]
 
-        def close(self) -> None: ...
-
-    return InCompany()
+    return nullcontext(compute_shards)
 
 
 @pytest.mark.ray
@@ -236,25 +255,22 @@ def _open_in_company(steps: Steps, place: Path) -> Any:
 def test_the_first_worker_leaves_shards_to_the_second(cluster: Any, tmp_path: Path) -> None:
     """No shard is made before both workers have one."""
     _by_value()
-    steps, counted, place = tiny.steps_of(world(tmp_path)), Watching(), tmp_path / "place"
+    run, counted, place = tiny.run_of(world(tmp_path)), Watching(), tmp_path / "place"
     place.mkdir()
     job = Job("rollout", "", "shard", range(4), partial(_open_in_company, place=place), at_once=4)
-    connect(None).do([job], steps, counted)
+    connect(None).run_jobs([job], run, counted)
     assert counted.counts == {"rollout": 4}
 
 
-def _open_looking(steps: Steps, seen: Path) -> Any:
+def _open_looking(run: Run, seen: Path) -> Any:
     import os as system
 
-    class Looking:
-        def make(self, shards: list[int]) -> list[Made]:
-            for shard in shards:
-                (seen / str(shard)).write_text(system.environ["CUDA_VISIBLE_DEVICES"])
-            return [Made(1) for _ in shards]
+    def compute_shards(shards: list[int]) -> list[ShardStats]:
+        for shard in shards:
+            (seen / str(shard)).write_text(system.environ["CUDA_VISIBLE_DEVICES"])
+        return [ShardStats(1) for _ in shards]
 
-        def close(self) -> None: ...
-
-    return Looking()
+    return nullcontext(compute_shards)
 
 
 @pytest.mark.ray
@@ -264,9 +280,9 @@ def test_a_worker_sees_the_gpus_of_its_engine(cluster: Any, tmp_path: Path) -> N
     _by_value()
     cluster.add_node(num_cpus=4, num_gpus=4)
     cluster.wait_for_nodes()
-    steps = tiny.steps_of({"name": "r", "runs": str(tmp_path / "runs"), "student": {"model": "s"}})
+    run = tiny.run_of({"name": "r", "runs": str(tmp_path / "runs"), "student": {"model": "s"}})
     job = Job("rollout", "", "shard", [0, 1], partial(_open_looking, seen=tmp_path), devices=2)
-    connect(None).do([job], steps, QUIET)
+    connect(None).run_jobs([job], run, QUIET)
     assert {(tmp_path / str(shard)).read_text() for shard in (0, 1)} <= {"0,1", "2,3"}
 
 
@@ -279,28 +295,25 @@ class _Engine:
         self.starts += 1
 
 
-def _open_with(steps: Steps, engine: _Engine) -> Any:
+def _open_with(run: Run, engine: _Engine) -> Any:
     if not engine.starts:
         engine.start()
 
-    class Exam:
-        def make(self, shards: list[int]) -> list[Made]:
-            return [Made(1, written=engine.starts) for _ in shards]
+    def compute_shards(shards: list[int]) -> list[ShardStats]:
+        return [ShardStats(1, written=engine.starts) for _ in shards]
 
-        def close(self) -> None: ...
-
-    return Exam()
+    return nullcontext(compute_shards)
 
 
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore")
 def test_a_worker_keeps_what_two_jobs_share(cluster: Any, tmp_path: Path) -> None:
     _by_value()
-    steps = tiny.steps_of({**world(tmp_path), "machine": {"threads": 1, "workers": 1}})
+    run = tiny.run_of({**world(tmp_path), "machine": {"threads": 1, "workers": 1}})
     engine = _Engine()
     jobs = [Job("eval", name, "block", [0, 1], partial(_open_with, engine=engine)) for name in ("easy", "hard")]
-    connect(None).do(jobs, steps, QUIET)
-    rows = read_ledger(steps.store.run_dir)
+    connect(None).run_jobs(jobs, run, QUIET)
+    rows = read_ledger(run.directory)
     assert [(row["name"], row["bytes"]) for row in rows] == [("easy", 2), ("hard", 2)]  # one start, for all four blocks
 
 
@@ -311,22 +324,21 @@ def _by_value() -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def _open_poisoned(steps: Steps) -> Any:
+def _open_poisoned(run: Run) -> Any:
     import os as system
 
-    class Poisoned:
-        def make(self, shards: list[int]) -> list[Made]:
-            if 1 in shards:
-                system._exit(1)
-            return [Made(1) for _ in shards]
+    def compute_shards(shards: list[int]) -> list[ShardStats]:
+        if 1 in shards:
+            system._exit(1)
+        return [ShardStats(1) for _ in shards]
 
-    return Poisoned()
+    return nullcontext(compute_shards)
 
 
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore")
 def test_a_shard_that_kills_every_worker_is_given_up_by_name(cluster: Any, tmp_path: Path) -> None:
     _by_value()
-    steps = tiny.steps_of(world(tmp_path))
+    run = tiny.run_of(world(tmp_path))
     with pytest.raises(WeaveError, match="3 workers died making shard 1"):
-        connect(None).do([Job("score", "poison", "shard", [0, 1, 2], _open_poisoned)], steps, QUIET)
+        connect(None).run_jobs([Job("score", "poison", "shard", [0, 1, 2], _open_poisoned)], run, QUIET)

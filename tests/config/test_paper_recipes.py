@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from lightning_weave.config import Recipe, load_recipe
+from lightning_weave.plan.architecture import find_gpu
 from lightning_weave.plan.costs import PlannedMachine
-from lightning_weave.plan.gpus import find_gpu
-from lightning_weave.plan.recipe import make_plan
+from lightning_weave.plan.plan import make_plan
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "recipes" / "paper"
@@ -49,8 +49,9 @@ def test_every_student_domain_and_composition_loads(student: str, domain: str) -
         assert recipe.prompts.max_tokens == {"math": 1024, "code": 4096}[domain]
         used = {anchor for section in recipe.compositions.values() for anchor in section.weights}
         assert used == set(recipe.anchors)  # an anchor that nobody uses would be scored for nothing
-        for name, anchor in recipe.anchors.items():
-            assert (anchor.post, anchor.pre) == PAIRS[name]
+        for name in recipe.anchors:
+            models = [recipe.anchor_model(name, role) for role in ("post", "pre")]
+            assert tuple(model and model[0] for model in models) == PAIRS[name]
         assert {section.alpha for section in recipe.compositions.values()} == {2.0}
         assert (recipe.prompts.take, recipe.rollout.responses, recipe.rollout.max_tokens) == (3200, 4, 2048)
 

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from lightning_weave.config import Recipe, check_recipe, dump_recipe, load_recipe, merge_overrides, merge_tables
+from lightning_weave.config import (
+    Grading,
+    Recipe,
+    check_recipe,
+    dump_recipe,
+    load_recipe,
+    merge_overrides,
+    merge_tables,
+)
 from lightning_weave.config.composition import METHODS
 
 BASE = """
@@ -36,10 +44,11 @@ def load(tmp_path: Path, *texts: str, sets: tuple[str, ...] = ()) -> Recipe:
 def test_unsaid_values_are_the_papers(tmp_path: Path) -> None:
     recipe = load(tmp_path, BASE)
     rollout, train = recipe.rollout, recipe.train
-    assert (rollout.temperature, rollout.top_p, rollout.responses, rollout.max_tokens) == (1.0, 1.0, 4, 2048)
+    assert (rollout.temperature, rollout.responses, rollout.max_tokens) == (1.0, 4, 2048)
     assert (rollout.seed, train.seed, recipe.prompts.take, recipe.reference.candidates) == (42, 1234, 3200, 16)
     assert (train.epochs, train.prompts_per_round, train.updates_per_round) == (2, 64, 4)
-    assert (train.learning_rate, train.betas, train.weight_decay, train.clip) == (1e-6, [0.9, 0.999], 0.01, 1.0)
+    adam = train.optimizer
+    assert (train.learning_rate, adam.betas, adam.weight_decay, adam.clip) == (1e-6, [0.9, 0.999], 0.01, 1.0)
     assert (recipe.eval.temperature, recipe.eval.top_p) == (0.6, 0.95)
     # 3,200 prompts x 4 responses for two epochs in rounds of 256: the paper's 100 rounds and 400 updates
     rounds = 3200 * 4 * train.epochs // (train.prompts_per_round * rollout.responses)
@@ -139,9 +148,9 @@ ASKED = [  # [prompts], [eval] -> how prompts and evaluation ask
     ({"format": "question-answer"}, {}, "question-answer", "question-answer"),
     ({"format": "dapo"}, {}, "dapo", "boxed"),  # its answers are not boxed
     ({"format": "livecodebench"}, {}, "livecodebench", "boxed"),
-    ({"template": TEMPLATE}, {}, "template", "template"),
-    ({"template": TEMPLATE}, {"format": "question-answer"}, "template", "question-answer"),
-    ({"format": "plain"}, {"template": TEMPLATE}, "plain", "template"),
+    ({"format": TEMPLATE}, {}, TEMPLATE, TEMPLATE),
+    ({"format": TEMPLATE}, {"format": "question-answer"}, TEMPLATE, "question-answer"),
+    ({"format": "plain"}, {"format": TEMPLATE}, "plain", TEMPLATE),
 ]
 
 
@@ -150,30 +159,86 @@ def test_evaluation_asks_as_the_prompts_do(prompts: dict, evaluation: dict, aske
     said = {"chat": True, "thinking": False, "system": "Be brief."} if asked != "livecodebench" else {"thinking": False}
     recipe = check_recipe({"name": "x", "student": {"model": "s"}, "prompts": prompts | said, "eval": evaluation})
     assert (recipe.prompts.format, recipe.eval.format) == (asked, examined)
-    assert (recipe.prompts.template is None) == (asked != "template")
-    assert (recipe.eval.template is None) == (examined != "template")
     assert (recipe.eval.system, recipe.eval.thinking) == (said.get("system"), False)
     assert check_recipe(tomllib.loads(dump_recipe(recipe))) == recipe
 
 
 def test_evaluation_may_ask_otherwise_in_every_respect() -> None:
-    prompts = {"template": TEMPLATE, "system": "Be brief.", "thinking": False}
+    prompts = {"format": TEMPLATE, "system": "Be brief.", "thinking": False}
     evaluation = {"format": "plain", "chat": False, "thinking": True}
     recipe = check_recipe({"name": "x", "student": {"model": "s"}, "prompts": prompts, "eval": evaluation})
     section = recipe.eval
-    assert (section.format, section.template, section.system) == ("plain", None, None)
+    assert (section.format, section.system) == ("plain", None)
     assert (section.chat, section.thinking) == (False, True)
 
 
 def test_graders_are_kept_as_they_are_said() -> None:
     graders = {
         "letters": "choice",
-        "file:b/sums.jsonl": {"kind": "numeric", "tolerance": 0.01},
-        "words": {"kind": "regex", "pattern": "#### (.*)"},
-        "own": {"kind": "python", "function": "my.py:grade"},
+        "file:b/sums.jsonl": "numeric:0.01",
+        "words": "regex:#### (.*)",
+        "own": "my.py:grade",
     }
     names = ["file:a/letters.jsonl", "file:b/sums.jsonl", "file:words.jsonl", "file:own.jsonl"]
     evaluation = {"benchmarks": names, "graders": graders}
     recipe = check_recipe({"name": "x", "student": {"model": "s"}, "eval": evaluation})
     assert check_recipe(tomllib.loads(dump_recipe(recipe))) == recipe
-    assert [rule.kind for rule in recipe.eval.graders.values()] == ["choice", "numeric", "regex", "python"]
+    rules = [Grading.parse(text) for text in recipe.eval.graders.values()]
+    assert [rule.kind for rule in rules] == ["choice", "numeric", "regex", "python"]
+    assert (rules[1].tolerance, rules[2].pattern, rules[3].function) == (0.01, "#### (.*)", "my.py:grade")
+    assert list(map(str, rules)) == list(graders.values())
+
+
+def test_a_revision_follows_a_hub_name_and_never_a_path() -> None:
+    data = {
+        "name": "x",
+        "student": {"model": "Qwen/Qwen3-4B@main"},
+        "anchors": {
+            "a": {"post": "x/post@v1", "pre": "./local@dir"},
+            "s": {"model": "student", "post_prompt": {"prefix": "y"}},
+        },
+        "policies": {"p": {"model": "runs/r/train/even@3f2a91c4/final"}},
+    }
+    recipe = check_recipe(data)
+    assert (recipe.student.name, recipe.student.revision) == ("Qwen/Qwen3-4B", "main")
+    assert recipe.anchor_model("a", "post") == ("x/post", "v1")
+    assert recipe.anchor_model("a", "pre") == ("./local@dir", None)
+    assert recipe.anchor_model("s", "pre") == ("Qwen/Qwen3-4B", "main")
+    assert (recipe.policies["p"].name, recipe.policies["p"].revision) == ("runs/r/train/even@3f2a91c4/final", None)
+
+
+def test_the_engine_of_a_stage_has_its_dtype_and_options() -> None:
+    engine = {
+        "score": "vllm",
+        "python": "p",
+        "dtype": {"rollout": "float32"},
+        "options": {"tensor_parallel_size": 2, "seed": 1, "score": {"tensor_parallel_size": 4}},
+    }
+    recipe = check_recipe({"name": "x", "student": {"model": "s"}, "engine": engine, "eval": {"batch_size": 3}})
+    score, rollout, evaluation = (recipe.engine_of(stage) for stage in ("score", "rollout", "eval"))
+    assert (score.engine, score.dtype, score.options) == ("vllm", "auto", {"tensor_parallel_size": 4, "seed": 1})
+    assert (rollout.dtype, rollout.python, rollout.options) == ("float32", "p", {"tensor_parallel_size": 2, "seed": 1})
+    assert (rollout.batch_size, evaluation.batch_size, score.token_budget) == (64, 3, 16384)
+    assert check_recipe(tomllib.loads(dump_recipe(recipe))) == recipe
+
+
+def test_an_anchor_may_have_an_engine_or_a_server_for_each_side() -> None:
+    anchors = {
+        "plain": {"post": "a", "pre": "b"},
+        "big": {"post": "a", "pre": "b", "engine": "vllm", "options": {"quantization": "fp8"}},
+        "far": {"post": "a", "pre": "b", "engine": {"post": "http://gpu-7:8000"}},
+    }
+    recipe = check_recipe({"name": "x", "student": {"model": "s"}, "anchors": anchors})
+    scored = {name: [recipe.scored_by(name, role) for role in ("post", "pre")] for name in anchors}
+    assert scored == {"plain": ["hf", "hf"], "big": ["vllm", "vllm"], "far": ["server", "hf"]}
+    far = recipe.anchors["far"]
+    assert (far.server("post"), far.server("pre"), far.own_engine("post")) == ("http://gpu-7:8000", None, None)
+    assert check_recipe(tomllib.loads(dump_recipe(recipe))) == recipe
+
+
+def test_a_check_stops_warns_or_is_off() -> None:
+    checks = {"truncated": 0.7, "unanswered": "warn", "surviving": False}
+    section = check_recipe({"name": "x", "student": {"model": "s"}, "checks": checks}).checks
+    assert section.levels("truncated", 0.5) == (0.5, 0.7)
+    assert section.levels("unanswered", 0.5) == (0.5, False)
+    assert section.levels("surviving", 0.5) == (False, False)

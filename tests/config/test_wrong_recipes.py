@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_weave.config import load_recipe
+from lightning_weave.config import check_recipe, load_recipe
 from lightning_weave.config.composition import METHODS
+from lightning_weave.config.recipe import MOVED
 from lightning_weave.errors import InputError
+from lightning_weave.views.keys import recipe_keys
 
 GOOD = """
 name = "mine"
@@ -24,6 +26,8 @@ pre = "models/brief-pre"
 weights = { acc = 0.5, brief = 0.5 }
 [prompts]
 source = "prompts.jsonl"
+[eval]
+benchmarks = ["aime-2024", "aime-2025", "hmmt-feb-2025"]
 """
 
 # (what is written below the good recipe or set over it, what the message must say)
@@ -48,7 +52,13 @@ WRONG = [
     ("train.epochs=1.5", ["train.epochs = 1.5", "must be a valid integer"]),
     ("train.epochs='2'", ["train.epochs", "must be a valid integer"]),
     ("train.compile='yes'", ["train.compile", "must be a valid boolean"]),
-    ("train.betas=[0.9]", ["train.betas", "at least 2"]),
+    ("train.optimizer.betas=[0.9]", ["train.optimizer.betas", "at least 2"]),
+    ("train.lora.targets=3", ["train.lora.targets = 3", "must be a valid list"]),
+    ("engine.options={a=[1]}", ["engine.options.a", "must be a valid"]),
+    ("checks.truncated='stop'", ['checks.truncated = "stop"', "a number of at least 0, or 'warn' or false"]),
+    ("checks.truncated=true", ["checks.truncated = true", "a number of at least 0"]),
+    ("checks.swapped='warn'", ["checks.swapped", "a number of at least 0, or false"]),
+    ("train.agreement=-1", ["train.agreement = -1", "a number of at least 0, or false"]),
     ("eval.benchmarks='aime-2024'", ["eval.benchmarks", "must be a valid list"]),
     ("compositions.both.weights=[1]", ["compositions.both.weights", "must be a table"]),
     ("compositions.both.weights={acc='half', brief=0.5}", ["compositions.both.weights.acc", "must be a valid number"]),
@@ -67,28 +77,38 @@ WRONG = [
     ("compositions.both.kl_budget=-1.0", ["compositions.both.kl_budget = -1.0", "greater than 0"]),
     ("rollout.responses=0", ["rollout.responses = 0", "greater than or equal to 1"]),
     ("rollout.temperature=-1", ["rollout.temperature = -1", "greater than or equal to 0"]),
-    ("rollout.top_p=0", ["rollout.top_p = 0", "greater than 0"]),
-    ("rollout.top_p=1.1", ["rollout.top_p = 1.1", "less than or equal to 1"]),
+    ("eval.top_p=0", ["eval.top_p = 0", "greater than 0"]),
+    ("eval.top_p=1.1", ["eval.top_p = 1.1", "less than or equal to 1"]),
     ("rollout.max_tokens=0", ["rollout.max_tokens = 0"]),
-    ("rollout.engine='sglang'", ["rollout.engine", "'hf' or 'vllm'"]),
+    ("engine.rollout='sglang'", ["engine.rollout", "'hf' or 'vllm'"]),
+    ("engine.dtype='int8'", ["engine.dtype", "'float32'", "by stage"]),
+    ("engine.dtype={train='float32'}", ["engine.dtype", "(rollout, reference, score, eval)"]),
+    ("engine.options={train={a=1}}", ["engine.options", "train is a table", "(rollout, reference, score, eval)"]),
+    ("anchors.acc.engine='sglang'", ["anchors.acc.engine", "'hf', 'vllm', or the URL"]),
+    ("anchors.acc.engine={past='hf'}", ["anchors.acc.engine.past", "'post' or 'pre'"]),
+    ("anchors.acc.options={a=1}", ["anchors.acc", 'options need engine = "vllm"']),
     ("rollout.seed=-1", ["rollout.seed = -1"]),
     ("reference.candidates=0", ["reference.candidates = 0"]),
     ("prompts.format='chatml'", ["prompts.format", "'plain', 'dapo'"]),
-    ("prompts={format='plain', template='{problem}'}", ["prompts", "set one of them"]),
-    ("prompts.format='template'", ["prompts", "set one of them"]),
-    ("prompts.template='Solve it.'", ["prompts.template", "needs {problem}"]),
-    ("prompts.template='{problem} \\boxed{}'", ["prompts.template", "double literal braces"]),
-    ("prompts.template='{problem'", ["prompts.template", "such as \\boxed{{}}"]),
+    ("prompts.format='Solve it.'", ["prompts.format", "a template with {problem}"]),
+    ("prompts.format='{problem} \\boxed{}'", ["prompts.format", "double literal braces"]),
+    ("prompts.format='{problem'", ["prompts.format", "such as \\boxed{{}}"]),
+    ("eval.format='dapo'", ["eval.format", "'question-answer', 'boxed', or a template"]),
     ("prompts={system='x', chat=false}", ["system needs chat = true"]),
     ("eval.graders.aime-2042='exact'", ["eval.graders", "'aime-2042' is not in eval.benchmarks"]),
-    ("eval.graders.aime-2024='exakt'", ["eval.graders.aime-2024", "'math-verify', 'exact'"]),
-    ("eval.graders.aime-2024={kind='exact', tolerance=0.1}", ["eval.graders.aime-2024", "has no tolerance"]),
-    ("eval.graders.aime-2024={kind='regex'}", ["eval.graders.aime-2024", "needs a pattern"]),
-    ("eval.graders.aime-2024={kind='regex', pattern='('}", ["not a regular expression"]),
-    ("eval.graders.aime-2024={kind='python'}", ["eval.graders.aime-2024", "my.py:grade"]),
+    ("eval.graders.aime-2024='exakt'", ["eval.graders", "'math-verify', 'exact'"]),
+    ("eval.graders.aime-2024='exact:0.1'", ["eval.graders", "aime-2024: must be one of", "'numeric:TOLERANCE'"]),
+    ("eval.graders.aime-2024='numeric:much'", ["eval.graders", "numeric takes a tolerance"]),
+    ("eval.graders.aime-2024='regex:'", ["eval.graders", "needs a pattern"]),
+    ("eval.graders.aime-2024='regex:('", ["eval.graders", "not a regular expression"]),
+    ("eval.graders.aime-2024='python'", ["eval.graders", "my.py:grade"]),
+    ("eval.graders.aime-2024={kind='regex'}", ["eval.graders.aime-2024", 'must be one text, such as "exact"']),
+    ("harness.args={tasks=['x']}", ["harness.args", "set by harness.tasks"]),
+    ("harness.args={model_args='a=1'}", ["harness.args", "model_args must be a table"]),
+    ("tracking.name='{seed}'", ["tracking", "{run} and {policy}"]),
     ("prompts.dedup='fuzzy'", ["prompts.dedup", "'exact'"]),
     ("train.learning_rate=0", ["train.learning_rate = 0", "greater than 0"]),
-    ("train.betas=[0.9, 1.0]", ["train.betas", "below 1"]),
+    ("train.optimizer.betas=[0.9, 1.0]", ["train.optimizer.betas", "below 1"]),
     ("train.validation=1.0", ["train.validation", "less than 1"]),
     ("train.updates_per_round=3", ["train.updates_per_round is 3", "256 trajectories"]),
     ("eval.samples=0", ["eval.samples = 0"]),
@@ -98,19 +118,19 @@ WRONG = [
         [
             "eval.sources = ",
             "'aime-2042' is not in eval.benchmarks (aime-2024, aime-2025, hmmt-feb-2025)",
-            "add it there",
+            "add it there or remove it",
         ],
     ),
     (
         "eval={benchmarks=['file:x.jsonl'], sources={'file:x.jsonl'='y.jsonl'}}",
-        ["eval.sources", "'file:x.jsonl' is its own source"],
+        ["eval.sources", "'file:x.jsonl' already names its file"],
     ),
     ("name='../escape'", ["name", "plain name"]),
     ("anchors.'a/b'={post='x', pre='y'}", ["anchors.a/b", "plain name"]),
     # contexts
     ("anchors.x={}", ["anchors.x = {}", "post is missing", "model and post_prompt"]),
-    ("anchors.acc.model='student'", ["anchors.acc", "model stands instead of post and pre"]),
-    ("anchors.x={model='student'}", ["anchors.x", "same context on both sides", "Give post_prompt"]),
+    ("anchors.acc.model='student'", ["anchors.acc", "model replaces post and pre"]),
+    ("anchors.x={model='student'}", ["anchors.x", "same context on both sides", "Set post_prompt"]),
     ("anchors.x={model='m', post_prompt={systm='a'}}", ["anchors.x.post_prompt.systm", "post_prompt.system?"]),
     ("anchors.x={model='m', post_prompt={template='Hi'}}", ["anchors.x.post_prompt.template", "needs {prompt}"]),
     (
@@ -121,14 +141,14 @@ WRONG = [
     ("anchors.x={model='m', post_prompt={prefix='a'}, missing='mask'}", ["anchors.x", "there are none"]),
     ("anchors.x={model='m', post_prompt={prefix='a'}, missing='drop'}", ["anchors.x.missing", "'refuse' or 'mask'"]),
     (
-        "anchors.x={model='student', post_prompt={prefix='a'}, post_revision='main'}",
-        ["anchors.x", "takes revision and trust_remote_code from [student]"],
+        "anchors.x={model='student', post_prompt={prefix='a'}, trust_remote_code=true}",
+        ["anchors.x", "takes trust_remote_code from [student]"],
     ),
     # rules of shifts
-    ("anchors.acc.shift_clip=0", ["anchors.acc.shift_clip = 0", "greater than 0"]),
-    ("anchors.acc.only_above=-1.0", ["anchors.acc.only_above = -1.0", "greater than 0"]),
-    ("anchors.acc.mass_floor=1.5", ["anchors.acc.mass_floor = 1.5", "less than 1"]),
-    ("anchors.acc.temperature=inf", ["anchors.acc.temperature", "finite"]),
+    ("anchors.acc.shift.clip=0", ["anchors.acc.shift.clip = 0", "greater than 0"]),
+    ("anchors.acc.shift.only_above=-1.0", ["anchors.acc.shift.only_above = -1.0", "greater than 0"]),
+    ("anchors.acc.shift.mass_floor=1.5", ["anchors.acc.shift.mass_floor = 1.5", "less than 1"]),
+    ("anchors.acc.shift.temperature=inf", ["anchors.acc.shift.temperature", "finite"]),
     # weights by tag
     ("compositions.both.weights={math={acc=1.0}, acc=0.5}", ["compositions.both", "mix tables by tag", "'acc'"]),
     ("compositions.both.weights={math={acc=0.7}}", ["compositions.both.weights", "math", "sum to 1"]),
@@ -141,7 +161,7 @@ WRONG = [
         ["compositions.both.weights", "weights by tag are for joint training; mixture"],
     ),
     ("tags={column='kind', rules={math='x'}}", ["tags", "leave one of them out"]),
-    ("tags.rules={math='('}", ["tags.rules", "not a regular expression"]),
+    ("tags.rules={math='('}", ["tags", "rules.math = '(' is not a regular expression"]),
     # names that do not fit together
     ("compositions.both.weights={acc=0.5, klear=0.5}", ["'klear'", "known anchors: acc, brief"]),
     ("policies.base.model='x'", ["policies.base", "the student itself"]),
@@ -173,17 +193,20 @@ WRONG = [
     ("compositions.x={method='self', sharpen=0.0}", ["compositions.x.sharpen = 0.0", "greater than 0"]),
     (
         "compositions.x={method='mixture', weights={acc=1.5, brief=-0.5}, allow_negative=true}",
-        ["compositions.x.weights", "a negative weight", "mixture training has not"],
+        ["compositions.x.weights", "negative weights are not supported by mixture training"],
     ),
     (
         "compositions.x={method='teacher', weights={acc=-1.0}, normalize=false, allow_negative=true}",
-        ["a negative weight", "teacher training has not"],
+        ["negative weights are not supported by teacher training"],
     ),
     (
         "compositions.x={method='sequential', weights={acc=1.5, brief=-0.5}, allow_negative=true, sequence=['acc']}",
-        ["a negative weight", "sequential training has not"],
+        ["negative weights are not supported by sequential training"],
     ),
-    ("compositions.x={method='online', weights={acc=1.5, brief=-0.5}}", ["allow_negative = true lets one subtract"]),
+    (
+        "compositions.x={method='online', weights={acc=1.5, brief=-0.5}}",
+        ["allow_negative = true allows a weight to subtract"],
+    ),
     # keys of another method
     (
         "compositions.x={method='online', weights={acc=1.0}, kl_budget=0.1}",
@@ -191,22 +214,17 @@ WRONG = [
     ),
     (
         "compositions.x={method='self', sharpen=0.5, weights={acc=1.0}}",
-        ['compositions.x.weights = {"acc": 1.0}: method = "self" has no weights', "leave it out"],
+        ['compositions.x.weights = {"acc": 1.0}: method = "self" has no weights', "remove it"],
     ),
     (
         "compositions.x={method='online', weights={acc=1.0}, dose='full'}",
-        ['compositions.x.dose = "full": method = "online" has no dose, only "sequential": leave it out'],
+        ['compositions.x.dose = "full": method = "online" has no dose, only "sequential": remove it'],
     ),
     ("compositions.both.dose='matched'", ['compositions.both.dose = "matched": add method = "sequential"']),
     ("compositions.both.resample=false", ['compositions.both.resample = false: add method = "sequential"']),
     ("compositions.both.sequense=['acc']", ["Did you mean compositions.both.sequence?"]),
     ("compositions.both.methd='online'", ["Did you mean compositions.both.method?"]),
     ("compositions.x.wieghts={acc=1.0}", ["Did you mean compositions.x.weights?"]),
-    # flags of earlier versions
-    ("compositions.both.online=true", ['compositions.both.online = true: write method = "online" instead']),
-    ("compositions.both.mixture=true", ['compositions.both.mixture = true: write method = "mixture" instead']),
-    ("compositions.both.teacher=true", ['compositions.both.teacher = true: write method = "teacher" instead']),
-    ("compositions.both.online=false", ["compositions.both.online = false: leave it out"]),
     (
         "compositions.both.sequence=['acc', 'brief']",
         ['compositions.both.sequence = ["acc", "brief"]: add method = "sequential"'],
@@ -218,6 +236,31 @@ WRONG = [
     ("=3", ["--set =3", "key=value"]),
     ("train..epochs=3", ["train..epochs", "not a dotted key"]),
 ]
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_a_key_that_has_moved_is_answered_with_what_to_write(old: str) -> None:
+    """The new key is named with the value that was written, and exists."""
+    new = MOVED[old].replace("NAME", "acc")
+    *path, last = old.replace("NAME", "acc").split(".")
+    data: dict = {"name": "x", "student": {"model": "s"}}
+    table = data
+    for part in path:
+        table = table.setdefault(part, {})
+    table[last] = 0.25
+    if path[0] == "anchors":
+        table |= {"post": "a", "pre": "b"}
+    with pytest.raises(InputError) as raised:
+        check_recipe(data)
+    message = str(raised.value)
+    assert f"{'.'.join([*path, last])} = 0.25: " in message, message
+    assert "NAME" not in message
+    if " " in new:
+        assert new in message
+    else:
+        assert f"write {new} = 0.25" in message
+        known = {key.name.replace("NAME", "acc") for key in recipe_keys()}
+        assert any(new == key or new.startswith(f"{key}.") for key in known), "the new key exists"
 
 
 @pytest.fixture
@@ -243,6 +286,11 @@ def test_wrong_value_is_named_with_what_is_allowed(good: Path, override: str, pa
     assert not any(f".{method}." in message.replace("compositions.joint.", "") for method in METHODS), "a pydantic tag"
 
 
+def test_evaluation_during_training_needs_a_benchmark(good: Path) -> None:
+    with pytest.raises(InputError, match=r"train.eval_every .* eval.benchmarks, which is empty"):
+        load_recipe([good], ["eval.benchmarks=[]", "train.eval_every=5"])
+
+
 WRONG_FILES = [
     ("[student\nmodel = 'x'", ["broken TOML", "line 1"]),
     ("name = 'x'\nname = 'y'", ["broken TOML", "line 2"]),
@@ -258,7 +306,7 @@ WRONG_FILES = [
     (
         "name = 'x'\nstudent.model = 'm'\nanchors.a = { post = 'q', pre = 'p' }\ntags.rules = { math = '1' }\n"
         "compositions.c.weights = { mth = { a = 1.0 }, default = { a = 1.0 } }",
-        ["compositions.c.weights.mth", "no rule of [tags.rules] gives this tag; there is math, and default"],
+        ["compositions.c.weights.mth", "no rule of [tags.rules] gives this tag; known: math, and default"],
     ),
     ("", ["name is missing", "(also wrong or missing: student)"]),
 ]

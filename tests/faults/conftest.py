@@ -1,6 +1,7 @@
 """A tiny run to do harm to, the program that does it, and the count of what came of it."""
 
 import json
+import os
 import re
 import shutil
 from collections import Counter
@@ -16,7 +17,7 @@ from tiny import make_world, save_prompts
 
 VERBS = ("rollout", "reference", "score", "train", "eval")
 SWEEP = ("--shares", "0.25,0.75")
-CLOCKS = {"ledger.jsonl", "log.txt", ".lock", "machine.json", ".metadata"}  # say when and where, never what
+CLOCKS = {"ledger.jsonl", "log.txt", ".lock", ".holder", "machine.json", ".metadata"}  # say when and where, never what
 TIMES = ("seconds", "tokens_per_s", "loading", "memory")
 
 
@@ -92,7 +93,7 @@ class Lab:
 
     def copy(self, name: str, moment: str) -> str:
         """Lay out a trial: the run as it was at some moment, such as `before-train`."""
-        shutil.copytree(self.root / moment, self.root / name)
+        shutil.copytree(self.root / moment, self.root / name, symlinks=True)
         return name
 
     def job(self, name: str, verb: str, *more: str, fault: Fault | None = None) -> Job:
@@ -107,10 +108,14 @@ class Lab:
         return replace(ended, events=[event.replace(f"{self.folder(name)}/", "", 1) for event in ended.events])
 
     def contents(self, name: str) -> dict[str, Any]:
-        """Everything in a run that does not tell the time."""
+        """Everything in a run that does not tell the time, and where the plain names lead."""
         folder = self.folder(name)
-        files = [path for path in folder.rglob("*") if path.is_file() and path.name not in CLOCKS]
-        return {str(path.relative_to(folder)): _timeless(path) for path in files}
+        paths = list(folder.rglob("*"))
+        links = {path: os.readlink(path) for path in paths if path.is_symlink()}
+        files = [path for path in paths if path not in links and path.is_file() and path.name not in CLOCKS]
+        return {str(path.relative_to(folder)): _timeless(path) for path in files} | {
+            str(path.relative_to(folder)): f"-> {target}" for path, target in links.items()
+        }
 
 
 def _timeless(path: Path) -> Any:

@@ -11,8 +11,8 @@ from faults.conftest import Lab, Tally
 from forked import Fault, Forked
 from lightning_weave.config import load_recipe
 from lightning_weave.models.vllm import request_seed
-from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.stream import Journal
+from lightning_weave.run import Run
+from lightning_weave.stages.sampling import Journal
 from lightning_weave.types import Request, Rollouts
 from programs import write_program
 from tiny import make_world, save_prompts
@@ -59,13 +59,12 @@ def engine_lab(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Lab:
     script.write_text(ENGINE)
     python = write_program(root / "python", sys.executable, script)
     recipe = make_world(root / "world", prompts=6)
-    engine = {"engine": "vllm", "python": str(python), "parity": 1e9}
+    stages = dict.fromkeys(("rollout", "reference", "score", "eval"), "vllm")
+    engine = {**stages, "python": str(python), "parity": 1e9}
     bench = save_prompts(root / "world" / "bench.jsonl", 6, seed=9)
-    recipe |= {"runs": "runs", "score": engine, "compositions": {"both": recipe["compositions"]["both"]}}
-    recipe["rollout"] |= {**engine, "prompts_per_shard": 2}
-    recipe["reference"] |= engine
+    recipe |= {"runs": "runs", "engine": engine, "compositions": {"both": recipe["compositions"]["both"]}}
+    recipe["rollout"] |= {"prompts_per_shard": 2}
     recipe["eval"] = {
-        **engine,
         "benchmarks": [f"file:{bench}"],
         "samples": 2,
         "max_tokens": 9,
@@ -77,7 +76,7 @@ def engine_lab(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Lab:
     made.write("whole")
     for verb, more in VERBS.items():
         made.copy(f"before-{verb}", "whole")
-        ended = made.lweave("whole", verb, *more)
+        ended = made.lweave("whole", verb, *more, "--trust")
         assert ended.code == 0, ended.said
         made.copy(f"after-{verb}", "whole")
     return made
@@ -86,10 +85,10 @@ def engine_lab(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Lab:
 def finished(lab: Lab, name: str) -> set[int]:
     """The seeds of all rollouts that a run has, in whole shards or in the journal of the others."""
     recipe = load_recipe(lab.root / name / "r.toml").model_copy(update={"runs": str(lab.folder(name).parent)})
-    steps = Steps(recipe)
-    stage = steps.store.stage(steps.rollout)
+    run = Run(recipe)
+    stage = run.stage("rollout")
     shards = [stage.open(Rollouts, shard).read() for shard in range(3) if shard not in stage.pending(3)]
-    journal = Journal(stage.folder, f"journal-{stage.step.fingerprint}")
+    journal = Journal(stage.folder, f"journal-{stage.fingerprint}")
     pairs: list[tuple[int, Any]] = [pair for shard in range(3) for pair in journal.read(shard)]
     for rows in shards:
         pairs += zip(rows.prompt_R.tolist(), rows.response_R.tolist(), strict=True)
@@ -104,21 +103,21 @@ def answered(lab: Lab) -> list[int]:
 def test_kills_beside_an_engine_leave_no_trace(engine_lab: Lab, tally: Tally, verb: str) -> None:
     lab, more = engine_lab, VERBS[verb]
     expected = lab.contents(f"after-{verb}")
-    events = lab.lweave(lab.copy(f"count-{verb}", f"before-{verb}"), verb, *more).events
+    events = lab.lweave(lab.copy(f"count-{verb}", f"before-{verb}"), verb, *more, "--trust").events
     plans = [[2, 3, 2], [len(events) // 3, 2, 2], [2 * len(events) // 3, 1], [len(events)]]
     for trial, plan in enumerate(plans):
         name = lab.copy(f"killed-{verb}-{trial}", f"before-{verb}")
         for event in plan:
             known = finished(lab, name) if verb == "rollout" else set()
             before = len(answered(lab))
-            ended = lab.lweave(name, verb, *more, fault=Fault(event=event))
+            ended = lab.lweave(name, verb, *more, "--trust", fault=Fault(event=event))
             assert ended.code == -signal.SIGKILL, ended.said
             assert known.isdisjoint(answered(lab)[before:])
             tally.survived[f"SIGKILL beside an engine during lweave {verb}"] += 1
         known = finished(lab, name) if verb == "rollout" else set()
         before = len(answered(lab))
-        ended = lab.lweave(name, verb, *more)
+        ended = lab.lweave(name, verb, *more, "--trust")
         assert ended.code == 0, ended.said
         assert known.isdisjoint(answered(lab)[before:])
-        assert lab.lweave(name, "verify").code == 0
+        assert lab.lweave(name, "status", "--verify").code == 0
         assert lab.contents(name) == expected

@@ -2,12 +2,14 @@
 
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from faults.conftest import VERBS, Lab, Tally
-from forked import Fault
+from forked import Fault, kill_at
+from lightning_weave.store.ledger import read_ledger
 
 CHAINS = 6  # that begin in the first half of the stage's writes
 DELAYS = (0.0, 0.0005, 0.002, 0.01)  # seconds after the write or rename began ...
@@ -40,8 +42,22 @@ def test_kills_leave_no_trace(lab: Lab, tally: Tally, verb: str) -> None:
             assert ended.code == -signal.SIGKILL, ended.said
             killed += 1
             tally.kills[place_of(ended.events[-1])] += 1
-        assert lab.lweave(name, "verify").code == 0
+        assert lab.lweave(name, "status", "--verify").code == 0
         ended = lab.lweave(name, verb)
         assert ended.code == 0, ended.said
         assert lab.contents(name) == expected
     tally.survived[f"SIGKILL during lweave {verb}"] += killed
+
+
+@pytest.mark.parametrize(("verb", "last"), [("rollout", "00005.safetensors"), ("eval", "00002.jsonl")])
+def test_a_kill_after_the_last_piece_of_a_stage_leaves_its_cost(lab: Lab, tally: Tally, verb: str, last: str) -> None:
+    name = lab.copy(f"spent-{verb}", f"before-{verb}")
+    before = len(read_ledger(lab.folder(name)))
+    job = replace(lab.job(name, verb), **kill_at("rename", last, 1))
+    ended = lab.forked.run(job)
+    assert ended.code == -signal.SIGKILL, ended.said
+    assert lab.lweave(name, verb).code == 0
+    spent = [row for row in read_ledger(lab.folder(name))[before:] if row["stage"] == verb]
+    assert spent
+    assert all(row["device_seconds"] > 0 for row in spent)
+    tally.survived["killed before a row of the ledger"] += 1

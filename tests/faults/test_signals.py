@@ -12,7 +12,7 @@ def test_a_stopped_command_says_so_and_goes_on(lab: Lab, tally: Tally, verb: str
     name = lab.copy(f"{signal}-{verb}", f"before-{verb}")
     ended = lab.lweave(name, verb, fault=Fault(signal, event=4, delay=0.001))
     assert ended.code == 130, ended.said
-    assert "stopped. What was finished is kept; rerun the same command to resume" in ended.said
+    assert "stopped. Finished work is kept; rerun the same command to resume" in ended.said
     assert "Traceback" not in ended.said
     assert lab.lweave(name, verb).code == 0
     assert lab.contents(name) == lab.contents(f"after-{verb}")

@@ -9,18 +9,18 @@ from forked import Fault
 from train.test_round_engine import with_engine
 
 REFRESHED = [  # the write or rename at whose beginning each kill falls, in the order of the work
-    ("write", r"/both/checkpoints/\.tmp-000004/__0_0\.distcp$"),
-    ("rename", r"/both/checkpoints/\.tmp-000006$"),
-    ("write", r"/part-2/sampler/\.tmp-final/config\.json$"),
-    ("rename", r"/part-2/sampler/\.tmp-final$"),
-    ("write", r"/part-2/sampler/.*manifest\.json$"),
-    ("write", r"/part-2/prompts/.*step\.json$"),
-    ("write", r"/part-2/rollout/.*-00003\.safetensors$"),
-    ("write", r"/part-2/proposal/.*manifest\.json$"),
-    ("rename", r"/part-2/reference/.*-00002\.safetensors$"),
-    ("write", r"/part-2/score/brief-post/.*-00001\.safetensors$"),
-    ("write", r"/both/checkpoints/\.tmp-000010/\.metadata\.tmp$"),
-    ("write", r"/train/both/\.tmp-final/model\.safetensors$"),
+    ("write", r"/both@\w+/checkpoints/\.tmp-000004/__0_0\.distcp$"),
+    ("rename", r"/both@\w+/checkpoints/\.tmp-000006$"),
+    ("write", r"/part-2/sampler@\w+/\.tmp-final/config\.json$"),
+    ("rename", r"/part-2/sampler@\w+/\.tmp-final$"),
+    ("write", r"/part-2/sampler@\w+/.*manifest\.json$"),
+    ("write", r"/part-2/prompts@\w+/.*stage\.json$"),
+    ("write", r"/part-2/rollout@\w+/.*-00003\.safetensors$"),
+    ("write", r"/part-2/proposal@\w+/.*manifest\.json$"),
+    ("rename", r"/part-2/reference@\w+/.*-00002\.safetensors$"),
+    ("write", r"/part-2/score/brief-post@\w+/.*-00001\.safetensors$"),
+    ("write", r"/both@\w+/checkpoints/\.tmp-000010/\.metadata\.tmp$"),
+    ("write", r"/train/both@\w+/\.tmp-final/model\.safetensors$"),
 ]
 
 
@@ -29,15 +29,15 @@ def at(action: str, path: str) -> dict[str, Any]:
 
 
 def kill(lab: Lab, name: str, tally: Tally, what: str, **job: Any) -> None:
-    ended = lab.forked.run(replace(lab.job(name, "train"), **job))
+    ended = lab.forked.run(replace(lab.job(name, "train", "--trust"), **job))
     assert ended.code == -signal.SIGKILL, ended.said
     tally.survived[f"SIGKILL during {what}"] += 1
 
 
 def check_ends_as(lab: Lab, name: str, undisturbed: str) -> None:
     """Let it end, with the bytes of one that was left in peace."""
-    assert lab.lweave(name, "verify").code == 0
-    ended = lab.lweave(name, "train")
+    assert lab.lweave(name, "status", "--verify").code == 0
+    ended = lab.lweave(name, "train", "--trust")
     assert ended.code == 0, ended.said
     assert "resuming from update" in ended.said, ended.said
     assert lab.contents(name) == lab.contents(undisturbed)
@@ -60,8 +60,8 @@ def test_kills_beside_the_engine_of_online_training_leave_no_trace(lab: Lab, tal
     live = {"live": {"weights": lab.recipe["compositions"]["both"]["weights"], "method": "online", "epochs": 1}}
     for name in ("online", "killed-online"):
         (lab.root / name).mkdir()
-        lab.write(name, rollout=recipe["rollout"], compositions=live)
-    assert lab.lweave("online", "train").code == 0
+        lab.write(name, engine=recipe["engine"], compositions=live)
+    assert lab.lweave("online", "train", "--trust").code == 0
     what = "online training with an engine"
     kill(lab, "killed-online", tally, what, **at("write", r"/\.tmp-round-000002/model\.safetensors$"))
     kill(lab, "killed-online", tally, what, environment={"STAND_IN_KILLS": "round-000004"})

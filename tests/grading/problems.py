@@ -1,8 +1,11 @@
 """Small problems in LiveCodeBench's row format, each with a solution that is right."""
 
 import json
+import uuid
 from pathlib import Path
 from typing import Any
+
+MARK = f"planted-{uuid.uuid4().hex}"  # begins the name of every file that a hostile program tries to write
 
 
 def row(name: str, tests: list[tuple[str, str]], method: str | None = None) -> dict[str, Any]:
@@ -48,8 +51,8 @@ PROBLEMS = {
 
 
 def programs(name: str) -> dict[str, str]:
-    """Read a file of programs, each below a line `#### title`."""
-    text = Path(__file__).with_name("programs").joinpath(f"{name}.txt").read_text()
+    """Read a file of programs, each below a line `#### title`; PLANTED stands for MARK, which nobody else uses."""
+    text = Path(__file__).with_name("programs").joinpath(f"{name}.txt").read_text().replace("PLANTED", MARK)
     sections = [section.partition("\n") for section in text.split("#### ")[1:]]
     found = {title: code.rstrip() + "\n" for title, _, code in sections}
     assert len(found) == len(sections), "two programs have the same title"

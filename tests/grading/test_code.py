@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from grading import problems
 from lightning_weave.errors import InputError
-from lightning_weave.grading.cases import decode_tests, pickled_string
-from lightning_weave.grading.code import extract_code, grade_code, grade_many, same_text
-from lightning_weave.grading.driver import plain
+from lightning_weave.grading.code import decode_tests, extract_code, grade_code, grade_many, pickled_string, same_text
+from lightning_weave.grading.driver import to_plain
 from lightning_weave.grading.sandbox import Sandbox
 
 SAMPLE = Path(__file__).parents[3] / "shared" / "data" / "benchmarks" / "leetcode_sample.jsonl"
@@ -150,10 +149,10 @@ def test_results_keep_what_equality_can_see() -> None:
 
         __hash__ = int.__hash__
 
-    assert plain((1, (2, "a"), [None, True])) == [1, {"tuple": [2, "a"]}, [None, True]]
-    assert type(plain(Always(4))) is int
-    assert plain({1: 2}) == {"dict": [[1, 2]]}
-    assert plain({3}) == {"object": "set"}
+    assert to_plain((1, (2, "a"), [None, True])) == [1, {"tuple": [2, "a"]}, [None, True]]
+    assert type(to_plain(Always(4))) is int
+    assert to_plain({1: 2}) == {"dict": [[1, 2]]}
+    assert to_plain({3}) == {"object": "set"}
 
 
 # Verdicts

@@ -9,8 +9,8 @@ import pytest
 from lightning_weave.config import Eval, Grading
 from lightning_weave.errors import InputError
 from lightning_weave.grading import graders
-from lightning_weave.grading.graders import grade_answer, grade_rollout, grading_of
-from lightning_weave.own import load_function
+from lightning_weave.grading.graders import choose_grading, grade_answer, grade_rollout
+from lightning_weave.plugins import load_function
 
 CASES = [
     ("paper", r"so \boxed{4}", "4", ("4", True)),
@@ -24,6 +24,9 @@ CASES = [
     ("numeric", "2 + 2 makes\n4 apples", "4", ("4", True)),
     ("numeric", r"\boxed{-3e2}", "-300", ("-3e2", True)),
     ("numeric", "about 4.1", "4", ("4.1", False)),
+    ("numeric", "The answer is 4.5. Done", "4.5", ("4.5", True)),
+    ("numeric", "3/2/4", "4", ("4", True)),
+    ("numeric", "1e5e4", "4", ("4", True)),
     ("numeric", "I do not know", "4", (None, False)),
     ("choice", "The answer is (C) Paris", "C", ("C", True)),
     ("choice", r"\boxed{c}", "C", ("C", True)),
@@ -79,13 +82,13 @@ def test_own_files_are_graded_forgivingly_and_the_papers_benchmarks_by_its_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = ["aime-2024", "file:a/mine.jsonl", "file:b/letters.jsonl"]
-    section = Eval(benchmarks=names, graders={"letters": Grading(kind="choice")})
+    section = Eval(benchmarks=names, graders={"letters": "choice"})
     monkeypatch.setattr(graders, "has_math_verify", lambda: True)
-    assert [grading_of(section, name).kind for name in names] == ["paper", "math-verify", "choice"]
+    assert [choose_grading(section, name).kind for name in names] == ["paper", "math-verify", "choice"]
     monkeypatch.setattr(graders, "has_math_verify", lambda: False)
-    assert [grading_of(section, name).kind for name in names] == ["paper", "paper", "choice"]
+    assert [choose_grading(section, name).kind for name in names] == ["paper", "paper", "choice"]
     section = section.model_copy(update={"profile": "math-verify"})
-    assert [grading_of(section, name).kind for name in names] == ["math-verify", "math-verify", "choice"]
+    assert [choose_grading(section, name).kind for name in names] == ["math-verify", "math-verify", "choice"]
 
 
 def test_rollouts_are_graded_by_the_profile_else_by_the_papers_rule() -> None:

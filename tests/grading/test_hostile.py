@@ -19,15 +19,14 @@ import lightning_weave
 from grading import problems
 from grading.conftest import PATIENT
 from lightning_weave.grading.code import grade_code, grade_many
-from lightning_weave.grading.jail import Jail
-from lightning_weave.grading.sandbox import Limits, Program, Sandbox, SandboxError, open_sandbox
+from lightning_weave.grading.sandbox import Limits, Program, RunResult, Sandbox, SandboxError, Slot, open_sandbox
 
 HOSTILE = problems.programs("hostile")
 USES_ALL = """
 import os, threading
 a, b = map(int, input().split())
 assert os.listdir("/tmp") == [] and os.getpriority(os.PRIO_PROCESS, 0) == PRIORITY
-open("/tmp/x", "wb").write(bytes(1 << 20))
+open("/tmp/PLANTED", "wb").write(bytes(1 << 20))
 parts = []
 workers = [threading.Thread(target=parts.append, args=(x,)) for x in [a, b] * 10]
 for worker in workers: worker.start()
@@ -60,7 +59,7 @@ SLOW = "import time\na, b = map(int, input().split())\ntime.sleep(0.3)\nprint(a 
 
 def uses_all() -> str:
     """A program that needs everything it is entitled to, among it our own priority, whatever that is."""
-    return USES_ALL.replace("PRIORITY", str(os.getpriority(os.PRIO_PROCESS, 0)))
+    return USES_ALL.replace("PRIORITY", str(os.getpriority(os.PRIO_PROCESS, 0))).replace("PLANTED", problems.MARK)
 
 
 def descendants(of: int) -> set[str]:
@@ -80,17 +79,26 @@ def descendants(of: int) -> set[str]:
 
 
 def planted() -> list[Path]:
-    """List the files of this host that a program below would have written, had it been able to."""
-    places = [Path("/"), Path("/tmp"), Path("/dev/shm"), Path("/usr"), Path.home(), Path.cwd()]
-    found = [place / name for place in places for name in ("x", "0", "planted-for-the-host")]
-    return [path for path in found if path.is_symlink() or path.exists()]
+    """List the files that a program of these tests has written outside of its sandbox."""
+    folders = [
+        "/",
+        "/tmp",
+        tempfile.gettempdir(),
+        "/dev",
+        "/dev/shm",
+        "/usr",
+        "/root",
+        "/home",
+        Path.home(),
+        Path.cwd(),
+    ]
+    return [path for folder in map(Path, folders) for path in folder.glob(f"{problems.MARK}*")]
 
 
 @pytest.fixture(autouse=True)
 def unharmed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail a test that leaves processes, files or open descriptors behind."""
     gc.collect()  # what earlier tests have left open is none of this one's business
-    found = planted()
     sandboxes = [request.getfixturevalue(name) for name in ("sandbox", "hasty")]
     monkeypatch.setenv("GRADER_SECRET", "GRADER_SECRET")
     for used in sandboxes:
@@ -100,7 +108,7 @@ def unharmed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     for used in sandboxes:
         used.close()
     assert descendants(os.getpid()) <= processes
-    assert planted() == found
+    assert planted() == []
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
@@ -118,12 +126,13 @@ def test_an_untouched_sandbox_is_kept_and_a_touched_one_is_not(sandbox: Sandbox)
     def process_after(source: str) -> int:
         with sandbox.slot() as slot:
             slot.run(Program(source), b"")
-            return 0 if slot._jail is None else slot._jail._process.pid
+            return 0 if slot._process is None else slot._process.pid
 
     first = process_after("print(1)")
     assert process_after("raise ValueError") == first != 0
-    assert process_after("open('/tmp/x', 'w').close()") == 0
-    assert process_after("open('/tmp/x', 'w').close()\nimport os; os.remove('/tmp/x')") == 0
+    write = f"open('/tmp/{problems.MARK}', 'w').close()"
+    assert process_after(write) == 0
+    assert process_after(f"{write}\nimport os; os.remove('/tmp/{problems.MARK}')") == 0
     assert process_after("import os, time\nif os.fork() == 0: time.sleep(60)") == 0
     assert process_after("print(1)") not in (0, first)
 
@@ -139,17 +148,17 @@ def test_parallel_slots_do_not_interfere() -> None:
         assert [verdict.reason for verdict in verdicts] == ["wrong answer" if job == BOMB else "passed" for job in jobs]
 
 
-def kill_inside(jail: Jail) -> None:
-    assert jail._first is not None
-    signal.pidfd_send_signal(jail._first, signal.SIGKILL)
-    jail._process.wait()
+def kill_inside(slot: Slot) -> None:
+    assert slot._first is not None
+    assert slot._process is not None
+    signal.pidfd_send_signal(slot._first, signal.SIGKILL)
+    slot._process.wait()
 
 
 def test_a_sandbox_that_is_killed_from_outside_is_tried_again(sandbox: Sandbox) -> None:
     with sandbox.slot() as slot:
         assert slot.run(Program(SLOW), b"1 2\n").output == b"3\n"
-        assert slot._jail is not None
-        killer = threading.Timer(0.1, kill_inside, [slot._jail])
+        killer = threading.Timer(0.1, kill_inside, [slot])
         killer.start()
         assert slot.run(Program(SLOW), b"2 3\n").output == b"5\n"
         killer.join()
@@ -158,14 +167,16 @@ def test_a_sandbox_that_is_killed_from_outside_is_tried_again(sandbox: Sandbox) 
 def test_a_program_whose_sandbox_always_breaks_fails_but_only_if_others_run(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Jail.run
+    attempt = Slot._attempt
 
-    def broken(jail: Jail, program: Program, stdin: bytes, seconds: float | None) -> object:
+    def broken(slot: Slot, program: Program, stdin: bytes, seconds: float | None = None) -> RunResult | None:
         if stdin != spared:
-            kill_inside(jail)
-        return run(jail, program, stdin, seconds)
+            if slot._process is None:
+                slot._start()
+            kill_inside(slot)
+        return attempt(slot, program, stdin, seconds)
 
-    monkeypatch.setattr(Jail, "run", broken)
+    monkeypatch.setattr(Slot, "_attempt", broken)
     spared = b"ready\n"
     verdict = grade_code(SLOW, problems.ADD, sandbox)
     assert (verdict.reason, verdict.detail) == ("runtime error", "the program destroyed its own sandbox")

@@ -202,21 +202,21 @@ def test_every_spelling_of_an_integer_is_the_integer(number: int, zeros: int) ->
     assert not grade(f"\\boxed{{{spelled}}}", number + 1)
 
 
-class Steps:
+class Run:
     """Count the lines of Python that a call runs, in this module's own functions."""
 
     def __init__(self) -> None:
         self.lines = 0
 
-    def __call__(self, frame: object, event: str, argument: object) -> "Steps":
+    def __call__(self, frame: object, event: str, argument: object) -> "Run":
         self.lines += event == "line"
         return self
 
 
 @pytest.mark.parametrize("unit", ["{", "}", "\\boxed{", "\\text{", "\\", "\\{", "^ ", "1,234", "\\text{a}", "\\boxed "])
 def test_python_steps_grow_in_proportion_to_hostile_input(unit: str) -> None:
-    def steps(repeats: int) -> int:
-        counter, before = Steps(), sys.gettrace()
+    def run(repeats: int) -> int:
+        counter, before = Run(), sys.gettrace()
         text = "\\boxed{" + unit * repeats + "}" * repeats + "}"
         sys.settrace(counter)
         try:
@@ -225,12 +225,12 @@ def test_python_steps_grow_in_proportion_to_hostile_input(unit: str) -> None:
             sys.settrace(before)
         return counter.lines
 
-    assert steps(2_000) <= 12 * steps(200)
+    assert run(2_000) <= 12 * run(200)
 
 
 @pytest.mark.parametrize("unit", ["{", "\\text{", "\\", " ", "0", "1,234"])
 def test_hostile_input_of_full_length_is_answered(unit: str) -> None:
-    """A quadratic pattern would need 10**10 steps here, far beyond this test's time limit."""
+    """A quadratic pattern would need 10**10 run here, far beyond this test's time limit."""
     text = "\\boxed{" + unit * 100_000 + "x" + "}" * 100_000 + "}"
     assert not grade(text, "1")
     assert canonical(unit * 100_000 + "x")

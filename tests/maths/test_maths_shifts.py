@@ -10,13 +10,7 @@ from torch import Tensor, tensor
 from torch.testing import assert_close
 
 import oracle
-from lightning_weave.maths import (
-    LOG_RESIDUAL_FLOOR,
-    compose_shifts,
-    policy_shift,
-    tilted_target,
-    with_other,
-)
+from lightning_weave.maths import LOG_RESIDUAL_FLOOR, compose_shifts, policy_shift, tilted_target, with_other
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -8,6 +8,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     Olmo3Config,
+    Phi3Config,
     Qwen3_5TextConfig,
     Qwen3Config,
 )
@@ -43,6 +44,18 @@ CONFIGS = {
     ),
     "olmo3": lambda: Olmo3Config(
         **_SHAPE, sliding_window=8, layer_types=["sliding_attention", "sliding_attention", "full_attention"]
+    ),
+    # The longer rows of a batch are rotated by other frequencies than the shorter ones.
+    "phi3": lambda: Phi3Config(
+        **_SHAPE,
+        original_max_position_embeddings=12,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0, 3.0, 6.0, 9.0],
+            "original_max_position_embeddings": 12,
+        },
     ),
 }
 ARCHITECTURES = tuple(CONFIGS)

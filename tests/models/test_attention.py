@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, Olmo3Config
 
-from lightning_weave.models.attention import spare_memory
+from lightning_weave.models.packing import use_efficient_attention
 
 SMALL = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8, "pad_token_id": 0}
@@ -45,7 +45,7 @@ def test_only_float32_off_the_cpu_repeats_heads(
     architecture: str, device: str, dtype: torch.dtype, asked: tuple[bool, bool]
 ) -> None:
     model = small_model(architecture).to(device, dtype)
-    spare_memory(model)
+    use_efficient_attention(model)
     with Calls() as calls, torch.no_grad():
         model(torch.arange(6, 14, device=device)[None])
     assert set(calls.asked) == {asked}
@@ -60,7 +60,7 @@ def test_windows_are_seen_in_blocks_with_the_same_numbers(family: str, tokens: i
     expected.square().sum().backward()
     gradients = [weight.grad.clone() for weight in model.parameters()]
     model.zero_grad()
-    spare_memory(model)
+    use_efficient_attention(model)
     with Calls() as calls:
         actual = model(ids).logits
     actual.square().sum().backward()
@@ -81,7 +81,7 @@ def test_padded_rows_and_sampling_keep_their_masks(family: str) -> None:
         model.generate(ids, **ways),
         model.generate(ids[:1], **ways | {"attention_mask": None}),
     ]
-    spare_memory(model)
+    use_efficient_attention(model)
     actual = [
         model(ids, attention_mask=mask).logits,
         model.generate(ids, **ways),

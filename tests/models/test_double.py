@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.double import INDEX, make_double
+from lightning_weave.models.double import make_double
+from lightning_weave.models.hub import INDEX_FILE
 from tiny import save_model
 from train.layouts import save_layout, stored_tensors
 
@@ -35,7 +36,7 @@ def test_a_double_is_laid_out_as_its_original_and_needs_no_weights(name: str, tm
     assert not original.is_double
     assert kinds(double.path) == names
     assert {tensor.dtype for tensor in stored_tensors(double.path).values()} <= dtypes
-    assert [(one / INDEX).is_file() for one in (double.path, whole)] == 2 * [name == "in several files"]
+    assert [(one / INDEX_FILE).is_file() for one in (double.path, whole)] == 2 * [name == "in several files"]
     assert double.layout.pieces  # it can be trained and written back
     assert double.config.architectures == original.config.architectures
     assert double.stop_ids == original.stop_ids

@@ -10,8 +10,8 @@ from small_models import ARCHITECTURES, PADDED, VOCABULARY, small_model
 
 import rounding
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.models.hf import ScoreRow, hf_scorer
-from lightning_weave.models.memory import is_out_of_memory
+from lightning_weave.models.modules import is_out_of_memory
+from lightning_weave.models.scorer import Scorer, ScoreRow
 
 COUNT = 8
 SHAPES = ((1, 1), (1, 20), (12, 1), (5, 9), (30, 34), (3, 0), (7, 13), (2, 2))  # (30, 34) fills the context limit
@@ -51,7 +51,7 @@ def score_rows(seed: int = 9) -> list[ScoreRow]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_candidates_are_those_of_the_whole_logits(architecture: str, budget: int) -> None:
     model, rows = small_model(architecture), some_rows()
-    found = hf_scorer(model, VOCABULARY, budget).candidates(rows, COUNT)
+    found = Scorer.from_model(model, VOCABULARY, budget).candidates(rows, COUNT)
     assert len(found) == len(rows)
     for (prompt, response), (ids_TC, logp_TC, other_T, sampled_T) in zip(rows, found, strict=True):
         assert (ids_TC.dtype, logp_TC.dtype, ids_TC.shape) == (np.int32, np.float32, (len(response), COUNT))
@@ -77,7 +77,7 @@ def test_given_candidates_are_reread_from_the_whole_logits(architecture: str) ->
     for ids_TC, (_, response) in zip(asked, rows, strict=True):
         absent_T = ~(ids_TC == np.array(response, np.int32).reshape(-1, 1)).any(axis=1)
         ids_TC[::2, 3] = np.where(absent_T, response, ids_TC[:, 3])[::2]  # the sampled token is a candidate or not
-    found = hf_scorer(model, VOCABULARY, 70).rescore(rows, asked)
+    found = Scorer.from_model(model, VOCABULARY, 70).candidates(rows, asked[0].shape[1], given=asked)
     for (prompt, response), given_TC, (ids_TC, logp_TC, other_T, sampled_T) in zip(rows, asked, found, strict=True):
         assert np.array_equal(ids_TC, given_TC)
         expected_PV = whole_logprobs(model, prompt + response)
@@ -93,7 +93,7 @@ def test_given_candidates_are_reread_from_the_whole_logits(architecture: str) ->
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_scores_are_those_of_the_whole_logits(architecture: str, budget: int) -> None:
     model, rows = small_model(architecture), score_rows()
-    for row, (logp_TC, mass_T) in zip(rows, hf_scorer(model, VOCABULARY, budget).score(rows), strict=True):
+    for row, (logp_TC, mass_T) in zip(rows, Scorer.from_model(model, VOCABULARY, budget).score(rows), strict=True):
         assert logp_TC.shape == row.mapped_TC.shape
         assert (logp_TC.dtype, mass_T.dtype, mass_T.shape) == (np.float32, np.float32, row.positions_T.shape)
         expected_PV = whole_logprobs(model, row.ids.tolist())
@@ -111,18 +111,18 @@ def test_padding_of_the_vocabulary_takes_no_mass() -> None:
     model, rows = small_model("llama"), some_rows()
     with torch.no_grad():
         model.lm_head.weight[VOCABULARY:] *= 50
-    found = hf_scorer(model, VOCABULARY).candidates(rows, COUNT)
+    found = Scorer.from_model(model, VOCABULARY).candidates(rows, COUNT)
     assert max(int(ids_TC.max(initial=0)) for ids_TC, *_ in found) < VOCABULARY
     for _, logp_TC, other_T, _ in found:
         np.testing.assert_allclose(np.exp(logp_TC).sum(axis=1) + np.exp(other_T), 1, atol=rounding.LOGPROB)
-    whole = hf_scorer(model, PADDED).candidates(rows, COUNT)
+    whole = Scorer.from_model(model, PADDED).candidates(rows, COUNT)
     assert max(int(ids_TC.max(initial=0)) for ids_TC, *_ in whole) >= VOCABULARY
 
 
 def test_running_out_of_memory_halves_the_budget_and_changes_no_number(caplog: pytest.LogCaptureFixture) -> None:
     model, rows = small_model("llama"), some_rows()
-    expected = hf_scorer(model, VOCABULARY).candidates(rows, COUNT)
-    scorer = hf_scorer(model, VOCABULARY)
+    expected = Scorer.from_model(model, VOCABULARY).candidates(rows, COUNT)
+    scorer = Scorer.from_model(model, VOCABULARY)
 
     def refuse(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs["input_ids"].numel() > 130:
@@ -141,7 +141,7 @@ def test_running_out_of_memory_halves_the_budget_and_changes_no_number(caplog: p
 @pytest.mark.slow
 def test_a_row_too_large_for_memory_is_named() -> None:
     model = small_model("llama")
-    scorer = hf_scorer(model, VOCABULARY)
+    scorer = Scorer.from_model(model, VOCABULARY)
 
     def refuse(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if kwargs["input_ids"].shape[1] > 40:
@@ -162,7 +162,7 @@ def test_the_cpu_allocator_is_understood_and_other_errors_are_not_swallowed() ->
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_name_the_row(broken: float) -> None:
     model = small_model("llama")
-    scorer = hf_scorer(model, VOCABULARY)
+    scorer = Scorer.from_model(model, VOCABULARY)
     with torch.no_grad():
         model.get_input_embeddings().weight[77] = broken
     rows = [([3, 4], [5, 6]), ([3, 4, 77], [5, 6])]
@@ -176,7 +176,7 @@ def test_logits_that_are_not_finite_name_the_row(broken: float) -> None:
 
 
 def test_wrong_rows_are_refused_by_number() -> None:
-    scorer = hf_scorer(small_model("llama"), VOCABULARY)
+    scorer = Scorer.from_model(small_model("llama"), VOCABULARY)
     with pytest.raises(InputError, match="row 1: 65 tokens are more than the 64"):
         scorer.candidates([([1], [2]), ([3] * 60, [4] * 6)], COUNT)
     with pytest.raises(InputError, match="row 0: token id 93 is not in the model's vocabulary of 90"):

@@ -14,17 +14,16 @@ from rich.console import Console
 from hub import Hub, serve_hub
 from lightning_weave.bench.definitions import load_benchmark
 from lightning_weave.errors import InputError
-from lightning_weave.hub import _answers
 from lightning_weave.models import hub as hub_files
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.hub import _is_reachable
+from lightning_weave.plan.architecture import find_gpu, find_shape
 from lightning_weave.plan.costs import PlannedMachine
-from lightning_weave.plan.find import find_shape
-from lightning_weave.plan.gpus import find_gpu
-from lightning_weave.plan.recipe import make_plan
+from lightning_weave.plan.plan import make_plan
 from lightning_weave.prompts.sources import read_rows
 from lightning_weave.store import identity, model_identity
 from lightning_weave.views import doctor, status
-from tiny import make_world, save_model, steps_of
+from tiny import make_world, run_of, save_model
 
 NAME = "people/small"
 
@@ -41,7 +40,7 @@ def forget() -> None:
     """Do as a new process does."""
     hub_files._download.cache_clear()
     hub_files._listing.cache_clear()
-    _answers.cache_clear()
+    _is_reachable.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +53,14 @@ def test_config_and_tokenizer_come_without_weights_and_the_identity_is_that_of_t
     checkpoint = Checkpoint(NAME)
     assert checkpoint.vocabulary > 1
     assert checkpoint.config.model_type == "qwen3"
-    assert not checkpoint.is_here
+    assert not checkpoint.is_downloaded
     known = checkpoint.identity
     assert hub.sent(".safetensors") == []
     assert known == model_identity(model)
 
     checkpoint.load(torch.float32, torch.device("cpu"))
     assert len(hub.sent(".safetensors")) == 1
-    assert checkpoint.is_here
+    assert checkpoint.is_downloaded
     assert checkpoint.identity == known
 
 
@@ -84,12 +83,12 @@ def test_status_doctor_and_plan_fetch_no_weights(hub: Hub, tmp_path: Path) -> No
                 folder = Path(section[key])
                 hub.push(f"people/{folder.name}", folder)
                 section[key] = f"people/{folder.name}"
-    steps = steps_of(recipe)
-    assert {row.state for row in status.run(steps, Console(quiet=True))} == {"missing"}
-    findings = doctor.examine(steps)
+    run = run_of(recipe)
+    assert {row.state for row in status.run(run, Console(quiet=True))} == {"missing"}
+    findings = doctor.examine(run)
     assert not [finding for finding in findings if finding.check == "checkpoint"]
     assert [finding for finding in findings if "still on the hub" in finding.text]
-    assert make_plan(steps.recipe, PlannedMachine(find_gpu("H100"), 8)).memory
+    assert make_plan(run.recipe, PlannedMachine(find_gpu("H100"), 8)).memory
     assert hub.sent(".safetensors") == []
 
 
@@ -107,7 +106,7 @@ def test_a_pinned_revision_stays_and_a_moved_branch_is_another_model(hub: Hub, m
 
 
 def test_gated_and_missing_repositories_say_what_to_do(hub: Hub, model: Path) -> None:
-    with pytest.raises(InputError, match=r"people/none.*none of that name, or a private one.*hf download people/none"):
+    with pytest.raises(InputError, match=r"people/none.*no such repository, or a private one.*hf download people/none"):
         hub_files.resolve_model("people/none")
     hub.push("people/gated", model)
     hub.gated.add("people/gated")
@@ -133,7 +132,7 @@ def test_a_server_that_dies_in_the_middle_is_said_and_the_next_try_fetches_only_
     hub.cut = {"model.safetensors": 1000}
     hub.cuts = 1000
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # the client's between its tries
-    with pytest.raises(InputError, match=r"people/small.*the hub did not give it"):
+    with pytest.raises(InputError, match=r"people/small.*the download failed"):
         hub_files.resolve_model(NAME)
     hub.cuts = 0
     hub.asked.clear()
@@ -167,7 +166,6 @@ def test_a_rank_whose_first_rank_is_dead_downloads_by_itself(
 ) -> None:
     hub.push(NAME, model)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(hub_files, "_PATIENCE", 0.1)
     assert model_identity(hub_files.resolve_model(NAME)) == model_identity(model)
 
 
@@ -196,7 +194,7 @@ def test_a_hub_out_of_reach_is_asked_once_and_everywhere(
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("lightning_weave.hub.SILENT", set())
+    monkeypatch.setattr("lightning_weave.models.hub.UNREACHABLE", set())
     tried: list[object] = []
     begun, held = threading.Event(), threading.Event()
 
@@ -207,12 +205,12 @@ def test_a_hub_out_of_reach_is_asked_once_and_everywhere(
             held.wait()  # as a name server may be
         raise ConnectionRefusedError
 
-    monkeypatch.setattr("lightning_weave.hub.socket.create_connection", connect)
-    monkeypatch.setattr("lightning_weave.hub.SECONDS", 0.05)
+    monkeypatch.setattr("lightning_weave.models.hub.socket.create_connection", connect)
+    monkeypatch.setattr("lightning_weave.models.hub.CONNECT_TIMEOUT", 0.05)
     ask, said = ASKERS[asker]
     try:
         for _ in range(2):
-            with pytest.raises(InputError, match="does not answer, and it was not downloaded before") as refused:
+            with pytest.raises(InputError, match="is unreachable, and it was not downloaded before") as refused:
                 ask()
             assert said in str(refused.value)
     finally:

@@ -14,15 +14,10 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from lightning_weave.errors import InputError
-from lightning_weave.models.hub import resolve_model
-from lightning_weave.models.load import (
-    checkpoint_dtype,
-    context_limit,
-    load_model,
-    load_tokenizer,
-    stop_ids,
-    vocabulary_size,
-)
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.hub import check_weights, resolve_model
+from lightning_weave.models.modules import context_limit
+from tiny import save_model
 
 WORDS = ["<unk>", "</s>", "<pad>", "a", "b", "c"]
 CHATML = (
@@ -49,7 +44,12 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return load_model(path, dtype=dtype, device=torch.device("cpu"))
+    return Checkpoint(str(path)).load(dtype, torch.device("cpu"))
+
+
+def stop_ids(path: Path, tokenizer: Any) -> frozenset[int]:
+    tokenizer.save_pretrained(path)
+    return Checkpoint(str(path)).stop_ids
 
 
 def edit_json(path: Path, **entries: Any) -> None:
@@ -66,17 +66,17 @@ def test_a_loaded_model_is_the_saved_one_without_gradients(checkpoint: Path) -> 
 
 
 def test_the_dtype_is_the_one_asked_for(checkpoint: Path) -> None:
-    assert checkpoint_dtype(checkpoint) == torch.float32
+    assert Checkpoint(str(checkpoint)).dtype == torch.float32
     assert load(checkpoint, torch.bfloat16).dtype == torch.bfloat16
     edit_json(checkpoint / "config.json", dtype="bfloat16")
-    assert checkpoint_dtype(checkpoint) == torch.bfloat16
+    assert Checkpoint(str(checkpoint)).dtype == torch.bfloat16
     assert load(checkpoint).dtype == torch.float32
 
 
 def test_the_dtype_is_read_from_the_weights_where_the_config_is_silent(checkpoint: Path) -> None:
     small_model("llama").half().save_pretrained(checkpoint)
     edit_json(checkpoint / "config.json", dtype=None, torch_dtype=None)
-    assert checkpoint_dtype(checkpoint) == torch.float16
+    assert Checkpoint(str(checkpoint)).dtype == torch.float16
 
 
 def test_pickled_weights_are_refused(checkpoint: Path) -> None:
@@ -102,11 +102,13 @@ def test_weights_that_lack_a_tensor_are_refused(checkpoint: Path) -> None:
 def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no config\.json"):
         load(tmp_path)
+    with pytest.raises(InputError, match="tokenizer"):
+        _ = Checkpoint(str(tmp_path)).tokenizer
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(InputError, match="LoRA adapter"):
+        check_weights(tmp_path)
+    with pytest.raises(InputError, match="no base_model_name_or_path"):
         load(tmp_path)
-    with pytest.raises(InputError, match="tokenizer"):
-        load_tokenizer(tmp_path)
 
 
 def test_names_resolve_to_directories_or_say_how_to_get_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +140,16 @@ def test_a_template_that_cannot_be_rendered_is_no_obstacle(checkpoint: Path) -> 
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in stop_ids(checkpoint, tokenizer)
 
 
-def test_the_vocabulary_ends_with_the_highest_id() -> None:
-    assert vocabulary_size(word_tokenizer()) == len(WORDS)
-    assert vocabulary_size(word_tokenizer(special=("<x>",), plain=("<y>",))) == len(WORDS) + 2
+def test_the_vocabulary_ends_with_the_highest_id(checkpoint: Path) -> None:
+    assert Checkpoint(str(checkpoint)).vocabulary == len(WORDS)
+    word_tokenizer(special=("<x>",), plain=("<y>",)).save_pretrained(checkpoint)
+    assert Checkpoint(str(checkpoint)).vocabulary == len(WORDS) + 2
+
+
+def test_an_edited_chat_template_is_used_at_once(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(str(save_model(tmp_path / "model", "student", "qwen3", seed=0)))
+    template = tmp_path / "model/chat_template.jinja"
+    turns = [{"role": "user", "content": "1+1"}]
+    for text in ("old:{{ messages[0].content }}", "new:{{ messages[0].content }}"):
+        template.write_text(text)
+        assert checkpoint.tokenizer.apply_chat_template(turns, tokenize=False) == f"{text[:4]}1+1"

@@ -8,8 +8,17 @@ from small_models import VOCABULARY, small_model
 from torch import Tensor
 
 from lightning_weave.heads import hidden_states
-from lightning_weave.models.attention import SPARING, spare_memory
-from lightning_weave.models.packing import RowMasks, pack_rows, packed_states, padded_states, positions_of
+from lightning_weave.models import packing
+from lightning_weave.models.packing import (
+    EFFICIENT,
+    RowMasks,
+    enable_packing,
+    packed_positions,
+    packed_states,
+    padded_states,
+    rotate_by_row,
+    use_efficient_attention,
+)
 
 LENGTHS = (3, 19, 1, 8, 12)  # of which three are no longer than the sliding windows
 IDS_T = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
@@ -19,13 +28,14 @@ def alone(model: Any) -> Tensor:
     return torch.cat([hidden_states(model, ids[None])[0] for ids in IDS_T.split(LENGTHS)])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "olmo3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "olmo3", "phi3"])
 def test_a_packed_row_sees_itself_alone(architecture: str) -> None:
     model = small_model(architecture)
     expected_TD = alone(model)
+    rotate_by_row(model)
     torch.testing.assert_close(padded_states(model, IDS_T, LENGTHS), expected_TD)
-    assert pack_rows(model, VOCABULARY)
-    torch.testing.assert_close(packed_states(model, IDS_T, positions_of(LENGTHS), LENGTHS), expected_TD)
+    assert enable_packing(model, VOCABULARY)
+    torch.testing.assert_close(packed_states(model, IDS_T, packed_positions(LENGTHS), LENGTHS), expected_TD)
     torch.testing.assert_close(alone(model), expected_TD, msg="a model that packs can still be run as before")
     torch.testing.assert_close(padded_states(model, IDS_T, LENGTHS), expected_TD)
 
@@ -33,27 +43,78 @@ def test_a_packed_row_sees_itself_alone(architecture: str) -> None:
 def test_a_model_that_spares_memory_packs_too() -> None:
     model = small_model("gemma3")
     expected_TD = alone(model)
-    spare_memory(model)
-    assert model.config._attn_implementation == SPARING
-    assert pack_rows(model, VOCABULARY)
-    torch.testing.assert_close(packed_states(model, IDS_T, positions_of(LENGTHS), LENGTHS), expected_TD)
+    use_efficient_attention(model)
+    assert model.config._attn_implementation == EFFICIENT
+    assert enable_packing(model, VOCABULARY)
+    torch.testing.assert_close(packed_states(model, IDS_T, packed_positions(LENGTHS), LENGTHS), expected_TD)
 
 
 def test_what_would_carry_one_row_into_the_next_is_not_packed() -> None:
     recurrent = small_model("qwen3.5")
     expected_TD = alone(recurrent)
-    assert not pack_rows(recurrent, VOCABULARY)
+    assert not enable_packing(recurrent, VOCABULARY)
     assert recurrent.config._attn_implementation == "sdpa", "as it was"
     torch.testing.assert_close(padded_states(recurrent, IDS_T, LENGTHS), expected_TD)
     eager = small_model("llama")
     eager.set_attn_implementation("eager")
-    assert not pack_rows(eager, VOCABULARY)
+    assert not enable_packing(eager, VOCABULARY)
+
+
+def varlen_on_cpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+    """Compute what `torch.nn.attention.varlen.varlen_attn` promises, with one mask over all rows."""
+    offsets_q, offsets_k, longest_q, longest_k = rest
+    assert torch.equal(offsets_q, offsets_k)
+    assert offsets_q.dtype == torch.int32
+    assert longest_q == longest_k == int(offsets_q.diff().max())
+    assert kwargs["enable_gqa"] == (query.shape[1] != key.shape[1])
+    left, right = kwargs["window_size"]
+    assert right == 0
+    place_T = torch.arange(len(query))
+    row_T = torch.bucketize(place_T, offsets_q[1:].long(), right=True)
+    before_TT = place_T[:, None] - place_T[None]
+    seen_TT = (row_T[:, None] == row_T[None]) & (before_TT >= 0)
+    if left >= 0:
+        seen_TT &= before_TT <= left
+    groups = query.shape[1] // key.shape[1]
+    key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+    scores_HTT = torch.einsum("qhd,khd->hqk", query, key) * (kwargs["scale"] or query.shape[-1] ** -0.5)
+    return torch.einsum("hqk,khd->qhd", scores_HTT.masked_fill(~seen_TT, -torch.inf).softmax(dim=-1), value)
+
+
+@pytest.fixture
+def varlen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the CPU in any dtype have torch's kernel for packed rows; every call of it is noted."""
+    calls: list[str] = []
+    monkeypatch.setattr(packing, "HAS_VARLEN", True)
+    monkeypatch.setattr(packing, "VARLEN_DTYPES", (torch.float32, torch.float64))
+    monkeypatch.setattr(packing, "has_flash_attention", lambda device: True)
+    monkeypatch.setattr(
+        packing, "varlen_attn", lambda *args, **kwargs: calls.append("") or varlen_on_cpu(*args, **kwargs)
+    )
+    return calls
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "olmo3", "phi3"])
+def test_one_kernel_over_all_rows_is_the_loop_over_rows(architecture: str, varlen: list[str]) -> None:
+    """States and gradients, to 1e-5; in float64, since float32 adds up gradients of 43 tokens in another order."""
+    found = []
+    for one_kernel in (True, False):
+        model = small_model(architecture).double().requires_grad_()
+        use_efficient_attention(model)
+        assert enable_packing(model, VOCABULARY)
+        varlen.clear()
+        packing.HAS_VARLEN = one_kernel
+        hidden_TD = packed_states(model, IDS_T, packed_positions(LENGTHS), LENGTHS)
+        assert len(varlen) == (3 if one_kernel else 0)  # one per layer
+        hidden_TD.square().sum().backward()
+        found.append((hidden_TD, {name: weight.grad for name, weight in model.named_parameters()}))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
 
 
 def test_masks_are_made_only_for_rows_longer_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """And never one over all rows: a row of two windows and more is seen in blocks, with a mask of a block and two."""
     model = small_model("gemma3")
-    assert pack_rows(model, VOCABULARY)
+    assert enable_packing(model, VOCABULARY)
     seen: list[RowMasks] = []
     layer = type(model.model.layers[0])
     forward = layer.forward
@@ -63,6 +124,6 @@ def test_masks_are_made_only_for_rows_longer_than_a_window(monkeypatch: pytest.M
         return forward(module, *args, **kwargs)
 
     monkeypatch.setattr(layer, "forward", watched)
-    packed_states(model, IDS_T, positions_of(LENGTHS), LENGTHS)
+    packed_states(model, IDS_T, packed_positions(LENGTHS), LENGTHS)
     shapes = [[None if mask is None else mask.shape[-1] for mask in masks.masks] for masks in seen]
     assert shapes == [[None, 16, None, None, 12], [None] * 5, [None, 16, None, None, 12]]

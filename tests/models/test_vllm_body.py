@@ -14,9 +14,9 @@ import tiny
 from lightning_weave.errors import InputError
 from lightning_weave.heads import find_head
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.hf import Scorer, ScoreRow, hf_scorer
-from lightning_weave.models.vllm_body import VLLMBody, load_head
-from lightning_weave.runs.engines import check_version
+from lightning_weave.models.scorer import Scorer, ScoreRow
+from lightning_weave.models.vllm import VLLMBody, load_head
+from lightning_weave.stages.engines import check_version
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -63,8 +63,8 @@ def engine_of(checkpoint: Checkpoint, python: str, options: dict[str, int]) -> S
     """Start an engine; two processes of one have no memory nodes of their own here."""
     body = VLLMBody(
         checkpoint,
-        "float32",
         CPU,
+        dtype="float32",
         max_length=128,
         python=python,
         options={"enforce_eager": True, **options},
@@ -74,7 +74,7 @@ def engine_of(checkpoint: Checkpoint, python: str, options: dict[str, int]) -> S
 
 
 def hf_of(checkpoint: Checkpoint) -> Scorer:
-    return hf_scorer(checkpoint.load(torch.float32, CPU), checkpoint.vocabulary)
+    return Scorer.from_model(checkpoint.load(torch.float32, CPU), checkpoint.vocabulary)
 
 
 TWO_WAYS = {"tensor_parallel_size": 2}
@@ -107,7 +107,7 @@ def test_an_engine_scores_as_transformers_does(
     finally:
         engine.close()
     ours = hf_of(checkpoint)
-    for theirs, expected in zip(found, ours.rescore(rows, [ids_TC for ids_TC, *_ in found]), strict=True):
+    for theirs, expected in zip(found, ours.candidates(rows, 8, given=[ids_TC for ids_TC, *_ in found]), strict=True):
         for array, right in zip(theirs[1:], expected[1:], strict=True):
             np.testing.assert_allclose(array, right, atol=2e-4)
     for theirs, expected in zip(scores, ours.score(asked), strict=True):
@@ -164,10 +164,12 @@ def test_a_quantised_checkpoint_is_scored(tmp_path: Path, vllm_python: str) -> N
         found = engine.candidates(rows, 8)
     finally:
         engine.close()
-    expected = hf_scorer(model, checkpoint.vocabulary).rescore(rows, [ids_TC for ids_TC, *_ in found])
+    expected = Scorer.from_model(model, checkpoint.vocabulary).candidates(
+        rows, 8, given=[ids_TC for ids_TC, *_ in found]
+    )
     gaps = np.concatenate([np.abs(own[1] - other[1]).ravel() for own, other in zip(found, expected, strict=True)])
     print(f"int8: mean {gaps.mean():.1e}, largest {gaps.max():.1e} nats")
-    whole = hf_of(save(tmp_path / "whole", "tied")).rescore(rows, [ids_TC for ids_TC, *_ in found])
+    whole = hf_of(save(tmp_path / "whole", "tied")).candidates(rows, 8, given=[ids_TC for ids_TC, *_ in found])
     lost = np.concatenate([np.abs(own[1] - other[1]).ravel() for own, other in zip(found, whole, strict=True)])
     assert gaps.mean() < 0.1 * lost.mean()  # its own rounding, not that of the checkpoint
 
@@ -205,5 +207,5 @@ def test_an_engine_that_is_too_old_to_score_is_refused() -> None:
     check_version("0.32.0", "score", "[score]")
     check_version("1.2.3+cpu", "score", "[score]")
     check_version("unknown", "score", "[score]")
-    with pytest.raises(InputError, match=r'vLLM 0\.31\.2 cannot score.*0\.32 or later.*engine = "hf"'):
+    with pytest.raises(InputError, match=r'vLLM 0\.31\.2 cannot score.*0\.32 or later.*"hf"'):
         check_version("0.31.2", "score", "[score]")

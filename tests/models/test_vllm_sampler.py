@@ -14,8 +14,8 @@ import torch
 from small_models import VOCABULARY, small_model
 
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.models.hf import hf_scorer
-from lightning_weave.models.load import load_model
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.scorer import Scorer
 from lightning_weave.models.vllm import VLLMSampler
 from lightning_weave.types import Request, SamplingSettings
 from programs import write_program
@@ -53,11 +53,11 @@ def sampler(checkpoint: Path, vllm_python: str) -> Iterator[VLLMSampler]:
 @pytest.mark.vllm
 def test_the_engine_and_the_scorer_agree_on_every_sampled_token(checkpoint: Path, sampler: VLLMSampler) -> None:
     requests = some_requests()
-    drawn = sampler.sample_with_logprobs(requests, PLAIN)
-    model = load_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
-    rows = [(request.prompt_ids, row.response.ids) for request, row in zip(requests, drawn, strict=True)]
+    drawn = sampler.sample(requests, PLAIN)
+    model = Checkpoint(str(checkpoint)).load(torch.float32, torch.device("cpu"))
+    rows = [(request.prompt_ids, row.ids) for request, row in zip(requests, drawn, strict=True)]
     # The engine counts the padding in its normalisation; so must the scorer, to be comparable.
-    scored = hf_scorer(model, model.config.vocab_size).candidates(rows, 8)
+    scored = Scorer.from_model(model, model.config.vocab_size).candidates(rows, 8)
     theirs = np.concatenate([row.logprobs for row in drawn])
     ours = np.concatenate([sampled_T for *_, sampled_T in scored])
     assert len(ours) == len(theirs) > 200
@@ -94,11 +94,9 @@ def test_two_threads_sample_at_once_and_each_gets_its_own(sampler: VLLMSampler) 
     requests = some_requests()
     parts = [requests[:5], requests[5:]]
     with ThreadPoolExecutor(2) as threads:
-        drawn = list(threads.map(lambda part: sampler.sample_with_logprobs(part, PLAIN), parts))
+        drawn = list(threads.map(lambda part: sampler.sample(part, PLAIN), parts))
     for part, rows in zip(parts, drawn, strict=True):
-        read = sampler.score(
-            [[*request.prompt_ids, *row.response.ids] for request, row in zip(part, rows, strict=True)]
-        )
+        read = sampler.score([[*request.prompt_ids, *row.ids] for request, row in zip(part, rows, strict=True)])
         for request, row, logprobs in zip(part, rows, read, strict=True):
             assert row.logprobs == pytest.approx(logprobs[len(request.prompt_ids) - 1 :], abs=0.01)
 

@@ -19,8 +19,8 @@ from test_vllm_body import CPU, hf_of, save, some_rows
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.heads import hidden_states
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.hf import Scorer
-from lightning_weave.models.vllm_body import SERVED_WITH, ServerBody, server_version
+from lightning_weave.models.scorer import Scorer
+from lightning_weave.models.vllm import SERVER_COMMAND, VLLMBody, server_version
 from ports import held_port
 
 Answer = Callable[[str, dict[str, Any]], dict[str, Any] | None]
@@ -76,8 +76,8 @@ def pooling(checkpoint: Checkpoint, cached: int = 0) -> Answer:
 
 def check_scores(checkpoint: Checkpoint, url: str) -> None:
     rows = some_rows(checkpoint.vocabulary)
-    found = Scorer(ServerBody(checkpoint, CPU, url)).candidates(rows, 8)
-    expected = hf_of(checkpoint).rescore(rows, [ids_TC for ids_TC, *_ in found])
+    found = Scorer(VLLMBody(checkpoint, CPU, url=url)).candidates(rows, 8)
+    expected = hf_of(checkpoint).candidates(rows, 8, given=[ids_TC for ids_TC, *_ in found])
     for theirs, right in zip(found, expected, strict=True):
         for array, other in zip(theirs[1:], right[1:], strict=True):
             np.testing.assert_allclose(array, other, atol=2e-4)
@@ -92,7 +92,7 @@ def test_a_server_scores_as_transformers_does(tmp_path: Path, serve: Callable[[A
 
 def test_a_server_that_leaves_out_positions_is_refused(tmp_path: Path, serve: Callable[[Answer], str]) -> None:
     checkpoint = save(tmp_path / "model", "tied")
-    body = ServerBody(checkpoint, CPU, serve(pooling(checkpoint, cached=1)))
+    body = VLLMBody(checkpoint, CPU, url=serve(pooling(checkpoint, cached=1)))
     with pytest.raises(InputError, match=r"not one vector of 64 for each.*--no-enable-prefix-caching"):
         Scorer(body).candidates(some_rows(checkpoint.vocabulary), 4)
 
@@ -102,9 +102,9 @@ def test_a_server_for_chat_alone_is_refused_with_the_reason(tmp_path: Path, serv
     models = {"data": [{"id": "served", "max_model_len": 128}]}
     url = serve(lambda path, _: models if path == "/v1/models" else None)
     with pytest.raises(InputError) as refused:
-        Scorer(ServerBody(checkpoint, CPU, url)).candidates(some_rows(checkpoint.vocabulary), 4)
+        Scorer(VLLMBody(checkpoint, CPU, url=url)).candidates(some_rows(checkpoint.vocabulary), 4)
     assert f"{url}/pooling answers 404" in str(refused.value)
-    assert SERVED_WITH in str(refused.value)
+    assert SERVER_COMMAND in str(refused.value)
 
 
 def test_no_server_is_said(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_no_server_is_said(tmp_path: Path) -> None:
 @pytest.mark.vllm
 def test_a_real_server_scores_as_transformers_does(tmp_path: Path, vllm_python: str) -> None:
     checkpoint = save(tmp_path / "model", "experts")
-    words = SERVED_WITH.removeprefix("vllm serve MODEL ").split()
+    words = SERVER_COMMAND.removeprefix("vllm serve MODEL ").split()
     # What `vllm serve` calls; that word itself is missing from builds for a CPU.
     program = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint.name]
     with held_port() as port, open(tmp_path / "server.log", "w") as log:

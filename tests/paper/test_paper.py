@@ -114,7 +114,7 @@ def lay_out(home: Path) -> None:
     data: dict = {}
     for layer in layers:
         data = merge_tables(data, tomllib.loads(layer.read_text(encoding="utf-8")))
-    here = {"rehearsal": True, "rollout": {"engine": "hf"}, "eval": {"engine": "hf"}, "machine": {"threads": 1}}
+    here = {"rehearsal": True, "engine": {"rollout": "hf", "eval": "hf"}, "machine": {"threads": 1}}
     base.write_text(tomli_w.dumps(merge_tables(data, here)), encoding="utf-8")
 
 
@@ -126,7 +126,7 @@ def rows(table: Path) -> list[dict[str, str]]:
 def test_the_page_says_how_it_is_executed_and_has_every_command() -> None:
     commands = [command for group in page_commands() for command in group]
     verbs = {command.split()[1] for command in commands if command.startswith("lweave")}
-    assert {"plan", "doctor", "rehearse", "run", "interpolate", "report", "cost"} == verbs
+    assert {"plan", "doctor", "rehearse", "run", "interpolate", "report", "status"} == verbs
     assert len(commands) > 35
     assert "make test-paper" in PAGE.read_text(encoding="utf-8")
 
@@ -204,7 +204,11 @@ def test_the_hyperparameters_are_a_table(reader: Path) -> None:
     }  # fmt: skip
     recipe = tomllib.loads((reader / "runs" / "math" / "qwen3-4b" / "recipe.toml").read_text(encoding="utf-8"))
     train = recipe["train"]
-    assert (train["learning_rate"], train["betas"], train["clip"]) == (1e-6, [0.9, 0.999], 1.0)
+    assert (train["learning_rate"], train["optimizer"]["betas"], train["optimizer"]["clip"]) == (
+        1e-6,
+        [0.9, 0.999],
+        1.0,
+    )
     assert (recipe["reference"]["candidates"], recipe["rollout"]["temperature"]) == (16, 1.0)
 
 

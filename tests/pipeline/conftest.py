@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
 from pipeline.small_runs import make_cache, make_recipe
 
 # student, anchors, the anchors' tokenizer
@@ -27,14 +27,14 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session", params=list(PAIRS))
-def sampled_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+def sampled_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Rollouts, reference and scores of one pair of architectures, all through the stages."""
     torch.set_num_threads(1)
     return make_cache(make_recipe(tmp_path_factory.mktemp("sampled"), *PAIRS[request.param]))
 
 
 @pytest.fixture(scope="session", params=["qwen3-llama-bytes", "qwen3.5-olmo3-pieces"])
-def edge_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+def edge_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Trajectories at the edges, brought by the user, with anchors whose context is shorter than the longest row."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("edges")

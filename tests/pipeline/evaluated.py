@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from lightning_weave.store.ledger import read_ledger
-from tiny import make_world, steps_of
+from tiny import make_world, run_of
 
 
 def evaluation_recipe(tmp_path: Path) -> dict:
@@ -26,9 +26,9 @@ def evaluation_recipe(tmp_path: Path) -> dict:
 
 
 def folder_of(recipe: dict, policy: str = "base") -> Path:
-    steps = steps_of(recipe)
-    return steps.store.stage(steps.eval(policy, recipe["eval"]["benchmarks"][0])).folder
+    run = run_of(recipe)
+    return run.stage("eval", policy, recipe["eval"]["benchmarks"][0]).folder
 
 
 def sampled_tokens(recipe: dict) -> int:
-    return sum(row["tokens"] for row in read_ledger(steps_of(recipe).store.run_dir))
+    return sum(row["tokens"] for row in read_ledger(run_of(recipe).directory))

@@ -16,9 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from lightning_weave.runs.scored import Role
-from lightning_weave.runs.steps import Steps
-from lightning_weave.store import Step
+from lightning_weave.run import Role, Run
+from lightning_weave.store import Stage
 from lightning_weave.types import Candidates, Rollouts, Scores
 from rounding import LOGPROB
 
@@ -102,14 +101,14 @@ def all_logps(folder: Path, ids: list[int], vocabulary: int) -> torch.Tensor:
     return torch.log_softmax(logits_TV.float(), dim=-1)
 
 
-def read_cache(steps: Steps, role: Role | None = "post") -> list[dict[str, Any]]:
+def read_cache(run: Run, role: Role | None = "post") -> list[dict[str, Any]]:
     """Read every row of rollouts, candidates and the scores of one anchor model, joined by shard and place."""
-    stages: list[tuple[Step, type]] = [(steps.rollout, Rollouts), (steps.reference, Candidates)]
+    stages: list[tuple[Stage, type]] = [(run.stage("rollout"), Rollouts), (run.stage("reference"), Candidates)]
     if role is not None:
-        stages.append((steps.score(steps.side("one", role)), Scores))
+        stages.append((run.stage("score", run.side("one", role)), Scores))
     rows = []
-    for shard in range(len(steps.store.stage(steps.rollout).require()["shards"])):
-        rollouts, candidates, *scores = (steps.store.stage(step).open(kind, shard).read() for step, kind in stages)
+    for shard in range(len(run.stage("rollout").require()["shards"])):
+        rollouts, candidates, *scores = (step.open(kind, shard).read() for step, kind in stages)
         for place in range(len(rollouts.prompt_R)):
             row = {
                 "prompt": int(rollouts.prompt_R[place]),
@@ -128,9 +127,9 @@ def read_cache(steps: Steps, role: Role | None = "post") -> list[dict[str, Any]]
     return rows
 
 
-def check_reference(steps: Steps, rows: list[dict[str, Any]], tolerance: float = LOGPROB) -> int:
+def check_reference(run: Run, rows: list[dict[str, Any]], tolerance: float = LOGPROB) -> int:
     """Hold every number of the reference against whole logits; returns the number of positions."""
-    path, count = Path(steps.recipe.student.model), steps.recipe.reference.candidates
+    path, count = Path(run.recipe.student.model), run.recipe.reference.candidates
     vocabulary = len(AutoTokenizer.from_pretrained(path))
     for row in rows:
         start = len(row["prompt_ids"])
@@ -150,7 +149,7 @@ def check_reference(steps: Steps, rows: list[dict[str, Any]], tolerance: float =
 
 
 def check_scores(
-    steps: Steps,
+    run: Run,
     rows: list[dict[str, Any]],
     role: Role,
     *,
@@ -161,8 +160,8 @@ def check_scores(
     tolerance: float = LOGPROB,
 ) -> tuple[int, int]:
     """Hold every number of one anchor model against whole logits; returns positions with all and with no candidate."""
-    path = steps.anchor("one", role).path
-    student, anchor = Words.of(Path(steps.recipe.student.model)), Words.of(path)
+    path = run.anchor("one", role).path
+    student, anchor = Words.of(Path(run.recipe.student.model)), Words.of(path)
     whole = nothing = 0
     for row in rows:
         start = 0 if prompts else len(row["prompt_ids"])

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_weave.prompts import render
-from lightning_weave.prompts.formats import boxed
+from lightning_weave.config import Prompts
+from lightning_weave.prompts import format_messages, render
 from tokens.samples import byte_level
 
 END = "<|end|>"
@@ -23,6 +23,13 @@ TEMPLATE = (
 BOX = " The answer is \\boxed{"
 RIGHT = "7"
 WRONG = "3"
+
+
+def boxed(problem: str) -> str:
+    """Format a problem as the recipe does by default."""
+    return format_messages(Prompts(format="boxed"), [{"role": "user", "content": problem}])[-1]["content"]
+
+
 PHRASES = ("What is ", boxed(""), "[user] ", "[me]", BOX)
 
 

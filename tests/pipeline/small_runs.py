@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave.config import check_recipe
-from lightning_weave.pipeline import flow
 from lightning_weave.progress import Progress
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages import run as flow
 from models.small_models import small_model
 from tokens.samples import byte_level, sentencepiece
 
@@ -94,7 +94,7 @@ def make_recipe(root: Path, student: str, anchor: str, tokenizer: str, **changes
             "chat": False,
         },
         "rollout": {"responses": 2, "max_tokens": 12, "prompts_per_shard": 4, "batch_size": 3},
-        "reference": {"candidates": 4, "token_budget": 70},
+        "reference": {"candidates": 4},
         "score": {"token_budget": 90},
         "machine": {"threads": 1},
     }
@@ -103,11 +103,11 @@ def make_recipe(root: Path, student: str, anchor: str, tokenizer: str, **changes
     return recipe
 
 
-def steps_of(recipe: Mapping[str, Any]) -> Steps:
-    return Steps(check_recipe(recipe), "small.toml")
+def run_of(recipe: Mapping[str, Any]) -> Run:
+    return Run(check_recipe(recipe), "small.toml")
 
 
-def make_cache(recipe: Mapping[str, Any]) -> Steps:
-    steps = steps_of(recipe)
-    flow.make_cache(steps, QUIET)
-    return steps
+def make_cache(recipe: Mapping[str, Any]) -> Run:
+    run = run_of(recipe)
+    flow.make_cache(run, QUIET)
+    return run

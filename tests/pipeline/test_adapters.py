@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_weave.checks.preflight import preflight
-from lightning_weave.checks.todo import Todo
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.pipeline import flow
-from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.steps import Steps
-from pipeline.small_runs import QUIET, make_cache, make_recipe, steps_of
+from lightning_weave.run import Run
+from lightning_weave.stages import run as flow
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.train import validate
+from pipeline.small_runs import QUIET, make_cache, make_recipe, run_of
 from rounding import LOGPROB, assert_same_weights
 
 pytestmark = pytest.mark.slow
@@ -74,11 +74,11 @@ def test_an_adapter_on_and_off_is_two_merged_checkpoints(
     loads: list[str] = []
     load = Checkpoint.load
     monkeypatch.setattr(Checkpoint, "load", lambda self, *rest: (loads.append(self.name), load(self, *rest))[1])
-    steps = make_cache(recipe)
-    assert len(steps.score_names) == 5, "the base is scored once for all four"
+    run = make_cache(recipe)
+    assert len(run.score_names) == 5, "the base is scored once for all four"
     base = recipe["anchors"]["merged0"]["pre"]
     assert loads.count(base) == 1, "and loaded once"
-    cache = open_cache(steps, "all")
+    cache = open_cache(run, "all")
     block = cache.block(range(len(cache)))
     shifts = dict(zip(cache.names, block.r_KPC, strict=True))
     for number in (0, 1):
@@ -88,15 +88,15 @@ def test_an_adapter_on_and_off_is_two_merged_checkpoints(
 
 
 def test_an_adapter_is_known_by_content_and_its_scores_outlive_it(recipe: dict[str, Any], tmp_path: Path) -> None:
-    steps = make_cache(recipe)
-    post, pre = steps.scores_of("lora0")
+    run = make_cache(recipe)
+    post, pre = run.scores_of("lora0")
     again = save_adapter(tmp_path / "elsewhere", Path(recipe["anchors"]["merged0"]["pre"]), seed=0)
-    assert Checkpoint(str(again)).identity == steps.identity_of(steps.anchor("lora0", "post"))
-    assert post.settings["model"] != pre.settings["model"] != steps.scores_of("lora1")[0].settings["model"]
-    steps.remember()
+    assert Checkpoint(str(again)).identity == run.identity_of(run.anchor("lora0", "post"))
+    assert post.settings["model"] != pre.settings["model"] != run.scores_of("lora1")[0].settings["model"]
+    run.remember()
     (tmp_path / "lora-0").rename(tmp_path / "gone")
-    fresh = steps_of(recipe)
-    assert [fresh.store.stage(step).state() for step in fresh.scores_of("lora0")] == ["done", "done"]
+    fresh = run_of(recipe)
+    assert [step.state() for step in fresh.scores_of("lora0")] == ["complete", "complete"]
 
 
 def test_a_policy_may_be_an_adapter(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -132,10 +132,10 @@ def test_a_student_that_begins_as_an_adapter_is_trained_as_the_merged_checkpoint
     for student in (adapter, merged):
         asked = {**recipe, "name": student.name, "student": {"model": str(student)}}
         for way, train in ways.items():
-            steps = make_cache({**asked, "compositions": {way: {"weights": {"one": 1.0}}}, "train": train})
-            assert not [one for one in preflight(steps, Todo.of(steps, "train")) if one.verdict == "error"]
-            flow.make_students(steps, QUIET)
-            folder = steps.store.stage(steps.train(way)).folder
+            run = make_cache({**asked, "compositions": {way: {"weights": {"one": 1.0}}}, "train": train})
+            assert not [one for one in validate(run) if one.verdict == "error"]
+            flow.make_students(run, QUIET)
+            folder = run.stage("train", way).folder
             lines = (folder / "metrics.jsonl").read_text().splitlines()
             losses[way].append([json.loads(line)["loss"] for line in lines])
             finals[way].append(folder / "final")
@@ -154,16 +154,16 @@ def test_an_adapter_that_is_no_plain_low_rank_update_cannot_be_a_student(
     base = Path(recipe["student"]["model"])
     recipe["student"] = {"model": str(save_adapter(tmp_path / "start", base, seed=3))}
     assert _said(recipe, "student") == ""
-    assert 'rollout.engine = "vllm" reads no LoRA adapter' in _said(
-        {**recipe, "rollout": {**recipe["rollout"], "engine": "vllm"}}, "student"
+    assert 'engine.rollout = "vllm" reads no LoRA adapter' in _said(
+        {**recipe, "engine": {"rollout": "vllm"}}, "student"
     )
     save_adapter(tmp_path / "start", base, seed=3, dora=True)
     assert "more than a low-rank update" in _said(recipe, "student")
 
 
 def _said(recipe: dict[str, Any], about: str = "anchors.") -> str:
-    steps: Steps = steps_of(recipe)
-    found = [finding for finding in preflight(steps, Todo.of(steps)) if finding.about.startswith(about)]
+    run: Run = run_of(recipe)
+    found = [finding for finding in preflight(run) if finding.about.startswith(about)]
     return " ".join(finding.text for finding in found if finding.verdict == "error")
 
 
@@ -174,11 +174,11 @@ def test_what_is_no_safe_adapter_is_refused_before_anything_is_made(recipe: dict
     weights, config = tmp_path / "lora-0" / "adapter_model.safetensors", tmp_path / "lora-0" / "adapter_config.json"
     said = json.loads(config.read_text())
     config.write_text(json.dumps(said | {"peft_type": "IA3"}))
-    assert "an adapter of the kind IA3; only LORA is read" in _said(recipe)
+    assert "peft_type IA3 is not supported, only LORA" in _said(recipe)
     config.write_text(json.dumps(said | {"modules_to_save": ["lm_head"]}))
-    assert "trains whole modules" in _said(recipe)
+    assert "has full modules in addition to its low-rank updates" in _said(recipe)
     config.write_text(json.dumps(said | {"base_model_name_or_path": None}))
-    assert "does not say base_model_name_or_path" in _said(recipe)
+    assert "has no base_model_name_or_path" in _said(recipe)
     config.write_text(json.dumps(said))
     weights.rename(weights.with_suffix(".bin"))
     assert "adapter_model.bin is pickled" in _said(recipe)
@@ -186,7 +186,7 @@ def test_what_is_no_safe_adapter_is_refused_before_anything_is_made(recipe: dict
         make_cache(recipe)
     recipe["anchors"]["one"] = {"post": said["base_model_name_or_path"]}
     assert "anchors.one.pre is missing" in _said(recipe)
-    assert "is no LoRA adapter" in _said(recipe)
+    assert "is not a LoRA adapter" in _said(recipe)
 
 
 def test_an_adapter_of_the_head_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:

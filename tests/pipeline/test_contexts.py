@@ -9,17 +9,15 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from lightning_weave.checks.leaks import find_leak
 from lightning_weave.checks.preflight import preflight
-from lightning_weave.checks.todo import Todo
 from lightning_weave.errors import InputError
-from lightning_weave.pipeline import preview
-from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.scored import Role
+from lightning_weave.run import Role
+from lightning_weave.stages import preview
+from lightning_weave.stages.caches import open_cache
 from lightning_weave.store.ledger import read_ledger
 from lightning_weave.views.doctor import examine
 from pipeline.expected import check_scores, read_cache
-from pipeline.small_runs import QUIET, make_cache, make_recipe, save_prompts, steps_of
+from pipeline.small_runs import QUIET, make_cache, make_recipe, run_of, save_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -48,21 +46,23 @@ def _in_context(recipe: dict[str, Any], rows: list[dict[str, Any]], texts: dict[
 
 @pytest.mark.slow
 def test_scores_in_a_context_are_those_of_whole_logits_after_its_text(recipe: dict[str, Any]) -> None:
-    steps = make_cache(recipe)
+    run = make_cache(recipe)
     asked = _prompts(recipe)
     texts = {n: f"the {one['messages'][0]['content']} an {one['answer']}." for n, one in enumerate(asked)}
-    whole, _ = check_scores(steps, _in_context(recipe, read_cache(steps, "post"), texts), "post")
+    whole, _ = check_scores(run, _in_context(recipe, read_cache(run, "post"), texts), "post")
     assert whole > 80
-    check_scores(steps, read_cache(steps, "pre"), "pre")
-    assert [row["name"] for row in read_ledger(steps.store.run_dir) if row["stage"] == "score"] == [
-        steps.score_names[steps.side("one", role)] for role in ROLES
+    check_scores(run, read_cache(run, "pre"), "pre")
+    assert [row["name"] for row in read_ledger(run.directory) if row["stage"] == "score"] == [
+        run.score_names[run.side("one", role)] for role in ROLES
     ]
-    cache = open_cache(steps, "only")
+    cache = open_cache(run, "only")
     assert np.abs(cache.block(range(len(cache))).r_KPC).max() > 0.1
-    leak = next(finding for finding in examine(steps) if finding.check == "leak")
+    leak = next(finding for finding in examine(run) if finding.check == "leak")
     assert leak.verdict == "note"
     assert "nats of shift on sampled tokens" in leak.text
-    assert find_leak(steps, "one").nats == pytest.approx(leak.figures["nats"])
+    block = cache.block(range(len(cache)))
+    sampled = (block.candidates.ids.flat == block.sampled_P[:, None]) & block.valid_KP[0][:, None]
+    assert leak.figures["nats"] == pytest.approx(np.abs(block.r_KPC[0][sampled]).sum())
 
 
 def test_contexts_that_read_the_same_have_no_shift(recipe: dict[str, Any]) -> None:
@@ -80,17 +80,17 @@ def test_a_system_turn_is_rendered_by_the_chat_template(recipe: dict[str, Any], 
     """By the student's, and projected; or by the anchor's own, which writes its BOS."""
     recipe["prompts"]["chat"] = True
     recipe["anchors"]["one"] |= {"post_prompt": {"system": "that"}, "prompt": prompt}
-    steps = make_cache(recipe)
-    rows = read_cache(steps, "post")
+    run = make_cache(recipe)
+    rows = read_cache(run, "post")
     contents = [one["messages"][0]["content"] for one in _prompts(recipe)]
     if prompt == "student":
         texts = {n: f"[system] that\n[user] {content}\n[me]" for n, content in enumerate(contents)}
-        check_scores(steps, _in_context(recipe, rows, texts), "post")
+        check_scores(run, _in_context(recipe, rows, texts), "post")
     else:
         tokenizer = AutoTokenizer.from_pretrained(recipe["anchors"]["one"]["model"])
         texts = {n: f"<s>[system] that\n[user] {content}\n[it]" for n, content in enumerate(contents)}
         own = {n: tokenizer(text, add_special_tokens=False)["input_ids"] for n, text in texts.items()}
-        check_scores(steps, rows, "post", prompts=own)
+        check_scores(run, rows, "post", prompts=own)
 
 
 def test_a_row_without_the_column_is_refused_by_id_or_masked(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -99,15 +99,15 @@ def test_a_row_without_the_column_is_refused_by_id_or_masked(recipe: dict[str, A
         row["hint"] = f"an {row['id']}"
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe["anchors"]["one"]["post_prompt"] = {"template": "{prompt} {hint}"}
-    steps = steps_of(recipe)
-    said = [finding for finding in preflight(steps, Todo.of(steps)) if finding.check == "context"]
+    run = run_of(recipe)
+    said = [finding for finding in preflight(run) if finding.check == "context"]
     assert [finding.about for finding in said] == ["anchors.one.post_prompt"]
     assert "names {hint}, a column that the row of prompt p5 has not" in said[0].text
     with pytest.raises(InputError, match=r'prompt p5 has not\. Fill it in, or set missing = "mask"'):
         make_cache(recipe)
     recipe["anchors"]["one"]["missing"] = "mask"
-    steps = make_cache(recipe)
-    cache = open_cache(steps, "only")
+    run = make_cache(recipe)
+    cache = open_cache(run, "only")
     ids = [prompt["id"] for prompt in _prompts(recipe)]
     for number in range(len(cache)):
         block = cache.block([number])
@@ -120,16 +120,16 @@ def test_a_row_without_the_column_is_refused_by_id_or_masked(recipe: dict[str, A
 def test_a_context_is_scored_once_and_a_new_one_leaves_the_others(recipe: dict[str, Any]) -> None:
     make_cache(recipe)
     recipe["anchors"]["two"] = {**recipe["anchors"]["one"], "pre_prompt": {"prefix": "an "}}
-    steps = make_cache(recipe)
-    assert len(steps.score_names) == 3
-    ran = [row["name"] for row in read_ledger(steps.store.run_dir) if row["stage"] == "score"]
-    assert sorted(ran) == sorted(steps.score_names.values())
-    assert steps.score_names[steps.side("one", "pre")] == "post", "without a context it has the checkpoint's name"
+    run = make_cache(recipe)
+    assert len(run.score_names) == 3
+    ran = [row["name"] for row in read_ledger(run.directory) if row["stage"] == "score"]
+    assert sorted(ran) == sorted(run.score_names.values())
+    assert run.score_names[run.side("one", "pre")] == "post", "without a context it has the checkpoint's name"
 
 
 def test_a_preview_reads_the_problems_in_context(recipe: dict[str, Any], tmp_path: Path) -> None:
     problems = [{"id": f"q{n}", "problem": f"the {n}", "answer": str(n)} for n in range(2)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     recipe["eval"] = {"benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"], "samples": 1, "max_tokens": 3, "chat": False}
-    found = preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=2)
+    found = preview.preview(run_of(recipe), QUIET, Console(quiet=True), problems=2)
     assert [len(summary.problems) for summary in found["only"]] == [2]

@@ -14,14 +14,14 @@ from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
 from lightning_weave.config import Grading
 from lightning_weave.errors import InputError
-from lightning_weave.pipeline import eval as stage
+from lightning_weave.grading.graders import Grader
 from lightning_weave.progress import Progress
 from lightning_weave.report.results import show_results
-from lightning_weave.runs.grade import Grader
+from lightning_weave.stages import eval as stage
 from lightning_weave.store.ledger import read_ledger
 from models.small_models import small_model
 from pipeline.evaluated import evaluation_recipe, folder_of, sampled_tokens
-from tiny import steps_of
+from tiny import run_of
 from tokens.samples import byte_level
 
 QUIET = Progress(quiet=True)
@@ -71,7 +71,7 @@ def test_a_sample_says_where_the_official_runner_judges_otherwise(
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe["policies"] = {"programmer": {"model": str(save_programmer(tmp_path / "programmer"))}}
     recipe["eval"] |= {"temperature": 0.0, "samples": 1, "budgets": [], "unsafe_local": True}
-    stage.run(steps_of(recipe), QUIET, only=["programmer"])
+    stage.evaluate(run_of(recipe), QUIET, only=["programmer"])
     assert "programs run WITHOUT a sandbox" in capfd.readouterr().err
     path = folder_of(recipe, "programmer") / "samples.jsonl"
     right, wrong = read_samples(path)
@@ -87,12 +87,12 @@ def test_a_sample_says_where_the_official_runner_judges_otherwise(
 @pytest.mark.slow
 def test_another_grading_samples_nothing_anew(recipe: dict, tmp_path: Path, change: dict) -> None:
     def evaluated(runs: str, **section: object) -> tuple[dict[str, bytes], int]:
-        steps = steps_of({**recipe, "runs": str(tmp_path / runs), "eval": {**recipe["eval"], **section}})
-        stage.run(steps, Progress(quiet=True), ["base"])
-        made = steps.store.stage(steps.eval("base", recipe["eval"]["benchmarks"][0]))
-        assert made.state() == "done"
+        run = run_of({**recipe, "runs": str(tmp_path / runs), "eval": {**recipe["eval"], **section}})
+        stage.evaluate(run, Progress(quiet=True), ["base"])
+        made = run.stage("eval", "base", recipe["eval"]["benchmarks"][0])
+        assert made.complete
         names = ("samples.jsonl", "summary.json", "manifest.json")
-        sampled = sum(row["tokens"] for row in read_ledger(steps.store.run_dir))
+        sampled = sum(row["tokens"] for row in read_ledger(run.directory))
         return {name: (made.folder / name).read_bytes() for name in names}, sampled
 
     before, sampled = evaluated("again", budgets=[3, 5])
@@ -104,11 +104,11 @@ def test_another_grading_samples_nothing_anew(recipe: dict, tmp_path: Path, chan
 
 
 def test_a_policy_that_never_answers_is_an_error_and_not_a_zero(recipe: dict) -> None:
-    steps = steps_of(recipe)
+    run = run_of(recipe)
     said: list[str] = []
     progress = Progress(quiet=True)
     progress.say = said.append  # type: ignore[method-assign]
-    stage.run(steps, progress, only=["base"])
+    stage.evaluate(run, progress, only=["base"])
     summary = read_summary(folder_of(recipe) / "summary.json")
     assert (summary.accuracy, summary.no_answer) == (0.0, 1.0)
     assert summary.error is not None
@@ -116,7 +116,7 @@ def test_a_policy_that_never_answers_is_an_error_and_not_a_zero(recipe: dict) ->
     assert [line for line in said if line.startswith("error: eval/base/sums: no answer")]
     with open(os.devnull, "w") as nowhere:
         out = Console(record=True, width=400, file=nowhere)
-        show_results(steps, out)
+        show_results(run, out)
     assert "error: base on sums: no answer was found" in out.export_text()
 
 
@@ -124,18 +124,17 @@ def test_a_changed_grader_samples_nothing_anew(recipe: dict, tmp_path: Path) -> 
     """Also where only the content of the user's own function changed."""
     own = tmp_path / "my.py"
     own.write_text("def grade(response, answer):\n    return True\n")
-    stage.run(steps_of(recipe, trust=True), QUIET, only=["base"])
+    stage.evaluate(run_of(recipe, trust=True), QUIET, only=["base"])
     before = sampled_tokens(recipe)
     accuracies = []
-    python = {"kind": "python", "function": f"{own}:grade"}
-    for grader in ("exact", {"kind": "regex", "pattern": "[^0-9]*$"}, python):
+    for grader in ("exact", "regex:[^0-9]*$", f"{own}:grade"):
         recipe["eval"]["graders"] = {"sums": grader}
-        stage.run(steps_of(recipe, trust=True), QUIET, only=["base"])
+        stage.evaluate(run_of(recipe, trust=True), QUIET, only=["base"])
         accuracies.append(read_summary(folder_of(recipe) / "summary.json").accuracy)
     own.write_text("def grade(response, answer):\n    return False\n")
-    steps = steps_of(recipe, trust=True)
-    assert steps.store.stage(steps.eval("base", recipe["eval"]["benchmarks"][0])).state() == "missing"
-    stage.run(steps, QUIET, only=["base"])
+    run = run_of(recipe, trust=True)
+    assert run.stage("eval", "base", recipe["eval"]["benchmarks"][0]).state() == "missing"
+    stage.evaluate(run, QUIET, only=["base"])
     assert read_summary(folder_of(recipe) / "summary.json").accuracy == 0
     assert accuracies[-1] == 100
     assert sampled_tokens(recipe) == before > 0
@@ -144,7 +143,7 @@ def test_a_changed_grader_samples_nothing_anew(recipe: dict, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("grader", "message"),
     [
-        ({"kind": "python", "function": "nowhere.py:grade"}, "eval.graders.sums.function.*no such file"),
+        ("nowhere.py:grade", "eval.graders.sums.*no such file"),
         ("code", "LiveCodeBench rows"),
         ("choice", "problem q0: the answer '1' is not the letter"),
     ],
@@ -152,13 +151,12 @@ def test_a_changed_grader_samples_nothing_anew(recipe: dict, tmp_path: Path) -> 
 def test_a_grader_that_cannot_work_is_refused_before_sampling(recipe: dict, grader: object, message: str) -> None:
     recipe["eval"]["graders"] = {"sums": grader}
     with pytest.raises(InputError, match=message):
-        stage.run(steps_of(recipe, trust=True), QUIET, only=["base"])
+        stage.evaluate(run_of(recipe, trust=True), QUIET, only=["base"])
     assert sampled_tokens(recipe) == 0
 
 
 def test_a_function_that_fails_is_named_with_its_problem(recipe: dict, tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("def grade(response, answer):\n    return response[100000]\n")
-    rule = {"kind": "python", "function": f"{tmp_path / 'my.py'}:grade"}
-    recipe["eval"]["graders"] = {"sums": rule}
+    recipe["eval"]["graders"] = {"sums": f"{tmp_path / 'my.py'}:grade"}
     with pytest.raises(InputError, match=r"my.py:grade failed on problem q0 \(IndexError"):
-        stage.run(steps_of(recipe, trust=True), QUIET, only=["base"])
+        stage.evaluate(run_of(recipe, trust=True), QUIET, only=["base"])

@@ -5,17 +5,20 @@ A package stands in for lm_eval here; tests/test_harness.py runs the real one.
 
 import json
 import os
-import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from lightning_weave.bench.lm_eval_worker import use_plain_decoding
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.report import tables
-from lightning_weave.report.results import result_rows
-from tiny import save_model, steps_of
+from lightning_weave.report.results import read_results
+from tiny import run_of, save_model
 
 STAND_IN = Path(__file__).parents[1] / "stand_in"
 
@@ -26,7 +29,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(STAND_IN))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
     student = save_model(tmp_path / "student", "student", "qwen3", 1)
-    shutil.copytree(student, tmp_path / "other" / "final")
+    save_model(tmp_path / "other" / "final", "student", "qwen3", 2)
     data = {
         "name": "tiny",
         "runs": str(tmp_path / "runs"),
@@ -60,9 +63,9 @@ def test_scores_and_files_of_a_harness_are_kept_and_shown(recipe: Path, tmp_path
     before = (folder / "manifest.json").stat().st_mtime_ns
     lweave("eval", recipe, "--harness", "lm-eval", "--tasks", "sums,words")
     assert (folder / "manifest.json").stat().st_mtime_ns == before  # finished is finished
-    beside = lweave("eval", recipe, "--harness", "lm-eval", "--tasks", "sums", "--set", "harness.limit=2")
-    assert "0.500" in beside
-    assert len(list(folder.parent.glob("lm-eval-sums@*"))) == 1  # another protocol stands beside
+    limited = lweave("eval", recipe, "--harness", "lm-eval", "--tasks", "sums", "--set", "harness.args.limit=2")
+    assert "0.500" in limited
+    assert len(list(folder.parent.glob("lm-eval-sums@*"))) == 2  # another protocol is another folder
 
     report = lweave("report", recipe)  # a recipe that does not name the tasks: the run directory knows them
     page = (tmp_path / "runs" / "tiny" / "report" / "index.html").read_text()
@@ -76,14 +79,29 @@ def test_scores_and_files_of_a_harness_are_kept_and_shown(recipe: Path, tmp_path
 
 def test_every_form_of_the_table_has_the_columns(recipe: Path) -> None:
     lweave("eval", recipe, "--harness", "lm-eval", "--tasks", "sums")
-    rows = result_rows(steps_of(check_recipe({**_data(recipe), "harness": {"tasks": ["sums"]}})), {})
-    assert [row.policy for row in rows] == ["base", "other"]
-    assert "| other | **0.833** ±0.200 (+0.333 ±0.333) |" in tables.markdown(rows)
-    assert r"{\scriptsize $\pm 0.200 (+0.333 \pm 0.333)$}" in tables.latex(rows)
-    header, _, line = tables.to_csv(rows).splitlines()
+    results = read_results(run_of(check_recipe({**_data(recipe), "harness": {"tasks": ["sums"]}})))
+    table = tables.format_results(results)
+    assert [policy for _, policy in results.index] == ["base", "other"]
+    assert "| other | **0.833** ±0.200 (+0.333 ±0.333) |" in tables.markdown(table)
+    assert r"{\scriptsize $\pm 0.200 (+0.333 \pm 0.333)$}" in tables.latex(table)
+    header, _, line = tables.to_csv(results).splitlines()
     values = dict(zip(header.split(","), line.split(","), strict=True))
     assert float(values["sums exact_match difference"]) == pytest.approx(1 / 3)
-    assert "standard error" in tables.legend(rows)
+    assert "standard error" in tables.legend(results)
+
+
+def test_a_task_that_was_asked_otherwise_has_no_difference_to_the_base(recipe: Path) -> None:
+    ask = ("eval", recipe, "--harness", "lm-eval", "--tasks", "sums")
+    lweave(*ask, "--only", "base")
+    said = lweave(*ask, "--only", "other", "--set", "harness.args.num_fewshot=5")
+    results = read_results(run_of(check_recipe(_data(recipe))))  # names no task: the last of each policy
+    assert results.xs("other", level="policy")["sums", "exact_match↑"].notna().all()
+    assert results["sums", "difference"].isna().all()
+    assert {cell.mark for cell in tables.format_results(results)["sums", "exact_match↑"]} == {""}
+    assert tables.not_compared(results) == [
+        "other on sums is not compared with the base: num_fewshot = 5 (base: unset)."
+    ]
+    assert "(+0.333" not in said
 
 
 def test_what_is_finished_of_several_tasks_stays(recipe: Path, tmp_path: Path) -> None:
@@ -98,14 +116,14 @@ def test_what_is_finished_of_several_tasks_stays(recipe: Path, tmp_path: Path) -
     ("arguments", "said"),
     [
         (["--harness", "lm-eval", "--tasks", "summs"], "has no task 'summs'. Did you mean sums?"),
-        (["--harness", "lm-eval"], "--harness lm-eval: which tasks?"),
-        (["--tasks", "sums"], "--tasks sums: of which harness?"),
+        (["--harness", "lm-eval"], "--harness lm-eval: no tasks"),
+        (["--tasks", "sums"], "--tasks sums: add --harness lm-eval"),
         (
             ["--harness", "lm-eval", "--tasks", "sums", "--set", "harness.include=."],
-            "harness.include = '.' is Python that would run here",
+            'harness.include = "." runs code or a program with your permissions',
         ),
         (
-            ["--harness", "lm-eval", "--tasks", "sums", "--set", "harness.python=/no/python"],
+            ["--harness", "lm-eval", "--tasks", "sums", "--set", "harness.python=/no/python", "--trust"],
             "Python '/no/python' (key python of an engine's section) cannot be run",
         ),
     ],
@@ -118,3 +136,20 @@ def _data(recipe: Path) -> dict:
     import tomllib
 
     return tomllib.loads(recipe.read_text())
+
+
+def test_a_checkpoint_does_not_decide_how_a_task_is_decoded(tmp_path: Path) -> None:
+    """With top_k = 1 in its generation_config.json, sampling would be greedy, whatever the task asks for."""
+    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "student", "student", "qwen3", 1))
+    model.generation_config.update(do_sample=True, top_k=1, repetition_penalty=1.5, eos_token_id=[3])
+
+    def samples() -> set[tuple[int, ...]]:
+        ids = torch.tensor([[1, 2]])
+        drawn = (model.generate(ids, do_sample=True, max_new_tokens=6, pad_token_id=0) for _ in range(8))
+        return {tuple(one[0].tolist()) for one in drawn}
+
+    assert len(samples()) == 1
+    use_plain_decoding(SimpleNamespace(model=model))
+    assert len(samples()) > 1
+    config = model.generation_config
+    assert (config.eos_token_id, config.top_k, config.repetition_penalty or 1.0) == ([3], 0, 1.0)

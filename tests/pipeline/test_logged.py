@@ -1,6 +1,7 @@
 """Logged runs of several turns: what the student wrote is learned from, everything else is context."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from lightning_weave.checks import pairs
+from lightning_weave.checks.findings import Finding
 from lightning_weave.errors import InputError
 from lightning_weave.maths import log_residual_loss
-from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.logged import read_log
-from lightning_weave.runs.prompts import own_trajectories
+from lightning_weave.run import Run
+from lightning_weave.stages import train as train_stage
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.prompts import own_trajectories, read_log
 from lightning_weave.store.tables import Row
 from lightning_weave.train.data import Batch, compose
-from pipeline.small_runs import make_cache, make_recipe, steps_of
+from pipeline.small_runs import QUIET, make_cache, make_recipe, run_of
 from rounding import LOGPROB
 
 TEMPLATE = (
@@ -105,8 +109,8 @@ def test_tables_of_other_tools_are_read_as_their_rows(student: dict[str, Any], t
     del plain["rollout"]["prompts_per_shard"]
     found = [
         [
-            (group.prompt_ids, group.responses[0].ids, group.responses[0].decided)
-            for group in own_trajectories(steps_of(one))
+            (group.prompt.token_ids, group.responses[0].ids, group.responses[0].decided)
+            for group in own_trajectories(run_of(one))
         ]
         for one in (recipe, plain)
     ]
@@ -119,7 +123,7 @@ def test_tables_of_other_tools_are_read_as_their_rows(student: dict[str, Any], t
         "hat<|end|>",
     ]
     assert tokenizer.decode(found[0][3][0]).endswith("a:an<|end|>\nu:abc\na:")
-    asked = [group.as_prompt(tokenizer).text for group in own_trajectories(steps_of(recipe))]
+    asked = [group.prompt.text for group in own_trajectories(run_of(recipe))]
     assert asked == [tokenizer.decode(ids) for ids, _, _ in found[0]]
 
 
@@ -153,6 +157,27 @@ def test_a_logged_run_gives_the_losses_of_its_single_turns(
     torch.testing.assert_close(losses[0], losses[1], atol=1e-3, rtol=1e-3)
 
 
+def test_what_is_said_of_a_context_counts_no_token_that_the_student_did_not_write(
+    student: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row with and without what a tool said after it: the same decisions, so the same shares of them."""
+    (first, call), (second, _) = [(_ids(student, before), _ids(student, turn)) for before, turn in TURNS[0]]
+    said = second[len(first) + len(call) :]
+    row = {"prompt_ids": first, "messages": RUNS[0]["messages"][:2], "tools": TOOLS}
+    alone = {**row, "response_ids": call}
+    longer = {**row, "response_ids": [*call, *said], "mask": [1] * len(call) + [0] * len(said)}
+    anchor = {"model": student["anchors"]["one"]["post"], "post_prompt": {"prefix": "the "}, "validity": "candidate"}
+    recipe = {**student, "anchors": {"one": anchor}, "reference": {**student["reference"], "candidates": 250}}
+    monkeypatch.setattr(pairs, "FEW", 0.5)  # of so few decisions
+    figures = []
+    for name, one in (("alone", alone), ("longer", longer)):
+        run = make_cache(_from(recipe, tmp_path / f"{name}.jsonl", [one], name))
+        (leak,) = pairs.judge_leak(run, "one")
+        figures.append(leak.figures)
+    assert figures[0]["nats"] > 0
+    assert figures[0] == pytest.approx(figures[1], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -162,7 +187,7 @@ def test_a_logged_run_gives_the_losses_of_its_single_turns(
         ({"conversations": [{"from": "bot", "value": "x"}]}, "from = 'bot' must be one of human"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "the arguments of f are no JSON",
+            "the arguments of f are not valid JSON",
         ),
         (
             {
@@ -175,19 +200,44 @@ def test_a_logged_run_gives_the_losses_of_its_single_turns(
         ),
     ],
 )
-def test_what_is_no_log_is_refused_by_its_line(student: dict[str, Any], row: dict[str, Any], message: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(student["student"]["model"])
+def test_what_is_no_log_is_refused_by_its_line(
+    student: dict[str, Any], tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match="log.jsonl:1: .*" + message):
-        read_log(Row("log.jsonl:1", row), tokenizer, {tokenizer.eos_token_id})
+        own_trajectories(run_of(_from(student, tmp_path / "log.jsonl", [row], "refused")))
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(student: dict[str, Any]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(student["student"]["model"])
+@pytest.mark.parametrize("composition", [{"refresh": 2}, {"method": "online"}])
+def test_a_log_with_tools_is_not_sampled_again(
+    student: dict[str, Any], tmp_path: Path, composition: dict[str, Any]
+) -> None:
+    """Not in the middle of training, when the first part has been paid for."""
+    compositions = {"only": {**student["compositions"]["only"], **composition}}
+    logged, single = (
+        run_of(_from({**student, "compositions": compositions}, tmp_path / f"{name}.jsonl", rows, f"again-{name}"))
+        for name, rows in (("logged", RUNS), ("single", RUNS[1:]))
+    )
+    said = r"compositions\.only samples while it trains, but .* rollout\.from = .*logged\.jsonl"
+    with pytest.raises(InputError, match=said):
+        train_stage.train(logged, QUIET)
+    assert [re.search(said, finding.text) is not None for finding in _turns(logged)] == [True]
+    assert not _turns(single)
+
+
+def _turns(run: Run) -> list[Finding]:
+    return [finding for finding in train_stage.validate(run) if finding.check == "turns"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(
+    student: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(student)
+    tokenizer = run.student.tokenizer
     kept = "{{ m.content if m.role != 'assistant' or loop.last else '' }}"
-    tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", kept)
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE.replace("{{ m.content }}", kept))
     turns = [{"role": role, "content": "hat"} for role in ("user", "assistant", "user", "assistant")]
     with pytest.raises(InputError, match=r"writes turn 2 otherwise once more turns follow.*prompt_ids"):
-        read_log(Row("x:1", {"messages": turns}), tokenizer, {tokenizer.eos_token_id})
+        read_log(Row("x:1", {"messages": turns}), run.student, None)
 
 
 @pytest.mark.parametrize("mask", [[1], [0, 0], [1, 2], "yes"])

@@ -9,17 +9,17 @@ import torch
 from rich.console import Console
 
 from lightning_weave.errors import InputError
-from lightning_weave.models.load import load_model
-from lightning_weave.pipeline import preview
-from lightning_weave.pipeline.flow import make_cache
+from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
-from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.prompts import asked_prompts
+from lightning_weave.stages import preview
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.pipeline import make_cache
+from lightning_weave.stages.prompts import load_prompts
 from lightning_weave.store.ledger import read_ledger
 from lightning_weave.train.data import compose, kept_decisions
 from lightning_weave.types import Request
 from rows import block_of, read_row
-from tiny import make_tokenizer, make_world, steps_of
+from tiny import make_tokenizer, make_world, run_of
 
 QUIET = Progress(quiet=True)
 
@@ -43,13 +43,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.mark.slow
 def test_the_live_target_is_the_cached_one(recipe: dict, name: str) -> None:
     """At every decision of real trajectories: candidates, residual, masked positions, non-candidates' odds."""
-    steps = steps_of(recipe)
-    make_cache(steps, QUIET)
-    cache = open_cache(steps, name)
-    anchors = preview._open_anchors(steps, name, {})
-    anchors.ask(asked_prompts(steps, {"answer"}))
-    target = preview._open_target(steps, name, anchors)
-    student = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu"))
+    run = run_of(recipe)
+    make_cache(run, QUIET)
+    cache = open_cache(run, name)
+    target = preview.open_target(run, name, {})
+    target.anchors.set_prompts(load_prompts(run, {"answer"}))
+    student = Checkpoint(str(run.student.path)).load(torch.float32, torch.device("cpu"))
     vocabulary, masked = len(make_tokenizer("student")), 0
     for number in range(6):
         row = read_row(cache, number)
@@ -83,12 +82,12 @@ def test_the_live_target_is_the_cached_one(recipe: dict, name: str) -> None:
 def test_a_preview_prints_a_table_and_is_not_made_twice(recipe: dict, tmp_path: Path) -> None:
     recipe = {**recipe, "runs": str(tmp_path)}
     out = Console(record=True, width=140, quiet=False, file=(tmp_path / "out.txt").open("w"))
-    found = preview.run(steps_of(recipe), QUIET, out, problems=3, only=["both"])
+    found = preview.preview(run_of(recipe), QUIET, out, problems=3, only=["both"])
     assert list(found) == ["base", "both"]
     assert [len(summary.problems) for summary in found["both"]] == [3]
     samples = tmp_path / "tiny" / "preview" / "both" / "sums" / "samples.jsonl"
     before = samples.stat().st_mtime_ns
-    preview.run(steps_of(recipe), QUIET, out, problems=3, only=["both"])
+    preview.preview(run_of(recipe), QUIET, out, problems=3, only=["both"])
     assert samples.stat().st_mtime_ns == before
     assert "both" in out.export_text()
     out.file.close()
@@ -101,17 +100,17 @@ def test_what_cannot_be_previewed_is_refused(recipe: dict, tmp_path: Path) -> No
         "live": {"weights": {"acc": 1.0}, "method": "online"},
     }
     with pytest.raises(InputError, match="kl_budget"):
-        preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1, only=["budget"])
+        preview.preview(run_of(recipe), QUIET, Console(quiet=True), problems=1, only=["budget"])
     with pytest.raises(InputError, match="--only live: its method is online"):
-        preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1, only=["live"])
+        preview.preview(run_of(recipe), QUIET, Console(quiet=True), problems=1, only=["live"])
     with pytest.raises(InputError, match=r"no composition .* can be previewed: budget \(.*kl_budget.*live \("):
-        preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1)
+        preview.preview(run_of(recipe), QUIET, Console(quiet=True), problems=1)
     assert list(tmp_path.iterdir()) == [], "refused before anything was sampled"
 
     recipe["compositions"]["both"] = {"weights": {"acc": 0.5, "brief": 0.5}}
     with pytest.raises(InputError, match="--only bth: no such composition; these can be previewed: both"):
-        preview.run(steps_of(recipe), QUIET, Console(quiet=True), problems=1, only=["bth"])
-    steps = steps_of(recipe)
-    found = preview.run(steps, QUIET, Console(quiet=True), problems=1)
+        preview.preview(run_of(recipe), QUIET, Console(quiet=True), problems=1, only=["bth"])
+    run = run_of(recipe)
+    found = preview.preview(run, QUIET, Console(quiet=True), problems=1)
     assert list(found) == ["base", "both"], "the others are left out"
-    assert {row["stage"] for row in read_ledger(steps.store.run_dir)} == {"preview"}
+    assert {row["stage"] for row in read_ledger(run.directory)} == {"preview"}

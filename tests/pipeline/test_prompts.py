@@ -8,12 +8,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from lightning_weave.errors import InputError
-from lightning_weave.pipeline import prompts
-from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.prompts import read_prompts
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages import prompts, rollout
 from lightning_weave.types import FINISH_REASONS, Prompt, Rollouts
-from pipeline.small_runs import QUIET, make_recipe, steps_of
+from pipeline.small_runs import QUIET, make_recipe, run_of
 
 
 @pytest.fixture
@@ -22,22 +21,22 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_prompts_are_made_once_and_again_when_the_source_changes(recipe: dict[str, Any]) -> None:
-    made = make_prompts(steps_of(recipe))
+    made = make_prompts(run_of(recipe))
     path = Path(recipe["runs"]) / "small" / "prompts" / "prompts.jsonl"
     stamp = path.stat().st_mtime_ns
-    assert make_prompts(steps_of(recipe)) == made
+    assert make_prompts(run_of(recipe)) == made
     assert path.stat().st_mtime_ns == stamp
     tokenizer = AutoTokenizer.from_pretrained(recipe["student"]["model"])
     for prompt in made:
         assert prompt.token_ids == tokenizer(prompt.messages[0]["content"])["input_ids"]
     source = Path(recipe["prompts"]["source"])
     source.write_text(source.read_text() + json.dumps({"prompt": "more", "answer": "9", "id": "p9"}) + "\n")
-    assert {prompt.id for prompt in make_prompts(steps_of(recipe))} == {prompt.id for prompt in made} | {"p9"}
+    assert {prompt.id for prompt in make_prompts(run_of(recipe))} == {prompt.id for prompt in made} | {"p9"}
 
 
-def make_prompts(steps: Steps) -> list[Prompt]:
-    prompts.run(steps, QUIET)
-    return read_prompts(steps.prompts_file)
+def make_prompts(run: Run) -> list[Prompt]:
+    prompts.build_prompts(run, QUIET)
+    return read_prompts(run.prompts_file)
 
 
 def own(recipe: dict[str, Any], tmp_path: Path, *rows: Any, responses: int = 1) -> dict[str, Any]:
@@ -56,14 +55,14 @@ def test_own_trajectories_are_taken_as_they_are(recipe: dict[str, Any], tmp_path
         {"prompt_ids": [5, 6], "response_ids": [7], "finish": "stop"},
         {"prompt_ids": [9], "response_ids": []},
     ]
-    steps = steps_of(own(recipe, tmp_path, *rows, responses=2))
-    make_rollouts(steps, QUIET)
-    made = make_prompts(steps)
+    run = run_of(own(recipe, tmp_path, *rows, responses=2))
+    rollout.rollout(run, QUIET)
+    made = make_prompts(run)
     assert [(prompt.token_ids, prompt.messages, prompt.answer) for prompt in made] == [
         ([5, 6], turns, "3"),
         ([9], [], None),
     ]
-    shard = steps.store.stage(steps.rollout).open(Rollouts, 0).read()
+    shard = run.stage("rollout").open(Rollouts, 0).read()
     assert [row.tolist() for row in shard.response_ids] == [[7, end], [7], [8, 8], []]
     assert [row.tolist() for row in shard.prompt_ids] == [[5, 6], [5, 6], [9], [9]]
     assert [FINISH_REASONS[finish] for finish in shard.finish_R] == ["stop", "stop", "length", "length"]
@@ -97,7 +96,7 @@ def test_a_line_that_cannot_be_used_is_named(
     recipe: dict[str, Any], tmp_path: Path, rows: list[Any], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        make_rollouts(steps_of(own(recipe, tmp_path, *rows)), QUIET)
+        rollout.rollout(run_of(own(recipe, tmp_path, *rows)), QUIET)
 
 
 def test_a_file_that_is_not_there_is_named(recipe: dict[str, Any]) -> None:
@@ -107,16 +106,16 @@ def test_a_file_that_is_not_there_is_named(recipe: dict[str, Any]) -> None:
     ):
         recipe["rollout"]["from"] = name
         with pytest.raises(InputError, match=message):
-            make_rollouts(steps_of(recipe), QUIET)
+            rollout.rollout(run_of(recipe), QUIET)
 
 
 def test_blank_lines_are_skipped_and_nonsense_is_refused(recipe: dict[str, Any], tmp_path: Path) -> None:
     row = {"prompt_ids": [5, 6], "response_ids": [7]}
-    assert len(make_prompts(steps_of(own(recipe, tmp_path, "", row, "  ")))) == 1
+    assert len(make_prompts(run_of(own(recipe, tmp_path, "", row, "  ")))) == 1
     for wrong, message in (
         ({**row, "id": ["x"]}, r"own\.jsonl:1: id = \['x'\] must be text or a number"),
         ({**row, "answer": {"a": 1}}, r"own\.jsonl:1: answer = "),
         ({**row, "response_ids": []}, "no response in it has a token"),
     ):
         with pytest.raises(InputError, match=message):
-            make_prompts(steps_of(own(recipe, tmp_path, wrong)))
+            make_prompts(run_of(own(recipe, tmp_path, wrong)))

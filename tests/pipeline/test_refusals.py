@@ -11,8 +11,8 @@ import pytest
 from forked import Forked
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
-from lightning_weave.pipeline import run as run_stage
-from pipeline.small_runs import QUIET, make_recipe, steps_of
+from lightning_weave.stages import run as run_stage
+from pipeline.small_runs import QUIET, make_recipe, run_of
 
 pytestmark = pytest.mark.slow
 Ask = Callable[..., tuple[int, str]]
@@ -44,8 +44,10 @@ def ask(finished: dict[str, Any], forked: Forked) -> Ask:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    changing = {".lock", "ledger.jsonl", "log.txt"}
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in changing}
+    changing = {".lock", ".holder", "ledger.jsonl", "log.txt"}
+    paths = [path for path in folder.rglob("*") if path.name not in changing]
+    links = {str(path): str(path.readlink()).encode() for path in paths if path.is_symlink()}
+    return links | {str(path): path.read_bytes() for path in paths if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_a_layer_that_the_student_lacks_is_refused_before_anything_is_sampled(tm
     recipe = make_recipe(tmp_path, "qwen3", "llama", "bytes", train={"lora": {"targets": ["q_proj", "q_prj"]}})
     known = "down_proj, gate_proj, k_proj, lm_head, o_proj, q_proj, up_proj, v_proj"
     with pytest.raises(InputError, match=f"(?m)no layer is called 'q_prj'; the student has {known}$"):
-        run_stage.run(steps_of(recipe), QUIET)
+        run_stage.run_all(run_of(recipe), QUIET)
     assert not Path(recipe["runs"]).exists()
 
 
@@ -100,8 +102,8 @@ def test_anchors_and_prompts_may_go_once_the_cache_is_made(finished: dict[str, A
         place.rename(place.with_name(f"{place.name}-away"))
     try:
         assert "Everything is up to date" in ask("status")[1]
-        for command in ("verify", "cost", "report", "run"):
-            code, said = ask(command)
+        for command in (["status", "--verify"], ["status", "--cost"], ["report"], ["run"]):
+            code, said = ask(*command)
             assert code == 0, said
         again = ["--set", "compositions.again={weights={one=1.0}, alpha=3.0}", "--only", "again"]
         assert ask("train", *again)[0] == 0, "another composition of the same cache"
@@ -111,4 +113,20 @@ def test_anchors_and_prompts_may_go_once_the_cache_is_made(finished: dict[str, A
     finally:
         for place in gone:
             place.with_name(f"{place.name}-away").rename(place)
-    shutil.rmtree(Path(finished["runs"]) / "small" / "train" / "again")
+    shutil.rmtree((Path(finished["runs"]) / "small" / "train" / "again").resolve())
+
+
+def test_looking_at_a_run_with_other_settings_leaves_its_recipe(finished: dict[str, Any], ask: Ask) -> None:
+    directory = Path(finished["runs"]) / finished["name"]
+    recipe = (directory / "recipe.toml").read_bytes()
+    links = {
+        path: path.readlink()
+        for stage in ("train", "eval")
+        for path in (directory / stage).rglob("*")
+        if path.is_symlink()
+    }
+    for command, *more in (["preview", "--problems", "1"], ["status"], ["status", "--verify"], ["report"], ["doctor"]):
+        code, said = ask(command, *more, "--set", "compositions.only.alpha=1.5", "--set", "eval.seed=7")
+        assert code == 0, said
+        assert (directory / "recipe.toml").read_bytes() == recipe, command
+        assert {path: path.readlink() for path in links} == links, command

@@ -63,4 +63,4 @@ def test_rollouts_and_scores_survive_kills_and_do_not_depend_on_ranks(forked: Fo
     assert [one.code for one in ended] == [0, 0, 0]
     assert contents(recipes["killed"], "reference") == contents(recipes["whole"], "reference")
     disturb(forked, recipes, "score", shards=40)
-    assert forked.lweave("verify", recipes["killed"]).code == 0
+    assert forked.lweave("status", recipes["killed"], "--verify").code == 0

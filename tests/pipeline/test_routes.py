@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from lightning_weave.checks.preflight import preflight
-from lightning_weave.checks.todo import Todo
 from lightning_weave.config import check_recipe, dump_recipe, load_recipe
 from lightning_weave.errors import InputError
-from lightning_weave.runs.caches import open_cache, routed_weights
-from lightning_weave.runs.prompts import asked_prompts, tag_of
-from lightning_weave.runs.sweeps import plan_sweep
+from lightning_weave.stages.caches import open_cache, routed_weights
+from lightning_weave.stages.prompts import load_prompts, tag_of
+from lightning_weave.stages.sweep import plan_sweep
 from lightning_weave.train.data import compose
 from lightning_weave.types import Prompt
 from pipeline.scored import HALF, make_scored, same, trained
-from tiny import steps_of
+from tiny import run_of
 
 pytestmark = pytest.mark.slow
 
@@ -31,8 +30,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _batch(recipe: dict[str, Any], weights: dict[str, Any], rows: list[int]) -> Any:
-    steps = steps_of({**recipe, "compositions": {"one": {"weights": weights}}})
-    cache = open_cache(steps, "one")
+    run = run_of({**recipe, "compositions": {"one": {"weights": weights}}})
+    cache = open_cache(run, "one")
     return compose(cache.block(rows), cache.weights, 2.0)
 
 
@@ -48,8 +47,8 @@ def test_each_tag_is_composed_with_its_own_weights(recipe: dict[str, Any]) -> No
     """Targets, masks and tokens of the rows of a tag are those of the plain composition with its weights."""
     recipe = {**recipe, "tags": MULTIPLIES}
     by_tag = {"product": {"acc": 1.0}, "default": {"acc": 0.25, "brief": 0.75}}
-    steps = steps_of(recipe)
-    tags = [tag_of(steps.recipe, one) for one in asked_prompts(steps, ())]
+    run = run_of(recipe)
+    tags = [tag_of(run.recipe, one) for one in load_prompts(run, ())]
     assert set(tags) == {"product", "default"}
     responses = recipe["rollout"]["responses"]
     for tag, weights in by_tag.items():
@@ -64,11 +63,11 @@ def test_each_tag_is_composed_with_its_own_weights(recipe: dict[str, Any]) -> No
 
 def test_a_new_route_is_trained_and_nothing_else_is_made_again(recipe: dict[str, Any]) -> None:
     """The fingerprint has the tags and the weights; the cache knows of neither."""
-    one = steps_of({**recipe, "tags": MULTIPLIES, "compositions": {"x": {"weights": {"product": {"acc": 1.0}}}}})
-    other = steps_of({**recipe, "tags": {"rules": {"product": "7"}}, "compositions": one.recipe.compositions})
-    assert one.train("x").fingerprint != other.train("x").fingerprint
-    assert one.reference.fingerprint == other.reference.fingerprint
-    assert all(one.store.stage(step).state() == "done" for step in one.scores_of("acc"))
+    one = run_of({**recipe, "tags": MULTIPLIES, "compositions": {"x": {"weights": {"product": {"acc": 1.0}}}}})
+    other = run_of({**recipe, "tags": {"rules": {"product": "7"}}, "compositions": one.recipe.compositions})
+    assert one.stage("train", "x").fingerprint != other.stage("train", "x").fingerprint
+    assert one.stage("reference").fingerprint == other.stage("reference").fingerprint
+    assert all(step.complete for step in one.scores_of("acc"))
 
 
 def test_a_column_gives_the_tag_and_a_prompt_without_weights_is_refused_by_id(tmp_path: Path) -> None:
@@ -79,16 +78,16 @@ def test_a_column_gives_the_tag_and_a_prompt_without_weights_is_refused_by_id(tm
         row |= {"kind": ("sum", "other")[number % 2]} if number else {}
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = {**recipe, "tags": {"column": "kind"}, "compositions": {"x": {"weights": {"sum": HALF, "other": HALF}}}}
-    steps = steps_of(recipe)
-    said = {finding.verdict: finding.text for finding in preflight(steps, Todo.of(steps)) if finding.about == "tags"}
+    run = run_of(recipe)
+    said = {finding.verdict: finding.text for finding in preflight(run) if finding.about == "tags"}
     assert "other 6, sum 5, default 1" in said["note"]
     assert "prompt p0 has the tag 'default', for which compositions.x.weights has no table" in said["error"]
     with pytest.raises(InputError, match="prompt p0 has the tag 'default'"):
-        routed_weights(steps, "x", asked_prompts(steps, {"kind"}, [_prompt(row) for row in rows]))
+        routed_weights(run, "x", load_prompts(run, {"kind"}, [_prompt(row) for row in rows]))
     recipe["compositions"]["x"]["weights"]["default"] = {"brief": 1.0}
-    steps = steps_of(recipe)
+    run = run_of(recipe)
 
-    weight_GK = routed_weights(steps, "x", asked_prompts(steps, {"kind"}, [_prompt(row) for row in rows]))
+    weight_GK = routed_weights(run, "x", load_prompts(run, {"kind"}, [_prompt(row) for row in rows]))
     np.testing.assert_array_equal(weight_GK[:3], [[0.0, 1.0], [0.5, 0.5], [0.5, 0.5]])
 
 

@@ -1,7 +1,6 @@
 """`lweave sweep`: what it plans, what it spends, and that it does nothing twice."""
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,14 @@ import torch
 from rich.console import Console
 
 from lightning_weave.config import Recipe, check_recipe
+from lightning_weave.directory import with_others
 from lightning_weave.errors import InputError
-from lightning_weave.pipeline import sweep
 from lightning_weave.progress import Progress
 from lightning_weave.report.results import summaries
-from lightning_weave.runs.sweeps import extend, plan_sweep, remember, with_sweep
-from tiny import make_world, save_prompts, steps_of
+from lightning_weave.stages import sweep
+from lightning_weave.stages.sweep import extend, plan_sweep
+from lightning_weave.views.clean import unneeded_folders
+from tiny import make_world, run_of, save_prompts
 
 QUIET = Progress(quiet=True)
 
@@ -87,15 +88,6 @@ def test_one_anchor_has_nothing_to_share() -> None:
         plan_sweep(recipe(1), [0.5])
 
 
-def test_sweeps_are_remembered_and_add_up(tmp_path: Path) -> None:
-    steps = steps_of(recipe().model_copy(update={"runs": str(tmp_path)}))
-    remember(steps, plan_sweep(steps.recipe, [0.25]))
-    remember(steps, plan_sweep(steps.recipe, [0.75], alphas=[1.0]))
-    assert list(with_sweep(steps).recipe.compositions) == ["decs-0.250", "decs-0.750-alpha-1"]
-    fewer = steps_of(recipe(1).model_copy(update={"runs": str(tmp_path)}))
-    assert list(with_sweep(fewer).recipe.compositions) == []  # their anchor is gone
-
-
 def test_a_sweep_goes_beside_every_other_method(tmp_path: Path) -> None:
     half = {"klear": 0.5, "decs": 0.5}
     others = {
@@ -103,22 +95,11 @@ def test_a_sweep_goes_beside_every_other_method(tmp_path: Path) -> None:
         "live": {"method": "online", "weights": half},
         "self": {"method": "self", "sharpen": 0.5},
     }
-    steps = steps_of(recipe(**others).model_copy(update={"runs": str(tmp_path)}))
-    known = extend(steps, plan_sweep(steps.recipe, [0.5])).recipe.compositions
+    run = run_of(recipe(**others).model_copy(update={"runs": str(tmp_path)}))
+    known = extend(run, plan_sweep(run.recipe, [0.5])).recipe.compositions
     assert list(known) == [*others, "decs-0.500"]  # of the same weights, but not the same
-    assert {name: known[name] for name in others} == steps.recipe.compositions
+    assert {name: known[name] for name in others} == run.recipe.compositions
     assert known["decs-0.500"].method == "joint"
-
-
-def test_a_sweep_of_an_earlier_version_is_known(tmp_path: Path) -> None:
-    steps = steps_of(recipe().model_copy(update={"runs": str(tmp_path)}))
-    steps.store.run_dir.mkdir()
-    text = (
-        "[compositions.a.weights]\nklear = 0.5\ndecs = 0.5\n[compositions.b]\nalpha = 1.0\nweights = { decs = 1.0 }\n"
-    )
-    (steps.store.run_dir / "sweep.toml").write_text(text)
-    known = with_sweep(steps).recipe.compositions
-    assert [(name, one.method, one.alpha) for name, one in known.items()] == [("a", "joint", 2.0), ("b", "joint", 1.0)]
 
 
 @pytest.mark.slow
@@ -128,29 +109,42 @@ def test_a_sweep_trains_what_is_missing_once(tmp_path: Path) -> None:
     world["compositions"] = {"both": {"weights": {"acc": 0.5, "brief": 0.5}}}
     bench = save_prompts(tmp_path / "sums.jsonl", 4, seed=9)
     world["eval"] = {"benchmarks": [f"file:{bench}"], "samples": 2, "max_tokens": 8, "chat": False}
-    steps = steps_of(world)
-    plan = plan_sweep(steps.recipe, [0.25, 0.5])
+    run = run_of(world)
+    plan = plan_sweep(run.recipe, [0.25, 0.5])
 
     def made() -> dict[str, int]:
-        files = [*(steps.store.run_dir / "train").rglob("*.safetensors"), *steps.store.run_dir.rglob("samples.jsonl")]
-        return {str(path.relative_to(steps.store.run_dir)): path.stat().st_mtime_ns for path in files}
+        files = [*(run.directory / "train").rglob("*.safetensors"), *run.directory.rglob("samples.jsonl")]
+        return {str(path.relative_to(run.directory)): path.stat().st_mtime_ns for path in files}
 
     first, second = (Console(record=True, width=200) for _ in range(2))
-    sweep.run(steps, plan, QUIET, first)
+    sweep.sweep(run, plan, QUIET, first)
     said = first.export_text()
     assert "Sweep of 2: brief-0.250, both" in said
     assert "To train: 2, cost unknown yet" in said
     assert "Frontier, 3 of 3 evaluated:" in said
-    known = with_sweep(steps)
+    known = with_others(run)
+    assert known.policies == ["base", "both", "brief-0.250"]
     assert set(summaries(known)) == {"base", "brief-0.250", "both"}
+    assert unneeded_folders([run]) == []
     before = made()
-    assert {name.split("/")[1] for name in before if name.startswith("train")} == {"brief-0.250", "both"}
-    sweep.run(steps, plan, QUIET, second)
+    assert {name.split("/")[1] for name in before if name.startswith("train")} == {
+        run.stage("train", "both").folder.name,
+        known.stage("train", "brief-0.250").folder.name,
+    }
+    sweep.sweep(run, plan, QUIET, second)
     assert made() == before
     assert "To train: 0, nothing to spend" in second.export_text()
-    another = plan_sweep(steps.recipe, [0.1, 0.9])
-    more = sweep.forecast(extend(steps, another), another)
+    another = plan_sweep(run.recipe, [0.1, 0.9])
+    more = sweep.forecast(extend(run, another), another)
     time = r"(\d+ [hm] )?\d+ [ms]"  # as `duration` writes it
     assert re.search(rf"To train: 2, about {time} of device time \({time} each, as measured\)", "\n".join(more))
-    overlay = tomllib.loads((steps.store.run_dir / "sweep.toml").read_text())
-    assert overlay["compositions"]["brief-0.250"]["weights"] == {"acc": 0.75, "brief": 0.25}
+    sweep.sweep(run, another, QUIET, second)
+    assert {name: time for name, time in made().items() if name in before} == before
+    known = with_others(run)  # sweeps add up
+    assert known.policies[:2] == ["base", "both"]
+    assert set(known.policies[2:]) == {"brief-0.100", "brief-0.250", "brief-0.900"}
+    assert known.recipe.compositions["brief-0.250"].weights == {"acc": 0.75, "brief": 0.25}
+    fewer = {**world, "anchors": {"acc": world["anchors"]["acc"]}, "compositions": {"x": {"weights": {"acc": 1.0}}}}
+    found = with_others(run_of(fewer))
+    assert list(found.recipe.anchors) == ["acc", "brief"], "what was computed knows its anchors"
+    assert set(summaries(found)) == set(known.policies)

@@ -20,10 +20,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from lightning_weave.config import Lora
 from lightning_weave.errors import InputError
 from lightning_weave.heads.tiles import CHUNK_BYTES_GPU
-from lightning_weave.plan.architecture import read_shape
-from lightning_weave.plan.find import find_shape, shipped_shape
+from lightning_weave.plan.architecture import find_shape, read_shape
 from lightning_weave.plan.memory import LOGITS, lora_parameters, training_memory
-from lightning_weave.train.export import with_lora
+from lightning_weave.train.student import with_lora
 
 CONFIGS = sorted((files("lightning_weave.plan") / "configs").iterdir(), key=lambda path: path.name)
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
@@ -63,13 +62,13 @@ def test_the_papers_models_have_as_many_parameters_as_counted(path) -> None:
     config = config.get("text_config", config)
     kind = config.pop("model_type")
     with torch.device("meta"):
-        # MiMo is a Qwen2 with code of its own for speculative layers, which scoring never runs.
+        # MiMo is a Qwen2 with custom code for speculative layers, which scoring never runs.
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen2" if kind == "mimo" else kind](**config))
-    shape = shipped_shape(path.name.removesuffix(".json").replace("--", "/"))
+    shape = find_shape(path.name.removesuffix(".json").replace("--", "/"))
     assert shape.parameters == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=1e-3)
     embedding = model.get_input_embeddings().weight.numel()
     looked_up = 0 if config["tie_word_embeddings"] else embedding
-    assert shape.multiplied == pytest.approx(shape.parameters - looked_up, rel=1e-3)
+    assert shape.active == pytest.approx(shape.parameters - looked_up, rel=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -80,13 +79,13 @@ def test_work_is_what_torch_counts(family: str) -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, tokens, dtype=torch.long))
     # The eager model multiplies the whole square of attention; half of it is masked and not counted here.
-    masked = sum(layer.attention_per_context for layer in shape.layers) * tokens * tokens / 2
-    assert counter.get_total_flops() == pytest.approx(shape.work(0, tokens) + masked, rel=0.01)
+    masked = sum(layer.attention_flops for layer in shape.layers) * tokens * tokens / 2
+    assert counter.get_total_flops() == pytest.approx(shape.flops(0, tokens) + masked, rel=0.01)
 
 
 def test_only_response_positions_pay_for_the_head() -> None:
     shape = read_shape(TINY["qwen3"].to_dict(), "")
-    assert shape.work(0, 10) - shape.work(6, 4) == 2 * 6 * 64 * 512
+    assert shape.flops(0, 10) - shape.flops(6, 4) == 2 * 6 * 64 * 512
 
 
 def test_a_window_limits_what_a_layer_sees() -> None:
@@ -94,8 +93,8 @@ def test_a_window_limits_what_a_layer_sees() -> None:
     assert [layer.window for layer in shape.layers] == [8, 8, 8, None]
     seen = [min(position, 8) for position in range(1, 41)]  # position 1 sees itself
     full = list(range(1, 41))
-    counted = shape.work(0, 40) - 40 * 2 * (shape.multiplied)
-    per_context = shape.layers[0].attention_per_context
+    counted = shape.flops(0, 40) - 40 * 2 * (shape.active)
+    per_context = shape.layers[0].attention_flops
     assert counted == pytest.approx(per_context * (3 * sum(seen) + sum(full)), rel=0.05)
 
 
@@ -125,7 +124,7 @@ def test_lora_is_as_large_as_counted(family: str) -> None:
 
 
 def test_training_memory_shrinks_with_gpus_checkpoints_and_lora() -> None:
-    shape = shipped_shape("Qwen/Qwen3-4B")
+    shape = find_shape("Qwen/Qwen3-4B")
     alone = training_memory(shape, 16384, 1, True, None)
     assert alone.weights == 12 * shape.parameters  # masters and two moments; gradients come and go
     assert alone.total > 16 * shape.parameters
@@ -141,7 +140,7 @@ def test_a_mixture_of_experts_is_as_large_and_multiplies_as_much_as_counted() ->
     assert shape.parameters == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=0.01)
     idle = 3 * (8 - 2) * 3 * 64 * 24  # three layers of experts, of which a token goes to two
     embedding = 64 * 512
-    assert shape.multiplied == shape.parameters - idle - embedding
+    assert shape.active == shape.parameters - idle - embedding
 
 
 def test_the_chunk_of_logits_is_the_heads_own() -> None:

@@ -1,39 +1,44 @@
-"""Predictions beside the paper's table, on the page and within the goals."""
+"""Predictions against the paper's table, on the page and within the goals."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lightning_weave.plan.calibration import PAPER, PAPER_LOAD, PAPER_MACHINE, calibrate, leave_one_out, predict
-from lightning_weave.plan.calibration_page import calibration_page
-from lightning_weave.plan.costs import PlannedMachine, online_hours
-from lightning_weave.plan.gpus import find_gpu
+from calibration import (
+    PAPER,
+    PAPER_LOAD,
+    PAPER_MACHINE,
+    calibrate,
+    calibration_page,
+    leave_one_out,
+    online_hours,
+)
+from lightning_weave.plan.architecture import find_gpu, find_shape
+from lightning_weave.plan.costs import CONSTANTS, PlannedMachine, offline_hours
 
-PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+PAGE = Path(__file__).parents[2] / "docs" / "appendix" / "plan.md"
 
 
 def test_settings_that_were_left_out_are_predicted_within_the_goals() -> None:
-    for prediction in leave_one_out():
-        setting, total = prediction.setting, prediction.hours.total
-        assert total == pytest.approx(setting.total, rel=0.25)
-        assert prediction.online == pytest.approx(setting.online, rel=0.25)
-        assert prediction.online / total == pytest.approx(setting.online / setting.total, rel=0.15)
+    for setting, hours, online in leave_one_out():
+        assert hours.total == pytest.approx(setting.total, rel=0.25)
+        assert online == pytest.approx(setting.online, rel=0.25)
+        assert online / hours.total == pytest.approx(setting.online / setting.total, rel=0.15)
 
 
 def test_five_compositions_sharing_the_cache_cost_what_the_paper_projects() -> None:
-    hours = predict(PAPER[3], calibrate())
+    hours = PAPER[3].predict(calibrate())
     amortised = 5 * online_hours(hours, PAPER_LOAD, calibrate(), PAPER_MACHINE) / (hours.cache + 5 * hours.train)
     assert amortised == pytest.approx(98.30 / 21.47, rel=0.15)
 
 
 def test_constants_are_found_again_in_what_they_predict() -> None:
-    """A table that the formulas made themselves gives back the constants that made it."""
-    from dataclasses import replace
-
+    """Calibrating on a table that the formulas predicted returns the constants of the prediction."""
     constants = calibrate()
     made = []
     for setting in PAPER:
-        hours = predict(setting, constants)
+        hours = setting.predict(constants)
         online = online_hours(hours, PAPER_LOAD, constants, PAPER_MACHINE)
         made.append(
             replace(
@@ -51,20 +56,24 @@ def test_constants_are_found_again_in_what_they_predict() -> None:
 
 
 def test_one_kind_of_gpu_is_scaled_from_another() -> None:
-    setting, constants = PAPER[2], calibrate()
-    student, models = setting.shapes
-    from lightning_weave.plan.costs import offline_hours
-
-    slower = offline_hours(student, models, PAPER_LOAD, constants, PlannedMachine(find_gpu("a100"), 8))
-    usual = offline_hours(student, models, PAPER_LOAD, constants, PAPER_MACHINE)
+    setting = PAPER[2]
+    student = find_shape(setting.student)
+    models = [find_shape(model) for model in setting.models]
+    slower = offline_hours(student, models, PAPER_LOAD, PlannedMachine(find_gpu("a100"), 8))
+    usual = offline_hours(student, models, PAPER_LOAD, PAPER_MACHINE)
     assert slower.reference / usual.reference == pytest.approx(989 / 312)
     assert slower.rollout / usual.rollout == pytest.approx(3.35 / 2.04)
-    own = offline_hours(student, models, PAPER_LOAD, constants, PlannedMachine(find_gpu("H100"), 8, 1.0, 1000.0))
+    own = offline_hours(student, models, PAPER_LOAD, PlannedMachine(find_gpu("H100"), 8, 1.0, 1000.0))
     assert own.rollout == pytest.approx(12800 * 2048 / 1000 / 3600)
-    assert own.reference == pytest.approx(PAPER_LOAD.forward_work(student) / 989e12 / 3600)
+    assert own.reference == pytest.approx(PAPER_LOAD.forward_flops(student) / 989e12 / 3600)
 
 
-def test_the_page_shows_what_the_command_prints() -> None:
+def test_the_package_has_the_fitted_constants() -> None:
+    for name, value in vars(calibrate()).items():
+        assert getattr(CONSTANTS, name) == pytest.approx(value, rel=1e-9), name
+
+
+def test_the_page_shows_the_calibration() -> None:
     page = PAGE.read_text(encoding="utf-8")
     shown = page.partition("<!-- calibration -->\n")[2].partition("<!-- /calibration -->")[0]
     assert shown == calibration_page()

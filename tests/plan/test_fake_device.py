@@ -50,7 +50,7 @@ def test_nothing_whole_is_left_after_sharding(one: Measured) -> None:
 
 @pytest.mark.slow
 def test_one_float32_gradient_of_the_head_is_held_however_many_chunks_there_are() -> None:
-    """A chunk has 883 positions. A chunk's product beside the sum would be another 1.6 GB of a 4B student."""
+    """A chunk has 883 positions. A second buffer for a chunk's product would be another 1.6 GB of a 4B student."""
     (one,) = measure([Setting("head", "Qwen/Qwen3-4B", "bfloat16")], [800, 1600])
     matrix, width = one.ready, 2560
     logits, positions = 1.5 * 512 * 2**20, 1600 * (12 * width + 1000)  # a chunk, also in 16 bits; hidden states

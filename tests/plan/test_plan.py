@@ -14,13 +14,12 @@ import tiny
 from lightning_weave.bench import definitions
 from lightning_weave.bench.definitions import BenchmarkKind
 from lightning_weave.config import check_recipe, load_recipe
-from lightning_weave.pipeline import reference, score
-from lightning_weave.pipeline.flow import make_rollouts
+from lightning_weave.plan.architecture import find_gpu
 from lightning_weave.plan.costs import PlannedMachine
-from lightning_weave.plan.gpus import find_gpu
 from lightning_weave.plan.memory import cache_bytes
-from lightning_weave.plan.recipe import make_plan
+from lightning_weave.plan.plan import make_plan
 from lightning_weave.progress import Progress
+from lightning_weave.stages import reference, rollout, score
 
 PAPER = Path(__file__).parents[2] / "recipes" / "paper"
 STUDENTS = ["qwen3-1.7b", "qwen3-4b", "qwen3-4b-thinking-2507", "qwen3.5-4b", "olmo-3-7b-think"]
@@ -61,11 +60,11 @@ def test_time_knows_the_dtype_of_products() -> None:
     recipe = paper("base", "qwen3-4b", "math", "klear")  # float32
     hours = {}
     for name, machine, dtype in (
-        ("float32", {}, "float32"),
+        ("float32", {"tf32": False}, "float32"),
         ("tf32", {"tf32": True}, "float32"),
         ("16", {}, "bfloat16"),
     ):
-        plan = make_plan(changed(recipe, machine=machine, score={"dtype": dtype}), EIGHT)
+        plan = make_plan(changed(recipe, machine=machine, engine={"dtype": {"score": dtype}}), EIGHT)
         hours[name] = sum(row.gpu_hours for row in plan.stages if row.stage == "score")
     assert hours["float32"] > 2 * hours["tf32"]
     assert hours["tf32"] == pytest.approx(hours["16"])  # neither is at its peak
@@ -85,7 +84,7 @@ def test_online_training_is_planned_as_it_is_run() -> None:
     expected = 2 * (sampling + 2 * reference + scoring) + training
     assert hours["train", "klear-decs-online"] == pytest.approx(expected)
     faster, slower = (
-        make_plan(changed(recipe, rollout={"engine": "hf", "batch_size": size}), EIGHT) for size in (64, 8)
+        make_plan(changed(recipe, engine={"rollout": "hf"}, rollout={"batch_size": size}), EIGHT) for size in (64, 8)
     )
     assert slower.online > faster.online, "transformers samples with the trained student, batch by batch"
 
@@ -163,15 +162,15 @@ def test_disk_is_what_a_real_run_takes(tmp_path: Path) -> None:
     world = tiny.make_world(tmp_path, prompts=32)
     world["rollout"] |= {"prompts_per_shard": 32, "responses": 4, "max_tokens": 64}
     world["reference"]["candidates"] = 16
-    steps, quiet = tiny.steps_of(world), Progress(quiet=True)
-    make_rollouts(steps, quiet)
-    reference.run(steps, quiet)
-    score.run(steps, quiet, ["acc-pre"])
-    stages = [steps.store.stage(step) for step in (steps.rollout, steps.reference)]
-    stages.append(steps.store.stage(steps.scores_of("acc")[1]))
+    run, quiet = tiny.run_of(world), Progress(quiet=True)
+    rollout.rollout(run, quiet)
+    reference.reference(run, quiet)
+    score.score(run, quiet, ["acc-pre"])
+    stages = [run.stage("rollout"), run.stage("reference")]
+    stages.append(run.scores_of("acc")[1])
     manifests = [stage.require() for stage in stages]
     rows, positions = manifests[0]["rows"], manifests[0]["positions"]
-    lines = (steps.store.run_dir / "prompts" / "prompts.jsonl").read_text().splitlines()
+    lines = (run.directory / "prompts" / "prompts.jsonl").read_text().splitlines()
     prompt_tokens = sum(len(json.loads(line)["token_ids"]) for line in lines) / len(lines)
     predicted = cache_bytes(prompt_tokens, positions / rows, rows, 16)
     taken = [sum(entry["bytes"] for entry in manifest["shards"]) for manifest in manifests]

@@ -5,8 +5,7 @@ import random
 import pytest
 
 from lightning_weave.prompts import Screen
-from lightning_weave.prompts.decontaminate import RUN, SHARE, SHORTEST
-from lightning_weave.prompts.normal import words
+from lightning_weave.prompts.decontaminate import RUN, SHARE, SHORTEST, words
 
 PROBLEMS = [
     "A baker packs muffins into boxes of 12 and cookies into boxes of 18. One day she fills 45 boxes and packs 672 "

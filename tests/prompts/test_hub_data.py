@@ -32,8 +32,9 @@ def push(hub: Hub, folder: Path, **splits: list[str]) -> str:
     return hub.push(f"datasets/{NAME}", folder)
 
 
-def problems(**how: str) -> list[str]:
-    return [row.values["problem"] for row in read_rows(NAME, columns={"problem", "answer"}, **how)]
+def problems(revision: str = "", **how: str) -> list[str]:
+    source = f"{NAME}@{revision}" if revision else NAME
+    return [row.values["problem"] for row in read_rows(source, columns={"problem", "answer"}, **how)]
 
 
 def test_a_dataset_is_read_by_name_split_and_revision(hub: Hub, tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_a_dataset_is_read_by_name_split_and_revision(hub: Hub, tmp_path: Path) 
     assert problems(revision=old) == ["1+2", "3+4"], "a pinned revision has not"
     with pytest.raises(InputError, match=r"people/sums: .*Unknown split \"bad\""):
         problems(split="bad")
-    with pytest.raises(InputError, match=r"people/sums: .*revision"):
+    with pytest.raises(InputError, match=r"people/sums@f+: .*revision"):
         problems(revision="f" * 40)
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_weave.prompts.decontaminate import Overlap
-from lightning_weave.prompts.filters import PromptReport, drop_duplicates, duplicate_key, take_by_seed
-from lightning_weave.prompts.normal import normalise, words
+from lightning_weave.config import Prompts
+from lightning_weave.prompts.build import PromptReport, duplicate_key, read_questions, take_by_seed
+from lightning_weave.prompts.decontaminate import Overlap, normalise, words
 from lightning_weave.prompts.questions import Question
 from lightning_weave.store.tables import BadRow
 
@@ -56,21 +56,25 @@ def test_the_normal_form_is_its_own_normal_form(text):
     assert words(" ".join(words(text))) == words(text)
 
 
-def question(text, starter=""):
-    return Question("somewhere", [{"role": "user", "content": text}], starter=starter)
+@pytest.mark.parametrize(("dedup", "kept"), [("none", [0, 1, 2, 3, 4]), ("exact", [0, 1, 3]), ("normalised", [0, 3])])
+def test_duplicates_keep_the_first(jsonl, dedup, kept):
+    starters = [("Find x.", ""), ("find  X", ""), ("Find x.", ""), ("Find x.", "pass"), ("Find x.", "pass")]
+    path = jsonl([{"prompt": text, "starter_code": starter} for text, starter in starters])
+    section, report = Prompts(source=str(path), dedup=dedup, format="livecodebench"), PromptReport()
+    questions = list(read_questions(section, (), report))
+    assert [question.where for question in questions] == [f"{path}:{number + 1}" for number in kept]
+    assert report.duplicates == 5 - len(kept)
 
 
-def test_duplicates_keep_the_first():
-    questions = [question("Find x."), question("find  X"), question("Find x."), question("Find x.", starter="pass")]
-    exact, count = drop_duplicates(questions, lambda q: duplicate_key(q, "exact"))
-    assert (exact, count) == ([questions[0], questions[1], questions[3]], 1)
-    normalised, count = drop_duplicates(questions, lambda q: duplicate_key(q, "normalised"))
-    assert (normalised, count) == ([questions[0], questions[3]], 2)
-
-
-def test_the_same_object_twice_is_a_duplicate():
-    one = question("Find x.")
-    assert drop_duplicates([one, one], lambda q: duplicate_key(q, "exact")) == ([one], 1)
+def test_the_duplicate_key_sees_roles_starters_and_columns():
+    one = Question("a", [{"role": "user", "content": "Find x."}])
+    others = [
+        Question("a", [{"role": "system", "content": "Find x."}]),
+        Question("a", one.messages, starter="pass"),
+        Question("a", one.messages, columns={"unit": "km"}),
+    ]
+    assert len({duplicate_key(question, "normalised") for question in [one, *others]}) == 4
+    assert duplicate_key(one, "exact") == duplicate_key(Question("b", one.messages, "7", "id"), "exact")
 
 
 def test_the_draw_is_by_seed_alone_and_grows():
@@ -86,7 +90,7 @@ def test_the_draw_is_by_seed_alone_and_grows():
 
 def test_the_draw_does_not_hang_on_pythons_hash():
     script = (
-        "from lightning_weave.prompts.filters import take_by_seed\n"
+        "from lightning_weave.prompts.build import take_by_seed\n"
         "print(take_by_seed([f'p{n}' for n in range(200)], str, 5, seed=1))"
     )
     runs = {

@@ -2,10 +2,12 @@
 
 import pytest
 
+from lightning_weave.config import Prompts
 from lightning_weave.errors import InputError
-from lightning_weave.prompts import chatml, dapo, encode, livecodebench, question_answer, render
-from lightning_weave.prompts.formats import apply_format
+from lightning_weave.prompts import encode, format_messages, livecodebench, render
+from lightning_weave.types import PromptForm
 
+PLAIN, SILENT = PromptForm("plain"), PromptForm("chat", thinking=False)
 USER = [{"role": "user", "content": "What is {x} in $\\frac{1}{2}$?"}]
 TALK = [{"role": "system", "content": "Be brief."}, *USER]
 
@@ -54,19 +56,25 @@ class Solution:
 """
 
 
+def formatted(name, problem):
+    (message,) = format_messages(Prompts(format=name), [{"role": "user", "content": problem}])
+    return message["content"]
+
+
 def test_dapo_words_a_problem_once():
-    assert dapo(USER[0]["content"]) == DAPO
-    assert dapo(DAPO) == DAPO
+    assert formatted("dapo", USER[0]["content"]) == DAPO
+    assert formatted("dapo", DAPO) == DAPO
 
 
 def test_question_answer_is_the_papers():
-    assert question_answer("1 + 1 = ?\nSay.") == "Question: 1 + 1 = ?\nSay.\nAnswer:"
+    assert formatted("question-answer", "1 + 1 = ?\nSay.") == "Question: 1 + 1 = ?\nSay.\nAnswer:"
 
 
-def test_livecodebench_reads_stdin_unless_there_is_code_to_start_from():
-    assert chatml(livecodebench("Print {n} twice.")) == STDIN
+def test_livecodebench_reads_stdin_unless_there_is_code_to_start_from(bare):
+    code = PromptForm("chatml")
+    assert render(livecodebench("Print {n} twice."), bare, code) == STDIN
     starter = "class Solution:\n    def twice(self, n: int) -> str:\n        "
-    assert chatml(livecodebench("Print {n} twice.", starter)) == STARTER
+    assert render(livecodebench("Print {n} twice.", starter), bare, code) == STARTER
 
 
 def test_livecodebench_messages_in_a_qwen_template_are_the_benchmarks_text(qwen):
@@ -74,19 +82,19 @@ def test_livecodebench_messages_in_a_qwen_template_are_the_benchmarks_text(qwen)
 
 
 def test_a_format_changes_the_last_turn_only():
-    assert apply_format("plain", TALK) == TALK
-    assert apply_format("dapo", TALK) == [TALK[0], {"role": "user", "content": DAPO}]
-    assert apply_format("question-answer", USER)[0]["content"] == question_answer(USER[0]["content"])
-    assert apply_format("livecodebench", USER, "pass") == livecodebench(USER[0]["content"], "pass")
+    assert format_messages(Prompts(format="plain"), TALK) == TALK
+    assert format_messages(Prompts(format="dapo"), TALK) == [TALK[0], {"role": "user", "content": DAPO}]
+    code = Prompts(format="livecodebench")
+    assert format_messages(code, USER, starter="pass") == livecodebench(USER[0]["content"], "pass")
     with pytest.raises(InputError, match="takes a single question, not a conversation"):
-        apply_format("livecodebench", TALK)
+        format_messages(code, TALK)
 
 
 def test_thinking_is_switched_where_the_template_knows_it(qwen):
     opened = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     hi = [{"role": "user", "content": "Hi"}]
-    assert render(hi, qwen, thinking=True) == opened
-    assert render(hi, qwen, thinking=False) == opened + "<think>\n\n</think>\n\n"
+    assert render(hi, qwen, PromptForm("chat", thinking=True)) == opened
+    assert render(hi, qwen, SILENT) == opened + "<think>\n\n</think>\n\n"
 
 
 def test_a_template_that_thinks_only_when_told_is_told(qwen, monkeypatch):
@@ -95,7 +103,7 @@ def test_a_template_that_thinks_only_when_told_is_told(qwen, monkeypatch):
 
 
 def test_a_template_without_a_switch_is_left_alone(llama):
-    assert render(USER, llama) == render(USER, llama, thinking=False) == f"<s>[user]{USER[0]['content']}[assistant]"
+    assert render(USER, llama) == render(USER, llama, SILENT) == f"<s>[user]{USER[0]['content']}[assistant]"
 
 
 def test_a_template_that_refuses_says_why(llama):
@@ -106,9 +114,9 @@ def test_a_template_that_refuses_says_why(llama):
 def test_no_template_suggests_plain_text(bare):
     with pytest.raises(InputError, match=r"no chat template.*chat = false"):
         render(USER, bare)
-    assert render(USER, bare, chat=False) == USER[0]["content"]
+    assert render(USER, bare, PLAIN) == USER[0]["content"]
     with pytest.raises(InputError, match="conversation of 2 turns"):
-        render(TALK, bare, chat=False)
+        render(TALK, bare, PLAIN)
 
 
 def test_the_named_default_of_several_templates_counts(qwen, monkeypatch):

@@ -2,18 +2,25 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from faults.conftest import CLOCKS, _timeless
 from forked import Ended, Fault, Forked
+from lightning_weave import rehearse
 from lightning_weave.config import check_recipe, dump_recipe
-from lightning_weave.rehearsal.rehearse import doubles_of, heads_needed, small_recipe
-from lightning_weave.runs.steps import Steps
+from lightning_weave.errors import StartAgain, WeaveError
+from lightning_weave.progress import Progress
+from lightning_weave.rehearse import doubles_of, heads_needed, small_recipe
+from lightning_weave.run import Run
+from lightning_weave.stages.prompts import own_trajectories
+from lightning_weave.stages.work import LOCAL
 from programs import write_program
 from tiny import ENDS, make_world, save_prompts
 
@@ -35,7 +42,7 @@ class Stage:
         for file in (root / "world").rglob("*.safetensors"):
             file.unlink()
         config = root / "world" / "student" / "config.json"
-        wide = json.loads(config.read_text()) | {"hidden_size": 2**34}  # no disk has room for its checkpoints
+        wide = json.loads(config.read_text()) | {"hidden_size": 2**26}  # no disk has room for its checkpoints
         config.write_text(json.dumps(wide))
 
     def rehearse(self, folder: str = "own", fault: dict[str, Any] | None = None, **changes: Any) -> Ended:
@@ -44,7 +51,7 @@ class Stage:
         place.mkdir(exist_ok=True)
         if folder == "own" and self.run.exists():
             shutil.rmtree(place / "runs")
-            shutil.copytree(self.run.parent, place / "runs")
+            shutil.copytree(self.run.parent, place / "runs", symlinks=True)
         (place / "r.toml").write_text(dump_recipe(check_recipe(self.recipe | changes)))
         return self.forked.lweave("rehearse", "r.toml", "--trust", folder=str(place), **(fault or {}))
 
@@ -60,7 +67,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Stage:
     ended = made.rehearse()
     assert ended.code == 0, ended.said
     (made.root / "said.txt").write_text(ended.said)
-    shutil.copytree(made.root / "own" / "runs", made.root / "undisturbed")
+    shutil.copytree(made.root / "own" / "runs", made.root / "undisturbed", symlinks=True)
     return made
 
 
@@ -99,7 +106,7 @@ def test_no_real_command_takes_it_for_a_result(stage: Stage) -> None:
     assert ended.code == 2, ended.said
     assert "made by a rehearsal, of random weights" in ended.said
     real = stage.root / "undisturbed" / "real"
-    shutil.copytree(stage.run, real)
+    shutil.copytree(stage.run, real, symlinks=True)
     (real / "recipe.toml").write_text((real / "recipe.toml").read_text().replace("rehearsal = true", ""))
     ended = stage.forked.lweave("report", stage.run, real, folder=place)
     assert ended.code == 2
@@ -107,7 +114,7 @@ def test_no_real_command_takes_it_for_a_result(stage: Stage) -> None:
 
 
 def test_killed_and_started_again_it_ends_with_the_same_bytes(stage: Stage) -> None:
-    for place in (r"doubles/.*brief-pre/config\.json", "train/both/checkpoints", "eval/both/"):
+    for place in (r"doubles/.*brief-pre/config\.json", r"train/both@\w+/checkpoints", "eval/both/"):
         fault = {"counted": rf"^write .*{place}", "fault": Fault(event=1)}
         killed = stage.rehearse("killed", fault=fault)
         assert killed.code == -9, killed.said
@@ -155,11 +162,11 @@ def test_an_export_that_the_engine_cannot_load(stage: Stage, tmp_path: Path) -> 
     said = {"PYTHONPATH": paths, "STAND_IN_RECORDS": tmp_path, "STAND_IN_REFUSES": "final"}
     words = (f"{name}={value}" for name, value in said.items())
     engine = write_program(tmp_path / "python", "env", *words, sys.executable)
-    ended = stage.rehearse(eval={**stage.recipe["eval"], "engine": "vllm", "python": str(engine), "parity": 1e6})
+    ended = stage.rehearse(engine={"eval": "vllm", "python": str(engine), "parity": 1e6})
     assert ended.code == 1, ended.said
     assert "ValueError: Model architectures ['Small'] are not supported" in ended.said
-    assert "train/both/final: the vLLM process failed" in ended.said
-    assert 'If this vLLM cannot run the model, set eval.engine to "hf"' in ended.said
+    assert re.search(r"train/both@\w+/final: the vLLM process failed", ended.said), ended.said
+    assert 'If this vLLM cannot run the model, set engine.eval to "hf"' in ended.said
     assert "stopped before eval/both/bench was made" in ended.said
 
 
@@ -171,7 +178,7 @@ def test_no_disk_for_checkpoints(stage: Stage) -> None:
 
 def test_a_grader_that_fails(stage: Stage, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def grade(response, answer):\n    return response.split('####')[1] == answer\n")
-    grader = {"kind": "python", "function": f"{tmp_path}/own.py:grade"}
+    grader = f"{tmp_path}/own.py:grade"
     ended = stage.rehearse(eval={**stage.recipe["eval"], "graders": {"bench": grader}})
     assert ended.code == 2, ended.said
     assert "own.py:grade" in ended.said
@@ -221,9 +228,9 @@ def test_a_pair_of_one_model(stage: Stage) -> None:
 
 
 def test_an_engine_that_is_not_installed(stage: Stage) -> None:
-    ended = stage.rehearse(eval={**stage.recipe["eval"], "engine": "vllm", "python": "/no/such/python"})
+    ended = stage.rehearse(engine={"eval": "vllm", "python": "/no/such/python"})
     assert ended.code == 2
-    assert "eval.python = '/no/such/python': no such executable" in ended.said
+    assert "engine.python = '/no/such/python': no such executable" in ended.said
 
 
 def test_a_recipe_is_made_smaller_and_nothing_of_it_larger(stage: Stage, tmp_path: Path) -> None:
@@ -239,19 +246,48 @@ def test_a_recipe_is_made_smaller_and_nothing_of_it_larger(stage: Stage, tmp_pat
         "rollout": {"from": str(tmp_path / "own.jsonl"), "responses": 3, "max_tokens": 5},
         "train": {"prompts_per_round": 1, "updates_per_round": 3, "checkpoint_every": 1, "epochs": 4},
         "compositions": {"both": {"weights": {"acc": 0.5, "brief": 0.5}, "epochs": 7, "refresh": 5}},
-        "student": {"model": stage.recipe["student"]["model"], "revision": "abc"},
+        "student": {"model": stage.recipe["student"]["model"]},
     }
-    steps = Steps(check_recipe(recipe))
-    small = small_recipe(steps)
+    run = Run(check_recipe(recipe))
+    small = small_recipe(run)
     assert (small.rollout.responses, small.rollout.max_tokens) == (3, 5)
     assert (small.train.prompts_per_round, small.train.updates_per_round, small.train.checkpoint_every) == (1, 1, 1)
     assert (small.train.epochs, small.compositions["both"].epochs, small.compositions["both"].refresh) == (1, None, 2)
     assert small.student.revision is None
     assert small.rehearsal
-    assert small.checks.truncated_stop is False
-    kept = [json.loads(line) for line in Path(str(small.rollout.from_)).read_text().splitlines()]
-    assert [row["id"] for row in kept] == [f"p{number}" for number in range(4) for _ in "123"]
-    assert {len(row["response_ids"]) for row in kept} == {256}
+    assert small.checks.truncated is False
+    kept = own_trajectories(Run(check_recipe({**recipe, "rollout": {"from": small.rollout.from_, "responses": 3}})))
+    assert [group.prompt.id for group in kept] == [f"p{number}" for number in range(4)]
+    assert {len(response.ids) for group in kept for response in group.responses} == {256}
+
+
+def test_logs_that_begin_with_one_prompt_are_rehearsed(stage: Stage, tmp_path: Path) -> None:
+    """As in an agent's log at responses = 1: each run is a group of one."""
+    student = shutil.copytree(stage.root / "world" / "student", stage.root / "chats", dirs_exist_ok=True)
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}\n{% endif %}"
+    template = template.replace("{{ m", "{% if m['role'] == 'assistant' %}\n{% endif %}{{ m")
+    (student / "chat_template.jinja").write_text(template)
+    turns = [[{"role": "user", "content": "1+2"}, {"role": "assistant", "content": f"{n}."}] for n in (3, 4, 5)]
+    lines(tmp_path / "log.jsonl", *({"messages": run} for run in turns))
+    changes = {"student": {"model": str(student)}, "rollout": {"from": str(tmp_path / "log.jsonl"), "responses": 1}}
+    ended = stage.rehearse("other", **changes)
+    assert ended.code == 0, ended.said
+    assert "rollout: 3 responses" in ended.said
+
+
+def test_an_error_keeps_its_exit_code_whatever_it_is_made_of(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out_of_memory(*_: object) -> None:
+        raise StartAgain("out of memory", "it resumes with half")
+
+    monkeypatch.setattr(rehearse, "run_all", run_out_of_memory)
+    run = Run(check_recipe({**stage.recipe, "runs": str(tmp_path / "runs")}))
+    with pytest.raises(
+        WeaveError, match=r"out of memory. Run the same command again(?s:.*)The rehearsal stopped"
+    ) as end:
+        rehearse.run(run, rehearse.rehearsed(run), LOCAL, Progress(quiet=True), Console())
+    assert end.value.code == StartAgain.code
 
 
 def test_trajectories_keep_the_columns_of_contexts_and_tags(stage: Stage, tmp_path: Path) -> None:
@@ -266,9 +302,11 @@ def test_trajectories_keep_the_columns_of_contexts_and_tags(stage: Stage, tmp_pa
         "tags": {"column": "kind"},
         "compositions": {"all": {"weights": {"short": {"acc": 1.0}, "default": {"acc": 1.0}}}},
     }
-    small = small_recipe(Steps(check_recipe(recipe)))
-    (kept,) = [json.loads(line) for line in Path(str(small.rollout.from_)).read_text().splitlines()]
-    assert kept == {key: value for key, value in row.items() if key != "unread"} | {"finish": "length"}
+    run = Run(check_recipe(recipe))
+    again = {"from": small_recipe(run).rollout.from_, "responses": 1}
+    kept = own_trajectories(Run(check_recipe({**recipe, "rollout": again})))
+    assert kept == own_trajectories(run)
+    assert {key: (kept[0].prompt.columns or {})[key] for key in ("hint", "kind")} == {"hint": "so", "kind": "short"}
 
 
 def test_models_of_one_line_are_told_from_others(stage: Stage) -> None:
@@ -276,7 +314,7 @@ def test_models_of_one_line_are_told_from_others(stage: Stage) -> None:
     brief = recipe["anchors"]["brief"]
     recipe["anchors"] = {**recipe["anchors"], "again": {"post": recipe["student"]["model"], "pre": brief["post"]}}
     recipe["policies"] = {"other": {"model": recipe["anchors"]["acc"]["post"]}}
-    lines_of = {one.name: [name.name for name in line] for one, line in doubles_of(Steps(check_recipe(recipe))).items()}
+    lines_of = {one.name: [name.name for name in line] for one, line in doubles_of(Run(check_recipe(recipe))).items()}
     assert lines_of[recipe["student"]["model"]] == [brief["pre"], brief["post"], recipe["student"]["model"]]
     assert lines_of[recipe["anchors"]["acc"]["post"]] == [recipe["anchors"]["acc"][role] for role in ("pre", "post")]
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 def rehearse(folder: Path, recipe: dict[str, Any]) -> tuple[int, str]:
     """Rehearse a recipe; returns the exit code, and what was said in one line."""
     (folder / "r.toml").write_text(dump_recipe(check_recipe({**recipe, "runs": "runs"})))
-    command = [Path(sys.executable).with_name("lweave"), "rehearse", "r.toml"]
+    command = [Path(sys.executable).with_name("lweave"), "rehearse", "r.toml", "--trust"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return ended.returncode, " ".join((ended.stdout + ended.stderr).split())
@@ -45,10 +45,10 @@ def test_a_student_that_vllm_cannot_run_is_found_at_its_stage(vllm_python: str, 
     """Its heads are of 8 numbers, and transformers samples, scores and trains it."""
     recipe = make_recipe(tmp_path, vllm_python)
     recipe["student"]["model"] = str(save_model(tmp_path / "narrow", "student", "qwen3", 1))
-    recipe["rollout"] |= {"engine": "hf"}
+    recipe["engine"] |= {"rollout": "hf"}
     recipe["compositions"] = {"both": recipe["compositions"]["both"]}
     code, said = rehearse(tmp_path, recipe)
     assert code == 1, said
     assert "doubles/narrow: the vLLM process failed" in said
-    assert 'If this vLLM cannot run the model, set eval.engine to "hf"' in said
+    assert 'If this vLLM cannot run the model, set engine.eval to "hf"' in said
     assert "The rehearsal stopped before eval/base/problems was made" in said

@@ -1,4 +1,4 @@
-"""Several runs in one report: policies join by what they are, students are blocks, ablations stand as in the paper."""
+"""Several runs in one report: policies join by what they are, students are blocks, only like is compared with like."""
 
 import csv
 import json
@@ -11,11 +11,12 @@ import pytest
 from lightning_weave.config import slug
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
-from lightning_weave.report import across, report
-from lightning_weave.report.results import summaries
-from lightning_weave.report.tables import BenchmarkScore, PolicyRow
-from report.evaluated import write_evaluations
-from tiny import make_world, save_prompts, steps_of
+from lightning_weave.report import report
+from lightning_weave.report import report as across
+from lightning_weave.report.results import describe, results_table, summaries
+from lightning_weave.report.tables import AVERAGE, not_compared, student_names
+from report.evaluated import result_row, results_of, write_evaluations
+from tiny import make_world, run_of, save_prompts
 
 QUIET = Progress(quiet=True)
 
@@ -38,7 +39,7 @@ def test_what_a_policy_is_does_not_depend_on_names(world: dict[str, Any]) -> Non
         "there": {"weights": {"right": 0.5, "short": 0.5}, "method": "sequential", "sequence": ["right", "short"]},
         "back": {"weights": {"right": 0.5, "short": 0.5}, "method": "sequential", "sequence": ["short", "right"]},
     }
-    one, two = steps_of(world), steps_of(renamed)
+    one, two = run_of(world), run_of(renamed)
     assert across.meaning(one, "both") == across.meaning(two, "half")
     assert across.meaning(one, "base") == across.meaning(two, "base")
     others = [across.meaning(two, name) for name in ("half", "strong", "naive", "there", "back")]
@@ -50,12 +51,12 @@ def test_one_policy_under_two_names_in_a_run_is_two_rows(world: dict[str, Any], 
     """A composition that was renamed is still there under its old name; another run joins the first of them."""
     world["eval"] = {"benchmarks": [f"file:{save_prompts(tmp_path / 'sums.jsonl', 3)}"]}
     world["compositions"] = {"old": {"weights": {"acc": 1.0}}, "new": {"weights": {"acc": 1.0}}}
-    steps = steps_of(world)
-    write_evaluations(steps, {"base": (0.5, 50.0), "old": (0.8, 50.0), "new": (0.8, 50.0)})
-    found = summaries(steps)
-    assert list(across.join([steps], [found])) == ["base", "old", "new"]
+    run = run_of(world)
+    write_evaluations(run, {"base": (0.5, 50.0), "old": (0.8, 50.0), "new": (0.8, 50.0)})
+    found = summaries(run)
+    assert list(across.join([(run, "tiny", found)])[0]) == ["base", "old", "new"]
     more = {"base": [], "new": [replace(found["new"][0], label="more")]}
-    joined = across.join([steps, steps], [found, more])
+    joined, _ = across.join([(run, "one", found), (run, "two", more)])
     assert {name: [one.label for one in results] for name, results in joined.items()} == {
         "base": ["sums"],
         "old": ["sums", "more"],
@@ -67,13 +68,13 @@ def test_contexts_rules_and_weights_by_tag_make_other_policies(world: dict[str, 
     """One checkpoint in two contexts is two anchors, and what is added up by tag is no plain sum."""
     one = {"model": "student", "post_prompt": {"prefix": "a"}}
     other = {"model": "student", "post_prompt": {"prefix": "b"}}
-    anchors = {"one": one, "other": other, "again": one, "clipped": {**one, "shift_clip": 1.0}}
+    anchors = {"one": one, "other": other, "again": one, "clipped": {**one, "shift": {"clip": 1.0}}}
     weights: dict[str, Any] = {name: {name: 1.0} for name in anchors}
     weights |= {"both": {"one": 1.0, "other": 1.0}, "there": {"x": {"one": 1.0}, "default": {"other": 1.0}}}
     weights["back"] = {"x": {"other": 1.0}, "default": {"one": 1.0}}
     compositions = {name: {"weights": value, "normalize": False} for name, value in weights.items()}
-    steps = steps_of({**world, "anchors": anchors, "tags": {"rules": {"x": "1"}}, "compositions": compositions})
-    found = {name: across.meaning(steps, name) for name in weights}
+    run = run_of({**world, "anchors": anchors, "tags": {"rules": {"x": "1"}}, "compositions": compositions})
+    found = {name: across.meaning(run, name) for name in weights}
     assert found["one"] == found.pop("again")
     assert len(set(found.values())) == len(found)
 
@@ -93,8 +94,8 @@ def test_students_and_domains_are_one_table(world: dict[str, Any], tmp_path: Pat
             policies = {"base": (0.5, 300), "acc-only": (0.7, 350), "both" if domain == "sums" else "even": (0.7, 200)}
             if domain == "sums":
                 policies["brief-only"] = (0.4, 150)
-            write_evaluations(steps_of(own), policies)
-            runs.append(steps_of(own))
+            write_evaluations(run_of(own), policies)
+            runs.append(run_of(own))
     page = report.run(runs, QUIET)
     assert page == tmp_path / "report" / "index.html"
     with (page.parent / "tables" / "results.csv").open() as file:
@@ -110,9 +111,12 @@ def test_students_and_domains_are_one_table(world: dict[str, Any], tmp_path: Pat
         "Average #Tok.",
     ]
     found = {(line[0], line[1]): line for line in lines}
-    groups = [across.student_names([[steps]])[0] for steps in (runs[0], runs[2])]
+    groups = [student_names([[run]])[0] for run in (runs[0], runs[2])]
     assert list(found) == [(group, name) for group in groups for name in ("base", "acc-only", "brief-only", "both")]
-    assert all(found[group, "brief-only"][4:] == [""] * 7 for group in groups)
+    partial = {name: at for at, name in enumerate(header) if name.startswith(("code", "Average", "AES"))}
+    assert len(partial) == 9
+    assert all(found[group, "brief-only"][at] == "" for group in groups for at in partial.values())
+    assert all(found[group, "brief-only"][header.index("sums problems")] == "8" for group in groups)
     tex = (page.parent / "tables" / "results.tex").read_text()
     for block in tex.split(r"\multicolumn{8}{l}")[1:]:
         assert r"\textbf{" in block.split("}}}", 1)[1]  # marks within each student
@@ -137,7 +141,7 @@ def test_students_and_domains_are_one_table(world: dict[str, Any], tmp_path: Pat
         report.run([runs[0], runs[0]], QUIET)
 
 
-def test_ablations_stand_in_the_papers_blocks(world: dict[str, Any]) -> None:
+def test_ablations_have_the_papers_blocks(world: dict[str, Any]) -> None:
     even = {"weights": {"acc": 0.5, "brief": 0.5}}
     single = {"weights": {"acc": 1.0}}
     world["compositions"] = {
@@ -149,11 +153,12 @@ def test_ablations_stand_in_the_papers_blocks(world: dict[str, Any]) -> None:
         "forth": {**even, "method": "sequential", "sequence": ["acc", "brief"]},
         "lonely": {"weights": {"brief": 1.0}},
     }
-    steps = steps_of(world)
-    rows = [PolicyRow(name, (BenchmarkScore("b", n, n),), n, n) for n, name in enumerate(steps.policies)]
-    numbers = {row.policy: row.accuracy for row in rows}
-    found = [(row.group, row.policy, row.accuracy) for row in across.ablation(steps, rows)]
-    assert found == [
+    run = run_of(world)
+    results = results_of(*(result_row(name, {"b": (n, n)}, (n, n)) for n, name in enumerate(run.policies)))
+    policies = describe({name: (run, name) for name in run.policies})
+    numbers = {name: float(n) for n, name in enumerate(run.policies)}
+    table = across.ablation(results, policies)
+    assert [(*index, accuracy) for index, accuracy in table[AVERAGE, "accuracy"].items()] == [
         ("", "Base", numbers["base"]),
         ("(a) Tilted-target correction: acc", "Online DOPD", numbers["acc-online"]),
         ("(a) Tilted-target correction: acc", "Naive Offline", numbers["acc-naive"]),
@@ -162,4 +167,95 @@ def test_ablations_stand_in_the_papers_blocks(world: dict[str, Any]) -> None:
         ("(b) Composition: acc + brief", "acc → brief", numbers["forth"]),
         ("(b) Composition: acc + brief", "Tilted-Target (ours)", numbers["both"]),
     ]
-    assert across.ablation(steps, rows[:2]) == []
+    assert across.ablation(results[:2], policies).empty
+
+
+def in_two_runs(world: dict[str, Any], tmp_path: Path, other: dict[str, Any], **sections: Any) -> list[Any]:
+    """The base is evaluated in one run, and a composition of the same name in another, which differs in something."""
+    bench = f"file:{save_prompts(tmp_path / 'sums.jsonl', 6)}"
+    one = {**world, "eval": {"benchmarks": [bench]}, "compositions": {"both": world["compositions"]["both"]}}
+    two = {**one, "name": "two", "compositions": {"both": other}, **sections}
+    two["eval"] = {"benchmarks": [bench], **sections.get("eval", {})}
+    runs = [run_of(one), run_of(two)]
+    write_evaluations(runs[0], {"base": (0.5, 50.0)})
+    write_evaluations(runs[1], {"both": (0.8, 50.0)})
+    return runs
+
+
+ASKED = [
+    ("format", "plain", "format = plain (base: question-answer)"),
+    ("format", "Solve {prompt}", "format = Solve {prompt} (base: question-answer)"),
+    ("thinking", False, "thinking"),
+    ("temperature", 0.1, "temperature"),
+    ("max_tokens", 7, "max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "why"), ASKED, ids=[f"{key}-{value}" for key, value, _ in ASKED])
+def test_policies_that_were_asked_otherwise_are_not_compared(
+    world: dict[str, Any], tmp_path: Path, key: str, value: Any, why: str
+) -> None:
+    world["prompts"] = {**world["prompts"], "format": "question-answer"}
+    runs = in_two_runs(world, tmp_path, world["compositions"]["both"], eval={key: value})
+    (student,) = across.read_students(runs, [summaries(run) for run in runs])
+    both = student.results.xs("both", level="policy")
+    assert both["sums", "accuracy"].notna().all()
+    assert both[AVERAGE, "accuracy"].notna().all()
+    assert both[[("sums", "aes"), (AVERAGE, "aes")]].isna().all(axis=None)
+    (note,) = not_compared(student.results)
+    assert note.startswith("both on sums is not compared with the base: ")
+    assert why in note
+
+
+def test_another_content_of_a_benchmark_is_not_compared(world: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    other = f"file:{save_prompts(tmp_path / 'more' / 'sums.jsonl', 6, seed=6)}"
+    runs = in_two_runs(world, tmp_path, world["compositions"]["both"], eval={"benchmarks": [other]})
+    (student,) = across.read_students(runs, [summaries(run) for run in runs])
+    assert student.results.xs("both", level="policy")[AVERAGE, "aes"].isna().all()
+    assert not_compared(student.results) == [
+        "both on sums is not compared with the base: another content of the benchmark."
+    ]
+
+
+def test_the_same_questions_in_another_file_are_compared(world: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    same = f"file:{save_prompts(tmp_path / 'more' / 'sums.jsonl', 6)}"
+    runs = in_two_runs(world, tmp_path, world["compositions"]["both"], eval={"benchmarks": [same]})
+    (student,) = across.read_students(runs, [summaries(run) for run in runs])
+    assert student.results.xs("both", level="policy")[AVERAGE, "aes"].notna().all()
+    assert not_compared(student.results) == []
+
+
+def test_the_system_prompt_of_a_policy_is_part_of_the_policy(world: dict[str, Any], tmp_path: Path) -> None:
+    world["eval"] = {"benchmarks": [f"file:{save_prompts(tmp_path / 'sums.jsonl', 6)}"], "chat": True}
+    world["policies"] = {"told": {"model": world["student"]["model"], "system": "Be brief."}}
+    run = run_of(world)
+    write_evaluations(run, {"base": (0.5, 50.0), "told": (0.5, 20.0)})
+    table = results_table(summaries(run))
+    assert table.xs("told", level="policy")[AVERAGE, "aes"].notna().all()
+    assert not_compared(table) == []
+
+
+def test_a_namesake_keeps_the_weights_and_alpha_of_its_run(world: dict[str, Any], tmp_path: Path) -> None:
+    other = {"weights": {"acc": 0.1, "brief": 0.9}, "alpha": 0.5}
+    runs = in_two_runs(world, tmp_path, other)
+    write_evaluations(runs[0], {"both": (0.7, 60.0)})
+    page = report.run(runs, QUIET, tmp_path / "joined")
+    points = {point["policy"]: point for point in json.loads((page.parent / "points.json").read_text())}
+    assert list(points) == ["base", "both", "both (two)"]
+    assert (points["both"]["weights"], points["both"]["alpha"]) == ({"acc": 0.5, "brief": 0.5}, 2.0)
+    assert (points["both (two)"]["weights"], points["both (two)"]["alpha"]) == (other["weights"], 0.5)
+
+
+def test_namesakes_in_runs_of_one_name_stay_apart(world: dict[str, Any], tmp_path: Path) -> None:
+    bench = f"file:{save_prompts(tmp_path / 'sums.jsonl', 3)}"
+    runs = []
+    for place, alpha in enumerate((1.0, 2.0, 3.0)):
+        own = {**world, "runs": str(tmp_path / str(place)), "eval": {"benchmarks": [bench]}}
+        own["compositions"] = {"both": {"weights": {"acc": 1.0}, "alpha": alpha}}
+        runs.append(run_of(own))
+        write_evaluations(runs[-1], {"both": (0.5, 50.0)})
+    (student,) = across.read_students(runs, [summaries(run) for run in runs])
+    assert [policy for _, policy in student.results.index] == ["both", "both (1/tiny)", "both (2/tiny)"]
+    assert student.policies["alpha"].tolist() == [1.0, 2.0, 3.0]

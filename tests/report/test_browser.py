@@ -1,5 +1,6 @@
 """The loom in a real browser: its numbers are those of `lightning_weave.maths`, and hostile text stays text."""
 
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from lightning_weave.cache.block import Block
 from lightning_weave.maths import compose_shifts, expected_kl, tilted_target, with_other
-from lightning_weave.report.kinds import Vocabulary
-from lightning_weave.report.loom import Setting, Thread, pack
+from lightning_weave.report.loom import Thread, pack
 from lightning_weave.report.page import Page, RunView, render
+from lightning_weave.report.survey import Vocabulary
 from report.chromium import Opened, browsing, needs_chromium, open_page
 from rows import decisions_block
 
@@ -67,14 +68,18 @@ def browser() -> Iterator[Any]:
 def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(WORDS)}, unk_token="x"))
     tokenizer.decoder = decoders.Fuse()
-    ruled = {"acc": {"shift_clip = 2": CLIPPED}, "brief": {"only_above = 0.1": GATED}}
+    ruled = {"acc": {"clip = 2": CLIPPED}, "brief": {"only_above = 0.1": GATED}}
     threads = [
         Thread(f"{HOSTILE[0]}, {n}", HOSTILE[1] + HOSTILE[2], POSITIONS + 60 * n, "stop", one, {"both": TRAINED}, ruled)
         for n, one in enumerate(VIEWS)
     ]
-    settings = [Setting("acc-only", {"acc": 1.0}, 2.00000001), Setting("both", {"acc": 0.5, "brief": 0.5}, 2.0)]
-    loom = {**pack(threads, ["acc", "brief"], settings, Vocabulary.of(tokenizer, [])), "start": "both"}
-    page = Page("t", "both", "weaves.", "", [], [], [], [RunView("r", loom)])
+    settings = [
+        {"name": "acc-only", "policy": "acc-only", "weights": [1.0, 0.0], "alpha": 2.00000001},
+        {"name": "both", "policy": "both", "weights": [0.5, 0.5], "alpha": 2.0},
+    ]
+    loom = pack(threads, ["acc", "brief"], Vocabulary.from_tokenizer(tokenizer, []))
+    loom |= {"settings": settings, "start": "both"}
+    page = Page("t", "both", "weaves.", "", [RunView("r", loom)])
     path = tmp_path_factory.mktemp("page") / "index.html"
     path.write_text(render(page), encoding="utf-8")
     return path
@@ -185,7 +190,7 @@ def test_decisions_that_a_rule_changes_are_marked_and_say_which(browser: Any, pa
         page.locator(".weave .t").nth(9).click()
         said = page.locator(".badges .ruled").all_inner_texts()
         what = ["changed" if valid else "masked" for valid in VIEWS[0].valid_KP[:, 9]]
-        assert said == [f"acc: {what[0]} by shift_clip = 2", f"brief: {what[1]} by only_above = 0.1"]
+        assert said == [f"acc: {what[0]} by clip = 2", f"brief: {what[1]} by only_above = 0.1"]
         page.locator("select.setting").select_option("acc-only")  # the rules of an anchor without weight do nothing
         assert page.evaluate(marked) == CLIPPED.tolist()
 
@@ -233,3 +238,19 @@ def test_nothing_sticks_out(browser: Any, page_path: Path, width: int, scheme: s
     with open_page(browser, page_path, width, scheme) as opened:
         assert opened.overflow() <= 0
         assert opened.complaints == []
+
+
+def test_the_sliders_give_the_lines_of_a_recipe(browser: Any, page_path: Path) -> None:
+    with open_page(browser, page_path) as opened:
+        lines = opened.page.locator("pre.composition")
+        assert tomllib.loads(lines.inner_text())["compositions"]["NAME"] == {
+            "weights": {"acc": 0.5, "brief": 0.5},
+            "alpha": 2.0,
+        }
+        opened.page.locator(".sum input").uncheck()
+        opened.page.locator("input[data-name=acc]").fill("0.25")
+        composition = tomllib.loads(lines.inner_text())["compositions"]["NAME"]
+        assert (composition["weights"], composition["normalize"]) == ({"acc": 0.25, "brief": 0.5}, False)
+        opened.page.locator("button.copy").click()
+        assert opened.page.locator("button.copy").inner_text() == "Copied"
+        assert opened.page.evaluate("getSelection().toString()").strip() == lines.inner_text().strip()

@@ -8,26 +8,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from pandas import DataFrame
 
 from lightning_weave.checks.findings import Bounds, Finding
 from lightning_weave.config import check_recipe
-from lightning_weave.report.cases import Excerpt, Panel, Shown
+from lightning_weave.report.cases import CaseGroup, Panel, Shown
 from lightning_weave.report.loom import longest_that_fits
-from lightning_weave.report.page import (
-    AnchorPushes,
-    CaseGroup,
-    Fact,
-    Page,
-    Push,
-    RunView,
-    embed,
-    render,
-    token,
-    visible,
-)
-from lightning_weave.report.setup import KeyValue, Model, Setup, StageRun, Trained, setup
-from lightning_weave.report.tables import BenchmarkScore, PolicyRow
-from lightning_weave.runs.steps import Steps
+from lightning_weave.report.page import Page, RunView, embed, render, token, visible
+from lightning_weave.report.setup import Setup, setup
+from lightning_weave.run import Run
+from report.evaluated import result_row, results_of
 
 HOSTILE = '</script></textarea><!--<script>alert(1)</script><img src=x onerror="alert(2)">\u2028&lt;{{ 7*7 }}'
 
@@ -49,11 +39,14 @@ class Elements(HTMLParser):
 
 
 def hostile_setup() -> Setup:
+    def table(*columns: str) -> DataFrame:
+        return DataFrame({name: [HOSTILE] for name in columns}, index=[HOSTILE]).rename_axis("Name")
+
     return Setup(
-        models=[Model(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
-        compositions=[Trained(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 2)],
-        settings={"rollout": [KeyValue(HOSTILE, HOSTILE, own=True)]},
-        stages=[StageRun(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)],
+        models=table("Model", "Content", "Context"),
+        compositions=table("Method", "Weights", "Alpha", "Objective"),
+        settings={"rollout": [(HOSTILE, HOSTILE, True)]},
+        stages=table("When (UTC)", "Device time", "Device", "Versions"),
         commands=[(HOSTILE, HOSTILE)],
         recipe=HOSTILE,
     )
@@ -77,28 +70,30 @@ def test_setup_says_what_each_side_reads_and_the_weights_of_every_tag(tmp_path: 
         },
         "policies": {"asked": {"model": student, **told}},
     }
-    found = setup(Steps(check_recipe(recipe)), [])
-    reads = {model.role: model.reads for model in found.models if model.reads}
-    assert reads == dict.fromkeys(["brief, post", "long, pre", "asked"], "system: Be brief.")
-    assert [one.weights for one in found.compositions] == [
+    found = setup(Run(check_recipe(recipe)), [])
+    reads = found.models["Context"]
+    assert reads[reads != ""].to_dict() == dict.fromkeys(["brief, post", "long, pre", "asked"], "system: Be brief.")
+    assert found.compositions["Weights"].tolist() == [
         "brief 0.333, long 0.667",
         "sums: brief 1; default: long 1",
     ]
+    set_by_the_user = {key for rows in found.settings.values() for key, _, is_set in rows if is_set}
+    assert {"engine.rollout", "engine.eval"}.isdisjoint(set_by_the_user), "auto was resolved, nobody set it"
 
 
 def hostile_page() -> Page:
-    shown = Shown(HOSTILE, False, HOSTILE, 9, Excerpt(HOSTILE, HOSTILE, 9))
-    scores = (BenchmarkScore(HOSTILE, 1.0, 2.0), BenchmarkScore("two", 1.0, 2.0))
+    shown = Shown(HOSTILE, False, HOSTILE, 9, HOSTILE, HOSTILE)
+    scores = {HOSTILE: (1.0, 2.0), "two": (1.0, 2.0)}
+    pushes = DataFrame({"anchor": [HOSTILE], "side": ["up"], "text": [HOSTILE], "amount": [1.0], "share": [1.0]})
     return Page(
         title=HOSTILE,
         subject=HOSTILE,
         headline=HOSTILE,
         lead=HOSTILE,
-        facts=[Fact(HOSTILE, HOSTILE, HOSTILE)],
-        rows=[PolicyRow(HOSTILE, scores, 1.0, 2.0, -0.5, -1.0, 0.0)],
-        by_tag=[PolicyRow(HOSTILE, scores, 1.0, 2.0, None)],
-        results=[],
-        runs=[RunView(HOSTILE, {"texts": [HOSTILE]}, pushes=[AnchorPushes(HOSTILE, [Push(HOSTILE, 1.0, 1.0)], [])],
+        facts=[(HOSTILE, HOSTILE, HOSTILE)],
+        results=results_of(result_row(HOSTILE, scores, (1.0, 2.0, -0.5, -1.0, 0.0), group=HOSTILE)),
+        by_tag=results_of(result_row(HOSTILE, scores, (1.0, 2.0))),
+        runs=[RunView(HOSTILE, {"texts": [HOSTILE]}, anchors=[HOSTILE], pushes=pushes,
                       notes=[HOSTILE], cost_lines=[HOSTILE], setup=hostile_setup(),
                       findings=[Finding(HOSTILE, HOSTILE, "warning", HOSTILE, bounds=Bounds(0.5, False))],
                       examples=[CaseGroup(HOSTILE, HOSTILE, [Panel("better", "b", "p", 0, HOSTILE, "", (shown,))])])],
@@ -163,3 +158,11 @@ def test_rows_are_cut_to_the_longest_that_fits(lengths: list[int], room: int) ->
     held = [sum(min(length, limit) for length in lengths) for limit in range(max(lengths, default=0) + 2)]
     assert held[longest] <= room or longest <= 1
     assert longest == max(lengths, default=0) or held[longest + 1] > room
+
+
+def test_control_characters_of_names_are_shown_as_symbols() -> None:
+    name = "a\x1b[31m\x00\u202eb\x9b"
+    page = Page(name, name, name, name, [RunView(name, notes=[name])], facts=[(name, name, name)], notes=[name])
+    text = render(page)
+    assert "a␛[31m␀\ufffdb\ufffd" in text
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)

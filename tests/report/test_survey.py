@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models
 
 from lightning_weave.cache.block import Block
-from lightning_weave.report.kinds import KINDS, Vocabulary
-from lightning_weave.report.reading import Reading
 from lightning_weave.report.survey import (
     BY_RULE,
     KEPT,
+    KINDS,
     NO_COLUMN,
     NO_END_OF_TURN,
     NOT_ONE_TOKEN,
@@ -24,43 +22,18 @@ from lightning_weave.report.survey import (
     REASONS,
     UNKNOWN,
     UNTRAINED,
+    Reading,
     Survey,
+    Vocabulary,
 )
-from lightning_weave.runs.alignment import Alignment, OwnPrompts
+from lightning_weave.stages.alignment import Alignment, OwnPrompts
 from lightning_weave.tokens import TokenMap
 from lightning_weave.types import Ragged
+from report.decisions import STOPS, WORDS, decisions, vocabulary
 from rows import decisions_block
 from tiny import ENDS, make_tokenizer
 
-WORDS = ["<|end|>", "7", " 42", "the", "+", " ", "</think>", "x1", "\n", "é", "=", "done"]
-STOPS = frozenset({0})
 COMPOSITIONS = {"one": {"a": 1.0}, "both": {"a": 0.5, "b": 0.5}, "end": {"a": 0.0, "b": 1.0}}
-
-
-def vocabulary() -> Vocabulary:
-    tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(WORDS)}, unk_token="x1"))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<|end|>"])
-    tokenizer.add_tokens(["</think>"])
-    return Vocabulary.of(tokenizer, STOPS)
-
-
-def shard(seed: int, positions: int = 40, candidates: int = 4) -> Block:
-    rng = np.random.default_rng(seed)
-    ids = np.stack([rng.permutation(len(WORDS))[:candidates] for _ in range(positions)]).astype(np.int32)
-    logits = np.sort(rng.normal(size=(positions, candidates + 1)), axis=1)[:, ::-1]
-    logp = (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32)
-    mapped = rng.random((2, positions, candidates)) < 0.93
-    mapped[:, rng.random(positions) < 0.1] = False
-    return decisions_block(
-        rng.integers(0, len(WORDS), positions).astype(np.int32),
-        ids,
-        logp,
-        mapped,
-        r_KPC=np.where(mapped, rng.normal(size=mapped.shape), 0).astype(np.float32),
-        # The second anchor counts per candidate; a rule leaves out some positions of the first.
-        valid_KP=np.stack([mapped[0].all(axis=1) & (rng.random(positions) < 0.9), mapped[1].any(axis=1)]),
-    )
 
 
 def by_hand(shards: list[Block]) -> dict:
@@ -114,7 +87,7 @@ def by_hand(shards: list[Block]) -> dict:
 
 
 def test_sums_are_those_of_slow_loops() -> None:
-    shards = [shard(seed) for seed in range(4)]
+    shards = [decisions(seed) for seed in range(4)]
     survey, expected = Survey(["a", "b"], COMPOSITIONS, vocabulary()), by_hand(shards)
     for one in shards:
         survey.add(one)
@@ -132,13 +105,13 @@ def test_sums_are_those_of_slow_loops() -> None:
     for where, agreed in expected["agree"].items():
         assert sums.agreement(where) == pytest.approx(sum(agreed) / len(agreed))
     for kind, agreed in expected["kinds"].items():
-        assert sums.agreement_on(kind) == pytest.approx(sum(agreed) / len(agreed))
+        assert sums.agreement("sampled", kind) == pytest.approx(sum(agreed) / len(agreed))
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, parts = Survey(["a", "b"], COMPOSITIONS, vocabulary()), Survey(["a", "b"], COMPOSITIONS, vocabulary())
-    whole.add(shard(3))
-    for chunk in shard(3).chunks(7):
+    whole.add(decisions(3))
+    for chunk in decisions(3).chunks(7):
         parts.add(chunk)
     np.testing.assert_allclose(parts.push_KV, whole.push_KV, atol=1e-12)
     assert parts.reasons_KR.tolist() == whole.reasons_KR.tolist()
@@ -148,10 +121,14 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_largest_pushes_both_ways() -> None:
     survey = Survey(["a", "b"], COMPOSITIONS, vocabulary())
     survey.push_KV[1] = np.arange(len(WORDS)) - 5.5
-    up, down = survey.largest_pushes("b", most=2)
-    assert up == [(11, 5.5), (10, 4.5)]
-    assert down == [(0, -5.5), (1, -4.5)]
-    assert survey.largest_pushes("a") == ([], [])
+    survey.count_KJ[1] = 100  # decisions of each kind
+    pushes = survey.pushes(most=2)
+    scale = 1000 / survey.count_KJ[1].sum()
+    assert pushes[["anchor", "side", "text"]].to_numpy().tolist() == [
+        ["b", "up", WORDS[11]], ["b", "up", WORDS[10]], ["b", "down", WORDS[0]], ["b", "down", WORDS[1]]
+    ]  # fmt: skip
+    assert pushes["amount"].tolist() == pytest.approx([5.5 * scale, 4.5 * scale, -5.5 * scale, -4.5 * scale])
+    assert pushes["share"].tolist() == pytest.approx([1, 4.5 / 5.5, 1, 4.5 / 5.5])
 
 
 def test_kinds_of_tokens() -> None:
@@ -175,8 +152,8 @@ def test_memory_does_not_grow_with_the_cache() -> None:
         tracemalloc.stop()
         return most
 
-    few = peak(shard(seed, positions=500) for seed in range(2))
-    many = peak(shard(seed, positions=500) for seed in range(40))
+    few = peak(decisions(seed, positions=500) for seed in range(2))
+    many = peak(decisions(seed, positions=500) for seed in range(40))
     assert many < 1.2 * few
 
 
@@ -194,7 +171,8 @@ def reasons_of(post: Alignment, pre: Alignment, prompt: str, response: str, cand
     block = replace(block, rollouts=replace(block.rollouts, prompt_ids=Ragged.of([prompt_ids])))
     end = student.convert_tokens_to_ids(ENDS["student"])
     untrained = np.array([end]) if post.masked_ids | pre.masked_ids else None
-    survey = Survey(["a"], {}, Vocabulary.of(student, frozenset({end})), {"a": Reading((post, pre), untrained)})
+    known = Vocabulary.from_tokenizer(student, frozenset({end}))
+    survey = Survey(["a"], {}, known, {"a": Reading((post, pre), untrained)})
     survey.add(block)
     return [REASONS[reason] for reason, count in enumerate(survey.reasons_KR[0]) for _ in range(count)]
 

@@ -4,22 +4,25 @@ import csv
 import io
 import re
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
 from lightning_weave.errors import InputError
-from lightning_weave.report.grid import escape_latex, escape_markdown
 from lightning_weave.report.tables import (
-    BenchmarkScore,
-    PolicyRow,
-    cells,
+    Cell,
     console,
+    escape_latex,
+    escape_markdown,
+    format_results,
+    html,
     latex,
     legend,
     markdown,
     plain,
     to_csv,
 )
+from report.evaluated import result_row, results_of
 
 BENCHMARKS = ["AIME 2024", "AIME 2025", "HMMT 2025", "LCB v5", "LCB v6"]
 
@@ -46,30 +49,34 @@ Three anchors | All | 78.7* 14,268 73.6+ 16,838 47.5+ 16,731 59.2+ 12,930 53.4+ 
 """
 
 
-def paper_rows(text: str) -> tuple[list[PolicyRow], list[list[str]]]:
+def paper_table(text: str, grouped: bool = True) -> tuple[pd.DataFrame, list[list[str]]]:
     rows, printed = [], []
     for line in text.strip("\n").splitlines():
         group, policy, values = (part.strip() for part in line.split("|"))
         numbers = [float(value.rstrip("*+").replace(",", "")) for value in values.split()]
-        scores = tuple(BenchmarkScore(name, *numbers[2 * k : 2 * k + 2]) for k, name in enumerate(BENCHMARKS))
-        rows.append(PolicyRow(policy, scores, *numbers[10:13], group=group))
+        scores = {name: tuple(numbers[2 * k : 2 * k + 2]) for k, name in enumerate(BENCHMARKS)}
+        rows.append(result_row(policy, scores, tuple(numbers[10:13]), group=group if grouped else ""))
         printed.append(values.split())
-    return rows, printed
+    return results_of(*rows), printed
+
+
+def cells_of(results: pd.DataFrame) -> list[list[Cell]]:
+    return format_results(results).to_numpy().tolist()
 
 
 def with_signs(line: list) -> list[str]:
     return [cell.text + {"best": "*", "second": "+", "": ""}[cell.mark] for cell in line]
 
 
-@pytest.mark.parametrize(("text", "marks"), [(MAIN, "group"), (ANCHORS, "table")], ids=["main", "anchors"])
-def test_marks_and_digits_are_the_papers(text, marks):
-    rows, printed = paper_rows(text)
-    assert [with_signs(line) for line in cells(rows, marks)] == printed
+@pytest.mark.parametrize(("text", "grouped"), [(MAIN, True), (ANCHORS, False)], ids=["main", "anchors"])
+def test_marks_and_digits_are_the_papers(text, grouped):
+    results, printed = paper_table(text, grouped)
+    assert [with_signs(line) for line in cells_of(results)] == printed
 
 
 def test_markdown_prints_the_papers_marks():
-    rows, printed = paper_rows(MAIN)
-    lines = [line.strip("| ").split(" | ") for line in markdown(rows).splitlines()]
+    results, printed = paper_table(MAIN)
+    lines = [line.strip("| ").split(" | ") for line in markdown(format_results(results)).splitlines()]
     body = [line for line in lines[2:] if not line[0].startswith("***")]
     back = [re.sub(r"\*\*(.*?)\*\*", r"\1*", re.sub(r"<u>(.*?)</u>", r"\1+", " ".join(line[1:]))) for line in body]
     assert back == [" ".join(line) for line in printed]
@@ -78,8 +85,7 @@ def test_markdown_prints_the_papers_marks():
 
 
 def test_latex_prints_the_papers_rows():
-    rows, _ = paper_rows(MAIN)
-    text = latex(rows)
+    text = latex(format_results(paper_table(MAIN)[0]))
     assert (
         r"Weave & \textbf{76.0} & \underline{11,521} & \underline{70.1} & \underline{13,816} & \underline{43.0} & "
         r"\underline{13,743} & \textbf{59.2} & \textbf{11,702} & \textbf{51.3} & \textbf{12,357} & "
@@ -94,94 +100,105 @@ def test_latex_prints_the_papers_rows():
     assert r"\begin{tabular}{lccccccccccccc}" in text
 
 
-def test_of_one_benchmark_text_has_no_average_beside_it():
+def test_of_one_benchmark_text_has_no_separate_average():
     """Neither in a pipe nor on a terminal that is too narrow for both."""
-    row = PolicyRow("base", (BenchmarkScore("sums", 55.5, 4.0),), 55.5, 4.0, 0.0)
-    assert plain([row]).splitlines()[0].split() == ["Policy", "sums", "Acc.↑", "sums", "#Tok.↓", "AES↑"]
-    assert plain([row]).splitlines()[1].split() == ["base", "55.50", "4.0", "0.00"]
-    shown = [column.header for column in console([row], width=20).columns]
+    table = format_results(results_of(result_row("base", {"sums": (55.5, 4.0)}, (55.5, 4.0, 0.0))))
+    assert plain(table).splitlines()[0].split() == ["Policy", "sums", "Acc.↑", "sums", "#Tok.↓", "AES↑"]
+    assert plain(table).splitlines()[1].split() == ["base", "55.50", "4.0", "0.00"]
+    shown = [column.header for column in console(table, width=20).columns]
     assert shown == ["Policy", "sums Acc.↑", "sums #Tok.↓", "AES↑"]
 
 
 def test_csv_keeps_every_digit_and_leaves_gaps_empty():
-    row = PolicyRow(
-        'a "b", c', (BenchmarkScore("X", 1 / 3, 1234.5678),), 1 / 3, 1234.5678, float("nan"), None, None, "g"
-    )
-    header, line = csv.reader(io.StringIO(to_csv([row])))
+    third = 1 / 3
+    table = results_of(result_row('a "b", c', {"X": (third, 1234.5678, 30)}, (third, 1234.5678), group="g"))
+    header, line = csv.reader(io.StringIO(to_csv(table)))
     assert dict(zip(header, line, strict=True)) == {
-        "Group": "g", "Policy": 'a "b", c', "X Acc.": repr(1 / 3), "X #Tok.": "1234.5678",
-        "Average Acc.": repr(1 / 3), "Average #Tok.": "1234.5678", "AES": "", "AES low": "", "AES high": "",
+        "Group": "g", "Policy": 'a "b", c', "X Acc.": repr(third), "X #Tok.": "1234.5678",
+        "Average Acc.": repr(third), "Average #Tok.": "1234.5678", "AES": "", "AES low": "", "AES high": "",
+        "X problems": "30", "X samples": "",
     }  # fmt: skip
 
 
-def one(policy: str, accuracy: float, aes: float | None = None, low: float | None = None, high: float | None = None):
-    return PolicyRow(policy, (BenchmarkScore("X", accuracy, 100.0),), accuracy, 100.0, aes, low, high)
+def one(policy: str, accuracy: float, *aes: float) -> dict:
+    return result_row(policy, {"X": (accuracy, 100.0)}, (accuracy, 100.0, *aes))
 
 
 def test_values_that_print_alike_rank_alike():
-    first = [line[0] for line in cells([one("a", 50.04), one("b", 49.96), one("c", 49.9), one("d", 49.8)])]
-    assert [(cell.text, cell.mark) for cell in first] == [
+    table = results_of(one("a", 50.04), one("b", 49.96), one("c", 49.9), one("d", 49.8))
+    assert [(line[0].text, line[0].mark) for line in cells_of(table)] == [
         ("50.0", "best"), ("50.0", "best"), ("49.9", "second"), ("49.8", "")
     ]  # fmt: skip
 
 
 def test_nothing_is_marked_where_nothing_differs_or_is_alone():
-    rows = [one("a", 50.0), one("b", 60.0)]
-    assert {line[1].mark for line in cells(rows)} == {""}  # tokens are equal
-    assert {cell.mark for cell in cells(rows[:1])[0]} == {""}
+    table = results_of(one("a", 50.0), one("b", 60.0))
+    assert {line[1].mark for line in cells_of(table)} == {""}  # tokens are equal
+    assert {cell.mark for cell in cells_of(table[:1])[0]} == {""}
 
 
 def test_missing_values_take_no_place():
-    rows = [one("a", float("nan"), None), one("b", 10.0, -0.2, -0.3, -0.1), one("c", 20.0, -0.001, -0.2, 0.004)]
-    table = cells(rows)
-    assert [line[0].mark for line in table] == ["", "second", "best"]
-    assert [(line[-1].text, line[-1].mark, line[-1].interval) for line in table] == [
+    nan = float("nan")
+    table = results_of(one("a", nan), one("b", 10.0, -0.2, -0.3, -0.1), one("c", 20.0, -0.001, -0.2, 0.004))
+    lines = cells_of(table)
+    assert [line[0].mark for line in lines] == ["", "second", "best"]
+    assert [(line[-1].text, line[-1].mark, line[-1].interval) for line in lines] == [
         ("–", "", ""), ("-0.20", "second", "[-0.30, -0.10]"), ("0.00", "best", "[-0.20, 0.00]")
     ]  # fmt: skip
-    assert "| **0.00** [-0.20, 0.00] |" in markdown(rows)
-    assert r"\underline{$-0.20$} {\scriptsize $[-0.30, -0.10]$} \\" in latex(rows)
+    assert "| **0.00** [-0.20, 0.00] |" in markdown(format_results(table))
+    assert r"\underline{$-0.20$} {\scriptsize $[-0.30, -0.10]$} \\" in latex(format_results(table))
+    assert "not measured, or undefined" in legend(table)
+
+
+def test_a_result_that_is_not_comparable_takes_no_place_either():
+    table = results_of(one("a", 10.0), one("b", 20.0), one("c", 30.0))
+    table["X", "differs"] = [None, None, "format = plain (base: boxed)"]
+    assert [line[0].mark for line in cells_of(table)] == ["second", "best", ""]
 
 
 def test_names_cannot_break_a_table():
     name = "a|b_*c*\\ <x> & 50% $y$ #1 {z} ~^\nnew"
-    row = one(name, 1.0)
-    assert len(markdown([row]).splitlines()) == 3
-    assert len(re.findall(r"(?<!\\)\|", markdown([row]).splitlines()[2])) == 7
+    table = format_results(results_of(one(name, 1.0)))
+    assert len(markdown(table).splitlines()) == 3
+    assert len(re.findall(r"(?<!\\)\|", markdown(table).splitlines()[2])) == 7
     assert escape_markdown("a|b_*c*") == r"a\|b\_\*c\*"
     assert (
         escape_latex(name)
         == r"a|b\_*c*\textbackslash{} \textless{}x\textgreater{} \& 50\% \$y\$ \#1 \{z\} \textasciitilde{}"
         r"\textasciicircum{} new"
     )
-    line = next(line for line in latex([row]).splitlines() if line.startswith("a|b"))
+    line = next(line for line in latex(table).splitlines() if line.startswith("a|b"))
     assert len(re.findall(r"(?<!\\)&", line)) == 5
+    assert "&lt;x&gt; &amp; 50%" in html(table, "label")
 
 
-def test_plain_and_console_show_the_same_values():
-    rows, printed = paper_rows(MAIN)
-    lines = plain(rows).splitlines()
+def test_plain_console_and_html_show_the_same_values():
+    results, printed = paper_table(MAIN)
+    table = format_results(results)
+    lines = plain(table).splitlines()
     assert [line.split()[-13:] for line in lines if line.startswith("  ")] == printed
-    assert len({line.rindex(".") for line in lines if line.startswith("  ")}) == 1  # digits stand under digits
+    assert len({line.rindex(".") for line in lines if line.startswith("  ")}) == 1  # digits are aligned
     screen = io.StringIO()
-    Console(file=screen, width=250, force_terminal=True, color_system="standard").print(console(rows))
+    Console(file=screen, width=250, force_terminal=True, color_system="standard").print(console(table))
     assert "\x1b[1m76.0\x1b[0m" in screen.getvalue()
     assert "\x1b[4m11,521\x1b[0m" in screen.getvalue()
     assert "Qwen3-4B" in screen.getvalue()
+    rows = re.findall(r"<tr><th scope=.row.>.*?</tr>", html(table, "label"))
+    found = [re.findall(r"<td>(.*?)</td>", row) for row in rows]
+    signs = [[re.sub("<b>(.*)</b>", r"\1*", re.sub("<u>(.*)</u>", r"\1+", cell)) for cell in row] for row in found]
+    assert [[cell.replace("−", "-") for cell in row] for row in signs] == printed
 
 
-def test_rows_of_other_benchmarks_are_refused():
-    other = PolicyRow("b", (BenchmarkScore("Y", 1.0, 1.0),), 1.0, 1.0)
-    with pytest.raises(InputError, match="b was evaluated on"):
-        markdown([one("a", 1.0), other])
+def test_nothing_evaluated_names_the_command():
     with pytest.raises(InputError, match="Run eval"):
-        latex([])
+        format_results(pd.DataFrame())
 
 
 @pytest.mark.parametrize("width", [80, 100, 250])
 def test_a_narrow_terminal_cuts_no_number(width: int) -> None:
-    rows, _ = paper_rows(MAIN)
+    table = format_results(paper_table(MAIN)[0])
     screen = io.StringIO()
-    Console(file=screen, width=width).print(console(rows, width=width))
+    Console(file=screen, width=width).print(console(table, width=width))
     text = screen.getvalue()
     assert "…" not in text
     assert "55.90" in text
@@ -190,24 +207,23 @@ def test_a_narrow_terminal_cuts_no_number(width: int) -> None:
 
 
 def test_short_responses_are_told_apart() -> None:
-    rows = [
-        PolicyRow(name, (BenchmarkScore("sums", 70.0, tokens),), 70.0, tokens)
-        for name, tokens in (("a", 21.4), ("b", 20.8))
-    ]
-    assert [[cell.text for cell in line][1] for line in cells(rows)] == ["21.4", "20.8"]
-    longer = [*rows, PolicyRow("c", (BenchmarkScore("sums", 70.0, 1234.4),), 70.0, 1234.4)]
-    assert [[cell.text for cell in line][1] for line in cells(longer)] == ["21", "21", "1,234"]
+    def row(name: str, tokens: float) -> dict:
+        return result_row(name, {"sums": (70.0, tokens)}, (70.0, tokens))
+
+    rows = [row("a", 21.4), row("b", 20.8)]
+    assert [line[1].text for line in cells_of(results_of(*rows))] == ["21.4", "20.8"]
+    assert [line[1].text for line in cells_of(results_of(*rows, row("c", 1234.4)))] == ["21", "21", "1,234"]
 
 
-def test_the_legend_says_how_many_samples_a_column_averages() -> None:
-    def block(student: str, code: int) -> PolicyRow:
-        return PolicyRow(
-            "base", (BenchmarkScore("AIME", 1, 9, 64), BenchmarkScore("LCB", 2, 9, code)), 1, 9, group=student
-        )
+def test_the_legend_has_the_number_of_problems_and_samples() -> None:
+    def block(student: str, code: int) -> dict:
+        scores = {"AIME": (1, 9, 30, 64), "LCB": (2, 9, 167, code)}
+        return result_row("base", scores, (1, 9), group=student)
 
-    assert "Samples per problem: AIME 64, LCB 4." in legend([block("1.7B", 4), block("4B", 4)])
+    two = legend(results_of(block("1.7B", 4), block("4B", 4)))
+    assert "Problems: AIME 30, LCB 167. Samples per problem: AIME 64, LCB 4." in two
     assert "Samples per problem: AIME 64, LCB 1 (1.7B) and 4 (4B, 7B)." in legend(
-        [block("1.7B", 1), block("4B", 4), block("7B", 4)]
+        results_of(block("1.7B", 1), block("4B", 4), block("7B", 4))
     )
-    assert "Samples per problem: 64." in legend([block("1.7B", 64)])
-    assert "Samples" not in legend([one("a", 50.0)])
+    assert "Samples per problem: 64." in legend(results_of(block("1.7B", 64)))
+    assert "Samples" not in legend(results_of(one("a", 50.0)))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_weave.pipeline.flow import make_cache
 from lightning_weave.progress import Progress
-from tiny import make_world, steps_of
+from lightning_weave.stages.pipeline import make_cache
+from tiny import make_world, run_of
 
 Recipe = dict[str, Any]
 QUIET = Progress(quiet=True)
@@ -29,7 +29,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     recipe = make_world(tmp_path_factory.mktemp("robust") / "world", prompts=8)
     recipe["compositions"] = {"both": recipe["compositions"]["both"]}
     recipe["train"] |= {"epochs": 1, "checkpoint_every": 1}
-    make_cache(steps_of(recipe), QUIET)
+    make_cache(run_of(recipe), QUIET)
     return recipe
 
 
@@ -38,7 +38,7 @@ def make_run(cached: Recipe, tmp_path: Path) -> Callable[[str], Recipe]:
     """Copy the cached run: what it holds is named by content, so it is done under any name of the directory."""
 
     def copy(name: str) -> Recipe:
-        shutil.copytree(cached["runs"], tmp_path / name)
+        shutil.copytree(cached["runs"], tmp_path / name, symlinks=True)
         return deepcopy(cached) | {"runs": str(tmp_path / name)}
 
     return copy

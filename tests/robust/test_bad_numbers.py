@@ -17,20 +17,21 @@ from torch import Tensor
 
 from lightning_weave.errors import CorruptData, InputError, WeaveError
 from lightning_weave.models.vllm import VLLMSampler
-from lightning_weave.pipeline import eval as eval_stage
-from lightning_weave.pipeline import reference, score
-from lightning_weave.pipeline.flow import make_cache, make_rollouts, make_students
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
-from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages import eval as eval_stage
+from lightning_weave.stages import reference, rollout, score
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.pipeline import make_cache
+from lightning_weave.stages.run import make_students
 from lightning_weave.store import read_lines
-from lightning_weave.train import offline
+from lightning_weave.train import loop
 from lightning_weave.train.schedule import make_schedule
 from lightning_weave.types import Candidates, Ragged, Request, Rollouts, SamplingSettings, Scores
 from programs import write_program
 from rows import Row, read_row
-from tiny import make_tokenizer, save_model, steps_of
+from tiny import make_tokenizer, run_of, save_model
 from train.cached import make_run as make_cached_run
 
 QUIET = Progress(quiet=True)
@@ -52,13 +53,13 @@ def token_of(value: float, token: int) -> BadNumber:
     return lambda weights: weights["model.embed_tokens.weight"][token].fill_(value)
 
 
-def final_weights(steps: Steps, name: str = "both") -> dict[str, Tensor]:
-    return load_file(steps.store.run_dir / "train" / name / "final" / "model.safetensors")
+def final_weights(run: Run, name: str = "both") -> dict[str, Tensor]:
+    return load_file(run.directory / "train" / name / "final" / "model.safetensors")
 
 
-def assert_all_finite(steps: Steps, name: str = "both") -> list[dict[str, Any]]:
-    assert all(tensor.isfinite().all() for tensor in final_weights(steps, name).values())
-    rows = list(read_lines(steps.store.run_dir / "train" / name / "metrics.jsonl"))
+def assert_all_finite(run: Run, name: str = "both") -> list[dict[str, Any]]:
+    assert all(tensor.isfinite().all() for tensor in final_weights(run, name).values())
+    rows = list(read_lines(run.directory / "train" / name / "metrics.jsonl"))
     assert all(math.isfinite(value) for row in rows for value in row.values())
     return rows
 
@@ -80,18 +81,18 @@ def test_logits_gone_bad_stop_the_sampler_and_only_the_shard_in_flight(recipe: R
     recipe["rollout"]["temperature"] = 0.0  # the same responses until the bad number is met
     student = save_model(tmp_path / "untied", "student", "llama", 7)
     recipe |= {"name": "good", "student": {"model": str(student)}}
-    steps = steps_of(recipe)
-    make_rollouts(steps, QUIET)
-    first, later = (steps.store.stage(steps.rollout).open(Rollouts, shard).read() for shard in range(2))
+    run = run_of(recipe)
+    rollout.rollout(run, QUIET)
+    first, later = (run.stage("rollout").open(Rollouts, shard).read() for shard in range(2))
     token = max({*later.prompt_ids.flat} - {*first.prompt_ids.flat, *first.response_ids.flat})
 
     recipe |= {"name": "bad", "student": {"model": spoil(student, tmp_path / "bad", token_of(math.nan, int(token)))}}
-    steps = steps_of(recipe)
+    run = run_of(recipe)
     with pytest.raises(
         WeaveError, match=r"^prompt [4-7], response \d: .*logits are not finite \(.*bad\)\. Try float32"
     ):
-        make_rollouts(steps, QUIET)
-    stage = steps.store.stage(steps.rollout)
+        rollout.rollout(run, QUIET)
+    stage = run.stage("rollout")
     assert (stage.state(), stage.pending(2)) == ("partial", [1])
     assert np.array_equal(stage.open(Rollouts, 0).read().response_ids.flat, first.response_ids.flat)
 
@@ -103,11 +104,11 @@ def test_logits_gone_bad_stop_the_reference_by_prompt_and_response(
     student = save_model(tmp_path / "untied", "student", "llama", 7)
     recipe["student"]["model"] = spoil(student, tmp_path / "bad", token_of(value, 30))
     trajectories = [([9, number], [[11, 12], [13, 30 if number == 24 else 14, 15]]) for number in (21, 22, 23, 24)]
-    steps = steps_of(own(recipe, tmp_path / "own.jsonl", trajectories))
-    make_rollouts(steps, QUIET)
+    run = run_of(own(recipe, tmp_path / "own.jsonl", trajectories))
+    rollout.rollout(run, QUIET)
     with pytest.raises(WeaveError, match=r"^prompt 3, response 1: the model's logits are not finite \(.*bad\)"):
-        reference.run(steps, QUIET)
-    stage = steps.store.stage(steps.reference)
+        reference.reference(run, QUIET)
+    stage = run.stage("reference")
     assert (stage.state(), stage.pending(2)) == ("partial", [1])
 
 
@@ -122,20 +123,20 @@ def test_logits_gone_bad_stop_the_score_and_nothing_is_trained_on_it(
     make_run: Callable[[str], Recipe], tmp_path: Path, everywhere: bool, message: str
 ) -> None:
     recipe = make_run("runs")
-    asked = read_prompts(steps_of(recipe).prompts_file)[0].text
+    asked = read_prompts(run_of(recipe).prompts_file)[0].text
     token = max(make_tokenizer("accuracy").encode(asked))
     change: BadNumber = token_of(math.nan, token)
     if everywhere:
         change = lambda weights: weights["model.norm.weight"].fill_(math.nan)  # noqa: E731
     recipe["anchors"]["acc"]["post"] = spoil(Path(recipe["anchors"]["acc"]["post"]), tmp_path / "bad", change)
-    steps = steps_of(recipe)
+    run = run_of(recipe)
     with pytest.raises(WeaveError, match=message):
-        score.run(steps, QUIET)
-    assert steps.store.stage(steps.scores_of("acc")[0]).state() == "missing"
+        score.score(run, QUIET)
+    assert run.scores_of("acc")[0].state() == "missing"
     with pytest.raises(
         InputError, match=r"score/bad is not there yet\. Make it with: lweave score tiny\.toml --only bad"
     ):
-        make_students(steps, QUIET)
+        make_students(run, QUIET)
 
 
 def test_logits_gone_bad_stop_the_evaluation(recipe: Recipe, tmp_path: Path) -> None:
@@ -144,12 +145,12 @@ def test_logits_gone_bad_stop_the_evaluation(recipe: Recipe, tmp_path: Path) -> 
     recipe |= {"anchors": {}, "compositions": {}, "policies": {"bad": {"model": bad}}}
     (tmp_path / "sums.jsonl").write_text('{"id": "q", "problem": "1+1", "answer": "2"}\n')
     recipe["eval"] = {"benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"], "samples": 2, "max_tokens": 5, "chat": False}
-    steps = steps_of(recipe)
+    run = run_of(recipe)
     with pytest.raises(WeaveError, match=r"prompt 0, response \d: the model's logits are not finite \(.*bad\)"):
-        eval_stage.run(steps, QUIET, only=["bad"])
-    folder = steps.store.run_dir / "eval" / "bad"
+        eval_stage.evaluate(run, QUIET, only=["bad"])
+    folder = run.directory / "eval" / "bad"
     files = {path.name for path in folder.rglob("*") if path.is_file()}
-    assert files == {"step.json", "engines.jsonl"}  # no sample of it
+    assert files == {"stage.json", "engines.jsonl"}  # no sample of it
 
 
 ENGINE = """
@@ -186,11 +187,11 @@ def test_an_engine_that_says_nothing_or_nonsense_is_not_believed(
 # A cached number.
 
 
-def plant(steps: Steps, where: str, value: float) -> Path:
+def plant(run: Run, where: str, value: float) -> Path:
     """Write a bad number into a shard as the store itself would write it: its checksums are right."""
-    post, pre = (steps.store.stage(step) for step in steps.scores_of("brief"))
-    stage = {"post": post, "mass": post, "pre": pre}.get(where) or steps.store.stage(steps.reference)
-    shard: Any = stage.open(Candidates if stage.step.path == "reference" else Scores, 1).read()
+    post, pre = (step for step in run.scores_of("brief"))
+    stage = {"post": post, "mass": post, "pre": pre}.get(where) or run.stage("reference")
+    shard: Any = stage.open(Candidates if stage.path == "reference" else Scores, 1).read()
     name = {"post": "logp", "pre": "logp"}.get(where, where)
     flat = getattr(shard, name).flat.copy()
     place = np.argwhere(shard.mapped.flat)[0] if isinstance(shard, Scores) and name == "logp" else np.zeros(1, int)
@@ -208,34 +209,34 @@ def test_a_cached_number_gone_bad_is_named_and_the_remedy_works(
     make_run: Callable[[str], Recipe], where: str, value: float
 ) -> None:
     recipe = make_run("runs")
-    steps = steps_of(recipe)
-    before = steps.store.stage(steps.reference).shard_path(1).read_bytes()
-    path = plant(steps, where, value)
+    run = run_of(recipe)
+    before = run.stage("reference").shard_path(1).read_bytes()
+    path = plant(run, where, value)
     with pytest.raises(CorruptData, match=r"row (8|9|1\d) has a log-probability that is not finite") as caught:
-        make_students(steps, QUIET)
+        make_students(run, QUIET)
     assert f"rm {path}" in str(caught.value)
-    stage = reference if where in ("logp", "sampled_logp") else score
-    assert f"lweave {stage.__name__.rpartition('.')[2]} tiny.toml" in str(caught.value)
+    verb = "reference" if where in ("logp", "sampled_logp") else "score"
+    assert f"lweave {verb} tiny.toml" in str(caught.value)
     if where not in ("post", "logp"):
         return
     path.unlink()
-    stage.run(steps, QUIET)
-    assert steps.store.stage(steps.reference).shard_path(1).read_bytes() == before
-    make_students(steps_of(recipe), QUIET)
-    assert_all_finite(steps)
+    {"reference": reference.reference, "score": score.score}[verb](run, QUIET)
+    assert run.stage("reference").shard_path(1).read_bytes() == before
+    make_students(run_of(recipe), QUIET)
+    assert_all_finite(run)
 
 
 def test_what_is_not_mapped_is_not_looked_at(make_run: Callable[[str], Recipe]) -> None:
-    steps = steps_of(make_run("runs"))
-    expected = [read_row(open_cache(steps, "both"), row) for row in range(16)]
-    stage = steps.store.stage(steps.scores_of("acc")[0])
+    run = run_of(make_run("runs"))
+    expected = [read_row(open_cache(run, "both"), row) for row in range(16)]
+    stage = run.scores_of("acc")[0]
     for index in range(2):
         shard = stage.open(Scores, index).read()
         assert not shard.mapped.flat.all()
         logp = np.where(shard.mapped.flat, shard.logp.flat, np.float32(np.nan))
         stage.write(index, replace(shard, logp=Ragged(logp, shard.logp.offsets)))
     for row, old in enumerate(expected):
-        found = read_row(open_cache(steps, "both"), row)
+        found = read_row(open_cache(run, "both"), row)
         for name in Row.__dataclass_fields__:
             assert np.array_equal(getattr(found, name), getattr(old, name)), name
 
@@ -256,15 +257,15 @@ def test_anchors_and_students_without_a_doubt_train_to_finite_weights(
     recipe["anchors"] = {"acc": {**recipe["anchors"]["acc"], "post": spoil(post, tmp_path / "sure-post", loud)}}
     recipe["compositions"] = {"both": {"weights": {"acc": 1.0}}}
     recipe["train"] |= {"objective": objective}
-    steps = steps_of(recipe)
-    make_cache(steps, QUIET)
-    found = steps.store.stage(steps.reference).open(Candidates, 0).read()
-    scores = steps.store.stage(steps.scores_of("acc")[0]).open(Scores, 0).read()
+    run = run_of(recipe)
+    make_cache(run, QUIET)
+    found = run.stage("reference").open(Candidates, 0).read()
+    scores = run.scores_of("acc")[0].open(Scores, 0).read()
     assert (np.exp(found.logp.flat) == [1, 0, 0, 0]).all(axis=1).any()
     assert max(found.logp.flat.min(), scores.logp.flat.min()) < -1e3
     assert all(np.isfinite(values.flat).all() for values in (found.logp, found.other_logp, scores.logp, scores.mass))
-    make_students(steps, QUIET)
-    assert_all_finite(steps)
+    make_students(run, QUIET)
+    assert_all_finite(run)
 
 
 # Nothing to learn from.
@@ -273,23 +274,23 @@ def test_anchors_and_students_without_a_doubt_train_to_finite_weights(
 def test_a_run_in_which_every_decision_is_masked_leaves_the_student_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = make_cached_run(tmp_path, valid=lambda anchor, row, decisions: np.zeros(decisions, dtype=bool))
-    make_students(steps, Progress())
-    expected = load_file(steps.student.path / "model.safetensors")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in final_weights(steps).items())
-    assert {row["kept"] for row in assert_all_finite(steps)} == {0.0}
+    run = make_cached_run(tmp_path, valid=lambda anchor, row, decisions: np.zeros(decisions, dtype=bool))
+    make_students(run, Progress())
+    expected = load_file(run.student.path / "model.safetensors")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in final_weights(run).items())
+    assert {row["kept"] for row in assert_all_finite(run)} == {0.0}
     assert capsys.readouterr().err.count("has no valid decision and changes nothing; lweave doctor says why") == 1
 
 
 def test_empty_responses_keep_their_place_and_add_nothing(recipe: Recipe, tmp_path: Path) -> None:
     said = [[11, 12, 13], [14, 15]]
     trajectories = [([9, 21], [[], []]), ([9, 22], [[], []]), ([9, 23], said), ([9, 24], [[], [16]])]
-    steps = steps_of(own(recipe, tmp_path / "own.jsonl", trajectories))
-    make_cache(steps, QUIET)
-    make_students(steps, QUIET)
-    cache = open_cache(steps, "both")
+    run = run_of(own(recipe, tmp_path / "own.jsonl", trajectories))
+    make_cache(run, QUIET)
+    make_students(run, QUIET)
+    cache = open_cache(run, "both")
     assert [len(read_row(cache, row).response_ids) for row in range(8)] == [0, 0, 0, 0, 3, 2, 0, 1]
-    rows = assert_all_finite(steps)
+    rows = assert_all_finite(run)
     assert sum(row["tokens"] for row in rows) == 8 * 2 + 6
     assert max(row["kept"] for row in rows) > 0
 
@@ -305,18 +306,18 @@ def test_a_prompt_that_fills_the_context_is_refused_before_anything_is_sampled(r
     with pytest.raises(
         InputError, match=r"'long' has 3\d\d tokens.* 256 of .*student\. Set prompts\.max_tokens to 255"
     ):
-        make_rollouts(steps_of(recipe), QUIET)
+        rollout.rollout(run_of(recipe), QUIET)
     assert list(Path(recipe["runs"]).rglob("*.safetensors")) == []
     recipe["prompts"]["max_tokens"] = 255
-    make_rollouts(steps_of(recipe), QUIET)
-    assert steps_of(recipe).store.stage(steps_of(recipe).rollout).require()["rows"] == 16
+    rollout.rollout(run_of(recipe), QUIET)
+    assert run_of(recipe).stage("rollout").require()["rows"] == 16
 
 
 def test_a_trajectory_longer_than_the_context_is_refused_by_prompt_and_response(recipe: Recipe, tmp_path: Path) -> None:
-    steps = steps_of(own(recipe, tmp_path / "own.jsonl", [([9, 21], [[11], [12]]), ([9], [[11], [12] * 260])]))
-    make_rollouts(steps, QUIET)
+    run = run_of(own(recipe, tmp_path / "own.jsonl", [([9, 21], [[11], [12]]), ([9], [[11], [12] * 260])]))
+    rollout.rollout(run, QUIET)
     with pytest.raises(InputError, match=r"prompt 1, response 1: 260 tokens are more than the 256 .*student\)"):
-        reference.run(steps, QUIET)
+        reference.reference(run, QUIET)
 
 
 def test_a_problem_that_fills_the_context_is_refused_by_its_name(recipe: Recipe, tmp_path: Path) -> None:
@@ -324,7 +325,7 @@ def test_a_problem_that_fills_the_context_is_refused_by_its_name(recipe: Recipe,
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     recipe["eval"] = {"benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"], "samples": 1, "max_tokens": 4, "chat": False}
     with pytest.raises(InputError, match=r"sums\.jsonl: problem 'long' has 3\d\d tokens.*Leave the problem out"):
-        eval_stage.run(steps_of(recipe), QUIET, only=["base"])
+        eval_stage.evaluate(run_of(recipe), QUIET, only=["base"])
 
 
 # A gradient.
@@ -334,9 +335,9 @@ def test_a_problem_that_fills_the_context_is_refused_by_its_name(recipe: Recipe,
 def test_a_gradient_gone_bad_stops_with_its_rows_and_costs_nothing(
     make_run: Callable[[str], Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed, disturbed = steps_of(make_run("alone")), steps_of(make_run("disturbed"))
+    undisturbed, disturbed = run_of(make_run("alone")), run_of(make_run("disturbed"))
     make_students(undisturbed, QUIET)
-    real, updates = offline.open_trainee, 0
+    real, updates = loop.open_trainee, 0
 
     def with_bad_gradient(*arguments: Any) -> Any:
         trainee = real(*arguments)
@@ -350,10 +351,10 @@ def test_a_gradient_gone_bad_stops_with_its_rows_and_costs_nothing(
         return trainee
 
     with monkeypatch.context() as patched:
-        patched.setattr(offline, "open_trainee", with_bad_gradient)
+        patched.setattr(loop, "open_trainee", with_bad_gradient)
         with pytest.raises(WeaveError, match=r"the gradient is nan, from the rows .*The last checkpoint is kept"):
             make_students(disturbed, QUIET)
-    folder = disturbed.store.run_dir / "train" / "both"
+    folder = disturbed.directory / "train" / "both"
     written = json.loads((folder / "bad_rows.json").read_text())
     schedule = make_schedule(disturbed.recipe, groups=8)
     assert written == {"what": "gradient", "value": "nan", "rows": [{"row": row} for row in schedule.rows(2)]}

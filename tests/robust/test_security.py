@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from lightning_weave import cli
 from lightning_weave.errors import CorruptData, InputError
-from lightning_weave.models import load
-from lightning_weave.pipeline.flow import make_students
+from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
-from lightning_weave.train.parallel import Ranks, copied_state, load_state, save_state
-from tiny import save_model, steps_of
+from lightning_weave.stages.run import make_students
+from lightning_weave.train.parallel import Ranks, load_state, save_state, stage_state
+from tiny import run_of, save_model
 
 Recipe = dict[str, Any]
 Program = Callable[..., int]
@@ -109,16 +109,16 @@ def test_an_index_leads_to_safetensors_beside_it_and_nowhere_else(cached: Recipe
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, part)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(
-        InputError, match=r"index\.json leads to .*only read from \*\.safetensors in the same directory"
+        InputError, match=r"index\.json refers to .*only read from \*\.safetensors in the same directory"
     ):
-        load.load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+        Checkpoint(str(folder)).load(torch.float32, torch.device("cpu"))
 
 
 def test_an_adapter_beside_the_weights_is_refused(cached: Recipe, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(cached["student"]["model"], tmp_path / "adapted"))
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "someone/else"}')
-    with pytest.raises(InputError, match="holds a LoRA adapter beside the weights"):
-        load.load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(InputError, match="has a LoRA adapter as well as weights"):
+        Checkpoint(str(folder)).load(torch.float32, torch.device("cpu"))
 
 
 OWN_CODE = """
@@ -153,8 +153,14 @@ def test_code_of_a_checkpoint_is_not_run_unless_the_recipe_says_so(
     recipe["student"] = {"model": str(own_code)}
     assert lweave("rollout", recipe=recipe) == 2
     said = capsys.readouterr().err
-    assert "needs code of its own (auto_map in its config), which is not run unless the recipe says so" in said
-    assert "trust_remote_code = true beside this model (student, anchors.NAME or policies.NAME)" in said
+    assert (
+        "comes with Python code (auto_map in its config), which is not run unless the recipe and the command allow it"
+        in said
+    )
+    assert "trust_remote_code = true for this model (student, anchors.NAME or policies.NAME) and add --trust" in said
+    recipe["student"]["trust_remote_code"] = True
+    assert lweave("rollout", recipe=recipe) == 2
+    assert "student.trust_remote_code = true runs code" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 
@@ -164,14 +170,14 @@ def test_code_that_the_recipe_trusts_is_run_with_a_warning_and_trained(
 ) -> None:
     recipe["student"] = {"model": str(own_code), "trust_remote_code": True}
     for verb in ("rollout", "reference", "score", "train"):
-        assert lweave(verb, recipe=recipe) == 0
+        assert lweave(verb, "--trust", recipe=recipe) == 0
     assert (tmp_path / "ran").exists()
     warning = f"warning: trust_remote_code = true: code that comes with {own_code} is run with your rights"
     assert caplog.messages.count(warning) == 1
     final = tmp_path / "runs" / "tiny" / "train" / "both" / "final"
-    with pytest.raises(InputError, match="needs code of its own"):
-        load.load_model(final, dtype=torch.float32, device=torch.device("cpu"))
-    kept = load.load_model(final, dtype=torch.float32, device=torch.device("cpu"), trust_remote_code=True)
+    with pytest.raises(InputError, match="comes with Python code"):
+        Checkpoint(str(final)).load(torch.float32, torch.device("cpu"))
+    kept = Checkpoint(str(final), trust_remote_code=True).load(torch.float32, torch.device("cpu"))
     assert type(kept).__name__ == "OwnModel"
 
 
@@ -183,14 +189,14 @@ def test_a_checkpoint_that_holds_more_than_one_is_not_resumed_from(
     make_run: Callable[[str], Recipe], tmp_path: Path
 ) -> None:
     recipe = make_run("runs")
-    steps = steps_of(recipe)
-    make_students(steps, QUIET)
-    folder = steps.store.run_dir / "train" / "both"
+    run = run_of(recipe)
+    make_students(run, QUIET)
+    folder = run.directory / "train" / "both"
     (folder / "manifest.json").unlink()
     newest = max((folder / "checkpoints").iterdir())
     (newest / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "marker")))
     with pytest.raises(CorruptData, match=r"cannot be read \(it holds [\w.]+, which our checkpoints never contain"):
-        make_students(steps_of(recipe), QUIET)
+        make_students(run_of(recipe), QUIET)
     assert not (tmp_path / "marker").exists()
 
 
@@ -198,13 +204,13 @@ def test_settings_of_an_optimizer_are_data(tmp_path: Path) -> None:
     module = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
     alone = Ranks(0, 1, torch.device("cpu"))
-    save_state(tmp_path / "good", copied_state(module, optimizer), alone)
+    save_state(tmp_path / "good", stage_state(module, optimizer), alone)
     load_state(tmp_path / "good", module, optimizer)
-    state = copied_state(module, optimizer)
+    state = stage_state(module, optimizer)
     state["optimizer"]["param_groups"][0]["lr"] = Payload(tmp_path / "marker")
     save_state(tmp_path / "bad", state, alone)
     other = torch.nn.Linear(2, 2)
-    with pytest.raises(Exception, match="Weights only load failed"):
+    with pytest.raises(Exception, match="Unsupported global"):
         load_state(tmp_path / "bad", other, torch.optim.AdamW(other.parameters(), 1e-3))
     assert not (tmp_path / "marker").exists()
 
@@ -226,7 +232,8 @@ def test_a_name_that_is_a_path_is_refused(
             "cases": {"report": {"cases": {name: {"right": ["base"]}}}},
         }[section]
         assert lweave("run", recipe=base | changed) == 2, name
-        assert "must be a plain name of letters, digits" in capsys.readouterr().err, name
+        why = "contains a control character" if "\0" in name else "must be a plain name of letters, digits"
+        assert why in capsys.readouterr().err, name
     assert sorted(path.name for path in tmp_path.iterdir()) == ["recipe.toml"]
 
 

@@ -1,4 +1,4 @@
-"""Changes that do not matter make nothing stale; what a change makes stale is kept until its successor is whole."""
+"""Changes that do not matter compute nothing; a change that does computes another folder and leaves the old one."""
 
 import shutil
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from lightning_weave.errors import InputError, StaleInput
-from lightning_weave.pipeline import reference
-from lightning_weave.pipeline.flow import make_students
-from lightning_weave.runs import discard
-from lightning_weave.runs.discard import allow_discards
-from pipeline.small_runs import QUIET, make_cache, make_recipe, steps_of
+from lightning_weave.errors import InputError
+from lightning_weave.stages import reference
+from lightning_weave.stages.run import make_students
+from lightning_weave.store.ledger import read_ledger
+from lightning_weave.views import clean
+from pipeline.small_runs import QUIET, make_cache, make_recipe, run_of
 
 
 @pytest.fixture
@@ -20,100 +20,110 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
 
 
 def states(recipe: dict[str, Any]) -> dict[str, str]:
-    steps = steps_of(recipe)
-    made = [step for step in steps.everything() if not step.path.startswith("eval/")]
-    return {step.path: steps.store.stage(step).state() for step in made}
+    run = run_of(recipe)
+    made = [stage for stage in run.everything() if not stage.path.startswith("eval/")]
+    return {stage.path: stage.state() for stage in made}
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file below a folder, with what is in it and when it was written."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 @pytest.mark.slow
-def test_changes_that_do_not_matter_make_nothing_stale(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_changes_that_do_not_matter_compute_nothing(recipe: dict[str, Any], tmp_path: Path) -> None:
     make_students(make_cache(recipe), QUIET)
-    there = steps_of(recipe).store.stage(steps_of(recipe).prompts).require()["rows"]
-    for take in (there, there + 1, 10_000, None):
-        recipe["prompts"] = {key: value for key, value in recipe["prompts"].items() if key != "take"}
-        recipe["prompts"] |= {} if take is None else {"take": take}
-        assert set(states(recipe).values()) == {"done"}, take
+    recipe["rollout"]["batch_size"] = 1
+    recipe["score"]["token_budget"] = 200
+    assert set(states(recipe).values()) == {"complete"}, "how it is executed"
     recipe["anchors"]["another-name"] = recipe["anchors"].pop("one")
-    recipe["compositions"] = {"only": {"weights": {"another-name": 1.0}}}
-    assert set(states(recipe).values()) == {"done"}
+    recipe["compositions"] = {"another": {"weights": {"another-name": 1.0}}}
+    assert set(states(recipe).values()) == {"complete"}
     runs = Path(recipe["runs"])
     shutil.move(runs / recipe["name"], runs / "renamed")
     recipe["name"] = "renamed"
-    assert set(states(recipe).values()) == {"done"}
-    recipe["compositions"]["only"]["alpha"] = 3.0
-    assert states(recipe)["train/only"] == "stale"
-    recipe["prompts"]["take"] = there - 1
-    assert states(recipe)["prompts"] == "stale"
+    assert set(states(recipe).values()) == {"complete"}
+    before = contents(runs / "renamed")
+    make_students(make_cache(recipe), QUIET)
+    assert contents(runs / "renamed") == before
+    recipe["compositions"]["another"]["alpha"] = 3.0
+    assert states(recipe)["train/another"] == "missing"
+    recipe["prompts"]["take"] = 5
+    assert states(recipe)["prompts"] == "missing"
 
 
 @pytest.mark.slow
-def test_a_stage_is_set_aside_until_the_next_is_whole_and_put_back_if_it_is_wanted_again(
-    recipe: dict[str, Any],
-) -> None:
-    steps = make_cache(recipe)
-    folder = steps.store.stage(steps.reference).folder
-    old = {path.name: path.read_bytes() for path in folder.iterdir()}
-    recipe["reference"] = {**recipe.get("reference", {}), "candidates": 3}
-    changed = steps_of(recipe).store.stage(steps_of(recipe).reference)
-    changed.begin()  # and killed
-    (kept,) = changed.aside()
-    assert {path.name: path.read_bytes() for path in kept.iterdir()} == old
-    assert changed.state() == "missing"
-    original = steps.store.stage(steps.reference)
-    assert original.state() == "missing"
-    original.begin()
-    assert original.state() == "done"
-    assert original.aside() == []
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == old
-    reference.run(steps_of(recipe), QUIET)
-    assert changed.state() == "done"
-    assert changed.aside() == []
+def test_a_stage_of_a_changed_recipe_leaves_the_old_one_and_changing_back_costs_nothing(recipe: dict[str, Any]) -> None:
+    run = make_cache(recipe)
+    original = run.stage("reference")
+    old = contents(original.folder)
+    changed = {**recipe, "reference": {**recipe["reference"], "candidates": 3}}
+    run_of(changed).stage("reference").begin()  # and killed
+    assert run_of(changed).stage("reference").state() == "missing"
+    assert original.complete
+    reference.reference(run_of(recipe), QUIET)
+    assert contents(original.folder) == old
+    assert (run.directory / "reference").resolve() == original.folder.resolve()
+    reference.reference(run_of(changed), QUIET)
+    assert run_of(changed).stage("reference").complete
+    assert contents(original.folder) == old
+    before = contents(run.directory)
+    reference.reference(run_of(recipe), QUIET)
+    assert contents(run.directory) == before
+    assert (run.directory / "reference").resolve() == original.folder.resolve()
 
 
 @pytest.mark.slow
-def test_a_student_that_is_wanted_again_is_put_back_and_not_trained(recipe: dict[str, Any]) -> None:
-    steps = make_cache(recipe)
-    make_students(steps, QUIET)
-    stage = steps.store.stage(steps.train("only"))
-    weights = (stage.folder / "final" / "model.safetensors").stat().st_mtime_ns
+def test_a_student_that_is_wanted_again_is_not_trained(recipe: dict[str, Any]) -> None:
+    run = make_cache(recipe)
+    make_students(run, QUIET)
+    stage = run.stage("train", "only")
+    shutil.rmtree(stage.folder / "checkpoints")
+    before = contents(stage.folder)
     changed = {**recipe, "compositions": {"only": {**recipe["compositions"]["only"], "alpha": 3.0}}}
-    steps_of(changed).store.stage(steps_of(changed).train("only")).begin()  # and killed
-    shutil.rmtree(stage.folder.with_name(f".aside-only@{stage.step.fingerprint}") / "checkpoints")
-    make_students(steps_of(recipe), QUIET)
-    assert stage.state() == "done"
-    assert (stage.folder / "final" / "model.safetensors").stat().st_mtime_ns == weights
+    make_students(run_of(changed), QUIET)
+    other = run_of(changed).stage("train", "only").folder
+    after = contents(run.directory)
+    ledger = read_ledger(run.directory)
+    make_students(run_of(recipe), QUIET)
+    assert contents(stage.folder) == before
+    assert contents(other) == {
+        name.removeprefix(f"train/{other.name}/"): x for name, x in after.items() if other.name in name
+    }
+    assert read_ledger(run.directory) == ledger
+    assert (run.directory / "train" / "only").resolve() == stage.folder.resolve()
 
 
-def test_a_verb_is_refused_for_its_inputs_before_it_may_discard(recipe: dict[str, Any]) -> None:
-    make_cache(recipe)
+def test_a_verb_is_refused_for_its_inputs_before_it_begins(recipe: dict[str, Any]) -> None:
+    run = make_cache(recipe)
+    before = contents(run.directory)
     recipe["rollout"]["seed"] = 5
-    steps = steps_of(recipe)
-    with pytest.raises(StaleInput, match=r"rollout is stale.*\n.*lweave rollout"):
-        allow_discards(steps, steps.made_by("reference"), yes=True)
-    with pytest.raises(InputError, match=r"(?s)rollout.seed: 42 -> 5:.* rollout .*tokens.*To discard them: --yes"):
-        allow_discards(steps, steps.made_by("rollout"), yes=False)
-    reference_stage = steps.store.stage(steps.reference)
-    before = {path.name: path.read_bytes() for path in reference_stage.folder.iterdir()}
-    with pytest.raises(StaleInput):  # whoever calls it: nothing is set aside or begun for what cannot be made
-        reference_stage.begin()
-    assert reference_stage.aside() == []
-    assert {path.name: path.read_bytes() for path in reference_stage.folder.iterdir()} == before
+    with pytest.raises(InputError, match=r"rollout is not there yet\. Make it with: lweave rollout"):
+        reference.reference(run_of(recipe), QUIET)
+    assert contents(run.directory) == before
+    assert not run_of(recipe).stage("reference").folder.exists()
+    assert (run.directory / "reference").resolve() == run.stage("reference").folder.resolve()
 
 
 @pytest.mark.parametrize(("answer", "agreed"), [("y\n", True), ("\n", False), ("no\n", False)])
-def test_on_a_terminal_it_is_asked(
-    recipe: dict[str, Any],
+def test_only_clean_asks(
+    tmp_path: Path,
     answer: str,
     agreed: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(discard.sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(discard.sys.stdin, "readline", lambda: answer, raising=False)
-    monkeypatch.setattr(discard.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(clean.sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(clean.sys.stdin, "readline", lambda: answer, raising=False)
+    monkeypatch.setattr(clean.sys.stderr, "isatty", lambda: True, raising=False)
+    (tmp_path / "rollout@01234567").mkdir()
+    (tmp_path / "rollout@01234567" / "a").write_bytes(b"x" * 5000)
     if agreed:
-        discard.agree(["rollout"], False, "refused")
+        clean.confirm([tmp_path / "rollout@01234567"], tmp_path, yes=False)
     else:
-        with pytest.raises(InputError, match="nothing was discarded"):
-            discard.agree(["rollout"], False, "refused")
-    assert capsys.readouterr().err == "rollout\nContinue? [y/N] "
+        with pytest.raises(InputError, match="nothing was removed"):
+            clean.confirm([tmp_path / "rollout@01234567"], tmp_path, yes=False)
+    said = f"This removes from {tmp_path}:\n  rollout@01234567  5.0 kB\nIn all: 5.0 kB.\nContinue? [y/N] "
+    assert capsys.readouterr().err == said
+    assert (tmp_path / "rollout@01234567").is_dir(), "asking removes nothing"

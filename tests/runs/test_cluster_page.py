@@ -11,8 +11,8 @@ import pytest
 
 import tiny
 from lightning_weave.config import check_recipe, dump_recipe
-from lightning_weave.pipeline.flow import make_rollouts
 from lightning_weave.progress import Progress
+from lightning_weave.stages import rollout
 from programs import write_program
 
 PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
@@ -56,13 +56,13 @@ def test_an_array_of_tasks_makes_what_one_process_makes(tmp_path: Path) -> None:
     recipe = {**tiny.make_world(tmp_path / "models"), "runs": str(tmp_path / "runs")}
     (tmp_path / "mine.toml").write_text(dump_recipe(check_recipe(recipe)))
     write_program(tmp_path / "lweave", sys.executable, "-m", "lightning_weave.cli")
-    alone = tiny.steps_of({**recipe, "runs": str(tmp_path / "alone")})
-    make_rollouts(alone, Progress(quiet=True))
+    alone = tiny.run_of({**recipe, "runs": str(tmp_path / "alone")})
+    rollout.rollout(alone, Progress(quiet=True))
     made = tmp_path / "runs" / "tiny" / "rollout"
     for task in ("1", "0"):
         assert not (made / "manifest.json").exists()
         tasks = {"SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_TASK_COUNT": "2"}
         run_script(tmp_path, "shards.sbatch", ["bash", "-s", "rollout"], **tasks)
     assert len(json.loads((made / "manifest.json").read_text())["shards"]) == 3
-    for path in alone.store.stage(alone.rollout).folder.iterdir():
+    for path in alone.stage("rollout").folder.iterdir():
         assert (made / path.name).read_bytes() == path.read_bytes()

@@ -15,21 +15,19 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import tiny
-from lightning_weave.bench.definitions import asked_benchmark
+from lightning_weave.bench.definitions import load_eval_benchmark
 from lightning_weave.errors import InputError, Mismatch
-from lightning_weave.models import load, memory
+from lightning_weave.models import modules as memory
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.engine_process import EngineProcess
-from lightning_weave.pipeline import eval as eval_stage
-from lightning_weave.pipeline import prompts
-from lightning_weave.pipeline.flow import make_cache, make_rollouts
+from lightning_weave.models.worker_process import WorkerProcess
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
-from lightning_weave.runs import engines
-from lightning_weave.runs.engines import Engines, longest_context
-from lightning_weave.runs.evaluation import asked_problems
-from lightning_weave.runs.parity import score_a_few
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages import engines, prompts, rollout
+from lightning_weave.stages import eval as eval_stage
+from lightning_weave.stages.engines import Engines, longest_context, score_a_few
+from lightning_weave.stages.pipeline import make_cache
+from lightning_weave.stages.sampling import render_problems
 from lightning_weave.store import read_lines
 from lightning_weave.types import Prompt, Rollouts
 from pipeline.scored import make_scored
@@ -85,11 +83,8 @@ def make_recipe(root: Path, python: str) -> dict:
     problems = tiny.save_prompts(root / "problems.jsonl", 5, seed=9)
     recipe["student"]["model"] = str(folder)
     options = {"gpu_memory_utilization": 0.2, "enforce_eager": True}  # of a machine that others use too
-    recipe["rollout"] |= {"engine": "vllm", "python": python, "options": options}
+    recipe["engine"] = {"rollout": "vllm", "eval": "vllm", "python": python, "options": options}
     recipe["eval"] = {
-        "engine": "vllm",
-        "python": python,
-        "options": options,
         "benchmarks": [f"file:{problems}"],
         "samples": 3,
         "max_tokens": 12,
@@ -107,9 +102,9 @@ def false_engine(tmp_path: Path) -> tuple[dict, Path]:
     return make_recipe(tmp_path / "world", str(python)), known
 
 
-def made_prompts(steps: Steps) -> list[Prompt]:
-    prompts.run(steps, QUIET)
-    return read_prompts(steps.prompts_file)
+def made_prompts(run: Run) -> list[Prompt]:
+    prompts.build_prompts(run, QUIET)
+    return read_prompts(run.prompts_file)
 
 
 def write_known(recipe: dict, known: Path, error: float, version: str = "1", written: float = 0.0) -> None:
@@ -117,16 +112,16 @@ def write_known(recipe: dict, known: Path, error: float, version: str = "1", wri
 
     Those of the tokens that it writes itself are off by `written` more.
     """
-    steps = tiny.steps_of(recipe)
-    model = AutoModelForCausalLM.from_pretrained(steps.student.path, dtype=torch.float32)
-    prompts = [prompt.token_ids for prompt in made_prompts(steps)]
-    section = steps.recipe.eval
+    run = tiny.run_of(recipe)
+    model = AutoModelForCausalLM.from_pretrained(run.student.path, dtype=torch.float32)
+    prompts = [prompt.token_ids for prompt in made_prompts(run)]
+    section = run.recipe.eval
     asked = [
-        one.prompt.token_ids
+        one.token_ids
         for name in section.benchmarks
-        for one in asked_problems(asked_benchmark(section, name), steps.student.tokenizer, section)
+        for one in render_problems(load_eval_benchmark(section, name), run.student.tokenizer, section, None)
     ]
-    few = partial(score_a_few, steps.student, dtype=torch.float32, device=torch.device("cpu"), padded=True)
+    few = partial(score_a_few, run.student, dtype=torch.float32, device=torch.device("cpu"), padded=True)
     drawn = [*few(prompts, 256), *few(asked, 256)]
     response = [1, 2, 3]
 
@@ -148,16 +143,16 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     """Every model that is loaded; the one before it and all others must be gone by then, also from the pool."""
     models: list[weakref.ref] = []
     in_pool: list[weakref.ref] = []
-    load_model = load.load_model
-    room_for_weights = load.room_for_weights
+    load = Checkpoint.load
+    explain_out_of_memory = memory.explain_out_of_memory
 
     def make_room(*args: Any) -> Any:
         assert [model() for model in models if model() is not None] == []
         assert in_pool == []
-        return room_for_weights(*args)
+        return explain_out_of_memory(*args)
 
-    def watched(*args: Any, **settings: Any) -> Any:
-        model = load_model(*args, **settings)
+    def watched(*args: Any) -> Any:
+        model = load(*args)
         models.append(weakref.ref(model))
         in_pool.append(models[-1])
         return model
@@ -165,16 +160,16 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     def empty_pool() -> None:
         in_pool[:] = [model for model in in_pool if model() is not None]
 
-    monkeypatch.setattr(load, "room_for_weights", make_room)
-    monkeypatch.setattr(load, "load_model", watched)
+    monkeypatch.setattr(memory, "explain_out_of_memory", make_room)
+    monkeypatch.setattr(Checkpoint, "load", watched)
     monkeypatch.setattr(memory, "empty_pool", empty_pool)
     return models
 
 
-def open_engine(steps: Steps) -> None:
-    prompts = [prompt.token_ids for prompt in read_prompts(steps.prompts_file)]
+def open_engine(run: Run) -> None:
+    prompts = [prompt.token_ids for prompt in read_prompts(run.prompts_file)]
     with Engines() as engines:
-        engines.sampler(steps, steps.student, steps.recipe.rollout, prompts, 12)
+        engines.sampler(run, run.student, run.recipe.engine_of("rollout"), prompts, 12)
 
 
 @pytest.mark.slow
@@ -184,22 +179,22 @@ def test_an_engine_is_compared_once_per_model_and_version(
     recipe, known = false_engine
     write_known(recipe, known, error=0.001)
     loaded.clear()
-    steps = tiny.steps_of(recipe)
-    threads = [threading.Thread(target=open_engine, args=(steps,)) for _ in range(2)]  # as two ranks would
+    run = tiny.run_of(recipe)
+    threads = [threading.Thread(target=open_engine, args=(run,)) for _ in range(2)]  # as two ranks would
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    open_engine(tiny.steps_of(recipe))
+    open_engine(tiny.run_of(recipe))
     assert len(loaded) == 1
     known.write_text(known.read_text().replace('"version": "1"', '"version": "2"'))
-    open_engine(steps)
+    open_engine(run)
     assert len(loaded) == 2
-    rows = list(read_lines(steps.store.run_dir / "parity.jsonl"))
+    rows = list(read_lines(run.directory / "parity.jsonl"))
     assert [row["engine"] for row in rows] == ["vllm 1", "vllm 2"]
-    assert {(row["model"], row["dtype"]) for row in rows} == {(steps.student.identity, "torch.float32")}
-    strict = tiny.steps_of({**recipe, "rollout": recipe["rollout"] | {"parity": 1e-5}})
-    with pytest.raises(Mismatch, match=r"rollout\.parity = 1e-05"):  # what is remembered is judged again
+    assert {(row["model"], row["dtype"]) for row in rows} == {(run.student.identity, "torch.float32")}
+    strict = tiny.run_of({**recipe, "engine": recipe["engine"] | {"parity": 1e-5}})
+    with pytest.raises(Mismatch, match=r"engine\.parity = 1e-05"):  # what is remembered is judged again
         open_engine(strict)
 
 
@@ -209,14 +204,14 @@ def test_the_scorer_is_gone_when_the_engine_starts(
     recipe, known = false_engine
     write_known(recipe, known, error=0.0)
     loaded.clear()
-    launch = EngineProcess._launch
+    launch = WorkerProcess._launch
 
-    def watched(self: EngineProcess) -> Any:
+    def watched(self: WorkerProcess) -> Any:
         assert [model() for model in loaded] == [None]
         return launch(self)
 
-    monkeypatch.setattr(EngineProcess, "_launch", watched)
-    open_engine(tiny.steps_of(recipe))
+    monkeypatch.setattr(WorkerProcess, "_launch", watched)
+    open_engine(tiny.run_of(recipe))
 
 
 @pytest.mark.slow
@@ -227,10 +222,11 @@ def test_a_scored_model_is_gone_when_the_next_is_loaded(tmp_path: Path, loaded: 
 
 @pytest.mark.slow
 def test_a_policy_is_gone_when_the_next_is_loaded(tmp_path: Path, loaded: list[weakref.ref]) -> None:
-    recipe = make_recipe(tmp_path, "")
-    recipe["eval"] |= {"engine": "hf", "python": None, "options": {}, "samples": 1}
+    recipe = make_recipe(tmp_path, sys.executable)
+    recipe["engine"] |= {"eval": "hf"}
+    recipe["eval"] |= {"samples": 1}
     recipe["policies"] = {"again": {"model": str(tmp_path / "student")}}
-    eval_stage.run(tiny.steps_of(recipe), QUIET, ["base", "again"])
+    eval_stage.evaluate(tiny.run_of(recipe), QUIET, ["base", "again"])
     assert [model() for model in loaded] == [None, None]
 
 
@@ -238,7 +234,7 @@ def test_an_engine_that_reads_well_and_writes_badly_is_refused(false_engine: tup
     recipe, known = false_engine
     write_known(recipe, known, error=0.0, written=0.125)
     with pytest.raises(Mismatch, match=r"disagree by 0\.1250 nats per token"):
-        make_rollouts(tiny.steps_of(recipe), QUIET)
+        rollout.rollout(tiny.run_of(recipe), QUIET)
 
 
 def test_an_engine_gets_gpus_by_what_its_options_ask(
@@ -246,27 +242,27 @@ def test_an_engine_gets_gpus_by_what_its_options_ask(
 ) -> None:
     recipe, known = false_engine
     write_known(recipe, known, error=0.0)
-    recipe["rollout"]["options"] |= {"tensor_parallel_size": 2}
+    recipe["engine"]["options"] |= {"tensor_parallel_size": 2}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     monkeypatch.setattr(engines, "set_up", lambda *_: torch.device("cuda", 0))
     with pytest.raises(InputError, match="needs 2 GPUs, and 1 are visible"):
-        open_engine(tiny.steps_of(recipe))
+        open_engine(tiny.run_of(recipe))
     asked: list[torch.device] = []
     monkeypatch.setattr(engines, "own_gpus", lambda *_: {})
-    monkeypatch.setattr(engines, "beside_engine", lambda device, count: torch.device("cuda", 1 + count))
+    monkeypatch.setattr(engines, "use_engine_gpu", lambda device, count: torch.device("cuda", 1 + count))
     monkeypatch.setattr(engines, "score_a_few", lambda *_, device, **__: asked.append(device))
-    open_engine(tiny.steps_of(recipe))
+    open_engine(tiny.run_of(recipe))
     assert asked == [torch.device("cuda", 3)]  # what it is compared with is on the first of its own
 
 
 def test_an_engine_that_agrees_may_sample(false_engine: tuple[dict, Path], caplog: pytest.LogCaptureFixture) -> None:
     recipe, known = false_engine
     write_known(recipe, known, error=0.001)
-    steps = tiny.steps_of(recipe)
+    run = tiny.run_of(recipe)
     with caplog.at_level(logging.INFO, "lightning_weave"):
-        make_rollouts(steps, QUIET)
+        rollout.rollout(run, QUIET)
     assert "vLLM and the scorer agree to 1.0e-03 nats per token" in caplog.text
-    rows = steps.store.stage(steps.rollout).open(Rollouts, 0).read()
+    rows = run.stage("rollout").open(Rollouts, 0).read()
     assert {tuple(ids) for ids in rows.response_ids} == {(1, 2, 3)}
 
 
@@ -274,21 +270,21 @@ def test_an_engine_that_agrees_may_sample(false_engine: tuple[dict, Path], caplo
 def test_an_engine_that_disagrees_is_refused_with_the_figure(false_engine: tuple[dict, Path]) -> None:
     recipe, known = false_engine
     write_known(recipe, known, error=-0.25)
-    steps = tiny.steps_of(recipe)
-    message = r"disagree by 0\.2500 nats per token, more than rollout\.parity = 0\.05 \(\d+ tokens"
+    run = tiny.run_of(recipe)
+    message = r"disagree by 0\.2500 nats per token, more than engine\.parity = 0\.05 \(\d+ tokens"
     with pytest.raises(Mismatch, match=message):
-        make_rollouts(steps, QUIET)
-    assert steps.store.stage(steps.rollout).state() == "missing"
-    patient = tiny.steps_of({**recipe, "rollout": recipe["rollout"] | {"parity": 0.3}})
-    make_rollouts(patient, QUIET)
-    assert patient.store.stage(patient.rollout).state() == "done"
+        rollout.rollout(run, QUIET)
+    assert run.stage("rollout").state() == "missing"
+    patient = tiny.run_of({**recipe, "engine": recipe["engine"] | {"parity": 0.3}})
+    rollout.rollout(patient, QUIET)
+    assert patient.stage("rollout").complete
 
 
 def test_an_engine_that_says_nan_does_not_agree(false_engine: tuple[dict, Path]) -> None:
     recipe, known = false_engine
     write_known(recipe, known, error=float("nan"))
     with pytest.raises(Mismatch, match="disagree by nan"):
-        make_rollouts(tiny.steps_of(recipe), QUIET)
+        rollout.rollout(tiny.run_of(recipe), QUIET)
 
 
 def starts(known: Path) -> list[dict[str, Any]]:
@@ -311,25 +307,27 @@ def test_one_engine_samples_the_rollouts_and_evaluates_the_student(
     recipe, known = false_engine
     recipe = with_long_benchmark(recipe, tmp_path)
     write_known(recipe, known, error=0.0)
-    steps = tiny.steps_of(recipe)
-    make_cache(steps, QUIET, evaluates=True)
+    run = tiny.run_of(recipe)
+    make_cache(run, QUIET, evaluates=True)
     longest = max(len(ids.split()) for ids in json.loads(known.read_text())["answers"])
     assert [start["max_length"] for start in starts(known)] == [longest + 12 + 1]
-    made = [steps.eval("base", name) for name in steps.recipe.eval.benchmarks]
-    assert {steps.store.stage(step).state() for step in [*steps.cache, *made]} == {"done"}
+    made = [run.stage("eval", "base", name) for name in run.recipe.eval.benchmarks]
+    assert {
+        step.state() for step in [*run.stages("rollout"), *run.stages("reference"), *run.stages("score"), *made]
+    } == {"complete"}
 
 
 @pytest.mark.slow
 def test_an_engine_of_other_options_is_one_of_its_own(false_engine: tuple[dict, Path], tmp_path: Path) -> None:
     recipe, known = false_engine
     recipe = with_long_benchmark(recipe, tmp_path)
-    recipe["eval"]["options"] = recipe["eval"]["options"] | {"max_num_seqs": 4}
+    recipe["engine"]["options"] |= {"eval": {"max_num_seqs": 4}}
     write_known(recipe, known, error=0.0)
-    steps = tiny.steps_of(recipe)
-    make_cache(steps, QUIET, evaluates=True)
+    run = tiny.run_of(recipe)
+    make_cache(run, QUIET, evaluates=True)
     assert len(starts(known)) == 1
-    assert steps.store.stage(steps.eval("base", steps.recipe.eval.benchmarks[0])).state() == "missing"
-    eval_stage.run(steps, QUIET, ["base"])
+    assert run.stage("eval", "base", run.recipe.eval.benchmarks[0]).state() == "missing"
+    eval_stage.evaluate(run, QUIET, ["base"])
     assert [start["options"].get("max_num_seqs") for start in starts(known)] == [None, 4]  # and both benchmarks on one
 
 
@@ -348,19 +346,19 @@ def test_what_is_up_serves_the_same_again_and_makes_room_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    monkeypatch.setattr(engines, "open_sampler", lambda steps, model, *_: Stub(events, f"{model.path.name} sampler"))
-    monkeypatch.setattr(engines, "open_scorer", lambda steps, model, *_: Stub(events, f"{model.path.name} scorer"))
+    monkeypatch.setattr(engines, "open_sampler", lambda run, model, *_: Stub(events, f"{model.path.name} sampler"))
+    monkeypatch.setattr(engines, "open_scorer", lambda run, model, *_: Stub(events, f"{model.path.name} scorer"))
     recipe = tiny.make_world(tmp_path)
     sections = ("rollout", "reference", "score", "eval")
-    steps = tiny.steps_of(recipe | {name: recipe.get(name, {}) | {"engine": "vllm"} for name in sections})
-    other = steps.anchor("brief", "pre")
+    run = tiny.run_of(recipe | {"engine": dict.fromkeys(sections, "vllm")})
+    other = run.anchor("brief", "pre")
     with Engines() as kept:
-        first = kept.sampler(steps, steps.student, steps.recipe.rollout, [[1]], 4)
-        assert kept.sampler(steps, steps.student, steps.recipe.eval, [[1]], 4) is first
-        scorer = kept.scorer(steps, steps.student, steps.recipe.reference)
-        assert kept.scorer(steps, steps.student, steps.recipe.score) is scorer
-        kept.scorer(steps, other, steps.recipe.score)
-        kept.scorer(steps, other, steps.recipe.score, "http://localhost:1")
+        first = kept.sampler(run, run.student, run.recipe.engine_of("rollout"), [[1]], 4)
+        assert kept.sampler(run, run.student, run.recipe.engine_of("eval"), [[1]], 4) is first
+        scorer = kept.scorer(run, run.student, run.recipe.engine_of("reference"))
+        assert kept.scorer(run, run.student, run.recipe.engine_of("score")) is scorer
+        kept.scorer(run, other, run.recipe.engine_of("score"))
+        kept.scorer(run, other, run.recipe.engine_of("score"), "http://localhost:1")
     assert events == [
         "open student sampler",
         "close student sampler",

@@ -1,14 +1,21 @@
-"""A finished run stays finished: fingerprints of every method are literally those of earlier versions."""
+"""A fingerprint holds what decides the content of a stage, and no names."""
 
+import json
+import re
+import shutil
 import tomllib
+from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from lightning_weave.config import Recipe, check_recipe, dump_recipe, load_recipe
-from lightning_weave.errors import InputError
-from lightning_weave.runs.steps import Steps
-from tiny import make_world, steps_of
+from lightning_weave.run import Run
+from tiny import make_world, run_of
 
 COMPOSITIONS = """
 [compositions]
@@ -33,185 +40,6 @@ dose = "matched"
 resample = false
 """
 
-# As recipe.toml had it when a composition said its method by flags: every key is there.
-WITH_FLAGS = """
-[compositions.joint]
-normalize = true
-allow_negative = false
-alpha = 2.0
-online = false
-mixture = false
-sequence = []
-dose = "full"
-resample = true
-teacher = false
-weights = { right = 0.5, brief = 0.5 }
-
-[compositions.one]
-normalize = true
-allow_negative = false
-alpha = 1.5
-epochs = 5
-online = false
-mixture = false
-sequence = []
-dose = "full"
-resample = true
-teacher = false
-weights = { right = 1.0, brief = 0.0 }
-
-[compositions.naive]
-normalize = true
-allow_negative = false
-alpha = 2.0
-objective = "direct-opd"
-online = false
-mixture = false
-sequence = []
-dose = "full"
-resample = true
-teacher = false
-weights = { brief = 1.0 }
-
-[compositions.contrast]
-normalize = false
-allow_negative = true
-alpha = 2.0
-online = false
-mixture = false
-sequence = []
-dose = "full"
-resample = true
-teacher = false
-weights = { right = 1.5, brief = -0.25 }
-
-[compositions.budget]
-normalize = true
-allow_negative = false
-kl_budget = 0.02
-online = false
-mixture = false
-sequence = []
-dose = "full"
-resample = true
-teacher = false
-weights = { right = 0.5, brief = 0.5 }
-
-[compositions.mixture]
-normalize = true
-allow_negative = false
-alpha = 2.0
-online = false
-mixture = true
-sequence = []
-dose = "full"
-resample = true
-teacher = false
-weights = { right = 0.25, brief = 0.75 }
-
-[compositions.mixture-budget]
-normalize = true
-allow_negative = false
-kl_budget = 0.02
-online = false
-mixture = true
-sequence = []
-dose = "full"
-resample = true
-teacher = false
-weights = { right = 0.5, brief = 0.5 }
-
-[compositions.online]
-normalize = true
-allow_negative = false
-alpha = 2.0
-online = true
-mixture = false
-sequence = []
-dose = "full"
-resample = true
-teacher = false
-weights = { right = 0.5, brief = 0.5 }
-
-[compositions.online-exact]
-normalize = true
-allow_negative = false
-alpha = 2.0
-objective = "reverse-kl"
-online = true
-mixture = false
-sequence = []
-dose = "full"
-resample = true
-teacher = false
-weights = { right = 0.5, brief = 0.5 }
-
-[compositions.sequential]
-normalize = true
-allow_negative = false
-alpha = 2.0
-online = false
-mixture = false
-sequence = ["brief", "right"]
-dose = "full"
-resample = true
-teacher = false
-weights = { right = 0.5, brief = 0.5 }
-
-[compositions.matched]
-normalize = true
-allow_negative = false
-alpha = 2.0
-online = false
-mixture = false
-sequence = ["right", "brief"]
-dose = "matched"
-resample = false
-teacher = false
-weights = { right = 0.5, brief = 0.5 }
-
-[compositions.teacher]
-normalize = true
-allow_negative = false
-alpha = 2.0
-online = false
-mixture = false
-sequence = []
-dose = "full"
-resample = true
-teacher = true
-weights = { right = 1.0 }
-
-[compositions.self]
-normalize = true
-allow_negative = false
-alpha = 3.0
-online = false
-mixture = false
-sequence = []
-dose = "full"
-resample = true
-teacher = false
-sharpen = 0.5
-weights = {}
-"""
-
-FINGERPRINTS = {
-    "joint": "9dc8e793213d6001",
-    "one": "8a1eab8fcb747d5b",
-    "naive": "114cf9a887550c34",
-    "contrast": "7c70afd6a9d4acc6",
-    "budget": "9441fde8518a5436",
-    "mixture": "1566a4f6ae42cc29",
-    "mixture-budget": "91701e1c2dff5284",
-    "online": "02808e7acb405233",
-    "online-exact": "f45ebb7782be83cf",
-    "sequential": "ce7b26d1f48f66f0",
-    "matched": "4144484aae739dd6",
-    "teacher": "b45941ef0b730bd0",
-    "self": "a55323a13028af9f",
-}
-
 
 def write_recipe(folder: Path, compositions: str) -> Path:
     """Write a recipe over models that are a configuration only: enough to be identified by."""
@@ -232,119 +60,79 @@ prompts.source = "{folder}/prompts.jsonl"
 
 
 def fingerprints(recipe: Recipe) -> dict[str, str]:
-    steps = Steps(recipe)
-    return {name: steps.train(name).fingerprint for name in recipe.compositions}
+    run = Run(recipe)
+    return {name: run.stage("train", name).fingerprint for name in recipe.compositions}
 
 
-@pytest.mark.parametrize("compositions", [COMPOSITIONS, WITH_FLAGS], ids=["by method", "by flags"])
-def test_fingerprints_are_those_of_earlier_versions(tmp_path: Path, compositions: str) -> None:
-    recipe = load_recipe([write_recipe(tmp_path, compositions)])
-    assert fingerprints(recipe) == FINGERPRINTS
-    assert fingerprints(check_recipe(tomllib.loads(dump_recipe(recipe)))) == FINGERPRINTS
-
-
-def test_settings_that_came_later_count_only_where_they_are_used(tmp_path: Path) -> None:
+def test_a_recipe_that_is_written_and_read_again_has_the_same_fingerprints(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, COMPOSITIONS)
+    recipe = load_recipe([path])
+    made = fingerprints(recipe)
+    assert len(set(made.values())) == len(made) == 13, "no two methods are the same"
+    assert fingerprints(check_recipe(tomllib.loads(dump_recipe(recipe)))) == made
     said = ["train.warmup=0", "train.decay=constant", "train.token_budget=99"]
-    assert fingerprints(load_recipe([path], said)) == FINGERPRINTS
-    lora = fingerprints(load_recipe([path], ["train.lora={}"]))["joint"]
-    assert lora == "a338d6c1d7ee88fa"
-    used = ["train.warmup=3", "train.decay=cosine", "train.lora={stabilised=true}", "train.lora={targets='all-linear'}"]
+    assert fingerprints(load_recipe([path], said)) == made, "defaults that are said, and how it is executed"
+
+
+def test_names_of_anchors_and_compositions_are_not_part_of_it(tmp_path: Path) -> None:
+    made = fingerprints(load_recipe([write_recipe(tmp_path, COMPOSITIONS)]))
+    text = re.sub(r"\bbrief\b(?!-base|/|\")", "a-first-one", (tmp_path / "recipe.toml").read_text())
+    text = re.sub(r'"brief"', '"a-first-one"', text)
+    (tmp_path / "recipe.toml").write_text(re.sub(r"(?m)^(\S+) = {(?=.*(weights|method))", r"my-\1 = {", text))
+    renamed = load_recipe([tmp_path / "recipe.toml"])
+    assert list(renamed.anchors) == ["right", "a-first-one"]
+    assert [name.removeprefix("my-") for name in renamed.compositions] == list(made)
+    assert list(fingerprints(renamed).values()) == list(made.values())
+
+
+def test_the_anchors_of_weights_are_told_apart(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, COMPOSITIONS)
+    made = fingerprints(load_recipe([path]))
+    swap = re.sub(r"right|brief", lambda word: {"right": "brief", "brief": "right"}[word[0]], COMPOSITIONS)
+    path.write_text(path.read_text().replace(COMPOSITIONS, swap))
+    other = fingerprints(load_recipe([path]))
+    even = {"joint", "budget", "mixture-budget", "online", "online-exact", "self"}
+    assert {name for name in made if made[name] == other[name]} == even
+
+
+def test_settings_of_training_count_where_they_are_used(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, COMPOSITIONS)
+    used = ["train.warmup=3", "train.decay=cosine", "train.lora={}", "train.lora={stabilised=true}"]
+    used += ["train.lora={targets='all-linear'}"]
     found = {fingerprints(load_recipe([path], [setting]))["joint"] for setting in used}
-    assert len(found | {lora, FINGERPRINTS["joint"]}) == 6
-
-
-def test_a_recipe_with_all_flags_is_read_as_the_methods_they_meant(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path, WITH_FLAGS)
-    data = tomllib.loads(path.read_text()) | tomllib.loads(COMPOSITIONS)
-    assert load_recipe([path]) == check_recipe(data)
-
-
-def test_a_recipe_with_all_flags_can_be_overridden(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path, WITH_FLAGS)
-    sets = [
-        "compositions.mixture.method=joint",
-        "compositions.joint.method=sequential",
-        "compositions.joint.sequence=['brief', 'right']",
-        "compositions.sequential.dose=matched",
-    ]
-    compositions = load_recipe([path], sets).compositions
-    assert compositions["mixture"].method == "joint"
-    assert compositions["joint"].sequence == ["brief", "right"]
-    assert compositions["sequential"].dose == "matched"
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("compositions.online.mixture=true", 'compositions.online.mixture = true: write method = "mixture" instead'),
-        ("compositions.joint.dose=matched", 'compositions.joint.dose = "matched": add method = "sequential"'),
-        (
-            "compositions.online.kl_budget=0.1",
-            'compositions.online.kl_budget = 0.1: method = "online" has no kl_budget',
-        ),
-        (
-            "compositions.joint.aplha=1.0",
-            "unknown key compositions.joint.aplha. Did you mean compositions.joint.alpha?",
-        ),
-    ],
-)
-def test_what_is_set_over_the_flags_is_checked(tmp_path: Path, override: str, message: str) -> None:
-    with pytest.raises(InputError) as raised:
-        load_recipe([write_recipe(tmp_path, WITH_FLAGS)], [override])
-    assert message in str(raised.value)
-
-
-def test_prompts_and_evaluations_of_recipes_that_say_how_they_ask_stay_done() -> None:
-    """Models and data are named by their names here, not by content: only the settings are looked at."""
-
-    class Known(dict[str, str]):
-        def __contains__(self, name: object) -> bool:
-            return True
-
-        def __missing__(self, name: str) -> str:
-            return name
-
-    recipes = Path(__file__).parents[2] / "recipes"
-    expected = {
-        "demo": ["649483559742e704", "b16e4e1beaaccadb", "6d96981246eac4e5", "36891f453cf28890"],
-        "paper/math": ["716948061dfb8b26", "e9c5513968298a4e", "a0ac6cddf06a95f5", "622243cc7426850d"],
-        "paper/code": ["dab7b05a9fc9513d", "db6aa4e4cbe37689", "02a9384b1850514e"],
-    }
-    for name, fingerprints in expected.items():
-        files = [name] if name == "demo" else ["paper/base", "paper/qwen3-4b", name]
-        recipe = load_recipe([recipes / f"{file}.toml" for file in files])
-        steps = Steps(recipe, "recipe.toml", _identities=Known())
-        evaluated = [steps.eval("base", benchmark) for benchmark in recipe.eval.benchmarks]
-        assert [step.fingerprint for step in (steps.prompts, *evaluated)] == fingerprints
+    assert len(found | {fingerprints(load_recipe([path]))["joint"]}) == 6
 
 
 def test_an_engine_that_scores_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     recipe = load_recipe([write_recipe(tmp_path, COMPOSITIONS)])
 
     def scored_by(**engine: object) -> list[str]:
-        sections = {name: getattr(recipe, name).model_copy(update=engine) for name in ("reference", "score")}
-        steps = Steps(recipe.model_copy(update=sections), "r.toml")
-        return [steps.reference.fingerprint, steps.scores_of("right")[0].fingerprint]
+        run = Run(recipe.model_copy(update={"engine": recipe.engine.model_copy(update=engine)}), "r.toml")
+        return [run.stage("reference").fingerprint, run.scores_of("right")[0].fingerprint]
 
-    engine = scored_by(engine="vllm", options={"tensor_parallel_size": 2})
+    vllm = {"reference": "vllm", "score": "vllm"}
+    engine = scored_by(**vllm, options={"tensor_parallel_size": 2})
     assert not set(engine) & set(scored_by())
-    assert engine == scored_by(engine="vllm", options={"tensor_parallel_size": 8}, parity=0.01, python="python")
-    assert not set(engine) & set(scored_by(engine="vllm", options={"quantization": "fp8"}))
+    assert engine == scored_by(**vllm, options={"tensor_parallel_size": 8}, parity=0.01, python="python")
+    assert not set(engine) & set(scored_by(**vllm, options={"quantization": "fp8"}))
 
 
 def test_products_in_tf32_make_other_numbers_and_only_those() -> None:
-    def steps(**machine: object) -> Steps:
-        recipe = {"name": "r", "student": {"model": "s"}, "prompts": {"source": "p"}, "machine": machine}
+    def run(**machine: object) -> Run:
+        recipe = {"name": "r", "student": {"model": "s"}, "prompts": {"source": "p", "chat": False}, "machine": machine}
         recipe["anchors"] = {"a": {"post": "x", "pre": "y"}}
         recipe["compositions"] = {"c": {"weights": {"a": 1.0}}}
         named = {name: name for name in ("s", "x", "y", "p")}
-        return Steps(check_recipe(recipe), "recipe.toml", _identities=named)
+        return Run(check_recipe(recipe), "recipe.toml", _identities=named)
 
-    usual, rounded, threads = steps(), steps(tf32=True), steps(threads=4)
-    for of in (lambda made: made.reference, lambda made: made.scores_of("a")[0], lambda made: made.train("c")):
+    usual, rounded, threads = run(), run(tf32=True), run(threads=4)
+    for of in (
+        lambda made: made.stage("reference"),
+        lambda made: made.scores_of("a")[0],
+        lambda made: made.stage("train", "c"),
+    ):
         assert of(usual).fingerprint == of(threads).fingerprint != of(rounded).fingerprint
-    assert usual.rollout.fingerprint == rounded.rollout.fingerprint
+    assert usual.stage("rollout").fingerprint == rounded.stage("rollout").fingerprint
 
 
 def test_what_an_engine_makes_of_the_weights_is_part_of_its_samples(tmp_path: Path) -> None:
@@ -353,12 +141,223 @@ def test_what_an_engine_makes_of_the_weights_is_part_of_its_samples(tmp_path: Pa
     world = make_world(tmp_path)
 
     def fingerprints(**options: object) -> list[str]:
-        engine = {"engine": "vllm", "options": options}
+        engine = {"rollout": "vllm", "eval": "vllm", "options": options}
         asked = {"benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"], "chat": False}
-        rollout = {**world["rollout"], **engine}
-        steps = steps_of({**world, "rollout": rollout, "eval": {**asked, **engine}})
-        return [steps.rollout.fingerprint, steps.eval("base", steps.recipe.eval.benchmarks[0]).fingerprint]
+        run = run_of({**world, "engine": engine, "eval": asked})
+        return [run.stage("rollout").fingerprint, run.stage("eval", "base", run.recipe.eval.benchmarks[0]).fingerprint]
 
     plain = fingerprints()
     assert fingerprints(tensor_parallel_size=2) == plain
     assert all(one != two for one, two in zip(fingerprints(quantization="fp8"), plain, strict=True))
+
+
+def recipe_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Walk all keys of a recipe; NAME stands for a name that the user chooses."""
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        kinds = list(_models(field.annotation))
+        for inner in kinds:
+            yield from recipe_keys(inner, f"{key}.NAME." if get_origin(field.annotation) is dict else f"{key}.")
+        if not kinds:
+            yield key, field
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+# How a stage is executed, what is reported and where: these change no result.
+EXECUTION = {
+    "anchors.NAME.trust_remote_code",
+    "checks.kl_rise",
+    "checks.repeated",
+    "checks.right",
+    "checks.surviving",
+    "checks.swapped",
+    "checks.truncated",
+    "checks.unanswered",
+    "compositions.NAME.allow_negative",  # with normalize: which weights may be written
+    "compositions.NAME.normalize",
+    "engine.parity",
+    "engine.python",
+    "eval.batch_size",
+    "eval.unsafe_local",
+    "harness.metrics",
+    "harness.python",
+    "machine.device",
+    "machine.gpus_per_worker",
+    "machine.threads",
+    "machine.workers",
+    "name",
+    "policies.NAME.trust_remote_code",
+    "rehearsal",
+    "report.cases.NAME.benchmark",
+    "report.cases.NAME.count",
+    "report.cases.NAME.right",
+    "report.cases.NAME.shortest",
+    "report.cases.NAME.wrong",
+    "report.students",
+    "rollout.batch_size",
+    "runs",
+    "score.token_budget",
+    "student.trust_remote_code",
+    "tracking",
+    "train.agreement",
+    "train.checkpoint_every",
+    "train.compile",
+    "train.eval_every",
+    "train.eval_problems",
+    "train.gradient_checkpointing",
+    "train.keep_anchors",
+    "train.shard_ranks",
+    "train.token_budget",
+    "train.trackers",
+}
+ROUTED = "compositions.joint.weights={sums={right=1.0},default={brief=1.0}}"
+# What a key is set to, where its kind does not tell; after " with " what has to be set for it to matter.
+VALUES = {
+    "report.cases.NAME.shortest": "report.cases.one.shortest=base",
+    "checks.right": "checks.right=0.5",
+    "checks.repeated": "checks.repeated=0.5",
+    "checks.kl_rise": "checks.kl_rise=0.5",
+    "report.students": 'report.students=["joint"]',
+    "train.trackers": 'train.trackers=["tensorboard"]',
+    "train.validation": "train.validation=0.1",
+    "train.updates_per_round": "train.updates_per_round=8",
+    "train.lora.targets": "train.lora.targets='all-linear' with train.lora.rank=4",
+    "tracking": 'tracking={project="mine"}',
+    "harness.metrics": 'harness.metrics={ifeval="x"} with harness.tasks=["ifeval"]',
+    "compositions.NAME.allow_negative": "compositions.joint.allow_negative=true",
+    "compositions.NAME.normalize": "compositions.joint.normalize=false",
+    "anchors.NAME.model": 'anchors.new={model="student",post_prompt={system="x"}}',
+    "tags.rules": f'tags.rules={{sums="2"}} with tags.rules={{sums="1"}} {ROUTED}',
+    "tags.column": f"tags.column=kind with tags.column=sort {ROUTED}",
+    "compositions.NAME.routes": f'{ROUTED} with tags.rules={{sums="1"}}',
+    "anchors.NAME.aliases": 'anchors.right.aliases={a="b"}',
+    "anchors.NAME.engine": "anchors.right.engine=vllm",
+    "anchors.NAME.missing": 'anchors.right.missing=mask with anchors.right.post_prompt={template="{prompt}{hint}"}',
+    "anchors.NAME.options": "anchors.right.options={quantization='fp8'} with anchors.right.engine=vllm",
+    "anchors.NAME.post": "anchors.right.post={folder}/brief",
+    "anchors.NAME.pre": "anchors.right.pre={folder}/brief",
+    "anchors.NAME.post_prompt.template": 'anchors.right.post_prompt.template="{prompt}!"',
+    "anchors.NAME.pre_prompt.template": 'anchors.right.pre_prompt.template="{prompt}!"',
+    "anchors.NAME.untrained": 'anchors.right.untrained=mask with anchors.right.aliases={a="b"}',
+    "compositions.NAME.dose": "compositions.sequential.dose=matched",
+    "compositions.NAME.kl_budget": "compositions.budget.kl_budget=0.5",
+    "compositions.NAME.method": "compositions.joint.method=mixture",
+    "compositions.NAME.objective": "compositions.joint.objective=reverse-kl",
+    "compositions.NAME.refresh": "compositions.joint.refresh=2",
+    "compositions.NAME.resample": "compositions.sequential.resample=false",
+    "compositions.NAME.sequence": 'compositions.sequential.sequence=["right","brief"]',
+    "compositions.NAME.sharpen": "compositions.self.sharpen=0.7",
+    "compositions.NAME.weights": "compositions.joint.weights={right=0.25,brief=0.75}",
+    "date": "date=2020-01-31 with policies.other.model={folder}/dated",
+    "engine.dtype": "engine.dtype=bfloat16",
+    "engine.options": 'engine.options={kv_cache_dtype="fp8"} with engine.rollout=vllm',
+    "eval.adapters": "eval.adapters=true with engine.eval=vllm train.lora.rank=4",
+    "eval.benchmarks": 'eval.benchmarks=["file:{folder}/more.jsonl"]',
+    "eval.format": "eval.format=plain",
+    "eval.graders": 'eval.graders={bench="regex:(.*)"}',
+    "eval.profile": "eval.profile=exact",
+    "eval.sources": 'eval.sources={gsm8k="{folder}/more.jsonl"} with eval.benchmarks=["gsm8k"]',
+    "harness.args": "harness.args={limit=3} with harness.tasks=['ifeval']",
+    "harness.include": "harness.include={folder}/student with harness.tasks=['ifeval']",
+    "policies.NAME.model": "policies.other.model={folder}/brief",
+    "policies.NAME.system": 'policies.other.system="x"',
+    "prompts.format": 'prompts.format="{problem}!"',
+    "prompts.screen_against": 'prompts.screen_against=["{folder}/more.jsonl"]',
+    "prompts.source": "prompts.source={folder}/more.jsonl",
+    "rollout.from": "rollout.from={folder}/more.jsonl",
+    "student.model": "student.model={folder}/right",
+    "train.lora.base": "train.lora={rank=4,base='nf4'} with train.lora.rank=4",
+    "train.objective": "train.objective=reverse-kl",
+    "train.optimizer.betas": "train.optimizer.betas=[0.8,0.9]",
+    "train.optimizer.clip": "train.optimizer.clip=0.5",
+}
+PLACES = {
+    "anchors.NAME": "anchors.right",
+    "compositions.NAME": "compositions.joint",
+    "policies.NAME": "policies.other",
+    "report.cases.NAME": "report.cases.one",
+}
+
+
+def change(key: str, field: FieldInfo) -> str:
+    """Set a key to something else than its default."""
+    if key in VALUES:
+        return VALUES[key]
+    place = reduce(lambda text, one: text.replace(*one), PLACES.items(), key)
+    match field.default:
+        case bool(value):
+            return f"{place}={str(not value).lower()}"
+        case int(value) | float(value):
+            return f"{place}={value / 2 if isinstance(value, float) and value else value + 1}"
+        case str(value) if choices := [one for one in get_args(field.annotation) if isinstance(one, str)]:
+            return f"{place}={next(one for one in reversed(choices) if one != value)}"
+        case _:
+            return f"{place}={json.dumps(field.examples[0] if field.examples else 'x')}"
+
+
+@pytest.fixture(scope="module")
+def every_method(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    path = write_recipe(folder, COMPOSITIONS)
+    for name in ("bench", "more"):
+        (folder / f"{name}.jsonl").write_text(f'{{"prompt": "{name}?", "answer": "2"}}\n')
+    shutil.copytree(folder / "right", folder / "dated")
+    (folder / "dated" / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}")
+    text = path.read_text()
+    section = (
+        f'[eval]\nbenchmarks = ["file:{folder}/bench.jsonl"]\n[policies]\nother = {{ model = "{folder}/right" }}\n'
+        '[report.cases.one]\nwrong = ["base"]\n'
+    )
+    path.write_text(text + section)
+    return path
+
+
+def everything(path: Path, sets: Sequence[str]) -> set[tuple[str, str]]:
+    return {(stage.path, stage.fingerprint) for stage in Run(load_recipe([path], sets)).everything()}
+
+
+KEYS = dict(recipe_keys(Recipe))
+
+
+@pytest.mark.parametrize("key", sorted(KEYS))
+def test_every_key_changes_a_fingerprint_or_is_execution_only(every_method: Path, key: str) -> None:
+    new, _, needs = change(key, KEYS[key]).replace("{folder}", str(every_method.parent)).partition(" with ")
+    before = everything(every_method, needs.split())
+    after = everything(every_method, [*needs.split(), new])
+    assert (before == after) == (key in EXECUTION), f"{new} {needs}: decide in run.py, or list it in EXECUTION"
+
+
+def test_own_trajectories_are_known_by_how_they_are_read(every_method: Path) -> None:
+    """With `rollout.from` the prompts are those of the file, and contexts are rendered as its lines were."""
+    given = [f"rollout.from={every_method.parent}/more.jsonl", 'anchors.right.post_prompt.prefix="x"']
+
+    def changed(*sets: str) -> set[str]:
+        before, after = dict(everything(every_method, given)), dict(everything(every_method, [*given, *sets]))
+        return {path for path in before if before[path] != after[path]}
+
+    for rendering in ("prompts.chat=false", "prompts.thinking=false", "prompts.format=livecodebench"):
+        assert {path.partition("/")[0] for path in changed(rendering)} <= {"eval"}, rendering
+    assert {"rollout", "reference", "train/joint", "train/self"} <= changed("rollout.responses=8")
+    assert changed("prompts.take=7") == changed("prompts.max_tokens=99") == set()
+    resampled = {path for path in changed("rollout.temperature=0.5") if not path.startswith("eval/")}
+    assert resampled == {"train/online", "train/online-exact", "train/sequential", "train/matched"}
+
+
+def test_the_order_of_anchors_does_not_matter(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, COMPOSITIONS)
+    folder = path.parent
+    right = f'anchors.right = {{ post = "{folder}/right", pre = "{folder}/right-base" }}\n'
+    brief = f'anchors.brief = {{ post = "{folder}/brief", pre = "{folder}/brief-base" }}\n'
+    shared = f'anchors.brief = {{ post = "{folder}/right", pre = "{folder}/right-base", aliases = {{ a = "b" }} }}\n'
+    found = []
+    for order in (right + shared, shared + right):
+        changed = tmp_path / f"{len(found)}.toml"
+        changed.write_text(path.read_text().replace(right + brief, order))
+        found.append(sorted(stage.fingerprint for stage in Run(load_recipe([changed])).everything()))
+    assert found[0] == found[1]

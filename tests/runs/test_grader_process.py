@@ -15,14 +15,14 @@ from forked import Forked, kill_at
 from lightning_weave.bench.definitions import Benchmark, Problem, load_benchmark
 from lightning_weave.config import Grading, check_recipe, dump_recipe
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.models.protocols import Sampler
-from lightning_weave.pipeline import eval as eval_stage
+from lightning_weave.grading.graders import Grader
+from lightning_weave.grading.process import GraderProcess
+from lightning_weave.models.scorer import Sampler
 from lightning_weave.progress import Progress
-from lightning_weave.runs.engines import Engines
-from lightning_weave.runs.evaluation import Evaluated, exam_jobs
-from lightning_weave.runs.grade import Grader
-from lightning_weave.runs.grader_process import GraderProcess
-from lightning_weave.runs.work import do_here
+from lightning_weave.stages import eval as eval_stage
+from lightning_weave.stages.engines import Engines
+from lightning_weave.stages.eval import EvaluatedPolicy, eval_job
+from lightning_weave.stages.work import run_jobs
 from lightning_weave.types import Request, Response, SamplingSettings
 
 QUIET = Progress(quiet=True)
@@ -55,7 +55,7 @@ def recipe(tmp_path: Path) -> dict:
         "max_tokens": 8,
         "chat": False,
         "block": 4,
-        "graders": {"problems": {"kind": "python", "function": f"{tmp_path / 'own.py'}:grade"}},
+        "graders": {"problems": f"{tmp_path / 'own.py'}:grade"},
     }
     return recipe
 
@@ -79,20 +79,22 @@ class Asked:
 
 def evaluate(recipe: dict, on_block: Callable[[int], None] = lambda number: None) -> Asked:
     """Evaluate the student with a sampler that tells what it is asked."""
-    steps = tiny.steps_of(recipe, trust=True)
-    section = steps.recipe.eval
+    run = tiny.run_of(recipe, trust=True)
+    section = run.recipe.eval
     benchmark = load_benchmark(section.benchmarks[0])
     with Engines() as engines:
-        asked = Asked(engines.sampler(steps, steps.student, section, [[1]], 8), on_block)
-        policy = Evaluated("base", steps.student, engines, asked)
-        stage = steps.store.stage(steps.eval("base", section.benchmarks[0]))
-        do_here(exam_jobs(steps, policy, benchmark, stage, QUIET), steps, QUIET)
+        asked = Asked(engines.sampler(run, run.student, run.recipe.engine_of("eval"), [[1]], 8), on_block)
+        policy = EvaluatedPolicy("base", run.student, engines, asked)
+        stage = run.stage("eval", "base", section.benchmarks[0])
+        job = eval_job(run, policy, benchmark, stage, QUIET)
+        assert job is not None
+        run_jobs([job], run, QUIET)
     return asked
 
 
 def made(recipe: dict) -> list[bytes]:
-    steps = tiny.steps_of(recipe, trust=True)
-    folder = steps.store.stage(steps.eval("base", recipe["eval"]["benchmarks"][0])).folder
+    run = tiny.run_of(recipe, trust=True)
+    folder = run.stage("eval", "base", recipe["eval"]["benchmarks"][0]).folder
     assert [path.name for path in folder.glob("blocks-*")] == []
     return [(folder / name).read_bytes() for name in ("samples.jsonl", "summary.json")]
 
@@ -102,7 +104,7 @@ def test_the_next_block_is_sampled_while_one_is_graded(recipe: dict, tmp_path: P
     asked = evaluate(recipe, lambda number: (tmp_path / "go").touch() if number == 3 else None)
     assert [len(block) for block in asked.blocks] == [4, 4, 4]
     elsewhere = {**recipe, "runs": str(tmp_path / "elsewhere")}
-    eval_stage.run(tiny.steps_of(elsewhere, trust=True), QUIET, ["base"])  # and where nobody has to wait
+    eval_stage.evaluate(tiny.run_of(elsewhere, trust=True), QUIET, ["base"])  # and where nobody has to wait
     assert made(recipe) == made(elsewhere)
     verdicts = {json.loads(line)["correct"] for line in made(recipe)[0].splitlines()}
     assert verdicts == {True, False}
@@ -149,7 +151,7 @@ def grader_of(tmp_path: Path, code: str) -> Grader:
     ("body", "kind", "message"),
     [
         ("raise KeyError(response)", InputError, r"bad\.py:grade failed on problem p \(KeyError: 'so'\)\. Correct it"),
-        ("import os; os._exit(7)", WeaveError, "the process that grades has ended, with code 7"),
+        ("import os; os._exit(7)", WeaveError, "the grading process has exited with code 7"),
     ],
 )
 def test_a_grader_that_fails_is_said(tmp_path: Path, body: str, kind: type[Exception], message: str) -> None:

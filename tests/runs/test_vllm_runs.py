@@ -13,14 +13,16 @@ from transformers import AutoModelForCausalLM
 import tiny
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
-from lightning_weave.models.engine_process import EngineProcess
-from lightning_weave.models.hf import hf_scorer
-from lightning_weave.models.load import load_model
-from lightning_weave.pipeline import eval as eval_stage
-from lightning_weave.pipeline import reference
-from lightning_weave.pipeline.flow import make_cache, make_rollouts, make_students
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.scorer import Scorer
+from lightning_weave.models.worker_process import WorkerProcess
 from lightning_weave.progress import Progress
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages import eval as eval_stage
+from lightning_weave.stages import reference, rollout
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.pipeline import make_cache
+from lightning_weave.stages.run import make_students
 from lightning_weave.store import read_lines
 from lightning_weave.types import Candidates, Rollouts, Scores
 from models.test_vllm_body import save
@@ -44,12 +46,12 @@ def moved(folder: Path, start: Path) -> Path:
     return folder
 
 
-def logprobs(model: Path, steps: Steps) -> np.ndarray:
+def logprobs(model: Path, run: Run) -> np.ndarray:
     """What a student thinks of the run's responses."""
-    rows = steps.store.stage(steps.rollout).open(Rollouts, 0).read()
+    rows = run.stage("rollout").open(Rollouts, 0).read()
     pairs = list(zip(rows.prompt_ids, rows.response_ids, strict=True))
-    loaded = load_model(model, dtype=torch.float32, device=torch.device("cpu"))
-    scored = hf_scorer(loaded, steps.student.vocabulary).candidates(pairs, 4)
+    loaded = Checkpoint(str(model)).load(torch.float32, torch.device("cpu"))
+    scored = Scorer.from_model(loaded, run.student.vocabulary).candidates(pairs, 4)
     return np.concatenate([sampled_T for *_, sampled_T in scored])
 
 
@@ -57,72 +59,98 @@ def test_one_anchor_by_vllm_beside_others_by_transformers_trains_the_same_studen
     tmp_path: Path, vllm_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(tmp_path, vllm_python)
-    recipe["rollout"] |= {"engine": "hf"}
+    recipe["engine"] |= {"rollout": "hf"}
     experts = Path(save(tmp_path / "experts", "experts").name)
     pair = {"post": str(moved(tmp_path / "experts-post", experts)), "pre": str(experts)}
     started: list[Any] = []
-    launch = EngineProcess._launch
-    monkeypatch.setattr(EngineProcess, "_launch", lambda self: (started.append(self), launch(self))[1])
+    launch = WorkerProcess._launch
+    monkeypatch.setattr(WorkerProcess, "_launch", lambda self: (started.append(self), launch(self))[1])
     made = {}
     for engine in ("hf", "vllm"):
-        recipe["score"] = {"python": vllm_python}
         own = {"engine": engine, "options": EAGER} if engine == "vllm" else {}
         recipe["anchors"] = {"acc": recipe["anchors"]["acc"], "big": pair | own}
         recipe["compositions"] = {"both": {"weights": {"acc": 0.5, "big": 0.5}}}
-        steps = tiny.steps_of({**recipe, "runs": str(tmp_path / engine)})
-        make_cache(steps, QUIET)
-        make_students(steps, QUIET)
-        made[engine] = steps
+        run = tiny.run_of({**recipe, "runs": str(tmp_path / engine)})
+        make_cache(run, QUIET)
+        make_students(run, QUIET)
+        made[engine] = run
     assert len(started) == 2  # of the pair that vLLM scores, and of nothing else
     for role in ("post", "pre"):
-        folders = [steps.store.stage(steps.score(steps.side("big", role))) for steps in made.values()]
+        folders = [run.stage("score", run.side("big", role)) for run in made.values()]
         for shard in range(3):
             by_hf, by_vllm = (stage.open(Scores, shard).read() for stage in folders)
             np.testing.assert_allclose(by_vllm.logp.flat, by_hf.logp.flat, atol=2e-4)
             np.testing.assert_allclose(by_vllm.mass.flat, by_hf.mass.flat, atol=2e-4)
     start = logprobs(Path(made["hf"].student.path), made["hf"])
-    by_hf, by_vllm = (logprobs(steps.store.run_dir / "train/both/final", steps) for steps in made.values())
+    by_hf, by_vllm = (logprobs(run.directory / "train/both/final", run) for run in made.values())
     learned = np.abs(by_hf - start).mean()
     assert learned > 0.01
     assert np.abs(by_vllm - by_hf).mean() < 0.01 * learned
+
+
+def test_the_student_in_its_own_context_has_no_shift(
+    tmp_path: Path, vllm_python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides are scored by vLLM, with rows of many lengths; a context that changes nothing moves nothing."""
+    recipe = make_recipe(tmp_path, vllm_python)
+    recipe["engine"] |= {"rollout": "hf", "score": "vllm"}
+    recipe["anchors"] = {
+        "itself": {"model": "student", "post_prompt": {"template": "{prompt}"}},
+        "other": {"model": "student", "post_prompt": {"template": "{prompt} {prompt}"}},
+    }
+    recipe["compositions"] = {"both": {"weights": {"itself": 0.5, "other": 0.5}}}
+    started: list[Any] = []
+    launch = WorkerProcess._launch
+    monkeypatch.setattr(WorkerProcess, "_launch", lambda self: (started.append(self), launch(self))[1])
+    run = tiny.run_of(recipe)
+    make_cache(run, QUIET)
+    assert started
+    assert len({stage.folder for stage in run.scores_of("itself")}) == 2
+    cache = open_cache(run, "both")
+    block = cache.block(range(len(cache)))
+    itself, other = block.r_KPC
+    assert block.valid_KP[0].any()
+    assert not itself.any()
+    assert other.any()
 
 
 def test_students_of_low_rank_are_adapters_in_one_engine(
     tmp_path: Path, vllm_python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = make_recipe(tmp_path, vllm_python)
-    recipe["rollout"] |= {"engine": "hf"}
+    recipe["engine"] |= {"rollout": "hf"}
     recipe["train"] |= {"lora": {"rank": 4}, "learning_rate": 1e-2}
     recipe["compositions"] = {name: recipe["compositions"][name] for name in ("acc-only", "both")}
-    recipe["eval"] |= {"adapters": True, "options": EAGER}
-    steps = tiny.steps_of(recipe)
-    make_cache(steps, QUIET)
-    make_students(steps, QUIET)
+    recipe["eval"] |= {"adapters": True}
+    recipe["engine"] |= {"options": EAGER}
+    run = tiny.run_of(recipe)
+    make_cache(run, QUIET)
+    make_students(run, QUIET)
     started: list[Any] = []
-    launch = EngineProcess._launch
-    monkeypatch.setattr(EngineProcess, "_launch", lambda self: (started.append(self), launch(self))[1])
-    eval_stage.run(steps, QUIET)
+    launch = WorkerProcess._launch
+    monkeypatch.setattr(WorkerProcess, "_launch", lambda self: (started.append(self), launch(self))[1])
+    eval_stage.evaluate(run, QUIET)
     assert len(started) == 1
-    benchmark = steps.recipe.eval.benchmarks[0]
-    assert {steps.store.stage(steps.eval(name, benchmark)).state() for name in steps.policies} == {"done"}
+    benchmark = run.recipe.eval.benchmarks[0]
+    assert {run.stage("eval", name, benchmark).state() for name in run.policies} == {"complete"}
     # Each adapter was compared with its merged checkpoint, which is another model than the student.
-    rows = [row for row in read_lines(steps.store.run_dir / "parity.jsonl") if row["engine"].endswith("adapter")]
+    rows = [row for row in read_lines(run.directory / "parity.jsonl") if row["engine"].endswith("adapter")]
     assert len({row["model"] for row in rows}) == 2
     assert max(row["gap"] for row in rows) < 2e-4
-    merged = logprobs(steps.policy("both").path, steps)
-    assert np.abs(merged - logprobs(steps.student.path, steps)).mean() > 0.01
+    merged = logprobs(run.policy("both").path, run)
+    assert np.abs(merged - logprobs(run.student.path, run)).mean() > 0.01
 
 
 def test_vllm_samples_trajectories_that_the_reference_accepts(
     vllm_python: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    steps = tiny.steps_of(make_recipe(tmp_path, vllm_python))
+    run = tiny.run_of(make_recipe(tmp_path, vllm_python))
     with caplog.at_level(logging.INFO, "lightning_weave"):
-        make_rollouts(steps, QUIET)
+        rollout.rollout(run, QUIET)
     print(next(line for line in caplog.messages if "agree" in line))
-    reference.run(steps, QUIET)
-    rollouts, found = steps.store.stage(steps.rollout), steps.store.stage(steps.reference)
-    assert (rollouts.state(), found.state()) == ("done", "done")
+    reference.reference(run, QUIET)
+    rollouts, found = run.stage("rollout"), run.stage("reference")
+    assert (rollouts.state(), found.state()) == ("complete", "complete")
     rows = [rollouts.open(Rollouts, shard).read() for shard in range(3)]
     assert sum(len(shard.prompt_R) for shard in rows) == 24
     sampled = np.concatenate([found.open(Candidates, shard).read().sampled_logp.flat for shard in range(3)])
@@ -132,14 +160,14 @@ def test_vllm_samples_trajectories_that_the_reference_accepts(
     before = [path.read_bytes() for path in sorted(rollouts.folder.glob("*.safetensors"))]
     for path in rollouts.folder.glob("*.safetensors"):
         path.unlink()
-    make_rollouts(steps, QUIET)
+    rollout.rollout(run, QUIET)
     assert [path.read_bytes() for path in sorted(rollouts.folder.glob("*.safetensors"))] == before
 
 
 def test_vllm_evaluates(vllm_python: str, tmp_path: Path) -> None:
-    steps = tiny.steps_of(make_recipe(tmp_path, vllm_python))
-    eval_stage.run(steps, QUIET, ["base"])
-    folder = steps.store.stage(steps.eval("base", steps.recipe.eval.benchmarks[0])).folder
+    run = tiny.run_of(make_recipe(tmp_path, vllm_python))
+    eval_stage.evaluate(run, QUIET, ["base"])
+    folder = run.stage("eval", "base", run.recipe.eval.benchmarks[0]).folder
     samples = list(read_samples(folder / "samples.jsonl"))
     assert len(samples) == 15
     assert {sample.finish for sample in samples} <= {"stop", "length"}
@@ -157,12 +185,12 @@ def test_a_real_checkpoint_goes_through_vllm(
     recipe["student"]["model"] = checkpoint
     recipe["prompts"] |= {"chat": True, "take": 4}
     recipe["rollout"] |= {"max_tokens": 24}
-    recipe["reference"] = {"engine": "vllm", "python": vllm_python, "options": {"enforce_eager": True}}
+    recipe["engine"] |= {"reference": "vllm", "options": {"enforce_eager": True}}
     recipe["eval"] |= {"chat": True, "samples": 1, "max_tokens": 24}
-    steps = tiny.steps_of(recipe)
+    run = tiny.run_of(recipe)
     with caplog.at_level(logging.INFO, "lightning_weave"):
-        make_rollouts(steps, QUIET)
+        rollout.rollout(run, QUIET)
     print(next(line for line in caplog.messages if "agree" in line))
-    reference.run(steps, QUIET)
-    assert check_reference(steps, read_cache(steps, None)[:4], tolerance=2e-4) > 0
-    eval_stage.run(steps, QUIET, ["base"])
+    reference.reference(run, QUIET)
+    assert check_reference(run, read_cache(run, None)[:4], tolerance=2e-4) > 0
+    eval_stage.evaluate(run, QUIET, ["base"])

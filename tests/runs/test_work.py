@@ -1,7 +1,7 @@
 """What the work of a stage is booked as: the seconds of every device that its engine takes."""
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from lightning_weave.config import check_recipe
-from lightning_weave.pipeline import rollout
 from lightning_weave.progress import Progress
-from lightning_weave.runs import work
-from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import Job, do_here
+from lightning_weave.run import Run
+from lightning_weave.stages import rollout, work
+from lightning_weave.stages.work import Job, ShardStats, run_jobs
 from lightning_weave.store.ledger import Meter, read_ledger
 
 
@@ -29,19 +28,19 @@ from lightning_weave.store.ledger import Meter, read_ledger
 def test_all_gpus_of_an_engine_are_counted(
     monkeypatch: pytest.MonkeyPatch, engine: str, options: dict[str, int], devices: int
 ) -> None:
-    recipe = {"name": "r", "student": {"model": "s"}, "rollout": {"engine": engine, "options": options}}
-    section = check_recipe(recipe).rollout
+    recipe = {"name": "r", "student": {"model": "s"}, "engine": {"rollout": engine, "options": options}}
+    section = check_recipe(recipe).engine_of("rollout")
     assert rollout.gpus_of(section) == devices
-    meter = SimpleNamespace(add=lambda **counts: None, devices=1)
+    meter = SimpleNamespace(add=lambda **counts: None, flush=lambda: None, devices=1)
 
     @contextmanager
     def measure(*arguments: Any, **extra: Any) -> Any:
         yield meter
 
     monkeypatch.setattr(work, "measure", measure)
-    worker = SimpleNamespace(make=lambda shards: [work.Made(1) for _ in shards], close=lambda: None)
-    job = Job("rollout", "", "shard", [0], lambda steps: worker, devices=rollout.gpus_of(section))
-    do_here([job], Steps(check_recipe(recipe)), Progress(quiet=True))
+    compute = nullcontext(lambda shards: iter([ShardStats(1) for _ in shards]))
+    job = Job("rollout", "", "shard", [0], lambda run: compute, devices=rollout.gpus_of(section))
+    run_jobs([job], Run(check_recipe(recipe)), Progress(quiet=True))
     assert meter.devices == devices
 
 

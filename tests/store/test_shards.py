@@ -1,12 +1,14 @@
 """Shards give back what was written, row by row, and notice every flipped byte."""
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lightning_weave.errors import CorruptData, StaleInput
-from lightning_weave.store import Shard, Stage, Step, Store
+from lightning_weave.errors import CorruptData, InputError
+from lightning_weave.store import MANIFEST, Shard, Stage, damaged_files, differences
 from lightning_weave.types import Ragged, Rollouts
 
 
@@ -24,7 +26,7 @@ def make_rollouts(rows: int, seed: int = 0) -> Rollouts:
 
 
 def make_stage(folder: Path, **settings: object) -> Stage:
-    return Store(folder).stage(Step("rollout", settings, (), "lweave rollout r.toml"))
+    return Stage(folder, "rollout", settings, (), "lweave rollout r.toml")
 
 
 def test_rows_and_ranges_come_back_as_written(tmp_path: Path) -> None:
@@ -62,9 +64,7 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     rows_hit = 0
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
-        (problem,) = stage.verify()
-        assert str(path) in problem
-        assert "lweave rollout r.toml" in problem
+        assert damaged_files(stage.folder) == {path: "is damaged (its sha256 is not the manifest's)"}
         try:
             shard = Shard(Rollouts, path)
         except CorruptData:
@@ -80,7 +80,9 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
             assert read.finish_R == undisturbed[row].finish_R
     assert rows_hit > 100
     path.write_bytes(whole)
-    assert stage.verify() == []
+    assert damaged_files(stage.folder) == {}
+    path.unlink()
+    assert damaged_files(stage.folder) == {path: "is missing"}
 
 
 def test_a_damaged_row_is_named_with_file_and_remedy(tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ def test_cut_off_shards_are_pending_again(tmp_path: Path) -> None:
     for index in range(3):
         stage.write(index, make_rollouts(4, index))
     assert stage.finish(Rollouts, 3)
-    assert stage.state() == "done"
+    assert stage.complete
     whole = stage.shard_path(1).read_bytes()
     for keep in (0, 5, 8, 60, len(whole) - 1):
         stage.shard_path(1).write_bytes(whole[:keep])
@@ -111,69 +113,161 @@ def test_cut_off_shards_are_pending_again(tmp_path: Path) -> None:
     assert stage.shard_path(1).read_bytes() == whole
 
 
-def test_changed_settings_make_a_stage_stale_and_say_which(tmp_path: Path) -> None:
-    first = make_stage(tmp_path, temperature=1.0, seed=42)
-    first.write(0, make_rollouts(4))
-    assert first.finish(Rollouts, 1)
+def write_all(stage: Stage, shards: int = 1) -> Stage:
+    stage.begin()
+    for index in stage.pending(shards):
+        stage.write(index, make_rollouts(4, index))
+    assert stage.finish(Rollouts, shards)
+    return stage
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file below a folder, with what is in it and when it was written."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def test_a_folder_is_named_by_its_content_and_the_plain_name_leads_to_it(tmp_path: Path) -> None:
+    stage = make_stage(tmp_path, seed=42)
+    assert stage.folder == tmp_path / f"rollout@{stage.fingerprint[:8]}"
+    stage.begin()
+    link = tmp_path / "rollout"
+    assert os.readlink(link) == stage.folder.name, "relative: the run may be moved"
+    assert stage.state() == "missing", "begun, but nothing is in it"
+    write_all(stage)
+    assert stage.complete
+    assert (link / MANIFEST).is_file()
+    moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
+    assert make_stage(moved, seed=42).complete
+    assert (moved / "rollout" / MANIFEST).is_file()
+    moved.rename(tmp_path)
+
+
+def test_changed_settings_compute_another_folder_and_leave_every_byte_of_the_old_one(tmp_path: Path) -> None:
+    first = write_all(make_stage(tmp_path, temperature=1.0, seed=42), 3)
+    before = contents(tmp_path)
     changed = make_stage(tmp_path, temperature=0.8, seed=42)
-    assert changed.state() == "stale"
-    with pytest.raises(StaleInput, match=r"temperature 1.0 -> 0.8") as raised:
+    assert changed.state() == "missing"
+    assert changed.pending(1) == [0]
+    with pytest.raises(InputError, match=r"rollout is not there yet\. Make it with: lweave rollout r\.toml"):
         changed.require()
-    assert "lweave rollout r.toml" in str(raised.value)
-    with pytest.raises(StaleInput):
+    with pytest.raises(CorruptData, match=r"is missing\. Rerun: lweave rollout r\.toml"):
         changed.open(Rollouts, 0)
-    assert changed.pending(1) == [0]
-    changed.write(0, make_rollouts(4))
-    assert changed.finish(Rollouts, 1)
-    assert changed.state() == "done"
+    write_all(changed)
+    assert changed.complete
+    assert first.complete
+    assert {name: entry for name, entry in contents(tmp_path).items() if name in before} == before
+    assert [path.name for path in changed.folder.glob("*.safetensors")] == ["00000.safetensors"]
+    assert (tmp_path / "rollout").resolve() == changed.folder.resolve()
 
 
-def test_a_finished_stage_stays_so_until_something_else_is_written(tmp_path: Path) -> None:
-    first = make_stage(tmp_path, seed=42)
-    first.write(0, make_rollouts(4))
-    assert first.finish(Rollouts, 1)
-    changed = make_stage(tmp_path, seed=43)
-    assert changed.pending(1) == [0]
-    assert first.state() == "done", "looking is not touching"
-    changed.write(0, make_rollouts(4))
-    assert first.state() != "done"
+def test_changing_back_writes_nothing_but_the_link(tmp_path: Path) -> None:
+    first = write_all(make_stage(tmp_path, seed=42))
+    changed = write_all(make_stage(tmp_path, seed=43))
+    before = contents(tmp_path)
+    write_all(make_stage(tmp_path, seed=42))
+    assert contents(tmp_path) == before
+    assert (tmp_path / "rollout").resolve() == first.folder.resolve()
+    assert [stage.folder for stage in first.siblings()] == [changed.folder]
 
 
-def test_a_change_deep_in_the_settings_is_named_alone(tmp_path: Path) -> None:
-    old = {"train": {"rate": 0.1, "betas": [0.9, 0.95]}, "anchors": {"a": {"bos": False}}}
-    stage = make_stage(tmp_path, **old)
-    stage.write(0, make_rollouts(4))
-    assert stage.finish(Rollouts, 1)
+def test_siblings_are_the_other_complete_folders_newest_first(tmp_path: Path) -> None:
+    stages = [write_all(make_stage(tmp_path, seed=seed)) for seed in range(3)]
+    for age, stage in enumerate(stages):
+        os.utime(stage.manifest_path, ns=(0, (100 - age) * 10**9))
+    make_stage(tmp_path, seed=9).begin()  # neither begun nor unfinished ones count
+    make_stage(tmp_path, seed=10).write(0, make_rollouts(4))
+    stages[1].shard_path(0).unlink()
+    wanted = make_stage(tmp_path, seed=11)
+    assert [one.folder for one in wanted.siblings()] == [stages[0].folder, stages[2].folder]
+    assert [one.settings for one in wanted.siblings()] == [{"seed": 0}, {"seed": 2}]
+    assert [one.require()["fingerprint"] for one in wanted.siblings()] == [stages[n].fingerprint for n in (0, 2)]
+    other = Stage(tmp_path, "rollouts", {"seed": 1})
+    assert other.siblings() == [], "a name that begins alike is another"
+
+
+def test_the_same_content_under_another_name_is_found_there(tmp_path: Path) -> None:
+    old = write_all(Stage(tmp_path, "train/old", {"seed": 1}))
+    before = contents(tmp_path)
+    new = Stage(tmp_path, "train/new", {"seed": 1})
+    assert (new.folder, new.complete) == (old.folder, True)
+    write_all(new)
+    assert contents(tmp_path) == before
+    assert (tmp_path / "train" / "new").resolve() == old.folder.resolve()
+
+
+def test_names_that_mean_nothing_are_not_hashed(tmp_path: Path) -> None:
+    one = Stage(tmp_path, "train/a", {"weights": {"x": 1.0}}, key={"weights": [1.0]}, definition={"x": 1})
+    two = Stage(tmp_path, "train/b", {"weights": {"y": 1.0}}, key={"weights": [1.0]}, definition={"y": 1})
+    assert one.fingerprint == two.fingerprint
+    assert write_all(one).require()["definition"] == {"x": 1}
+    assert two.require()["settings"] == {"weights": {"x": 1.0}}, "as it was computed"
+
+
+def test_a_file_system_without_symlinks_lacks_only_the_plain_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError("Operation not supported")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    stage = write_all(make_stage(tmp_path, seed=42))
+    assert stage.complete
+    changed = write_all(make_stage(tmp_path, seed=43))
+    assert [one.folder for one in stage.siblings()] == [changed.folder]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([stage.folder.name, changed.folder.name])
+
+
+def test_a_folder_in_the_place_of_the_link_is_left_alone(tmp_path: Path) -> None:
+    """As a copy that followed the links has it."""
+    stage = write_all(make_stage(tmp_path / "run", seed=42))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    before = contents(tmp_path / "copy")
+    assert make_stage(tmp_path / "copy", seed=42).complete
+    changed = write_all(make_stage(tmp_path / "copy", seed=43))
+    assert changed.complete
+    assert {name: entry for name, entry in contents(tmp_path / "copy").items() if name in before} == before
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == sorted(
+        ["rollout", stage.folder.name, changed.folder.name]
+    )
+
+
+def test_a_change_deep_in_the_settings_is_named_alone() -> None:
+    old = {"train": {"rate": 0.1, "betas": [0.9, 0.95]}, "anchors": {"a": {"bos": False}}, "model": "0" * 64}
     new = {"train": {"rate": 0.2, "betas": [0.9, 0.95]}, "anchors": {"a": {"bos": False}, "b": {"bos": True}}}
-    assert make_stage(tmp_path, **new).changed_settings() == [
-        "anchors.b is new",
-        "train.rate 0.1 -> 0.2",
+    assert list(differences(old, {**new, "model": "1" * 64})) == [
+        ("anchors.b", "is new"),
+        ("model", "has changed"),
+        ("train.rate", "0.1 -> 0.2"),
+    ]
+    assert list(differences(new, {**new, "anchors": {}, "engine": "vllm"})) == [
+        ("anchors.a", "is gone"),
+        ("anchors.b", "is gone"),
+        ("engine", "unset -> vllm"),
     ]
 
 
-def test_a_changed_input_makes_everything_after_it_stale(tmp_path: Path) -> None:
-    def chain(temperature: float) -> tuple[Step, Step]:
-        rollout = Step("rollout", {"temperature": temperature})
-        return rollout, Step("reference", {"candidates": 16}, (rollout,), "lweave reference r.toml")
+def test_a_changed_input_gives_everything_after_it_another_folder(tmp_path: Path) -> None:
+    def after(temperature: float) -> Stage:
+        rollout = Stage(tmp_path, "rollout", {"temperature": temperature})
+        return Stage(tmp_path, "reference", {"candidates": 16}, (rollout,), "lweave reference r.toml")
 
-    stage = Store(tmp_path).stage(chain(1.0)[1])
-    stage.write(0, make_rollouts(4))
-    assert stage.finish(Rollouts, 1)
-    later = Store(tmp_path).stage(chain(0.5)[1])
-    with pytest.raises(StaleInput, match="rollout has changed"):
+    first = write_all(after(1.0))
+    later = after(0.5)
+    assert later.folder != first.folder
+    with pytest.raises(InputError, match=r"reference is not there yet\. Make it with: lweave reference r\.toml"):
         later.require()
+    assert after(1.0).complete
 
 
-def test_shards_of_a_larger_recipe_are_cleared_away(tmp_path: Path) -> None:
-    old = make_stage(tmp_path, take=3)
-    for index in range(3):
-        old.write(index, make_rollouts(4, index))
-    assert old.finish(Rollouts, 3)
-    new = make_stage(tmp_path, take=1)
-    assert new.pending(1) == [0]
-    new.write(0, make_rollouts(4))
-    assert new.finish(Rollouts, 1)
-    assert [path.name for path in new.folder.glob("*.safetensors")] == ["00000.safetensors"]
+def test_shards_of_another_stage_are_neither_taken_nor_read(tmp_path: Path) -> None:
+    first = write_all(make_stage(tmp_path, seed=42))
+    other = make_stage(tmp_path, seed=43)
+    other.begin()
+    shutil.copy(first.shard_path(0), other.shard_path(0))
+    assert other.pending(1) == [0]
+    with pytest.raises(CorruptData, match=r"belongs to another stage\. Remove it, then run: lweave rollout r\.toml"):
+        other.open(Rollouts, 0)
 
 
 def test_an_unfinished_stage_has_no_manifest(tmp_path: Path) -> None:
@@ -182,7 +276,7 @@ def test_an_unfinished_stage_has_no_manifest(tmp_path: Path) -> None:
     stage.write(0, make_rollouts(4))
     assert not stage.finish(Rollouts, 2)
     assert (stage.state(), stage.pending(2)) == ("partial", [1])
-    with pytest.raises(StaleInput, match="not finished"):
+    with pytest.raises(InputError, match="not finished"):
         stage.require()
 
 

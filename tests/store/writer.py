@@ -4,12 +4,15 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_weave.store import Stage, Step, Store
+from lightning_weave.store import Stage
 from lightning_weave.types import Ragged, Rollouts
 
 SHARDS = 5
 EVENTS = 2 * (SHARDS + 1)  # a write and a rename for each shard and for the manifest
-STEP = Step("rollout", {"seed": 42}, (), "lweave rollout r.toml")
+
+
+def stage_in(folder: str | Path) -> Stage:
+    return Stage(Path(folder), "rollout", {"seed": 42}, (), "lweave rollout r.toml")
 
 
 def make(index: int) -> Rollouts:
@@ -22,7 +25,7 @@ def make(index: int) -> Rollouts:
 
 
 def write_all(folder: str | Path) -> Stage:
-    stage = Store(Path(folder)).stage(STEP)
+    stage = stage_in(folder)
     for index in stage.pending(SHARDS):
         stage.write(index, make(index))
     assert stage.finish(Rollouts, SHARDS)

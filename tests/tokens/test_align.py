@@ -45,7 +45,7 @@ def contexts(student: Any) -> list[list[int]]:
     """Make text, the same tokens in an order that breaks characters apart, and tokens from all over the vocabulary."""
     rng = random.Random(0)
     text = student.encode(TEXT, add_special_tokens=False)
-    spelling = Spelling.of(student)
+    spelling = Spelling.from_tokenizer(student)
     specials = [id for id in spelling.strings if spelling.origins[id] <= Origin.ADDED][:20]
     halves = [id for id, spelt in spelling.bytes_of.items() if "\ufffd" in spelt.decode(errors="replace")]
     anything = rng.sample(sorted(spelling.strings), k=min(1000, len(spelling.strings)))
@@ -75,7 +75,7 @@ def alike(tokens: TokenMap, id: int) -> list[int]:
 
 def test_every_candidate_is_one_token_of_the_same_bytes(pair: tuple[Any, Any, TokenMap]) -> None:
     student, anchor, tokens = pair
-    ids = torch.tensor(sorted(Spelling.of(student).strings))
+    ids = torch.tensor(sorted(Spelling.from_tokenizer(student).strings))
     anchor_ids, mapped = tokens.candidate_map(ids)
     images = anchor_ids[mapped].tolist()
     taken = set(images)

@@ -1,6 +1,5 @@
 """The figures about a pair of tokenizers that doctor prints."""
 
-import tomllib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +8,12 @@ import torch
 
 from lightning_weave.tokens import (
     TokenMap,
-    added_without_counterpart,
     atomic_share,
-    breaking_tokens,
     same_tokenizer,
     spell,
     suggest_alias,
+    unmapped_added_tokens,
+    unmapped_candidates,
 )
 from tokens.samples import byte_level
 
@@ -35,16 +34,16 @@ def test_the_atomic_share_is_counted_over_the_vocabulary(qwen3: Any, qwen2: Any,
 
 @pytest.mark.slow
 def test_added_tokens_without_counterpart_are_named(qwen3: Any, qwen2: Any, align: Align) -> None:
-    alone = added_without_counterpart(align(qwen3, qwen2))
+    alone = unmapped_added_tokens(align(qwen3, qwen2))
     assert alone == ["<tool_response>", "</tool_response>", "<think>", "</think>"]
-    assert added_without_counterpart(align(qwen2, qwen3)) == []
+    assert unmapped_added_tokens(align(qwen2, qwen3)) == []
 
 
-def test_the_suggested_line_is_an_alias_that_works(qwen3: Any, deepseek: Any) -> None:
+def test_the_suggested_alias_works(qwen3: Any, deepseek: Any) -> None:
     stops = qwen3.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    line = suggest_alias(qwen3, deepseek, stops)
-    assert line == 'aliases = { "<|im_end|>" = "<｜end▁of▁sentence｜>" }'
-    tokens = TokenMap.between(qwen3, deepseek, tomllib.loads(line)["aliases"])
+    alias = suggest_alias(qwen3, deepseek, stops)
+    assert alias == ("<|im_end|>", "<｜end▁of▁sentence｜>")
+    tokens = TokenMap.between(qwen3, deepseek, dict([alias]))
     assert tokens.candidate_map(torch.tensor(stops[:1]))[0].tolist() == [deepseek.eos_token_id]
 
 
@@ -62,9 +61,9 @@ def test_the_tokens_that_break_most_positions_come_first(qwen3: Any, qwen2: Any,
     think, call = qwen3.convert_tokens_to_ids(["<think>", "<tool_response>"])
     ids_TC = torch.tensor([[1, think], [2, call], [call, 3], [4, 5], [call, think]])
     tokens = align(qwen3, qwen2)
-    assert breaking_tokens(tokens, ids_TC) == [("<tool_response>", 3), ("<think>", 2)]
-    assert breaking_tokens(tokens, ids_TC, most=1) == [("<tool_response>", 3)]
-    assert breaking_tokens(tokens, torch.tensor([[200000, 1]])) == [("<id 200000>", 1)]
+    assert unmapped_candidates(tokens, ids_TC) == [("<tool_response>", 3), ("<think>", 2)]
+    assert unmapped_candidates(tokens, ids_TC, most=1) == [("<tool_response>", 3)]
+    assert unmapped_candidates(tokens, torch.tensor([[200000, 1]])) == [("<id 200000>", 1)]
 
 
 def test_tokenizers_are_the_same_by_content(qwen3: Any, qwen2: Any) -> None:

@@ -30,7 +30,7 @@ def test_a_text_is_the_sum_of_its_tokens(tokenizer: Any) -> None:
 
 
 def test_bytes_are_cut_without_loss(tokenizer: Any) -> None:
-    spelling = Spelling.of(tokenizer)
+    spelling = Spelling.from_tokenizer(tokenizer)
     for wanted in [*BROKEN, TEXT.encode(), *(bytes([byte]) for byte in range(256))]:
         cut = spelling.cut(wanted)
         assert cut is not None
@@ -50,7 +50,7 @@ def test_text_is_cut_as_the_tokenizer_cuts_it(qwen3: Any, deepseek: Any) -> None
             " 👩‍👩‍👧",
             "\\frac{1}{2}",
         ):
-            assert list(Spelling.of(tokenizer).cut(word.encode()) or []) == tokenizer.encode(word)
+            assert list(Spelling.from_tokenizer(tokenizer).cut(word.encode()) or []) == tokenizer.encode(word)
 
 
 def test_added_strings_are_spelt_as_they_are_meant(small_pieces: Any) -> None:
@@ -63,7 +63,7 @@ def test_added_tokens_that_do_not_come_back_have_no_spelling() -> None:
     # The decoder reads the raw "é" as the byte E9; and "x y" comes back as pieces, not as the added "x▁y".
     for tokenizer in (byte_level([], added=("é!",)), sentencepiece([*"▁xy"], added=("x▁y",))):
         id = len(tokenizer) - 1
-        with pytest.raises(InputError, match=f"token {id}, .* has no text of its own"):
+        with pytest.raises(InputError, match=f"token {id}, .* has no lossless spelling"):
             spell(tokenizer, id)
 
 
@@ -77,9 +77,9 @@ def test_state_left_by_padding_and_truncation_does_not_matter() -> None:
 def test_text_is_never_cut_into_a_control_token() -> None:
     backend = Tokenizer(models.BPE(vocab={"<": 0, "s": 1, ">": 2, "<s>": 3}, merges=[], ignore_merges=True))
     backend.decoder = decoders.ByteLevel()
-    assert Spelling.of(backend).cut(b"<s>") == (3,)
+    assert Spelling.from_tokenizer(backend).cut(b"<s>") == (3,)
     backend.add_special_tokens(["<s>", "<end>"])
-    assert Spelling.of(backend).cut(b"<s>") == (0, 1, 2)
+    assert Spelling.from_tokenizer(backend).cut(b"<s>") == (0, 1, 2)
 
 
 def test_tokens_added_later_are_seen() -> None:
@@ -100,8 +100,8 @@ def test_a_metaspace_decoder_is_read() -> None:
     backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁the", -1.0), ("n", -2.0)], unk_id=0))
     backend.decoder = decoders.Metaspace()
     assert [spell(backend, id) for id in (1, 2)] == [b" the", b"n"]
-    assert Spelling.of(backend).cut(b" the") == (1,)
-    assert Spelling.of(backend).cut(b"then") is None  # "t" would be unknown, and there are no byte tokens
+    assert Spelling.from_tokenizer(backend).cut(b" the") == (1,)
+    assert Spelling.from_tokenizer(backend).cut(b"then") is None  # "t" would be unknown, and there are no byte tokens
 
 
 def test_unreadable_tokenizers_are_refused() -> None:

@@ -12,13 +12,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from lightning_weave.config import check_recipe
-from lightning_weave.models.hf import hf_scorer
-from lightning_weave.pipeline.flow import make_cache
+from lightning_weave.models.scorer import Scorer
 from lightning_weave.progress import Progress
-from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.trajectories import find_candidates, pack_rollouts
+from lightning_weave.run import Run
+from lightning_weave.stages.alignment import find_candidates, pack_rollouts
 from lightning_weave.train.parallel import Ranks
-from lightning_weave.train.training import TrainContext
+from lightning_weave.train.student import TrainContext
 from lightning_weave.types import Candidates, Ragged, Request, Response, Rollouts, Scores
 
 QUIET = Progress(quiet=True)
@@ -32,7 +31,7 @@ Validity = Callable[[str, int, int], np.ndarray]
 
 def context(ranks: Ranks, dtype: torch.dtype = torch.float32) -> TrainContext:
     """What training is given where nothing is to be sampled or printed."""
-    return TrainContext(ranks, dtype, QUIET, partial(make_cache, progress=QUIET))
+    return TrainContext(ranks, dtype, QUIET)
 
 
 def everywhere(anchor: str, row: int, decisions: int) -> np.ndarray:
@@ -99,8 +98,8 @@ def make_run(
     compositions: dict[str, dict[str, Any]] | None = None,
     train: dict[str, Any] | None = None,
     seed: int = 0,
-) -> Steps:
-    """Write student, rollouts, reference and scores, and give the recipe's steps: only training is left to do."""
+) -> Run:
+    """Write student, rollouts, reference and scores, and give the recipe's run: only training is left to do."""
     root.mkdir(parents=True, exist_ok=True)
     if save is None:
         save = partial(save_student, **{"dtype": torch.float32, "tie_word_embeddings": True, **(student or {})})
@@ -122,19 +121,19 @@ def make_run(
         "train": {"prompts_per_round": 2, "updates_per_round": 1, "learning_rate": 1e-3, **(train or {})},
         "machine": {"threads": 1},
     }
-    steps = Steps(check_recipe(recipe), "cached.toml")
-    write_cache(steps, groups, longest, valid, seed)
-    return steps
+    run = Run(check_recipe(recipe), "cached.toml", trust=True)
+    write_cache(run, groups, longest, valid, seed)
+    return run
 
 
-def write_cache(steps: Steps, groups: int, longest: int, valid: Validity, seed: int) -> None:
+def write_cache(run: Run, groups: int, longest: int, valid: Validity, seed: int) -> None:
     """Write random trajectories of unequal length, what the student says of them, and random shifts."""
     rng = np.random.default_rng(seed)
-    recipe, store = steps.recipe, steps.store
+    recipe = run.recipe
     per_shard, responses = recipe.rollout.prompts_per_shard, recipe.rollout.responses
-    model = steps.student.load(torch.float32, torch.device("cpu"))
-    scorer = hf_scorer(model, VOCABULARY)
-    rollout, reference = store.stage(steps.rollout), store.stage(steps.reference)
+    model = run.student.load(torch.float32, torch.device("cpu"))
+    scorer = Scorer.from_model(model, VOCABULARY)
+    rollout, reference = run.stage("rollout"), run.stage("reference")
     shards = -(-groups // per_shard)
     for shard in range(shards):
         rows = []
@@ -160,9 +159,9 @@ def write_cache(steps: Steps, groups: int, longest: int, valid: Validity, seed: 
                     Ragged(mapped, found.logp.offsets),
                     Ragged(np.ones(len(logp), np.float32), found.logp.offsets),
                 )
-                scored = steps.side(anchor, role)  # type: ignore[arg-type]
-                store.stage(steps.score(scored)).write(shard, scores)
+                scored = run.side(anchor, role)  # type: ignore[arg-type]
+                run.stage("score", scored).write(shard, scores)
     rollout.finish(Rollouts, shards)
     reference.finish(Candidates, shards)
-    for scored in steps.score_names:
-        store.stage(steps.score(scored)).finish(Scores, shards)
+    for scored in run.score_names:
+        run.stage("score", scored).finish(Scores, shards)

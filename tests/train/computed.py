@@ -6,11 +6,11 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages.run import make_students
 from lightning_weave.train import loop
-from lightning_weave.train.watch import Metrics
+from lightning_weave.train.metrics import Metrics
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Computed:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def train_and_see(steps: Steps, name: str, progress: Progress) -> Computed:
+def train_and_see(run: Run, name: str, progress: Progress) -> Computed:
     """Train the one composition of a run, and keep what the loop computes on its way."""
     seen, add, clip = Computed(), Metrics.add, loop.clip_gradients
 
@@ -38,6 +38,6 @@ def train_and_see(steps: Steps, name: str, progress: Progress) -> Computed:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Metrics, "add", add_figures)
         patch.setattr(loop, "clip_gradients", see_gradients)
-        make_students(steps, progress)
-    seen.weights = load_file(steps.store.run_dir / "train" / name / "final" / "model.safetensors")
+        make_students(run, progress)
+    seen.weights = load_file(run.directory / "train" / name / "final" / "model.safetensors")
     return seen

@@ -1,5 +1,6 @@
 """Train in processes of their own: alone or as ranks of a group, and killed without warning where a test says so."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -16,23 +17,23 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from lightning_weave.config import dump_recipe
 from lightning_weave.errors import WeaveError
-from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages.run import make_students
 from lightning_weave.store import files
 from lightning_weave.train import checkpoint, export, loop, parallel, schedule
 from ports import held_port
 
 # One server imports everything once; its children are forked from it before they have any threads.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["lightning_weave.pipeline.train", "transformers.models.qwen3.modeling_qwen3", "peft"])
+SERVER.set_forkserver_preload(["lightning_weave.stages.train", "transformers.models.qwen3.modeling_qwen3", "peft"])
 
 
 @dataclass(frozen=True)
 class Plan:
     """What a process does: train these runs, with rows dealt unevenly, or until it is killed."""
 
-    runs: Sequence[Steps]
+    runs: Sequence[Run]
     lopsided: bool = False
     kill: str | None = None  # one of the places below ...
     after: int = 0  # ... when it has been passed so often
@@ -50,8 +51,8 @@ def train_all(plan: Plan) -> None:
         KILLS[plan.kill](plan.after)
     if plan.too_much and os.environ.get("RANK", "1") == "1":
         run_out_of_memory(plan.too_much, plan.least)
-    for steps in plan.runs:
-        make_students(steps, Progress(quiet=True))
+    for run in plan.runs:
+        make_students(run, Progress(quiet=True))
 
 
 def lopsided(lengths: Sequence[int], world: int, token_budget: int, **how: Any) -> list[list[list[int]]]:
@@ -88,10 +89,13 @@ def start(plan: Plan, ranks: int = 1) -> list[int]:
     return on_ranks(ranks, _train_or_say_why, plan)
 
 
-def on_ranks(ranks: int, work: Callable[..., None], *args: Any) -> list[int]:
-    """Do any work in processes that find each other as torchrun's do; returns the exit codes."""
+def on_ranks(ranks: int, work: Callable[..., None], *args: Any, machines: int = 1) -> list[int]:
+    """Do any work in processes that find each other as torchrun's do on so many machines; returns the exit codes."""
+    local = ranks // machines
     with held_port() as port:
-        members = [SERVER.Process(target=_as_rank, args=(rank, ranks, port, work, args)) for rank in range(ranks)]
+        members = [
+            SERVER.Process(target=_as_rank, args=(rank, ranks, local, port, work, args)) for rank in range(ranks)
+        ]
         for member in members:
             member.start()
         try:
@@ -103,19 +107,20 @@ def on_ranks(ranks: int, work: Callable[..., None], *args: Any) -> list[int]:
     return [member.exitcode or 0 for member in members]
 
 
-def torchrun(steps: Steps, ranks: int, *options: str, program: Sequence[str] = ("-m", "lightning_weave.cli")) -> None:
+def torchrun(run: Run, ranks: int, *options: str, program: Sequence[str] = ("-m", "lightning_weave.cli")) -> None:
     """Train a run as a user does: the command line, under torchrun."""
-    recipe = steps.store.run_dir / "again.toml"
-    recipe.write_text(dump_recipe(steps.recipe))
+    recipe = run.directory / "again.toml"
+    recipe.write_text(dump_recipe(run.recipe))
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options]
     command = [sys.executable, "-m", *launcher, *program, "train", str(recipe)]
     paths = os.pathsep.join(sys.path)
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths})
 
 
-def _as_rank(rank: int, ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _as_rank(rank: int, ranks: int, local: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     if ranks > 1:
-        names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        names = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+        names |= {"LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
     work(*args)
 
@@ -124,21 +129,35 @@ def _train_or_say_why(plan: Plan) -> None:
     try:
         train_all(plan)
     except WeaveError as error:
-        (plan.runs[0].store.run_dir / f"rank-{os.environ.get('RANK', '0')}.txt").write_text(str(error))
+        (plan.runs[0].directory / f"rank-{os.environ.get('RANK', '0')}.txt").write_text(str(error))
         raise
 
 
 def train_where_files_come_late(plan: Plan) -> None:
     """Train while the last rank does not see any checkpoint the first few times that it looks."""
-    complete, looks = checkpoint.TrainingCheckpoints._complete, []
+    complete, looks = checkpoint.TrainingCheckpoints.complete, []
 
     def late(checkpoints: checkpoint.TrainingCheckpoints) -> Any:
         looks.append(checkpoints)
         return complete(checkpoints) if len(looks) > 3 else []
 
     if os.environ["RANK"] == "1":
-        checkpoint.TrainingCheckpoints._complete = late  # type: ignore[method-assign]
+        checkpoint.TrainingCheckpoints.complete = late  # type: ignore[method-assign]
     train_all(plan)
+
+
+def train_and_count(plan: Plan) -> None:
+    """Train, and write down how many ranks shared the gradients that were added over all copies of the student."""
+    all_reduce, sizes = torch.distributed.all_reduce, []
+
+    def counting(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if tensor.dtype != torch.float64:  # not the figures of Ranks.all_reduce
+            sizes.append(torch.distributed.get_world_size(group))
+        return all_reduce(tensor, *args, group=group, **kwargs)
+
+    torch.distributed.all_reduce = counting
+    train_all(plan)
+    (plan.runs[0].directory / f"all-reduced-{os.environ['RANK']}.json").write_text(json.dumps(sizes))
 
 
 def _kill_on(module: Any, name: str) -> Callable[[int], None]:

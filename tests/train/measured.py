@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_weave.models.layout import Layout
-from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.steps import Steps
+from lightning_weave.models.weights import Layout
+from lightning_weave.run import Run
+from lightning_weave.stages.caches import open_cache
 from lightning_weave.store import write_json
 from lightning_weave.train.data import compose
 from lightning_weave.train.export import round_weights, write_model
-from lightning_weave.train.parallel import join, own_part, reshard
-from lightning_weave.train.training import make_fit, open_trainee
+from lightning_weave.train.loop import make_fit
+from lightning_weave.train.parallel import join, local_shard, reshard
+from lightning_weave.train.student import open_trainee
 from train.cached import context
 
 
@@ -41,7 +42,7 @@ def peak() -> Iterator[Peak]:
             measured.bytes = max(measured.bytes, held)
 
 
-def measure(steps: Steps, dtype: torch.dtype, out: Path) -> None:
+def measure(run: Run, dtype: torch.dtype, out: Path) -> None:
     """Open, train one update, export; write down what this rank read and what each of the three held at most."""
     read: list[int] = []
     plain = Layout.read
@@ -52,16 +53,16 @@ def measure(steps: Steps, dtype: torch.dtype, out: Path) -> None:
             yield name, tensor
 
     Layout.read = counted  # type: ignore[method-assign]
-    rows = open_cache(steps, "both")
+    rows = open_cache(run, "both")
     with join(torch.device("cpu"), sharded=True) as ranks:
         with peak() as loading:
-            trainee = open_trainee(steps, context(ranks, dtype))
+            trainee = open_trainee(run, context(ranks, dtype))
         with peak() as training:
-            fit = make_fit(steps, "both", trainee, rows, alpha=2.0, ranks=ranks)
+            fit = make_fit(run, "both", trainee, rows, alpha=2.0, ranks=ranks)
             fit.update(1, [0, 1])
         reshard(trainee)
-        kept = sum(own_part(weight)[0].nbytes for weight in trainee.parameters())
-        layout = steps.student.layout
+        kept = sum(local_shard(weight)[0].nbytes for weight in trainee.parameters())
+        layout = run.student.layout
         with peak() as exporting:
             round_weights(trainee, layout.dtypes, [compose(rows.block([0]), rows.weights, 2.0)])
             write_model(out / "final", trainee, layout, "a card", ranks)

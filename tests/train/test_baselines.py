@@ -7,19 +7,18 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from lightning_weave.cache.sources import deal_groups
+from lightning_weave.cache.shifts import assign_groups
 from lightning_weave.config import Composition
 from lightning_weave.errors import InputError
 from lightning_weave.maths import expected_kl
-from lightning_weave.pipeline import reference
-from lightning_weave.pipeline.flow import make_rollouts, make_students
-from lightning_weave.runs.caches import open_cache
-from lightning_weave.train.data import compose
-from lightning_weave.train.dose import anchor_doses
+from lightning_weave.stages import reference, rollout
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.run import make_students
+from lightning_weave.train.data import anchor_doses, compose
 from lightning_weave.types import Scores
 from pipeline.scored import HALF, QUIET, make_scored, same, trained
 from rows import block_of, read_row
-from tiny import steps_of
+from tiny import run_of
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +41,10 @@ def test_degenerate_baselines_are_the_single_anchor_run_bit_for_bit(recipe: dict
 
 
 def test_a_mixture_gives_each_prompt_one_anchor_in_exact_shares(recipe: dict) -> None:
-    steps = steps_of(
-        {**recipe, "compositions": {"mix": {"weights": {"acc": 0.25, "brief": 0.75}, "method": "mixture"}}}
-    )
-    cache = open_cache(steps, "mix")
+    run = run_of({**recipe, "compositions": {"mix": {"weights": {"acc": 0.25, "brief": 0.75}, "method": "mixture"}}})
+    cache = open_cache(run, "mix")
     singles = {
-        anchor: open_cache(steps_of({**recipe, "compositions": {"x": {"weights": {anchor: 1.0}}}}), "x")
+        anchor: open_cache(run_of({**recipe, "compositions": {"x": {"weights": {anchor: 1.0}}}}), "x")
         for anchor in ("acc", "brief")
     }
     found = []
@@ -67,16 +64,16 @@ def test_a_mixture_gives_each_prompt_one_anchor_in_exact_shares(recipe: dict) ->
 
 
 def test_dealing_is_exact_and_by_seed() -> None:
-    dealt = deal_groups(100, [0.2, 0.3, 0.5], seed=1)
+    dealt = assign_groups(100, [0.2, 0.3, 0.5], seed=1)
     assert np.bincount(dealt).tolist() == [20, 30, 50]
-    assert not np.array_equal(dealt, deal_groups(100, [0.2, 0.3, 0.5], seed=2))
-    assert np.array_equal(dealt, deal_groups(100, [0.2, 0.3, 0.5], seed=1))
+    assert not np.array_equal(dealt, assign_groups(100, [0.2, 0.3, 0.5], seed=2))
+    assert np.array_equal(dealt, assign_groups(100, [0.2, 0.3, 0.5], seed=1))
 
 
 def test_a_teacher_target_is_the_teachers_own_distribution(recipe: dict) -> None:
-    steps = steps_of({**recipe, "compositions": {"opd": {"weights": {"acc": 1.0}, "method": "teacher", "alpha": 3.0}}})
-    cache = open_cache(steps, "opd")
-    post = steps.store.stage(steps.scores_of("acc")[0])
+    run = run_of({**recipe, "compositions": {"opd": {"weights": {"acc": 1.0}, "method": "teacher", "alpha": 3.0}}})
+    cache = open_cache(run, "opd")
+    post = run.scores_of("acc")[0]
     for number in range(8):
         batch = compose(cache.block([number]), cache.weights, 3.0)
         scores = post.open(Scores, number // 8).read(number % 8, number % 8 + 1)
@@ -87,16 +84,16 @@ def test_a_teacher_target_is_the_teachers_own_distribution(recipe: dict) -> None
 
 
 def test_self_distillation_aims_at_the_student_at_another_temperature(recipe: dict) -> None:
-    steps = steps_of({**recipe, "compositions": {"self": {"method": "self", "sharpen": 0.5, "alpha": 3.0}}})
-    cache = open_cache(steps, "self")
+    run = run_of({**recipe, "compositions": {"self": {"method": "self", "sharpen": 0.5, "alpha": 3.0}}})
+    cache = open_cache(run, "self")
     batch = compose(cache.block([0]), cache.weights, 3.0)
     torch.testing.assert_close(batch.log_q_NO, torch.log_softmax(2 * batch.log_b_NO, dim=-1), atol=1e-5, rtol=1e-5)
 
 
 def test_a_contrast_subtracts_a_shift(recipe: dict) -> None:
     weights = {"acc": 1.5, "brief": -0.5}
-    steps = steps_of({**recipe, "compositions": {"minus": {"weights": weights, "allow_negative": True}}})
-    row = read_row(cache := open_cache(steps, "minus"), 0)
+    run = run_of({**recipe, "compositions": {"minus": {"weights": weights, "allow_negative": True}}})
+    row = read_row(cache := open_cache(run, "minus"), 0)
     batch = compose(block_of([row]), cache.weights, 2.0)
     kept = row.valid_KT.all(axis=0)
     expected = 1.5 * row.r_KTC[0][kept] - 0.5 * row.r_KTC[1][kept]
@@ -106,9 +103,9 @@ def test_a_contrast_subtracts_a_shift(recipe: dict) -> None:
 def test_a_kl_budget_is_hit_within_one_percent_on_the_cache(recipe: dict) -> None:
     budget = 0.02
     trained(recipe, budget={"weights": HALF, "kl_budget": budget})
-    steps = steps_of({**recipe, "compositions": {"budget": {"weights": HALF, "kl_budget": budget}}})
-    manifest = steps.store.stage(steps.train("budget")).require()
-    cache = open_cache(steps, "budget")
+    run = run_of({**recipe, "compositions": {"budget": {"weights": HALF, "kl_budget": budget}}})
+    manifest = run.stage("train", "budget").require()
+    cache = open_cache(run, "budget")
     rows = [read_row(cache, number) for number in range(len(cache))]
     batch = compose(block_of(rows), cache.weights, manifest["alpha"])
     assert expected_kl(batch.log_q_NO, batch.log_b_NO).mean().item() == pytest.approx(budget, rel=0.01)
@@ -141,9 +138,9 @@ def test_the_dose_is_what_each_anchor_acts_with(way: dict, doses: dict) -> None:
 @pytest.mark.slow
 def test_self_distillation_without_anchors_is_a_whole_run(recipe: dict, tmp_path: Path) -> None:
     alone = {key: value for key, value in recipe.items() if key != "anchors"}
-    steps = steps_of({**alone, "runs": str(tmp_path), "compositions": {"self": {"method": "self", "sharpen": 0.5}}})
-    assert [step.path for step in steps.everything()][:4] == ["prompts", "rollout", "reference", "train/self"]
-    make_rollouts(steps, QUIET)
-    reference.run(steps, QUIET)
-    make_students(steps, QUIET)
-    assert steps.store.stage(steps.train("self")).state() == "done"
+    run = run_of({**alone, "runs": str(tmp_path), "compositions": {"self": {"method": "self", "sharpen": 0.5}}})
+    assert [step.path for step in run.everything()][:4] == ["prompts", "rollout", "reference", "train/self"]
+    rollout.rollout(run, QUIET)
+    reference.reference(run, QUIET)
+    make_students(run, QUIET)
+    assert run.stage("train", "self").complete

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_weave.pipeline.flow import make_students
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages.run import make_students
 from lightning_weave.store import read_lines
 from pipeline.scored import HALF, QUIET, make_scored
-from tiny import steps_of
+from tiny import run_of
 from train.launch import Plan, start
 
 pytestmark = pytest.mark.ranks
@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 SAMPLING = ("sequential", "online", "refreshed")
 DTYPES = ("float32", "bfloat16")  # bfloat16 is sharded in one process as well, as it is on a GPU
-ONCE = {"epochs": 1, "prompts_per_round": 6, "updates_per_round": 1, "allow_disagreement": True}
+ONCE = {"epochs": 1, "prompts_per_round": 6, "updates_per_round": 1, "agreement": False}
 
 
 @pytest.fixture(scope="module")
@@ -44,36 +44,36 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return make_scored(tmp_path_factory.mktemp("bfloat16"))
 
 
-def steps_for(recipe: dict, who: str, way: str, dtype: str) -> Steps:
+def run_for(recipe: dict, who: str, way: str, dtype: str) -> Run:
     """A way to train in a dtype, as a composition of its own name in the run whose cache is made."""
     train = {**recipe["train"], **ONCE, "dtype": dtype, **SETTINGS.get(way, {})}
     composition = WAYS.get(way, WAYS["joint"])
-    return steps_of({**recipe, "compositions": {f"{way}-{dtype}-{who}": composition}, "train": train})
+    return run_of({**recipe, "compositions": {f"{way}-{dtype}-{who}": composition}, "train": train})
 
 
-def losses(steps: Steps) -> list[float]:
-    (name,) = steps.recipe.compositions
-    folder = steps.store.run_dir / "train" / name
+def losses(run: Run) -> list[float]:
+    (name,) = run.recipe.compositions
+    folder = run.directory / "train" / name
     files = sorted(folder.rglob("metrics.jsonl"))
     return [row["loss"] for file in files for row in read_lines(file)]
 
 
-def weights(steps: Steps) -> dict[str, torch.Tensor]:
-    (name,) = steps.recipe.compositions
-    return load_file(steps.store.run_dir / "train" / name / "final" / "model.safetensors")
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    (name,) = run.recipe.compositions
+    return load_file(run.directory / "train" / name / "final" / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
-def alone(recipe: dict) -> dict[tuple[str, str], Steps]:
+def alone(recipe: dict) -> dict[tuple[str, str], Run]:
     """Every way in both dtypes, trained by one process."""
-    runs = {(way, dtype): steps_for(recipe, "alone", way, dtype) for way in (*WAYS, *SETTINGS) for dtype in DTYPES}
+    runs = {(way, dtype): run_for(recipe, "alone", way, dtype) for way in (*WAYS, *SETTINGS) for dtype in DTYPES}
     assert start(Plan(list(runs.values()), compiler="aot_eager")) == [0]
     return runs
 
 
 @pytest.mark.parametrize("way", [*WAYS, *SETTINGS])
 @pytest.mark.slow
-def test_every_way_trains_in_bfloat16_as_in_float32(alone: dict[tuple[str, str], Steps], way: str) -> None:
+def test_every_way_trains_in_bfloat16_as_in_float32(alone: dict[tuple[str, str], Run], way: str) -> None:
     ended = {dtype: losses(alone[way, dtype]) for dtype in DTYPES}
     assert len(ended["bfloat16"]) == len(ended["float32"]) > 0
     assert np.isfinite(ended["bfloat16"]).all()
@@ -87,12 +87,12 @@ def test_every_way_trains_in_bfloat16_as_in_float32(alone: dict[tuple[str, str],
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_in_every_way(recipe: dict, alone: dict[tuple[str, str], Steps]) -> None:
+def test_two_ranks_train_as_one_in_every_way(recipe: dict, alone: dict[tuple[str, str], Run]) -> None:
     """Two ranks round otherwise, which in bfloat16 draws other tokens: what samples is compared in float32."""
-    together = {(way, dtype): steps_for(recipe, "together", way, dtype) for way, dtype in alone}
+    together = {(way, dtype): run_for(recipe, "together", way, dtype) for way, dtype in alone}
     assert start(Plan(list(together.values()), compiler="aot_eager"), ranks=2) == [0, 0]
-    for (way, dtype), steps in together.items():
-        found, expected = losses(steps), losses(alone[way, dtype])
+    for (way, dtype), run in together.items():
+        found, expected = losses(run), losses(alone[way, dtype])
         assert len(found) == len(expected) > 0
         assert np.isfinite(found).all()
         if dtype == "float32" or way not in SAMPLING:
@@ -104,6 +104,6 @@ def test_two_ranks_train_as_one_in_every_way(recipe: dict, alone: dict[tuple[str
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of the compiler, which means to hide it
 @pytest.mark.slow
 def test_the_compiler_itself_trains(recipe: dict) -> None:
-    steps = steps_for(recipe, "inductor", "compiled", "bfloat16")
-    make_students(steps, QUIET)
-    assert np.isfinite(losses(steps)).all()
+    run = run_for(recipe, "inductor", "compiled", "bfloat16")
+    make_students(run, QUIET)
+    assert np.isfinite(losses(run)).all()

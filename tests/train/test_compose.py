@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import oracle
-from lightning_weave.train.data import compose, tokens_needed
+from lightning_weave.train.data import compose
 from rows import Row, block_of
 
 VOCABULARY, CANDIDATES = 11, 4
@@ -75,9 +75,8 @@ def test_every_decision_is_what_the_equations_say(weights: tuple[float, float]) 
 def test_nothing_is_run_after_the_last_kept_decision() -> None:
     rows, _ = make_rows(1, [(3, 8), (2, 8)])
     early = [replace(row, valid_KT=np.arange(8) < np.array([[2], [8]])) for row in rows]
-    assert tokens_needed(block_of(early), (0.5, 0.5)) == [4, 3]
-    assert tokens_needed(block_of(early), (0.0, 1.0)) == [10, 9]
     assert compose(block_of(early), (0.5, 0.5), 2.0).lengths == (4, 3)
+    assert compose(block_of(early), (0.0, 1.0), 2.0).lengths == (10, 9)
 
 
 def test_rows_without_a_valid_decision_make_a_batch_that_asks_for_nothing() -> None:
@@ -94,9 +93,9 @@ def test_an_endpoint_ignores_the_other_anchor_even_where_it_is_broken() -> None:
     alone = [replace(row, r_KTC=row.r_KTC[:1], valid_KT=row.valid_KT[:1]) for row in rows]
     spoilt = [replace(row, r_KTC=np.stack([row.r_KTC[0], np.full_like(row.r_KTC[1], np.nan)])) for row in rows]
     one, other = compose(block_of(alone), (1.0,), 2.0), compose(block_of(spoilt), (1.0, 0.0), 2.0)
-    assert one.lengths == other.lengths
+    assert (one.lengths, one.whole) == (other.lengths, other.whole)
     for name, tensor in vars(one).items():
-        assert name == "lengths" or torch.equal(tensor, getattr(other, name)), name
+        assert name in ("lengths", "whole") or torch.equal(tensor, getattr(other, name)), name
 
 
 def test_the_first_decisions_are_the_first() -> None:

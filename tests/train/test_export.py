@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_weave.models.layout import Layout
-from lightning_weave.pipeline.flow import make_students
-from lightning_weave.runs.caches import open_cache
+from lightning_weave.models.weights import Layout
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.run import make_students
 from lightning_weave.store import read_json
 from lightning_weave.train import export
 from lightning_weave.train.data import compose
-from lightning_weave.train.export import round_weights, student_weights
-from lightning_weave.train.objectives import whole_vocabulary
+from lightning_weave.train.export import round_weights
+from lightning_weave.train.objectives import full_vocabulary
 from lightning_weave.train.parallel import Ranks
-from lightning_weave.train.training import open_trainee
+from lightning_weave.train.student import open_trainee, student_weights
 from train.cached import QUIET, context, make_run
 
 CPU = torch.device("cpu")
@@ -26,17 +26,17 @@ ALONE = Ranks(0, 1, CPU)
 
 
 def test_the_first_decisions_run_only_the_tokens_that_they_need(tmp_path: Path) -> None:
-    steps = make_run(tmp_path)
-    cache = open_cache(steps, "both")
-    trainee = open_trainee(steps, context(ALONE)).eval()
+    run = make_run(tmp_path)
+    cache = open_cache(run, "both")
+    trainee = open_trainee(run, context(ALONE)).eval()
     batch = compose(cache.block(range(4)), cache.weights, 2.0)
     with torch.no_grad():
-        whole_NV = trainee(batch, whole_vocabulary, 1.0)[1]
+        whole_NV = trainee(batch, full_vocabulary, 1.0)[1]
         for decisions in (1, 3, len(batch) - 1, len(batch) + 5):
             part = batch.first(decisions)
             assert len(part.input_ids_T) == sum(part.lengths) <= len(batch.input_ids_T)
             assert part.states_N.max() == len(part.input_ids_T) - 1, "nothing is run after the last decision"
-            torch.testing.assert_close(trainee(part, whole_vocabulary, 1.0)[1], whole_NV[:decisions])
+            torch.testing.assert_close(trainee(part, full_vocabulary, 1.0)[1], whole_NV[:decisions])
     assert batch.first(1).lengths == (int(batch.states_N[0]) + 1,)
     assert batch.first(0).lengths == (1,)
 
@@ -52,11 +52,11 @@ def test_the_student_is_read_once(tmp_path: Path, dtype: str, monkeypatch: pytes
         return read(self, wanted)
 
     monkeypatch.setattr(Layout, "read", counted)
-    train = {"dtype": dtype, "epochs": 1, "allow_disagreement": True}
-    steps = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=train)
-    make_students(steps, QUIET)
+    train = {"dtype": dtype, "epochs": 1, "agreement": False}
+    run = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=train)
+    make_students(run, QUIET)
     assert len(reads) == len(set(reads)) > 0
-    lost = read_json(steps.store.run_dir / "train" / "both" / "manifest.json")["export_kl"]
+    lost = read_json(run.directory / "train" / "both" / "manifest.json")["export_kl"]
     assert lost > 0 if dtype == "float32" else lost == 0, "in bfloat16 the trainer computes with rounded weights"
 
 
@@ -66,27 +66,29 @@ def test_ranks_wait_for_the_disk_before_they_gather(tmp_path: Path, monkeypatch:
 
     @dataclass(frozen=True)
     class Watched(Ranks):
-        def wait(self) -> None:
-            done.append("wait")
+        def barrier(self) -> None:
+            done.append("barrier")
 
     def watch(name: str, owner: Any) -> None:
         usual = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args: (done.append(name), usual(*args))[1])
 
-    steps = make_run(tmp_path)
-    trainee = open_trainee(steps, context(ALONE))
-    for name, owner in (("_copy_files", export), ("whole_weight", export), ("write", Layout)):
+    run = make_run(tmp_path)
+    trainee = open_trainee(run, context(ALONE))
+    for name, owner in (("copyfile", export.shutil), ("full_tensor", export), ("write", Layout)):
         watch(name, owner)
-    export.write_model(tmp_path / "final", trainee, steps.student.layout, "a card", Watched(0, 2, CPU))
-    after_disk = [after for before, after in pairwise(done) if before in ("_copy_files", "write")]
-    assert len(after_disk) == 1 + len(steps.student.layout.pieces) - 1 > 1
-    assert set(after_disk) == {"wait"}
+    export.write_model(tmp_path / "final", trainee, run.student.layout, "a card", Watched(0, 2, CPU))
+    copied = done.count("copyfile")
+    assert done[:copied] == ["copyfile"] * copied
+    after_disk = [after for before, after in pairwise(done[copied - 1 :]) if before in ("copyfile", "write")]
+    assert len(after_disk) == 1 + len(run.student.layout.pieces) - 1 > 1
+    assert set(after_disk) == {"barrier"}
 
 
 def test_rounding_costs_what_is_said(tmp_path: Path) -> None:
-    steps = make_run(tmp_path)
-    cache = open_cache(steps, "both")
-    trainee = open_trainee(steps, context(ALONE))
+    run = make_run(tmp_path)
+    cache = open_cache(run, "both")
+    trainee = open_trainee(run, context(ALONE))
     batch = compose(cache.block(range(2)), cache.weights, 2.0)
     names = student_weights(trainee)
     assert round_weights(trainee, dict.fromkeys(names, torch.float32), [batch]) == 0

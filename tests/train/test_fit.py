@@ -13,17 +13,17 @@ from torch import Tensor
 
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.reader import Cache
-from lightning_weave.errors import WeaveError
+from lightning_weave.errors import Mismatch, WeaveError
 from lightning_weave.maths import direct_opd_loss, log_residual_loss, reverse_kl, tilted_target, with_other
-from lightning_weave.models.load import load_model
-from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.steps import Steps
-from lightning_weave.train.loop import BAD_ROWS, Fit, check_agreement
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.run import Run
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.train.loop import BAD_ROWS, Fit, Training, make_fit
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.schedule import make_schedule
-from lightning_weave.train.training import make_fit, open_trainee
+from lightning_weave.train.student import open_trainee
 from rows import Row, block_of, read_row
-from train.cached import VOCABULARY, context, make_run
+from train.cached import QUIET, VOCABULARY, context, make_run
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 CAPPED = {"family": "gemma3", "final_logit_softcapping": 5.0}
@@ -34,9 +34,9 @@ def patchy(anchor: str, row: int, decisions: int) -> np.ndarray:
     return (np.arange(decisions) % 4 != (1 if anchor == "long" else 2)) & (row % 5 != 0)
 
 
-def open_fit(steps: Steps, name: str = "both") -> Fit:
-    trainee = open_trainee(steps, context(ALONE))
-    return make_fit(steps, name, trainee, open_cache(steps, name), alpha=2.0, ranks=ALONE)
+def open_fit(run: Run, name: str = "both") -> Fit:
+    trainee = open_trainee(run, context(ALONE))
+    return make_fit(run, name, trainee, open_cache(run, name), alpha=2.0, ranks=ALONE)
 
 
 def gradients(fit: Fit) -> dict[str, Tensor]:
@@ -95,14 +95,14 @@ def plain_loss_of(logp_V: Tensor, row: Row, t: int, objective: str) -> Tensor:
 def test_an_update_follows_the_plain_formula_whatever_the_token_budget(
     objective: str, student: dict[str, Any], candidates: int, tmp_path: Path
 ) -> None:
-    steps = make_run(tmp_path, valid=patchy, candidates=candidates, student=student, train={"objective": objective})
-    model = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu")).requires_grad_(True)
-    rows = [read_row(open_cache(steps, "both"), number) for number in ROWS]
+    run = make_run(tmp_path, valid=patchy, candidates=candidates, student=student, train={"objective": objective})
+    model = Checkpoint(str(run.student.path)).load(torch.float32, torch.device("cpu")).requires_grad_(True)
+    rows = [read_row(open_cache(run, "both"), number) for number in ROWS]
     loss = plain_loss(model, rows, objective)
     loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for budget in (1, 20, 10_000):
-        fit = open_fit(steps)
+        fit = open_fit(run)
         fit.token_budget = budget
         found = gradients(fit)
         assert found.keys() == expected.keys()
@@ -112,8 +112,8 @@ def test_an_update_follows_the_plain_formula_whatever_the_token_budget(
 
 
 def test_what_is_watched_is_what_the_batch_says(tmp_path: Path) -> None:
-    steps = make_run(tmp_path, valid=patchy)
-    fit = open_fit(steps)
+    run = make_run(tmp_path, valid=patchy)
+    fit = open_fit(run)
     rows = [read_row(fit.cache, number) for number in ROWS]
     masks = [row.valid_KT.all(axis=0) for row in rows]
     figures = fit.update(1, ROWS)
@@ -126,12 +126,12 @@ def test_what_is_watched_is_what_the_batch_says(tmp_path: Path) -> None:
 
 
 def test_one_update_at_the_papers_learning_rate_moves_nearly_all_master_weights(tmp_path: Path) -> None:
-    settings = {"learning_rate": 1e-6, "allow_disagreement": True}
-    steps = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=settings)
-    fit = open_fit(steps)
+    settings = {"learning_rate": 1e-6, "agreement": False}
+    run = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=settings)
+    fit = open_fit(run)
     before = {name: p.detach().clone() for name, p in fit.trainee.named_parameters()}
     assert all(torch.equal(p, p.bfloat16().float()) for p in before.values()), "the checkpoint is in bfloat16"
-    has_gradient = {name: gradient != 0 for name, gradient in gradients(open_fit(steps)).items()}
+    has_gradient = {name: gradient != 0 for name, gradient in gradients(open_fit(run)).items()}
     fit.update(1, ROWS)
     moved = total = 0
     for name, p in fit.trainee.named_parameters():
@@ -145,8 +145,8 @@ def test_one_update_at_the_papers_learning_rate_moves_nearly_all_master_weights(
 
 
 def test_an_update_without_a_single_kept_decision_changes_nothing(tmp_path: Path) -> None:
-    steps = make_run(tmp_path, valid=lambda anchor, row, decisions: np.zeros(decisions, dtype=bool))
-    fit = open_fit(steps)
+    run = make_run(tmp_path, valid=lambda anchor, row, decisions: np.zeros(decisions, dtype=bool))
+    fit = open_fit(run)
     before = [p.detach().clone() for p in fit.trainee.parameters()]
     figures = fit.update(1, ROWS)
     assert (figures["loss"], figures["kept"], figures["rows_without"]) == (0, 0, len(ROWS))
@@ -179,9 +179,9 @@ class Spoilt:
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_rows_that_caused_it(tmp_path: Path) -> None:
-    steps = make_run(tmp_path)
-    fit = open_fit(steps)
-    cache = open_cache(steps, "both")
+    run = make_run(tmp_path)
+    fit = open_fit(run)
+    cache = open_cache(run, "both")
     bad = next(number for number in ROWS if len(read_row(cache, number).response_ids) > 3)
     fit.cache = Spoilt(cache, bad, place=2)
     before = [p.detach().clone() for p in fit.trainee.parameters()]
@@ -203,9 +203,9 @@ def test_a_gradient_that_is_not_finite_does_not_reach_the_weights(tmp_path: Path
 
 
 def test_too_little_memory_halves_the_micro_batches_and_not_the_loss(tmp_path: Path) -> None:
-    steps = make_run(tmp_path)
-    expected = open_fit(steps).update(1, ROWS)["loss"]
-    fit = open_fit(steps)
+    run = make_run(tmp_path)
+    expected = open_fit(run).update(1, ROWS)["loss"]
+    fit = open_fit(run)
     forward = fit.trainee.forward
 
     def small_memory(batch: Any, *rest: Any) -> Any:
@@ -232,17 +232,16 @@ def test_no_memory_for_a_single_row_is_said(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_sees_another_student_than_the_cache_is_found_out(tmp_path: Path) -> None:
-    fit = open_fit(make_run(tmp_path, valid=patchy))
-    found, complaint = check_agreement(fit, ROWS, 1e-4, torch.float32)
-    assert found < 1e-9
-    assert complaint is None
+    run = make_run(tmp_path, valid=patchy)
+    fit = open_fit(run)
+    training = Training(run, "both", make_schedule(run.recipe, groups=6), fit, QUIET)
+    assert training.check(torch.float32)["zero_shift_loss"] < 1e-9
     with torch.no_grad():
         for parameter in fit.trainee.parameters():
             parameter.mul_(1.02)
-    found, complaint = check_agreement(fit, ROWS, 1e-4, torch.float32)
-    assert found > 1e-4
-    assert complaint is not None
-    assert "over 0.0001 (train.agreement)" in complaint
+    assert fit.measure(ROWS)["zero_shift_loss"] > 1e-4
+    with pytest.raises(Mismatch, match=r"the loss at zero shift is .*, over 0\.0001 \(train\.agreement\)"):
+        training.check(torch.float32)
 
 
 def test_a_frozen_head_gets_no_gradient_and_only_adapters_move(tmp_path: Path) -> None:
@@ -256,10 +255,10 @@ def test_a_frozen_head_gets_no_gradient_and_only_adapters_move(tmp_path: Path) -
 
 
 def test_looking_leaves_the_student_as_it_was(tmp_path: Path) -> None:
-    steps = make_run(tmp_path, student={"attention_dropout": 0.5})
-    fit = open_fit(steps)
-    held_out = make_schedule(steps.recipe, groups=6).rows(0)
-    before = fit.distance(held_out)
-    assert fit.distance(held_out) == before, "no dropout while looking"
-    assert fit.disagreement(held_out) < 1e-9
+    run = make_run(tmp_path, student={"attention_dropout": 0.5})
+    fit = open_fit(run)
+    held_out = make_schedule(run.recipe, groups=6).rows(0)
+    before = fit.measure(held_out)
+    assert fit.measure(held_out) == before, "no dropout while looking"
+    assert fit.measure(held_out)["zero_shift_loss"] < 1e-9
     assert fit.trainee.training

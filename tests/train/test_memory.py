@@ -10,16 +10,17 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_weave.models import memory
+from lightning_weave.models import modules as memory
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.pipeline.flow import make_students
-from lightning_weave.runs.caches import open_cache
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.run import make_students
 from lightning_weave.store import read_json
-from lightning_weave.train import training
+from lightning_weave.train import student
+from lightning_weave.train.loop import make_fit
 from lightning_weave.train.parallel import join, shard
-from lightning_weave.train.training import make_fit, open_trainee
+from lightning_weave.train.student import open_trainee
 from pipeline.scored import HALF, QUIET, make_scored
-from tiny import steps_of
+from tiny import run_of
 from train.cached import context, make_run
 from train.launch import on_ranks
 from train.measured import measure
@@ -41,7 +42,7 @@ def test_no_model_is_alive_when_the_next_is_loaded(tmp_path: Path, monkeypatch: 
         pool["empty"] = False
         return model
 
-    class Watched(training.Trainee):
+    class Watched(student.Trainee):
         def __init__(self, *args: Any) -> None:
             alive.append(sum(model() is not None for model in models))
             pooled.append(pool["empty"])
@@ -53,7 +54,7 @@ def test_no_model_is_alive_when_the_next_is_loaded(tmp_path: Path, monkeypatch: 
 
     load = Checkpoint.load
     monkeypatch.setattr(Checkpoint, "load", lambda *args: watch(load(*args)))
-    monkeypatch.setattr(training, "Trainee", Watched)
+    monkeypatch.setattr(student, "Trainee", Watched)
     monkeypatch.setattr(memory, "empty_pool", empty_pool)
     compositions = {
         "one": {"weights": HALF},
@@ -62,10 +63,10 @@ def test_no_model_is_alive_when_the_next_is_loaded(tmp_path: Path, monkeypatch: 
         "legs": {"weights": HALF, "method": "sequential", "sequence": ["acc", "brief"]},
         "parts": {"weights": HALF, "refresh": 2},
     }
-    shorter = {**recipe["train"], "dtype": "bfloat16", "epochs": 1, "allow_disagreement": True}
+    shorter = {**recipe["train"], "dtype": "bfloat16", "epochs": 1, "agreement": False}
     gc.disable()  # nothing is freed by chance
     try:
-        make_students(steps_of({**recipe, "compositions": compositions, "train": shorter}), QUIET)
+        make_students(run_of({**recipe, "compositions": compositions, "train": shorter}), QUIET)
     finally:
         gc.enable()
     assert alive == [0] * 7
@@ -81,10 +82,10 @@ def test_sharding_leaves_no_whole_weight(tmp_path: Path, monkeypatch: pytest.Mon
         whole.extend(weakref.ref(weight) for weight in module.parameters())
         shard(module, *rest)
 
-    monkeypatch.setattr(training, "shard", watched)
-    steps = make_run(tmp_path)
+    monkeypatch.setattr(student, "shard", watched)
+    run = make_run(tmp_path)
     with join(torch.device("cpu"), sharded=True) as ranks:
-        trainee = open_trainee(steps, context(ranks, torch.bfloat16))
+        trainee = open_trainee(run, context(ranks, torch.bfloat16))
         gc.collect()
         assert whole
         assert not any(weight() is not None for weight in whole)
@@ -109,10 +110,10 @@ class Waits(TorchDispatchMode):
 @pytest.mark.slow
 def test_an_update_waits_for_the_device_at_most_twice(tmp_path: Path, dtype: torch.dtype, objective: str) -> None:
     """Once for all that is watched and once for the norm of the gradient, however many micro-batches there are."""
-    steps = make_run(tmp_path, train={"objective": objective})
+    run = make_run(tmp_path, train={"objective": objective})
     with join(torch.device("cpu"), sharded=dtype != torch.float32) as ranks:
-        trainee = open_trainee(steps, context(ranks, dtype))
-        fit = make_fit(steps, "both", trainee, open_cache(steps, "both"), alpha=2.0, ranks=ranks)
+        trainee = open_trainee(run, context(ranks, dtype))
+        fit = make_fit(run, "both", trainee, open_cache(run, "both"), alpha=2.0, ranks=ranks)
         fit.update(1, range(12))
         for budget in (1, 10_000):  # a micro-batch for each row, and one for all
             fit.token_budget = budget
@@ -129,9 +130,9 @@ def test_two_ranks_read_half_each_and_never_hold_the_student(tmp_path: Path, lor
     """Loading takes no more than training does, and the export no whole copy of the student, in any dtype."""
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "vocab_size": 256}
     train = {"gradient_checkpointing": True, "lora": lora} if lora else {"gradient_checkpointing": True}
-    steps = make_run(tmp_path, student={"dtype": torch.bfloat16, **wide}, train=train)
-    assert on_ranks(2, measure, steps, torch.bfloat16, tmp_path) == [0, 0]
-    whole = sum(tensor.nbytes for tensor in load_file(steps.student.path / "model.safetensors").values())
+    run = make_run(tmp_path, student={"dtype": torch.bfloat16, **wide}, train=train)
+    assert on_ranks(2, measure, run, torch.bfloat16, tmp_path) == [0, 0]
+    whole = sum(tensor.nbytes for tensor in load_file(run.student.path / "model.safetensors").values())
     for rank in range(2):
         figures = read_json(tmp_path / f"{rank}.json")
         assert figures["read"] == whole / 2

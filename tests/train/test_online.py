@@ -11,20 +11,21 @@ from safetensors.torch import load_file
 
 from forked import Forked, kill_at
 from lightning_weave.config import check_recipe, dump_recipe
-from lightning_weave.models.load import load_model
-from lightning_weave.pipeline import run
-from lightning_weave.pipeline.flow import make_students
+from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.prompts import read_prompts
 from lightning_weave.report import report
-from lightning_weave.runs.caches import open_cache
+from lightning_weave.stages import run as run_stage
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.run import make_students
 from lightning_weave.train.data import compose
+from lightning_weave.train.loop import make_fit
 from lightning_weave.train.online import LiveRows
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.schedule import make_schedule
-from lightning_weave.train.training import make_fit, open_trainee
+from lightning_weave.train.student import open_trainee
 from pipeline.scored import HALF, QUIET, make_scored, same, trained
 from rows import read_row
-from tiny import steps_of
+from tiny import run_of
 from train.cached import context
 
 
@@ -39,19 +40,19 @@ def test_online_begins_with_the_offline_gradient(recipe: dict, objective: str) -
     compositions = {"live": {"weights": HALF, "method": "online", "objective": objective}, "cached": {"weights": HALF}}
     if objective == "reverse-kl":  # whose first gradient lacks the tilted loss's division by the candidates' mass
         compositions["cached"]["objective"] = objective
-    steps = steps_of({**recipe, "compositions": compositions})
+    run = run_of({**recipe, "compositions": compositions})
     ranks = Ranks(0, 1, torch.device("cpu"))
     gradients, losses = {}, {}
     for name in compositions:
-        trainee = open_trainee(steps, context(ranks))
-        schedule = make_schedule(steps.recipe, 12)
+        trainee = open_trainee(run, context(ranks))
+        schedule = make_schedule(run.recipe, 12)
         if name == "live":
-            rows = LiveRows(steps, name, trainee, read_prompts(steps.prompts_file), schedule, ranks=ranks)
+            rows = LiveRows(run, name, trainee, read_prompts(run.prompts_file), schedule, ranks=ranks)
             rows.refresh(0)
         else:
-            rows = open_cache(steps, name)
+            rows = open_cache(run, name)
         numbers = schedule.rows(0)
-        fit = make_fit(steps, name, trainee, rows, alpha=2.0, ranks=ranks)
+        fit = make_fit(run, name, trainee, rows, alpha=2.0, ranks=ranks)
         batch = compose(rows.block(numbers), rows.weights, 2.0)
         loss, _ = trainee(batch, fit.loss, float(len(batch)))
         loss.backward()
@@ -68,12 +69,12 @@ def test_online_begins_with_the_offline_gradient(recipe: dict, objective: str) -
     assert math.isfinite(losses["live"])
 
 
-def test_online_training_is_stale_when_it_would_draw_otherwise(recipe: dict) -> None:
+def test_online_training_is_another_when_it_would_draw_otherwise(recipe: dict) -> None:
     live = {**recipe, "compositions": {"live": {"weights": HALF, "method": "online"}}}
-    steps = steps_of(live)
-    for change in ({"responses": 4}, {"temperature": 0.7}, {"max_tokens": 9}, {"seed": 7}, {"top_p": 0.9}):
-        other = steps_of({**live, "rollout": {**recipe["rollout"], **change}})
-        assert other.train("live").fingerprint != steps.train("live").fingerprint, change
+    run = run_of(live)
+    for change in ({"responses": 4}, {"temperature": 0.7}, {"max_tokens": 9}, {"seed": 7}):
+        other = run_of({**live, "rollout": {**recipe["rollout"], **change}})
+        assert other.stage("train", "live").fingerprint != run.stage("train", "live").fingerprint, change
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,9 @@ def test_online_training_is_stale_when_it_would_draw_otherwise(recipe: dict) -> 
 def test_only_losses_that_the_sampler_weighs_say_so(recipe: dict, objective: str | None, weighed: bool) -> None:
     """Students trained by the others before that was decided stay valid."""
     live = {"weights": HALF, "method": "online", "objective": objective}
-    steps = steps_of({**recipe, "compositions": {"live": live, "plain": {"weights": HALF}}})
-    assert ("loss_weights" in steps.train("live").settings) is weighed
-    assert "loss_weights" not in steps.train("plain").settings
+    run = run_of({**recipe, "compositions": {"live": live, "plain": {"weights": HALF}}})
+    assert ("loss_weights" in run.stage("train", "live").settings) is weighed
+    assert "loss_weights" not in run.stage("train", "plain").settings
 
 
 @pytest.mark.slow
@@ -92,31 +93,31 @@ def test_online_training_alone_makes_no_cache(recipe: dict, tmp_path: Path) -> N
     live = {**recipe, "runs": str(tmp_path), "compositions": {"live": {"weights": HALF, "method": "online"}}}
     (tmp_path / "sums.jsonl").write_text('{"problem": "1 + 1", "answer": "2"}\n')
     live["eval"] = {"benchmarks": [f"file:{tmp_path / 'sums.jsonl'}"], "samples": 1, "max_tokens": 4, "chat": False}
-    steps = steps_of({**live, "train": {**recipe["train"], "epochs": 1}})
-    assert [step.path for step in steps.everything()][:2] == ["prompts", "train/live"]
-    assert steps.prompts.command.startswith("lweave train")
-    make_students(steps, QUIET)
-    page = report.run([steps], QUIET)
+    run = run_of({**live, "train": {**recipe["train"], "epochs": 1}})
+    assert [step.path for step in run.everything()][:2] == ["prompts", "train/live"]
+    assert run.stage("prompts").command.startswith("lweave train")
+    make_students(run, QUIET)
+    page = report.run([run], QUIET)
     assert (page.parent / "figures" / "training-reverse_kl.svg").exists(), "training shows before anything is evaluated"
-    run.run(steps, QUIET)
-    assert not (steps.store.run_dir / "rollout").exists()
-    assert (steps.store.run_dir / "eval" / "live" / "sums" / "summary.json").exists()
+    run_stage.run_all(run, QUIET)
+    assert not (run.directory / "rollout").exists()
+    assert (run.directory / "eval" / "live" / "sums" / "summary.json").exists()
 
 
 def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:
     """What the current student does is held against the student it began as, and held-out rows stay what they were."""
     live = {"weights": HALF, "method": "online", "objective": "tilted"}
-    steps = steps_of({**recipe, "compositions": {"live": live}, "train": {**recipe["train"], "validation": 0.25}})
-    ranks, schedule = Ranks(0, 1, torch.device("cpu")), make_schedule(steps.recipe, 12)
-    trainee, cache = open_trainee(steps, context(ranks)), open_cache(steps, "live")
-    rows = LiveRows(steps, "live", trainee, read_prompts(steps.prompts_file), schedule, ranks=ranks)
+    run = run_of({**recipe, "compositions": {"live": live}, "train": {**recipe["train"], "validation": 0.25}})
+    ranks, schedule = Ranks(0, 1, torch.device("cpu")), make_schedule(run.recipe, 12)
+    trainee, cache = open_trainee(run, context(ranks)), open_cache(run, "live")
+    rows = LiveRows(run, "live", trainee, read_prompts(run.prompts_file), schedule, ranks=ranks)
     for number in schedule.held_out():
         assert read_row(rows, number).response_ids.tolist() == read_row(cache, number).response_ids.tolist()
     with torch.no_grad():
         for parameter in trainee.parameters():
             parameter.mul_(1.5)
     rows.refresh(0)
-    model = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu"))
+    model = Checkpoint(str(run.student.path)).load(torch.float32, torch.device("cpu"))
     changed = 0
     for number in schedule.rows(0):
         row = read_row(rows, number)
@@ -138,9 +139,9 @@ def test_online_holds_on_to_the_frozen_student(recipe: dict) -> None:
 @pytest.mark.slow
 def test_an_online_run_is_validated_on_the_rows_held_out(recipe: dict) -> None:
     live = {**recipe, "train": {**recipe["train"], "validation": 0.25}}
-    steps = steps_of({**live, "compositions": {"watched": {"weights": HALF, "method": "online"}}})
-    make_students(steps, QUIET)
-    assert steps.store.stage(steps.train("watched")).require()["validation_reverse_kl"] > 0
+    run = run_of({**live, "compositions": {"watched": {"weights": HALF, "method": "online"}}})
+    make_students(run, QUIET)
+    assert run.stage("train", "watched").require()["validation_reverse_kl"] > 0
 
 
 @pytest.mark.slow

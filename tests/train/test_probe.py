@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.bench.summary import read_summary
 from lightning_weave.maths import aes
-from lightning_weave.pipeline.flow import evaluate, make_students
-from lightning_weave.report.colours import policy_hues
-from lightning_weave.report.costs import training_figures
+from lightning_weave.report.figures import policy_hues, training_figures
+from lightning_weave.stages.eval import evaluate
+from lightning_weave.stages.run import make_students
 from lightning_weave.store import read_lines
-from pipeline.scored import HALF, QUIET, make_scored, same, trained
-from tiny import steps_of
+from pipeline.scored import HALF, QUIET, copied, make_scored, same, trained
+from tiny import run_of
 
 BOTH = {"both": {"weights": HALF}}
 
@@ -29,17 +29,15 @@ def test_figures_during_training_are_those_of_the_evaluation(tmp_path: Path) -> 
     grader = tmp_path / "grader.py"
     # A random student is never right: something else counts as right here.
     grader.write_text("def grade(response, answer):\n    return len(response) % 2 == 0\n")
-    watched = {**recipe, "runs": str(tmp_path / "watched"), "train": {**recipe["train"], "eval_every": 5}}
+    watched = {**copied(recipe, tmp_path / "watched"), "train": {**recipe["train"], "eval_every": 5}}
     watched["train"]["eval_problems"] = len(rows)
-    own = {"kind": "python", "function": f"{grader}:grade"}
+    own = f"{grader}:grade"
     watched["eval"] = {"benchmarks": [f"file:{sums}"], "samples": 1, "max_tokens": 8, "chat": False}
     watched["eval"]["graders"] = {f"file:{sums}": own}
-    Path(watched["runs"]).mkdir()
-    (Path(recipe["runs"]) / "tiny").rename(Path(watched["runs"]) / "tiny")
-    steps = steps_of({**watched, "compositions": {"again": BOTH["both"]}}, trust=True)
-    make_students(steps, QUIET)
-    folder = steps.store.run_dir
-    evaluate(steps, QUIET)
+    run = run_of({**watched, "compositions": {"again": BOTH["both"]}}, trust=True)
+    make_students(run, QUIET)
+    folder = run.directory
+    evaluate(run, QUIET)
 
     lines = {row["step"]: row for row in read_lines(folder / "train/again/metrics.jsonl") if "eval_tokens" in row}
     assert sorted(lines) == [0, 5, 10, 12], "the student that training begins with, every fifth update, the last"
@@ -51,6 +49,6 @@ def test_figures_during_training_are_those_of_the_evaluation(tmp_path: Path) -> 
     figures = [(lines[step]["eval_accuracy"], lines[step]["eval_tokens"]) for step in (12, 0)]
     assert lines[12]["eval_aes"] == pytest.approx(aes(*figures[0], *figures[1]), rel=1e-4)
     assert same(load_file(folder / "train/again/final/model.safetensors"), without)
-    drawn = training_figures(steps, policy_hues(["again"]))
+    drawn = {figure.name: figure.drawing for figure in training_figures(run, policy_hues(["again"]))}
     (line,) = [one for one in drawn["training-eval_tokens"].axes[0].lines if len(one.get_xdata()) > 1]
     assert line.get_xdata().tolist() == [0, 5, 10, 12]

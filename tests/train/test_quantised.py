@@ -10,12 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.memory import free_memory
-from lightning_weave.pipeline.flow import make_students
+from lightning_weave.models.modules import free_memory
 from lightning_weave.plan.memory import QUANTISED
+from lightning_weave.stages.run import make_students
 from lightning_weave.store import read_lines
+from lightning_weave.train import checkpoint
 from lightning_weave.train.parallel import Ranks, join
-from lightning_weave.train.training import needs_sharding, open_trainee
+from lightning_weave.train.student import needs_sharding, open_trainee
 from rounding import UNIT
 from train.cached import QUIET, context, make_run, save_student
 
@@ -32,22 +33,22 @@ def settings(base: str, **others: object) -> dict:
 def test_an_adapter_is_trained_beside_a_quantised_student_and_exported_on_its_own_weights(
     tmp_path: Path, base: str, stored: torch.dtype
 ) -> None:
-    steps = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=settings(base))
-    assert not needs_sharding(steps, torch.bfloat16, torch.device("cpu")), "nothing is sharded on one rank"
+    run = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=settings(base))
+    assert not needs_sharding(run, torch.bfloat16, torch.device("cpu")), "nothing is sharded on one rank"
     with join(CPU, sharded=False) as ranks:
-        trainee = open_trainee(steps, context(ranks))
+        trainee = open_trainee(run, context(ranks))
     kept = {(weight.requires_grad, weight.dtype) for weight in trainee.parameters()}
     assert kept == {(False, stored), (False, torch.float32), (True, torch.float32)}
     assert trainee.packs
     del trainee
     free_memory()
 
-    make_students(steps, QUIET)
-    folder = steps.store.stage(steps.train("both")).folder
+    make_students(run, QUIET)
+    folder = run.stage("train", "both").folder
     kl = [row["reverse_kl"] for row in read_lines(folder / "metrics.jsonl")]
     assert kl[-1] < 0.8 * kl[0], "it learns"
-    student = AutoModelForCausalLM.from_pretrained(steps.student.path, dtype=torch.float32)
-    before = load_file(steps.student.path / "model.safetensors")
+    student = AutoModelForCausalLM.from_pretrained(run.student.path, dtype=torch.float32)
+    before = load_file(run.student.path / "model.safetensors")
     served = PeftModel.from_pretrained(student, str(folder / "final" / "adapter")).merge_and_unload().state_dict()
     moved = 0
     for name, weight in load_file(folder / "final" / "model.safetensors").items():
@@ -58,17 +59,18 @@ def test_an_adapter_is_trained_beside_a_quantised_student_and_exported_on_its_ow
 
 
 @pytest.mark.slow
-def test_a_resumed_quantised_training_ends_the_same(tmp_path: Path) -> None:
+def test_a_resumed_quantised_training_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "KEPT_CHECKPOINTS", 100)
     finals = []
     for name, every in (("whole", 50), ("resumed", 1)):
-        steps = make_run(tmp_path / name, train=settings("nf4", checkpoint_every=every, keep=100))
-        make_students(steps, QUIET)
-        stage = steps.store.stage(steps.train("both"))
+        run = make_run(tmp_path / name, train=settings("nf4", checkpoint_every=every))
+        make_students(run, QUIET)
+        stage = run.stage("train", "both")
         if name == "resumed":  # as after a kill in the middle
             stage.manifest_path.unlink()
             for late in sorted((stage.folder / "checkpoints").glob("[0-9]*"))[2:]:
                 late.rename(tmp_path / late.name)
-            make_students(steps, QUIET)
+            make_students(run, QUIET)
         finals.append(load_file(stage.folder / "final" / "model.safetensors"))
     assert all(torch.equal(weight, finals[1][name]) for name, weight in finals[0].items())
 
@@ -90,6 +92,6 @@ def test_quantised_weights_take_the_memory_that_plan_counts(tmp_path: Path, base
 
 
 def test_several_ranks_are_refused(tmp_path: Path) -> None:
-    steps = make_run(tmp_path, train=settings("nf4"))
+    run = make_run(tmp_path, train=settings("nf4"))
     with pytest.raises(InputError, match=r"train\.lora\.base = 'nf4': a quantised student is on one rank, and .* 2"):
-        open_trainee(steps, context(Ranks(0, 2, CPU)))
+        open_trainee(run, context(Ranks(0, 2, CPU)))

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages.caches import open_cache
 from lightning_weave.train import parallel
 from lightning_weave.train.schedule import make_schedule
 from rounding import assert_same_weights
 from train.cached import make_run
-from train.launch import Plan, lopsided, start, torchrun
+from train.launch import Plan, lopsided, on_ranks, start, torchrun, train_and_count
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
@@ -31,16 +31,16 @@ def patchy(anchor: str, row: int, decisions: int) -> np.ndarray:
     return valid & (row % 3 != 0)
 
 
-def losses(steps: Steps, name: str) -> list[float]:
-    lines = (steps.store.run_dir / "train" / name / "metrics.jsonl").read_text().splitlines()
+def losses(run: Run, name: str) -> list[float]:
+    lines = (run.directory / "train" / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
 
 
-def weights(steps: Steps, name: str) -> dict[str, torch.Tensor]:
-    return load_file(steps.store.run_dir / "train" / name / "final" / "model.safetensors")
+def weights(run: Run, name: str) -> dict[str, torch.Tensor]:
+    return load_file(run.directory / "train" / name / "final" / "model.safetensors")
 
 
-def assert_same(one: Steps, other: Steps, updates: int) -> None:
+def assert_same(one: Run, other: Run, updates: int) -> None:
     for name in one.recipe.compositions:
         assert len(losses(one, name)) == updates
         # They are written with six digits, so that what differs at all may differ by 1e-5 of itself.
@@ -49,7 +49,7 @@ def assert_same(one: Steps, other: Steps, updates: int) -> None:
         assert_same_weights(weights(other, name), weights(one, name), updates=updates, learning_rate=rate, apart=1e-5)
 
 
-def runs(root: Path) -> list[Steps]:
+def runs(root: Path) -> list[Run]:
     """Both heads, every way of training, and a second composition in the same processes."""
     shared: dict[str, Any] = {"groups": 12, "valid": patchy}
     naive = {"weights": {"long": 1.0}, "objective": "direct-opd"}
@@ -85,6 +85,18 @@ def test_two_ranks_train_as_one_process(tmp_path: Path) -> None:
     assert {row % 3 == 0 for row in longest} == {True, False}
 
 
+def test_each_machine_has_a_copy_and_gradients_cross_machines_once_per_update(tmp_path: Path) -> None:
+    """Two machines with two ranks each, and several micro-batches to an update."""
+    alone, together = (make_run(tmp_path / name, groups=12, train=UNEVEN) for name in ("alone", "together"))
+    assert start(Plan([alone])) == [0]
+    assert on_ranks(4, train_and_count, Plan([together]), machines=2) == [0] * 4
+    assert_same(alone, together, updates=4)
+    parts = together.student.config.num_hidden_layers + 1  # each is reduced at once: the layers, and all the rest
+    for rank in range(4):
+        sizes = json.loads((together.directory / f"all-reduced-{rank}.json").read_text())
+        assert sizes == [2] * parts * 4, "of each part at each of four updates, over two copies"
+
+
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     settings = {"prompts_per_round": 2, "updates_per_round": 1, "epochs": 2, "checkpoint_every": 2}
     undisturbed, shrunk, grown = (
@@ -104,13 +116,13 @@ def test_ranks_wait_for_the_export_in_a_group_without_the_clock_of_a_gpu(monkeyp
     said: list[Any] = []
     monkeypatch.setattr(parallel.dist, "new_group", lambda **how: said.append(how) or "hosts")
     monkeypatch.setattr(parallel.dist, "barrier", lambda group: said.append(group))
-    parallel._hosts.cache_clear()
+    parallel._host_group.cache_clear()
     try:
-        parallel.Ranks(0, 2, torch.device("cuda", 0)).wait()
+        parallel.Ranks(0, 2, torch.device("cuda", 0)).barrier()
     finally:
-        parallel._hosts.cache_clear()
-    assert said == [{"backend": "gloo", "timeout": parallel.WAITING}, "hosts"]
-    assert parallel.WAITING > parallel.PATIENCE
+        parallel._host_group.cache_clear()
+    assert said == [{"backend": "gloo", "timeout": parallel.HOST_TIMEOUT}, "hosts"]
+    assert parallel.HOST_TIMEOUT > parallel.DEVICE_TIMEOUT
 
 
 def test_ranks_that_start_again_do_not_meet_the_keys_of_an_earlier_start() -> None:
@@ -141,8 +153,7 @@ def test_a_rank_that_failed_does_not_wait_for_the_others_when_it_ends(monkeypatc
     monkeypatch.setattr(parallel.dist, "rendezvous", lambda *_, **__: iter([(None, 0, 2)]))
     monkeypatch.setattr(parallel, "fresh_store", lambda *_: None)
     monkeypatch.setattr(parallel.dist, "init_process_group", lambda *_, **__: None)
-    for name in ("_hosts", "_writers"):
-        monkeypatch.setattr(parallel, name, lambda: None)
+    monkeypatch.setattr(parallel, "_host_group", lambda purpose: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with parallel.join(torch.device("cpu"), sharded=True):
         assert at_end == [parallel.dist.destroy_process_group]

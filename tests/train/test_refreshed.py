@@ -1,7 +1,6 @@
 """Refreshed training: later parts learn the first student's target on what the current student draws."""
 
 import re
-import shutil
 import signal
 from pathlib import Path
 
@@ -12,24 +11,26 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from forked import Forked, kill_at
+from lightning_weave.cache.shifts import entropy
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import CorruptData, InputError
-from lightning_weave.models.load import load_model
-from lightning_weave.pipeline.flow import make_students
-from lightning_weave.runs.caches import open_cache
-from lightning_weave.runs.costs import offline_cost
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.run import Run
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.costs import offline_cost
+from lightning_weave.stages.run import make_students
 from lightning_weave.store import read_lines
 from lightning_weave.store.ledger import read_ledger
-from lightning_weave.train.data import compose
-from lightning_weave.train.parallel import Ranks
-from lightning_weave.train.refreshed import Refreshed, parts_of
+from lightning_weave.train import resampled
+from lightning_weave.train.data import compose, find_dose, open_targets
+from lightning_weave.train.resampled import parts_of, rows_of, schedule_of
 from lightning_weave.train.schedule import Schedule
-from lightning_weave.views import verify
-from pipeline.scored import HALF, QUIET, make_scored, same, trained
+from lightning_weave.views import status as verify
+from pipeline.scored import HALF, QUIET, copied, make_scored, same, trained
 from rows import read_row
-from tiny import steps_of
-from train.cached import context
+from tiny import run_of
 
+BOTH = ("candidates", "proposal")
 THRICE = {"weights": HALF, "refresh": 3}
 
 
@@ -40,10 +41,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.fixture(scope="module")
-def refreshed(recipe: dict) -> Refreshed:
-    steps = steps_of({**recipe, "compositions": {"thrice": THRICE}})
-    make_students(steps, QUIET)
-    return Refreshed(steps, "thrice", context(Ranks(0, 1, torch.device("cpu"))))
+def refreshed(recipe: dict) -> Run:
+    run = run_of({**recipe, "compositions": {"thrice": THRICE}})
+    make_students(run, QUIET)
+    return run
 
 
 def test_parts_are_whole_rounds_of_about_one_length() -> None:
@@ -61,19 +62,21 @@ def test_parts_are_whole_rounds_of_about_one_length() -> None:
 
 
 @pytest.mark.slow
-def test_later_parts_hold_the_first_students_numbers_on_the_current_ones_candidates(refreshed: Refreshed) -> None:
+def test_later_parts_hold_the_first_students_numbers_on_the_current_ones_candidates(refreshed: Run) -> None:
     """Against plain transformers: who drew, who proposes, and whose distribution is tilted."""
-    steps = refreshed.steps
-    vocabulary = steps.student.vocabulary
-    began = load_model(steps.student.path, dtype=torch.float32, device=torch.device("cpu"))
-    for part in refreshed.parts[1:]:
-        now = load_model(part.sampler.folder / "final", dtype=torch.float32, device=torch.device("cpu"))
-        rows = refreshed._rows(part)
+    run = refreshed
+    schedule = schedule_of(run, "thrice")
+    cache = open_cache(run, "thrice")
+    vocabulary = run.student.vocabulary
+    began = Checkpoint(str(run.student.path)).load(torch.float32, torch.device("cpu"))
+    for part in [*parts_of(run, "thrice")][1:]:
+        now = Checkpoint(str(part.sampler.folder / "final")).load(torch.float32, torch.device("cpu"))
+        rows = rows_of(part, "thrice", cache)
         changed = 0
-        for number in refreshed.schedule.rows(part.updates[0]):
+        for number in schedule.rows(part.updates[0]):
             row = read_row(rows, number)
             assert row.number == number
-            before = read_row(refreshed.cache, number)
+            before = read_row(cache, number)
             assert row.prompt_ids.tolist() == before.prompt_ids.tolist(), "the same prompt as in the first cache"
             changed += row.response_ids.tolist() != before.response_ids.tolist()
             ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()[None]
@@ -99,18 +102,18 @@ def test_later_parts_hold_the_first_students_numbers_on_the_current_ones_candida
             target_NO = (log_student_NO + torch.nn.functional.pad(batch.r_NC, (0, 1)) / 0.5).softmax(-1)
             assert np.allclose(batch.log_q_NO.exp(), target_NO, atol=1e-4), "the target is that of the first student"
         assert changed, "the current student draws"
-        for number in refreshed.schedule.held_out():
+        for number in schedule.held_out():
             kept = read_row(rows, number)
-            assert kept.response_ids.tolist() == read_row(refreshed.cache, number).response_ids.tolist()
+            assert kept.response_ids.tolist() == read_row(cache, number).response_ids.tolist()
 
 
 @pytest.mark.slow
-def test_the_first_part_is_plain_joint_training(refreshed: Refreshed, recipe: dict) -> None:
+def test_the_first_part_is_plain_joint_training(refreshed: Run, recipe: dict) -> None:
     trained(recipe, plain={"weights": HALF})
-    folder = refreshed.steps.store.run_dir / "train"
+    folder = refreshed.directory / "train"
     plain, thrice = (list(read_lines(folder / name / "metrics.jsonl")) for name in ("plain", "thrice"))
     assert [row["step"] for row in thrice] == [row["step"] for row in plain]
-    end = refreshed.parts[0].updates.stop
+    end = next(parts_of(refreshed, "thrice")).updates.stop
     for one, two in zip(plain[:end], thrice[:end], strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
     assert plain[end]["loss"] != thrice[end]["loss"], "from here on the states differ"
@@ -118,75 +121,95 @@ def test_the_first_part_is_plain_joint_training(refreshed: Refreshed, recipe: di
 
 @pytest.mark.slow
 def test_parts_on_one_cache_are_one_training(
-    recipe: dict, monkeypatch: pytest.MonkeyPatch, refreshed: Refreshed
+    recipe: dict, monkeypatch: pytest.MonkeyPatch, refreshed: Run, tmp_path: Path
 ) -> None:
     """Optimizer, schedule and rows go on over the parts: where nothing is drawn again, nothing is different."""
     expected = trained(recipe, plain={"weights": HALF})["plain"]
-    monkeypatch.setattr(Refreshed, "_rows", lambda self, part: self.cache)
-    monkeypatch.setattr(Refreshed, "sample", lambda self, part: None)
-    found = trained(recipe, parts=THRICE)["parts"]
+    monkeypatch.setattr(resampled, "rows_of", lambda part, name, first: first)
+    monkeypatch.setattr(resampled, "make_inner_cache", lambda *_: None)
+    found = trained(copied(recipe, tmp_path), parts=THRICE)["parts"]
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_cost_and_damage_of_the_parts_are_the_compositions(refreshed: Refreshed) -> None:
-    steps = refreshed.steps
-    rows = [row for row in read_ledger(steps.store.run_dir) if row["name"] == "thrice"]
-    folders = [part.steps.store.run_dir for part in refreshed.parts[1:]]
+def test_cost_and_damage_of_the_parts_are_the_compositions(refreshed: Run) -> None:
+    run = refreshed
+    rows = [row for row in read_ledger(run.directory) if row["name"] == "thrice"]
+    folders = [part.run.directory for part in [*parts_of(run, "thrice")][1:]]
     sampled = [row for folder in folders for row in read_ledger(folder)]
     assert len(sampled) == 2 * 7, "rollout, proposal, reference, four scored models"
     assert len(rows) == len(sampled) + 3, "and three stretches of training"
     assert {row["method"] for row in rows} == {"refreshed"}
-    assert offline_cost(steps, rows) is None, "what a plain composition costs is not to be learned from this one"
+    assert offline_cost(run, rows) is None, "what a plain composition costs is not to be learned from this one"
 
-    verify.run(steps, QUIET, Console(quiet=True))
-    scored = next((steps.store.run_dir / "train/thrice/part-2").glob("score/*/0*.safetensors"))
+    verify.verify(run, QUIET, Console(quiet=True))
+    scored = next((run.directory / "train/thrice/part-2").glob("score/*/0*.safetensors"))
     whole = scored.read_bytes()
     scored.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:])
-    with pytest.raises(CorruptData, match=r"part-2/score/.* is damaged .*Remove .*train/thrice and train it again"):
-        verify.run(steps, QUIET, Console(quiet=True))
+    with pytest.raises(
+        CorruptData, match=r"part-2/score/.* is damaged .*Remove it \(rm -r .*/train/thrice@\w{8}\), then run"
+    ):
+        verify.verify(run, QUIET, Console(quiet=True))
     scored.write_bytes(whole)
+
+
+@pytest.mark.slow
+def test_a_floor_of_entropy_is_that_of_the_student_that_sampled(recipe: dict) -> None:
+    """As in online training and in the first part. The targets of the first part alone are not exported."""
+    floor = 1.2
+    anchors = {name: {**anchor, "shift": {"only_above": floor}} for name, anchor in recipe["anchors"].items()}
+    run = run_of({**recipe, "anchors": anchors, "compositions": {"twice": {"weights": HALF, "refresh": 2}}})
+    make_students(run, QUIET)
+    part = [*parts_of(run, "twice")][1]
+    block = open_cache(part.run, "twice").block(range(4))
+    certain = {name: entropy(candidates) < floor for name, candidates in vars(block).items() if name in BOTH}
+    assert (certain["candidates"] != certain["proposal"]).any(), "the two students differ"
+    assert not block.valid_KP[:, certain["proposal"]].any()
+    assert block.valid_KP[:, ~certain["proposal"] & certain["candidates"]].any()
+    with pytest.raises(InputError, match=r"compositions\.twice\.refresh: the targets of its later parts"):
+        open_targets(run, "twice")
 
 
 @pytest.mark.slow
 def test_weights_by_tag_and_a_budget_stay_those_of_the_first_cache(recipe: dict) -> None:
     routed = {"weights": {"product": {"acc": 1.0}, "default": {"brief": 1.0}}, "kl_budget": 0.02, "refresh": 2}
     rules = {"rules": {"product": r"\*"}}
-    steps = steps_of({**recipe, "tags": rules, "compositions": {"routed": routed}})
-    make_students(steps, QUIET)
-    refreshed = Refreshed(steps, "routed", context(Ranks(0, 1, torch.device("cpu"))))
-    later = refreshed._rows(refreshed.parts[1])
-    whole = open_cache(steps, "routed")
+    run = run_of({**recipe, "tags": rules, "compositions": {"routed": routed}})
+    make_students(run, QUIET)
+    whole = open_cache(run, "routed")
+    later = rows_of([*parts_of(run, "routed")][1], "routed", whole)
     assert whole.weight_RK is not None
     for number, place in later.place.items():
         assert later.own.weight_RK[place].tolist() == whole.weight_RK[number].tolist()
     assert len(np.unique(whole.weight_RK, axis=0)) == 2
-    alone = steps_of({**recipe, "tags": rules, "compositions": {"routed": {**routed, "refresh": 1}}})
-    assert Refreshed(alone, "routed", refreshed.context).dose.alpha == refreshed.dose.alpha
+    alone = run_of({**recipe, "tags": rules, "compositions": {"routed": {**routed, "refresh": 1}}})
+    doses = [
+        find_dose(each, "routed", open_cache(each, "routed"), schedule_of(each, "routed")) for each in (run, alone)
+    ]
+    assert doses[0].alpha == doses[1].alpha
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "count"),
     [
-        (r"/part-2/sampler/\.tmp-final$", 1),
+        (r"/part-2/sampler@\w+/\.tmp-final$", 1),
         (r"/part-3/score/.*\.safetensors$", 2),
     ],
     ids=["between parts", "scoring"],
 )
 def test_killed_anywhere_it_ends_the_same(
-    refreshed: Refreshed, recipe: dict, tmp_path: Path, forked: Forked, where: str, count: int
+    refreshed: Run, recipe: dict, tmp_path: Path, forked: Forked, where: str, count: int
 ) -> None:
-    expected = load_file(refreshed.steps.store.run_dir / "train/thrice/final/model.safetensors")
-    shutil.copytree(Path(recipe["runs"]), tmp_path / "killed", ignore=shutil.ignore_patterns("train"))
+    expected = load_file(refreshed.directory / "train/thrice/final/model.safetensors")
     file = tmp_path / "thrice.toml"
-    mine = {**recipe, "compositions": {"thrice": THRICE}, "runs": str(tmp_path / "killed")}
+    mine = {**copied(recipe, tmp_path), "compositions": {"thrice": THRICE}}
     file.write_text(dump_recipe(check_recipe(mine)))
     assert forked.lweave("train", file, **kill_at("rename", where, count)).code == -signal.SIGKILL
     status = forked.lweave("status", file)
     assert re.search(r"train/thrice +partial", status.said), status.said
     ended = forked.lweave("train", file)
     assert ended.code == 0, ended.said
-    assert same(load_file(tmp_path / "killed/tiny/train/thrice/final/model.safetensors"), expected)
-    assert [part.sampler.state() for part in parts_of(steps_of(mine), "thrice")][1:] == ["done", "done"]
+    assert same(load_file(tmp_path / "runs/tiny/train/thrice/final/model.safetensors"), expected)
+    assert [part.sampler.state() for part in parts_of(run_of(mine), "thrice")][1:] == ["complete", "complete"]

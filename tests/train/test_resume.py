@@ -1,6 +1,7 @@
 """A run that is killed anywhere, as often as one likes, ends with the very weights of one that was left in peace."""
 
 from pathlib import Path
+from threading import current_thread
 
 import numpy as np
 import pytest
@@ -8,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_weave.errors import WeaveError
-from lightning_weave.pipeline.flow import make_students
 from lightning_weave.progress import Progress
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages.run import make_students
 from lightning_weave.store import read_lines
 from lightning_weave.train import checkpoint
+from lightning_weave.train.parallel import Ranks
 from train.cached import make_run
 from train.launch import Plan, on_ranks, start, train_where_files_come_late
 
@@ -20,12 +22,12 @@ SETTINGS = {"prompts_per_round": 1, "updates_per_round": 1, "epochs": 2, "checkp
 DROPOUT = {"attention_dropout": 0.3}  # so that the random state matters
 
 
-def folder(steps: Steps) -> Path:
-    return steps.store.run_dir / "train" / "both"
+def folder(run: Run) -> Path:
+    return run.directory / "train" / "both"
 
 
-def checkpoints(steps: Steps) -> list[str]:
-    return sorted(path.name for path in (folder(steps) / "checkpoints").iterdir())
+def checkpoints(run: Run) -> list[str]:
+    return sorted(path.name for path in (folder(run) / "checkpoints").iterdir())
 
 
 @pytest.mark.slow
@@ -47,7 +49,7 @@ def test_kills_leave_no_trace_in_the_weights(tmp_path: Path) -> None:
     found = load_file(folder(killed) / "final" / "model.safetensors")
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    rows = [list(read_lines(folder(steps) / "metrics.jsonl")) for steps in (left_alone, killed)]
+    rows = [list(read_lines(folder(run) / "metrics.jsonl")) for run in (left_alone, killed)]
     assert [row["step"] for row in rows[1]] == list(range(1, 9))
     for one, other in zip(*rows, strict=True):
         same = one.keys() - {"seconds", "tokens_per_s", "loading", "memory"}
@@ -68,5 +70,21 @@ def test_rank_0_says_where_to_resume_and_the_others_wait_until_they_see_it(tmp_p
 
 def test_a_rank_that_never_sees_the_checkpoint_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "LATE", 0.3)
+    module = torch.nn.Linear(2, 2)
     with pytest.raises(WeaveError, match="000004: rank 0 sees this checkpoint, and this rank does not"):
-        checkpoint.TrainingCheckpoints(tmp_path, "a fingerprint", keep=2).wait_for(4)
+        checkpoint.TrainingCheckpoints(tmp_path, "a fingerprint").restore(
+            4, module, torch.optim.AdamW(module.parameters())
+        )
+
+
+def test_the_thread_that_writes_checkpoints_sets_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What names no device would go to the first GPU there, whichever the rank has."""
+    seen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(checkpoint, "set_device", lambda device: seen.append((current_thread().name, device)))
+    module = torch.nn.Linear(2, 2)
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    checkpoints = checkpoint.TrainingCheckpoints(tmp_path / "checkpoints", "a fingerprint")
+    with checkpoint.CheckpointWriter(checkpoints, ranks) as writer:
+        writer.save(3, module, torch.optim.AdamW(module.parameters()))
+    assert checkpoints.latest() == 3
+    assert seen == [("checkpoint_0", ranks.device)]

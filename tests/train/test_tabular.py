@@ -10,7 +10,7 @@ from scipy.optimize import brentq
 from torch import Tensor, nn
 
 from lightning_weave.heads import Head
-from lightning_weave.runs.caches import open_cache
+from lightning_weave.stages.caches import open_cache
 from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.loop import Fit, adam
 from lightning_weave.train.objectives import Loss
@@ -42,20 +42,20 @@ class Table(nn.Module):
 @pytest.mark.parametrize("objective", ["tilted", "reverse-kl"])
 @pytest.mark.slow
 def test_a_tabular_student_reaches_the_composed_target_and_stays(objective: str, tmp_path: Path) -> None:
-    steps = make_run(tmp_path, groups=4, longest=LONGEST, train={"prompts_per_round": 4})
-    cache = open_cache(steps, "both")
-    rows = make_schedule(steps.recipe, groups=4).rows(0)
+    run = make_run(tmp_path, groups=4, longest=LONGEST, train={"prompts_per_round": 4})
+    cache = open_cache(run, "both")
+    rows = make_schedule(run.recipe, groups=4).rows(0)
     table = Table(len(cache))
     optimizer = adam(table, learning_rate=0.15, betas=(0.9, 0.999), weight_decay=0.0)
     fit = Fit(table, optimizer, cache, Loss(objective, 2.0), 1e9, 64, 0, ALONE, tmp_path)
-    assert fit.distance(rows)["reverse_kl"] > 0.3
+    assert fit.measure(rows)["reverse_kl"] > 0.3
     for step in range(250):
         fit.update(step, rows)
-    reached = fit.distance(rows)
+    reached = fit.measure(rows)
     assert reached["reverse_kl"] < 1e-6
     for step in range(50):
         fit.update(step, rows)
-    stayed = fit.distance(rows)
+    stayed = fit.measure(rows)
     assert max(stayed["reverse_kl"], stayed["forward_kl"]) < 1e-6
 
 

@@ -1,5 +1,6 @@
 """A directory for the hub: complete, made again by the same command, and never put over anything else."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -8,51 +9,57 @@ from huggingface_hub import metadata_load
 
 from lightning_weave.config import dump_recipe, load_recipe
 from lightning_weave.errors import InputError
-from lightning_weave.pipeline.flow import make_cache, make_students
 from lightning_weave.progress import Progress
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages.pipeline import make_cache
+from lightning_weave.stages.run import make_students
 from lightning_weave.store import write_atomic
-from lightning_weave.views import card
+from lightning_weave.views import export as card
 from report.evaluated import write_evaluations
-from tiny import make_world, save_prompts, steps_of
+from tiny import make_world, run_of, save_prompts
 
 QUIET = Progress(quiet=True)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     torch.set_num_threads(1)
     recipe = make_world(tmp_path_factory.mktemp("card"), prompts=4)
     recipe["compositions"] = {"both": recipe["compositions"]["both"]}
-    steps = steps_of(recipe)
-    make_cache(steps, QUIET)
-    make_students(steps, QUIET)
-    return steps
+    run = run_of(recipe)
+    make_cache(run, QUIET)
+    make_students(run, QUIET)
+    return run
 
 
-def test_the_directory_holds_student_card_and_recipe(trained: Steps, tmp_path: Path) -> None:
-    out = card.run(trained, "both", tmp_path / "my-student", QUIET)
-    final = trained.store.run_dir / "train" / "both" / "final"
+def test_the_directory_holds_student_card_and_recipe(trained: Run, tmp_path: Path) -> None:
+    out = card.card(trained, "both", tmp_path / "my-student", QUIET)
+    final = trained.directory / "train" / "both" / "final"
     assert (out / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
     assert {path.name for path in out.iterdir()} == {path.name for path in final.iterdir()} | {"recipe.toml"}
     assert load_recipe([out / "recipe.toml"]) == trained.recipe
     text = (out / "README.md").read_text()
     assert "| acc | 0.5 | 0.25 |" in text
     assert "Not evaluated yet (`lweave eval RECIPE --only both`)" in text
+    assert 'pipeline("text-generation", model=' in text
+    assert str(trained.student.path.parent) not in text  # no path of this machine
+    short = text.partition("```toml\n")[2].partition("```")[0]
+    assert tomllib.loads(short)["compositions"]["both"]["weights"] == {"acc": 0.5, "brief": 0.5}
+    assert 2 * len(short.splitlines()) < len(dump_recipe(trained.recipe).splitlines())
     (out / "adapter").mkdir()  # which a student of LoRA has
-    assert card.run(trained, "both", out, QUIET) == out, "made by this command, so it may be replaced"
+    assert card.card(trained, "both", out, QUIET) == out, "made by this command, so it may be replaced"
 
 
-def test_the_hub_gets_the_licence_of_the_student_and_the_results(trained: Steps, tmp_path: Path) -> None:
+def test_the_hub_gets_the_licence_of_the_student_and_the_results(trained: Run, tmp_path: Path) -> None:
     bench = save_prompts(tmp_path / "sums.jsonl", 3)
     recipe = trained.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
     recipe["eval"] |= {"benchmarks": [f"file:{bench}"], "chat": False}
-    steps = steps_of(recipe)
-    write_evaluations(steps, {"base": (0.0, 50.0), "both": (1.0, 40.0)}, samples=6)
-    readme = steps.student.path / "README.md"
+    run = run_of(recipe)
+    write_evaluations(run, {"base": (0.0, 50.0), "both": (1.0, 40.0)}, samples=6)
+    readme = run.student.path / "README.md"
     readme.write_text("---\nlicense: other\nlicense_name: mine\ntags: [x]\n---\n# A model\n")
     try:
-        card.run(steps, "both", tmp_path / "out", QUIET)
+        card.card(run, "both", tmp_path / "out", QUIET)
     finally:
         readme.unlink()
     said = metadata_load(tmp_path / "out" / "README.md")
@@ -61,22 +68,24 @@ def test_the_hub_gets_the_licence_of_the_student_and_the_results(trained: Steps,
     assert model["name"] == "tiny-both"
     (result,) = model["results"]
     assert result["dataset"]["name"] == "sums"
-    assert [(one["type"], one["value"]) for one in result["metrics"]] == [("accuracy", 100.0)]
-    card.run(steps, "both", tmp_path / "out", QUIET)
+    (metric,) = result["metrics"]
+    assert (metric["type"], metric["value"]) == ("accuracy", 100.0)
+    assert metric["name"] == "accuracy in %, mean of 6 samples of 3 problems ± 0.0 (95 %), one training seed"
+    card.card(run, "both", tmp_path / "out", QUIET)
     assert "license" not in metadata_load(tmp_path / "out" / "README.md"), "none is known"
 
 
-def test_nothing_else_is_replaced(trained: Steps, tmp_path: Path) -> None:
+def test_nothing_else_is_replaced(trained: Run, tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
-    run_dir = trained.store.run_dir
+    run_dir = trained.directory
     write_atomic(run_dir / "recipe.toml", dump_recipe(trained.recipe).encode())
     final = run_dir / "train" / "both" / "final"
     before = sorted(run_dir.rglob("*"))
     for place in (tmp_path / "precious", run_dir, final):  # the last two have a recipe, or a card, of their own
         with pytest.raises(InputError, match="was not made by this command"):
-            card.run(trained, "both", place, QUIET)
+            card.card(trained, "both", place, QUIET)
     assert sorted(run_dir.rglob("*")) == before
     with pytest.raises(InputError, match="no directory can be made there"):
-        card.run(trained, "both", run_dir / "recipe.toml" / "x", QUIET)
+        card.card(trained, "both", run_dir / "recipe.toml" / "x", QUIET)
     with pytest.raises(InputError, match="no such composition; this run has both"):
-        card.run(trained, "bot", None, QUIET)
+        card.card(trained, "bot", None, QUIET)

@@ -18,16 +18,16 @@ from typer.testing import CliRunner
 from lightning_weave.checks.findings import Finding
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
-from lightning_weave.models.untrained import OutputMatrix, untrained_rows
-from lightning_weave.pipeline.flow import make_rollouts
+from lightning_weave.models.weights import find_output_matrix, untrained_rows
+from lightning_weave.stages import rollout
 from lightning_weave.views import doctor
 from models.small_models import small_model
 from pipeline.expected import Words, image, read_cache
-from pipeline.small_runs import QUIET, make_cache, make_recipe, steps_of
+from pipeline.small_runs import QUIET, make_cache, make_recipe, run_of
 
 
 def look(recipe: dict[str, Any]) -> dict[tuple[str, str], Finding]:
-    return {(finding.about, finding.check): finding for finding in doctor.examine(steps_of(recipe))}
+    return {(finding.about, finding.check): finding for finding in doctor.examine(run_of(recipe))}
 
 
 @pytest.fixture
@@ -70,9 +70,9 @@ def test_before_anything_is_cached(recipe: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_cached_run_is_measured(recipe: dict[str, Any]) -> None:
-    steps = make_cache(recipe)
+    run = make_cache(recipe)
     found = look(recipe)
-    post, pre = read_cache(steps, "post"), read_cache(steps, "pre")
+    post, pre = read_cache(run, "post"), read_cache(run, "pre")
     mapped = np.concatenate([one["mapped"] & two["mapped"] for one, two in zip(post, pre, strict=True)])
     positions = found["anchors.one", "positions"]
     assert positions.figures == {
@@ -94,7 +94,7 @@ def test_a_cached_run_is_measured(recipe: dict[str, Any]) -> None:
     assert found["anchors.one", "end of turn"].figures["masked"] == pytest.approx(1 - np.mean(ends))
     disk = found["run", "disk"].figures
     assert disk["positions"] == len(mapped)
-    shards = list(steps.store.run_dir.rglob("*.safetensors"))
+    shards = [shard for shard in run.directory.rglob("*.safetensors") if "grades" not in shard.parent.name]
     by_position = {"response_ids", "ids", "logp", "other_logp", "sampled_logp", "mapped", "mass"}
     arrays = [array for shard in shards for name, array in load_file(shard).items() if name in by_position]
     assert disk["bytes"] == sum(array.nbytes for array in arrays)
@@ -103,10 +103,10 @@ def test_a_cached_run_is_measured(recipe: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_unscored_candidates_say_the_same_as_scores(recipe: dict[str, Any]) -> None:
-    steps = make_cache(recipe)
+    run = make_cache(recipe)
     scored = look(recipe)
     for name in ("post", "pre"):
-        for path in (steps.store.run_dir / "score" / name).iterdir():
+        for path in (run.directory / "score" / name).iterdir():
             path.unlink()
     unscored = look(recipe)
     for check in ("positions", "end of turn", "breaking tokens"):
@@ -135,9 +135,9 @@ def test_a_warning_needs_more_than_five_percent(recipe: dict[str, Any]) -> None:
     recipe["anchors"]["one"]["validity"] = "candidate"
     recipe["rollout"] |= {"responses": 8, "max_tokens": 24}
     student, anchor = words(recipe)
-    steps = make_cache(recipe)
-    ends = [row["response_ids"][-1] for row in read_cache(steps) if row["finish"] == 0]
-    unseen = [row["response_ids"][-1] not in row["ids"][-1] for row in read_cache(steps) if row["finish"] == 0]
+    run = make_cache(recipe)
+    ends = [row["response_ids"][-1] for row in read_cache(run) if row["finish"] == 0]
+    unseen = [row["response_ids"][-1] not in row["ids"][-1] for row in read_cache(run) if row["finish"] == 0]
     unmapped = [image(id, student, anchor) is None for id in ends]
     finding = look(recipe)["anchors.one", "end of turn"]
     share = np.mean([lost or hidden for lost, hidden in zip(unmapped, unseen, strict=True)])
@@ -156,13 +156,13 @@ def test_the_same_tokenizer_has_nothing_to_say(tmp_path: Path) -> None:
     assert ("anchors.one", "breaking tokens") not in found
 
 
-def test_stale_rollouts_are_not_looked_at(recipe: dict[str, Any]) -> None:
-    make_rollouts(steps_of(recipe), QUIET)
+def test_rollouts_of_another_recipe_are_not_looked_at(recipe: dict[str, Any]) -> None:
+    rollout.rollout(run_of(recipe), QUIET)
     assert look(recipe)["anchors.one", "positions"].figures["measured_on"] == "rollouts"
     recipe["rollout"]["seed"] = 3
     finding = look(recipe)["anchors.one", "positions"]
     assert finding.figures["measured_on"] == "prompts"
-    assert "rollout/ is stale" in finding.text
+    assert "rollout/ is missing" in finding.text
 
 
 def test_gemma_wants_a_bos(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_what_is_missing_is_said_and_the_rest_still_checked(recipe: dict[str, An
     found = look(recipe)
     assert found["anchors.gone.post", "checkpoint"].verdict == "error"
     assert "no such directory" in found["anchors.gone.post", "checkpoint"].text
-    assert "same checkpoint" in found["anchors.twin", "checkpoints"].text
+    assert "same model" in found["anchors.twin", "checkpoints"].text
     assert found["anchors.one", "atomic"].verdict == "ok"
     assert found["student", "chat template"].verdict == "error"
     assert found["prompts", "prompts"].verdict == "error"  # none can be rendered
@@ -217,12 +217,12 @@ def test_untrained_rows_are_reported_where_candidates_meet_them(recipe: dict[str
     weights["lm_head.weight"][anchor.pad_token_id] = weights["lm_head.weight"][stop] * 1.5
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     recipe["reference"]["candidates"] = 60
-    steps = make_cache(recipe)
+    run = make_cache(recipe)
     finding = look(recipe)["anchors.one", "untrained rows"]
     assert set(finding.figures["tokens"]) == {"<|stop|>", "<pad>"}
     student, _ = words(recipe)
     own = student.id_of(b"<|stop|>", True)
-    touched = np.concatenate([(row["ids"] == own).any(axis=1) for row in read_cache(steps)])
+    touched = np.concatenate([(row["ids"] == own).any(axis=1) for row in read_cache(run)])
     assert finding.figures["share"] == pytest.approx(touched.mean())
     assert finding.verdict == "warning"
 
@@ -252,13 +252,13 @@ def test_only_the_rows_that_matter_are_read(tmp_path: Path, tied: bool) -> None:
     assert untrained_rows(head, special) == {17, 3990, 3991}
     for size in ("5GB", "100KB"):
         model.save_pretrained(tmp_path / size, max_shard_size=size)
-        matrix = OutputMatrix.of(tmp_path / size)
+        matrix = find_output_matrix(tmp_path / size)
         assert matrix is not None
-        assert matrix.rows == 4000
-        assert matrix.untrained(special) == {17, 3990, 3991}
-        torch.testing.assert_close(matrix.read([5, 6, 7, 99]), head[[5, 6, 7, 99]])
+        assert matrix.shape[0] == 4000
+        assert untrained_rows(matrix, special) == {17, 3990, 3991}
+        torch.testing.assert_close(matrix.read(slice(5, 99)), head[5:99])
     assert (tmp_path / "100KB" / "model.safetensors.index.json").exists()
-    assert OutputMatrix.of(tmp_path) is None
+    assert find_output_matrix(tmp_path) is None
 
 
 def test_no_other_weights_are_read(recipe: dict[str, Any]) -> None:
@@ -289,10 +289,10 @@ def test_separation_is_that_of_all_pairs(
     recipe["rollout"] |= {"from": str(tmp_path / "own.jsonl"), "responses": 3}
     recipe["reference"]["candidates"] = candidates
     recipe["anchors"]["one"]["validity"] = validity
-    steps = make_cache(recipe)
+    run = make_cache(recipe)
     figures = look(recipe)["anchors.one", "separation"].figures
     shifts, right, lengths = [], [], []
-    for post, pre in zip(read_cache(steps, "post"), read_cache(steps, "pre"), strict=True):
+    for post, pre in zip(read_cache(run, "post"), read_cache(run, "pre"), strict=True):
         if post["prompt"] >= 10:
             continue
         total = 0.0

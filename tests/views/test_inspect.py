@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
-from lightning_weave.pipeline.flow import make_students
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages.run import make_students
 from lightning_weave.views import inspect
 from pipeline.expected import Words, read_cache
-from pipeline.small_runs import QUIET, make_cache, make_recipe, steps_of
+from pipeline.small_runs import QUIET, make_cache, make_recipe, run_of
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,13 @@ def tilt(behaviour: list[float], shift: list[float], alpha: float) -> list[float
 
 
 def test_every_number_is_that_of_the_cache(recipe: dict[str, Any]) -> None:
-    steps = steps_of(recipe)
+    run = run_of(recipe)
     student = Words.of(Path(recipe["student"]["model"]))
     masked = 0
     partly = 0
-    for number, (post, pre) in enumerate(zip(read_cache(steps, "post"), read_cache(steps, "pre"), strict=True)):
+    for number, (post, pre) in enumerate(zip(read_cache(run, "post"), read_cache(run, "pre"), strict=True)):
         for t in range(number % 3, len(post["response_ids"]), 3):
-            seen = inspect.look(steps, number, t)
+            seen = inspect.look(run, number, t)
             assert seen.ids == post["ids"][t].tolist()
             assert seen.behaviour == [*post["logp"][t].tolist(), post["other"][t]]
             assert seen.models["post"] == [
@@ -62,7 +62,7 @@ def test_every_number_is_that_of_the_cache(recipe: dict[str, Any]) -> None:
             assert seen.valid == {"one": all(known), "two": any(known)}
             if any(known) and not all(known):  # the anchor lacks a token, and that is what is named
                 partly += 1
-                why = inspect.why_masked(seen, "one")
+                why = seen.masked["one"]
                 assert [repr(inspect.visible(word)) in why for word in seen.tokens] == [not one for one in known]
             back = [-r for r in shift]
             mixed = [0.25 * r + 0.75 * b for r, b in zip(shift, back, strict=True)]
@@ -88,23 +88,23 @@ def test_targets_are_those_that_training_aims_at(recipe: dict[str, Any]) -> None
         "sharp": {"method": "self", "sharpen": 0.5},
         "budget": {"weights": {"one": 1.0}, "kl_budget": 0.05},
         "dealt": {"weights": {"one": 0.5, "two": 0.5}, "method": "mixture"},
-        "steps": {"weights": {"one": 0.5, "two": 0.5}, "method": "sequential", "sequence": ["one", "two"]},
+        "run": {"weights": {"one": 0.5, "two": 0.5}, "method": "sequential", "sequence": ["one", "two"]},
     }
     recipe = {**recipe, "compositions": {**recipe["compositions"], **ways}}
-    steps = steps_of(recipe)
-    assert "budget" not in inspect.look(steps, 0, 0).targets, "alpha is solved when training begins"
-    make_students(steps, QUIET, ["budget"])
-    alpha = steps.store.stage(steps.train("budget")).require()["alpha"]
+    run = run_of(recipe)
+    assert "budget" not in inspect.look(run, 0, 0).targets, "alpha is solved when training begins"
+    make_students(run, QUIET, ["budget"])
+    alpha = run.stage("train", "budget").require()["alpha"]
     assert alpha != 2.0
-    assert steps.alpha("budget") == alpha
-    assert {steps.alpha(name) for name in ways if name != "budget"} == {2.0}
+    assert run.alpha("budget") == alpha
+    assert {run.alpha(name) for name in ways if name != "budget"} == {2.0}
     dealt = set()
-    for number, (post, pre) in enumerate(zip(read_cache(steps, "post"), read_cache(steps, "pre"), strict=True)):
+    for number, (post, pre) in enumerate(zip(read_cache(run, "post"), read_cache(run, "pre"), strict=True)):
         for t in range(len(post["response_ids"])):
             if not (post["mapped"][t] & pre["mapped"][t]).all():
                 continue
-            seen = inspect.look(steps_of(recipe), number, t)
-            assert "steps" not in seen.targets
+            seen = inspect.look(run_of(recipe), number, t)
+            assert "run" not in seen.targets
             shift = [float(a - b) for a, b in zip(post["score"][t], pre["score"][t], strict=True)]
             assert seen.targets["opd"][:-1] == pytest.approx(post["score"][t].tolist(), abs=1e-4)
             assert seen.targets["sharp"] == pytest.approx(tilt(seen.behaviour, gaps(seen.behaviour), 1.0), abs=1e-4)
@@ -124,8 +124,8 @@ def gaps(behaviour: list[float]) -> list[float]:
 
 
 def test_a_wrong_row_or_position_is_answered_with_the_range(recipe: dict[str, Any]) -> None:
-    steps = steps_of(recipe)
-    length = len(read_cache(steps)[3]["response_ids"])
+    run = run_of(recipe)
+    length = len(read_cache(run)[3]["response_ids"])
     for row, position, message in (
         (12, 0, "row 12: this run has rows 0 to 11"),
         (-1, 0, "row -1: this run has rows 0 to 11"),
@@ -133,21 +133,23 @@ def test_a_wrong_row_or_position_is_answered_with_the_range(recipe: dict[str, An
         (3, -1, f"position -1: row 3 has positions 0 to {length - 1}"),
     ):
         with pytest.raises(InputError) as caught:
-            inspect.look(steps, row, position)
+            inspect.look(run, row, position)
         assert str(caught.value) == message
 
 
 def test_the_command_takes_a_run_directory_wherever_it_stands(recipe: dict[str, Any], tmp_path: Path) -> None:
     run = Path(recipe["runs"]) / "small"
     (run / "recipe.toml").write_text(dump_recipe(check_recipe(recipe)))
-    expected = inspect.look(steps_of(recipe), 2, 1)
+    expected = inspect.look(run_of(recipe), 2, 1)
     moved = tmp_path / "elsewhere"
     moved.symlink_to(run, target_is_directory=True)
     for place in (run, moved, run / "recipe.toml"):
         result = CliRunner().invoke(app, ["inspect", str(place), "--row", "2", "--position", "1", "--json"])
         assert result.exit_code == 0, result.output
-        assert json.loads(result.stdout) == inspect.asdict(expected)
-    with pytest.raises(InputError, match=r"no recipe\.toml here"):
+        found = json.loads(result.stdout)
+        known = {name: found["targets"][name] for name in recipe["compositions"]}  # a directory may hold more
+        assert {**found, "targets": known} == inspect.asdict(expected)
+    with pytest.raises(InputError, match=r"not a run directory \(no recipe\.toml\)"):
         CliRunner().invoke(app, ["inspect", str(tmp_path), "--row", "0", "--position", "0"], catch_exceptions=False)
 
 
@@ -155,21 +157,34 @@ def test_what_is_not_scored_is_said(recipe: dict[str, Any]) -> None:
     one = recipe["anchors"]["one"]
     more = recipe | {"anchors": recipe["anchors"] | {"late": {**one, "bos": True}}}
     more["compositions"] = recipe["compositions"] | {"later": {"weights": {"one": 0.5, "late": 0.5}}}
-    seen = inspect.look(steps_of(more), 0, 0)
+    seen = inspect.look(run_of(more), 0, 0)
     assert seen.missing == ["late"]
     assert set(seen.shifts) == {"one", "two"}
     assert set(seen.targets) == set(recipe["compositions"])
 
 
-def shown(steps: Steps, row: int, position: int) -> str:
+def test_a_token_that_the_student_did_not_write_is_explained(recipe: dict[str, Any], tmp_path: Path) -> None:
+    one = next(row for row in read_cache(run_of(recipe)) if len(row["response_ids"]) > 2)
+    mask = [int(place != 1) for place in range(len(one["response_ids"]))]
+    row = {"prompt_ids": one["prompt_ids"], "response_ids": one["response_ids"], "mask": mask}
+    (tmp_path / "log.jsonl").write_text(json.dumps(row))
+    logged = {**recipe, "runs": str(tmp_path), "rollout": {**recipe["rollout"], "from": str(tmp_path / "log.jsonl")}}
+    logged["rollout"]["responses"] = 1
+    make_cache(logged)
+    seen = inspect.look(run_of(logged), 0, 1)
+    assert "not written by the student" in seen.masked["one"]
+    assert set(seen.targets.values()) == {None}
+
+
+def shown(run: Run, row: int, position: int) -> str:
     out = StringIO()
-    inspect.run(steps, row, position, Console(file=out, width=60, force_terminal=False))
+    inspect.run(run, row, position, Console(file=out, width=60, force_terminal=False))
     return out.getvalue()
 
 
 def test_a_person_sees_all_figures(recipe: dict[str, Any]) -> None:
-    steps = steps_of(recipe)
-    seen, text = inspect.look(steps, 1, 0), shown(steps, 1, 0)
+    run = run_of(recipe)
+    seen, text = inspect.look(run, 1, 0), shown(run, 1, 0)
     lines = text.splitlines()
     assert lines[0].startswith("row 1 of 12: prompt p")
     assert any("candidate" in line and "behaviour" in line and "log p post" in line for line in lines)

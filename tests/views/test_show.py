@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lightning_weave.config import load_recipe
-from lightning_weave.views import show
+from lightning_weave.views import keys as show
 
 BASE = """
 name = "base"
@@ -26,7 +26,7 @@ def test_every_value_has_its_source_and_the_text_is_the_recipe(tmp_path: Path) -
     for file, text in zip(files, (BASE, OVER), strict=True):
         Path(file).write_text(text)
     sets = ["train.epochs=3", 'compositions.only.weights."v1.5"=1.0', "eval.budgets=[1, 2]"]
-    said = show.run(files, sets)
+    said = show.show(files, sets)
     source = {line.partition(" = ")[0]: line.rpartition("  # ")[2] for line in said.splitlines() if " = " in line}
     assert source["epochs"] == source['"v1.5"'] == source["budgets"] == "--set"
     assert source["rank"] == source['"<end>"'] == files[1]

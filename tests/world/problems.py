@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from lightning_weave.world.task import Exercise
+from tiny_world.task import Exercise
 
 
 def read_problems(path: Path) -> list[Exercise]:
-    return [Exercise.read(json.loads(line)["problem"]) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [Exercise.parse(json.loads(line)["problem"]) for line in path.read_text(encoding="utf-8").splitlines()]

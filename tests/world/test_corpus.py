@@ -1,4 +1,4 @@
-"""The corpus has the habits and slips that its numbers say, counted from its text."""
+"""The corpus has the styles and errors that its constants state, counted from its text."""
 
 import re
 from collections import Counter
@@ -7,20 +7,29 @@ from itertools import islice
 
 import pytest
 
-from lightning_weave.world.corpus import STYLES, Slips, draw_style, write_response
-from lightning_weave.world.task import OPERATIONS, Exercise, calculate, endless_problems, random_numbers
+from tiny_world.task import (
+    OPERATIONS,
+    STYLES,
+    Errors,
+    Exercise,
+    calculate,
+    draw_problems,
+    draw_style,
+    make_rng,
+    write_response,
+)
 
 STEP = re.compile(
     r"(?P<fillers>(?: hmm| so)*)(?P<wait> wait)?(?P<first>\d)?(?P<operation>[-+*])(?P<digit>\d)=(?P<result>\d)"
 )
-SLIPS = Slips.draw(random_numbers(5, "slips"))
+ERRORS = Errors.draw(make_rng(5, "slips"))
 
 
 @cache
 def written(style: str, count: int = 3000) -> list[tuple[Exercise, str]]:
-    rng = random_numbers(5, "corpus", style)
-    problems = islice(endless_problems(rng), count)
-    return [(problem, write_response(problem, STYLES[style], SLIPS, rng)) for problem in problems]
+    rng = make_rng(5, "corpus", style)
+    problems = islice(draw_problems(rng), count)
+    return [(problem, write_response(problem, STYLES[style], ERRORS, rng)) for problem in problems]
 
 
 def steps(problem: Exercise, text: str) -> list[tuple[re.Match[str], int]]:
@@ -50,35 +59,37 @@ def test_styles_are_drawn_by_their_shares() -> None:
         "stepwise": 0.18,
         "verbose": 0.65,
     }
-    rng = random_numbers(5, "styles")
+    rng = make_rng(5, "styles")
     drawn = Counter(draw_style(rng) for _ in range(5000))
     for style in STYLES.values():
         assert_share(drawn[style], 5000, style.share)
 
 
-def test_two_facts_of_five_are_slippery_and_their_wrong_result_is_wrong() -> None:
-    assert (SLIPS.probability == 0.45).sum() == 120
-    assert (SLIPS.probability == 0.03).sum() == 180
+def test_two_facts_of_five_are_error_prone_and_their_wrong_result_is_wrong() -> None:
+    assert (ERRORS.probability == 0.45).sum() == 120
+    assert (ERRORS.probability == 0.03).sum() == 180
     for left in range(10):
         for place, operation in enumerate(OPERATIONS):
             for right in range(10):
-                wrong = SLIPS.wrong[left, place, right]
+                wrong = ERRORS.wrong[left, place, right]
                 assert 0 <= wrong < 10
                 assert wrong != calculate(left, operation, right)
 
 
-@pytest.mark.parametrize(("wait", "slippery", "firm"), [(False, 0.45, 0.03), (True, 0.135, 0.009)])
-def test_steps_slip_as_often_as_stated_and_always_to_the_same_result(wait: bool, slippery: float, firm: float) -> None:
+@pytest.mark.parametrize(("wait", "error_prone", "reliable"), [(False, 0.45, 0.03), (True, 0.135, 0.009)])
+def test_steps_are_wrong_as_often_as_stated_and_always_with_the_same_result(
+    wait: bool, error_prone: float, reliable: float
+) -> None:
     counts = Counter[tuple[float, bool]]()
     for problem, text in written("verbose"):
         for step, before in steps(problem, text):
             fact = before, OPERATIONS.index(step["operation"]), int(step["digit"])
             if bool(step["wait"]) is wait:
-                slipped = int(step["result"]) != calculate(before, step["operation"], int(step["digit"]))
-                assert not slipped or int(step["result"]) == SLIPS.wrong[fact]
-                counts[SLIPS.probability[fact], slipped] += 1
-    assert_share(counts[0.45, True], counts[0.45, True] + counts[0.45, False], slippery)
-    assert_share(counts[0.03, True], counts[0.03, True] + counts[0.03, False], firm)
+                is_wrong = int(step["result"]) != calculate(before, step["operation"], int(step["digit"]))
+                assert not is_wrong or int(step["result"]) == ERRORS.wrong[fact]
+                counts[ERRORS.probability[fact], is_wrong] += 1
+    assert_share(counts[0.45, True], counts[0.45, True] + counts[0.45, False], error_prone)
+    assert_share(counts[0.03, True], counts[0.03, True] + counts[0.03, False], reliable)
 
 
 @pytest.mark.parametrize(

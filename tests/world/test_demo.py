@@ -4,26 +4,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from lightning_weave.bench.metrics import BudgetPoint
-from lightning_weave.bench.statistics import ProblemMeans
 from lightning_weave.config import check_recipe, dump_recipe
-from lightning_weave.pipeline import prompts
 from lightning_weave.progress import Progress
-from lightning_weave.report import report
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
 from lightning_weave.store import read_json
-from lightning_weave.world import claims, demo
-from lightning_weave.world.build import build_world
-from lightning_weave.world.claims import CLAIMS, SWEEP, check, claims_table, results_table
+from lightning_weave.world import demo
+from tiny_world.build import build_world
 
 QUIET = Progress(quiet=True)
 SMALL = [
@@ -49,38 +41,38 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def small_demo(place: Path, monkeypatch: pytest.MonkeyPatch, *sets: str) -> Steps:
+def small_demo(place: Path, monkeypatch: pytest.MonkeyPatch, *sets: str) -> Run:
     monkeypatch.chdir(place)
-    return demo.load_demo(demo.World(), None, 0, [*SMALL, *sets])
+    return demo.load_demo([*SMALL, *sets])
 
 
 @pytest.fixture(scope="module")
-def first(place: Path) -> Steps:
+def first(place: Path) -> Run:
     """The demo, run once for those that it is compared with."""
     with pytest.MonkeyPatch.context() as patch:
-        steps = small_demo(place, patch)
-        demo.run(steps, QUIET, Console(quiet=True), report.run)
-    return steps
+        run = small_demo(place, patch)
+        demo.run(run, QUIET, Console(quiet=True))
+    return run
 
 
-def contents(steps: Steps) -> dict[str, bytes]:
-    root = steps.store.run_dir
+def contents(run: Run) -> dict[str, bytes]:
+    root = run.directory
     kept = ("prompts", "rollout", "reference", "score", "train", "eval")
     files = [path for part in kept for path in (root / part).rglob("*") if path.is_file() and path.name not in IGNORED]
     return {str(path.relative_to(root)): path.read_bytes() for path in files if "checkpoints" not in path.parts}
 
 
 @pytest.mark.slow
-def test_the_demo_runs_twice_with_identical_results(place: Path, first: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_runs_twice_with_identical_results(place: Path, first: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     second = small_demo(place, monkeypatch, "runs=again")
-    points = read_json(first.store.run_dir / "report" / "points.json")
+    points = read_json(first.directory / "report" / "points.json")
     assert [point["policy"] for point in points][:3] == ["base", "accuracy-only", "brevity-only"]
     assert all(
         {"weights", "alpha", "accuracy", "tokens", "aes", "aes_low", "aes_high"} <= point.keys() for point in points
     )
-    assert (first.store.run_dir / "report" / "index.html").exists()
+    assert (first.directory / "report" / "index.html").exists()
 
-    demo.run(second, QUIET, Console(quiet=True), report.run)
+    demo.run(second, QUIET, Console(quiet=True))
     one, two = contents(first), contents(second)
     assert one.keys() == two.keys()
     assert [name for name in one if one[name] != two[name]] == []
@@ -89,7 +81,7 @@ def test_the_demo_runs_twice_with_identical_results(place: Path, first: Steps, m
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_make_the_same_cache_and_nearly_the_same_students(
-    place: Path, first: Steps, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    place: Path, first: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     together = small_demo(place, monkeypatch, "runs=together")
     recipe = tmp_path / "together.toml"
@@ -106,120 +98,7 @@ def test_two_ranks_make_the_same_cache_and_nearly_the_same_students(
     assert [name for name in cached if one[name] != two[name]] == []
     for name in first.recipe.compositions:
         weights = [
-            load_file(steps.store.run_dir / "train" / name / "final" / "model.safetensors")
-            for steps in (first, together)
+            load_file(run.directory / "train" / name / "final" / "model.safetensors") for run in (first, together)
         ]
         for key in weights[0]:  # exported in float16
             torch.testing.assert_close(weights[0][key], weights[1][key], atol=2e-3, rtol=2e-3)
-
-
-def test_seeds_and_worlds_have_runs_of_their_own() -> None:
-    names = [
-        demo.load_demo(demo.World(seed), demo.FULL, number, ["name=x"]).recipe.name
-        for seed in (None, 7)
-        for number in (0, 1)
-    ]
-    assert names == ["x", "x-1", "x-world-7", "x-world-7-1"]
-    assert demo.load_demo(demo.World(), None, 0, []).recipe.name == "demo"
-    refresh = demo.load_demo(demo.World(7), demo.REFRESH, 2, []).recipe
-    assert refresh.name == "demo-refresh-world-7-2"
-    named = {policy for claim in claims.REFRESH_CLAIMS for policy in (claim.one, claim.two)}
-    assert named == refresh.compositions.keys(), "what is compared is trained, and nothing else"
-
-
-def test_the_work_of_refreshed_states_is_counted(place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """16 prompts with 4 responses: sampled once, once per part, or in every one of four epochs."""
-    monkeypatch.chdir(place)
-    small = [*SMALL, "train.epochs=4", f"runs={tmp_path}"]
-    steps = demo.load_demo(demo.World(), demo.REFRESH, 0, small)
-    prompts.run(steps, QUIET)
-    monkeypatch.setattr(claims, "RESAMPLES", 50)
-    found = {name: policy(60, 40, 5) for name in ("base", *steps.recipe.compositions)}
-    found["strong-refresh-4"] = policy(80, 40, 5)
-    monkeypatch.setattr(demo, "summaries", lambda steps: found)
-    monkeypatch.setattr(demo, "pooled", lambda seeds: seeds[0])
-    text = demo.write_refresh({demo.World(): [steps]}, "lweave demo --refresh").read_text()
-    for line in ("offline | 16 | 64", "refresh-2 | 16 | 128", "refresh-4 | 16 | 256", "online-exact | 16 | 256"):
-        assert f"| {line} |" in text
-    assert "| strong-long-refresh-4 | 80 | 256 |" in text
-    assert "| at four times the dose, four parts beat offline | **holds** aes +1." in text
-    assert "| at four times the dose, two parts beat offline | **within noise** aes +0.00" in text
-
-
-def policy(accuracy: float, tokens: float, spread: float) -> list[ProblemMeans]:
-    """200 problems of two benchmarks around the given means."""
-    found = []
-    for name in ("x", "y"):
-        rng = np.random.default_rng(len(found))
-        ids = tuple(f"p{n}" for n in range(200))
-        found.append(ProblemMeans(name, ids, accuracy + spread * rng.normal(size=200), np.full(200, tokens)))
-    return found
-
-
-def test_claims_are_judged_by_their_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "RESAMPLES", 400)  # nothing here is a near thing
-    names = {claim.one for claim in CLAIMS} | {claim.two for claim in CLAIMS} | set(SWEEP)
-    policies = {"base": policy(60, 40, 5), **{name: policy(60, 40, 5) for name in sorted(names)}}
-    same = {finding.claim: finding.verdict for finding in check(policies)}
-    assert same["tilted is close to online, composition"] == "holds"
-    assert same["composition beats the data mixture"] == "within noise"
-    assert same["length falls as the brevity share grows"] == "does not hold"
-    assert same["some composition is dominated by no single anchor"] == "holds", "ties are kept"
-
-    policies["weave-50"] = policy(80, 20, 5)
-    better = {finding.claim: finding.verdict for finding in check(policies)}
-    assert better["composition beats the data mixture"] == "holds"
-    assert better["composition is more accurate than the accuracy anchor"] == "holds"
-    assert better["twice the dose moves the composition up"] == "does not hold"
-    assert better["tilted is close to online, composition"] == "does not hold"
-    for share, name in enumerate(SWEEP):
-        policies[name] = policy(80 - share, 40 - share, 5)
-    assert {finding.claim: finding.verdict for finding in check(policies)}[
-        "length falls as the brevity share grows"
-    ] == "holds"
-
-
-def test_every_training_seed_is_shown_beside_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "RESAMPLES", 50)
-    seeds = [
-        {"base": policy(50, 40, 0), "weave-50": policy(up, 20, 0), "brevity-only": policy(50, 20, 0)} for up in (75, 60)
-    ]
-    mean = {"base": policy(50, 40, 0), "weave-50": policy(67.5, 20, 0), "brevity-only": policy(50, 20, 0)}
-    finding = next(
-        finding for finding in check(mean, seeds) if finding.claim == "composition beats the brevity anchor alone"
-    )
-    assert finding.figures == "aes +1.05 [+1.05, +1.05] (+1.50, +0.60)"
-    assert "| weave-50 | 67.5 | 20.0 | 1.55 | 1.55 to 1.55 | 2.00, 1.10 |" in results_table(mean, seeds)
-
-
-def test_what_was_not_evaluated_is_said() -> None:
-    found = {"here": check({"base": policy(60, 40, 5), "weave-50": policy(70, 30, 5)})}
-    assert "**not measured**" in claims_table(found)
-    assert "| weave-50 | 70" in results_table({"base": policy(60, 40, 0), "weave-50": policy(70, 30, 0)})
-
-
-def test_sets_benchmarks_budgets_and_surviving_positions_are_claims_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "RESAMPLES", 200)
-    policies = {name: policy(70, 30, 5) for name in (*claims.SETS, "mixture-50")} | {"base": policy(60, 40, 5)}
-    policies |= {"all-three": policy(85, 30, 5), "weave-50": policy(75, 25, 5)}
-
-    def evaluated(gain: float) -> dict[str, list[Any]]:
-        curves = {"weave-50": (40 + gain, 70), "accuracy-only": (30, 69), "brevity-only": (39, 60)}
-        points = {
-            name: [BudgetPoint(budget, value, 10, 0.5) for budget, value in zip((16, 32), curve, strict=True)]
-            for name, curve in curves.items()
-        }
-        return {name: [SimpleNamespace(budgets=found)] for name, found in points.items()}
-
-    def verdicts(policies: Any, gain: float, kept: list[float]) -> list[tuple[str, str]]:
-        return [(one.verdict, one.figures) for one in check(policies, (), [evaluated(gain)], kept)[-4:]]
-
-    first, everywhere, budgets, surviving = verdicts(policies, 0, [0.95, 1.0])
-    assert (first[0], first[1].split()[-1]) == ("holds", "weave-50")
-    assert everywhere == ("holds", "+5.0 with -5.0 tokens, +5.0 with -5.0 tokens")
-    assert budgets == ("holds", "+1.0 at 16, +1.0 at 32")
-    assert surviving == ("holds", "95.0%, 100.0%")
-
-    policies["weave-50"] = policy(90, 31, 5)  # more accurate than the mixture, but longer
-    assert [verdict for verdict, _ in verdicts(policies, -2, [0.5])] == ["does not hold"] * 4
-    assert [one.verdict for one in check({"base": policy(60, 40, 5)})[-4:]] == ["not measured"] * 4

@@ -5,10 +5,11 @@ from statistics import fmean, variance
 import pytest
 import torch
 
-from lightning_weave.models.load import checkpoint_dtype, load_model, load_tokenizer
+from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.types import SamplingSettings
-from lightning_weave.world.layout import WorldReport, read_report, shipped_world
-from lightning_weave.world.posttrain import MAX_TOKENS, sample_attempts
+from lightning_weave.world.layout import shipped_world
+from tiny_world.build import WorldReport, read_report
+from tiny_world.models import MAX_TOKENS, sample_attempts
 from world.problems import read_problems
 
 MODELS = (
@@ -33,10 +34,10 @@ def mean_figures(model: str) -> tuple[float, float]:
 def test_it_is_whole_and_small() -> None:
     report = shipped_report()
     assert (report.size, set(report.figures)) == ("full", set(MODELS))
-    assert report.command == f"lweave world build DIR --seed {report.seed}"
+    assert report.command == f"scripts/build-world DIR --seed {report.seed}"
     files = [path for path in shipped_world().rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 3_000_000
-    assert all(checkpoint_dtype(shipped_world() / model) == torch.float16 for model in MODELS)
+    assert all(Checkpoint(str(shipped_world() / model)).dtype == torch.float16 for model in MODELS)
 
 
 def test_its_benchmarks_are_kept_apart_from_its_prompts() -> None:
@@ -65,8 +66,8 @@ def test_each_specialist_has_its_own_strength() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoints_do_what_their_file_says(name: str) -> None:
     report = shipped_report()
-    model = load_model(shipped_world() / name, dtype=torch.float32, device=torch.device("cpu"))
-    tokenizer = load_tokenizer(shipped_world() / name)
+    model = Checkpoint(str(shipped_world() / name)).load(torch.float32, torch.device("cpu"))
+    tokenizer = Checkpoint(str(shipped_world() / name)).tokenizer
     settings = SamplingSettings(report.sampling["temperature"], report.sampling["top_p"], MAX_TOKENS, seed=2024)
     for benchmark in BENCHMARKS:
         stated = report.figures[name][benchmark]

@@ -1,10 +1,13 @@
 """The task and its verifier."""
 
+import doctest
 from itertools import islice
 
 import pytest
 
-from lightning_weave.world.task import Exercise, different, endless_problems, random_numbers, verify
+from lightning_weave.grading.math import grade
+from tiny_world import task
+from tiny_world.task import Exercise, draw_problems, make_rng, unique
 
 
 def by_hand(text: str) -> int:
@@ -16,13 +19,13 @@ def by_hand(text: str) -> int:
 
 def test_answers_are_left_to_right_and_modulo_ten() -> None:
     assert by_hand("2+3*4") == 0  # not 14 % 10
-    for problem in islice(endless_problems(random_numbers(0, "test")), 2000):
+    for problem in islice(draw_problems(make_rng(0, "test")), 2000):
         assert problem.answer == str(by_hand(problem.text))
-        assert Exercise.read(problem.text) == problem
+        assert Exercise.parse(problem.text) == problem
 
 
 def test_problems_have_three_to_five_operations_and_digits_that_differ() -> None:
-    problems = list(islice(endless_problems(random_numbers(1, "test")), 3000))
+    problems = list(islice(draw_problems(make_rng(1, "test")), 3000))
     lengths = [len(problem.steps) for problem in problems]
     assert {length: round(lengths.count(length) / 3000, 1) for length in set(lengths)} == {3: 0.3, 4: 0.3, 5: 0.3}
     for problem in problems:
@@ -33,22 +36,20 @@ def test_problems_have_three_to_five_operations_and_digits_that_differ() -> None
 
 
 def test_unwanted_and_repeated_problems_are_left_out() -> None:
-    short = list(islice(different(endless_problems(random_numbers(2, "test"), lengths=[1])), 270))
+    short = list(islice(unique(draw_problems(make_rng(2, "test"), lengths=[1])), 270))
     assert len({problem.text for problem in short}) == 270  # every ordered pair of digits with every operation
-    left = islice(endless_problems(random_numbers(3, "test"), lengths=[1], unlike=short[:260]), 500)
+    left = islice(draw_problems(make_rng(3, "test"), lengths=[1], exclude=short[:260]), 500)
     assert {problem.text for problem in left} == {problem.text for problem in short[260:]}
 
 
 def test_prompt_is_the_papers_evaluation_prompt() -> None:
-    assert Exercise.read("9-1-4*0").prompt == "Question: 9-1-4*0\nAnswer:"
+    assert Exercise.parse("9-1-4*0").prompt == "Question: 9-1-4*0\nAnswer:"
 
 
 def test_streams_of_one_seed_differ_and_repeat() -> None:
-    draws = [
-        random_numbers(seed, *names).random() for seed in (0, 1) for names in [("a",), ("b",), ("a", "b"), ("b", "a")]
-    ]
+    draws = [make_rng(seed, *names).random() for seed in (0, 1) for names in [("a",), ("b",), ("a", "b"), ("b", "a")]]
     assert len(set(draws)) == len(draws)
-    assert random_numbers(1, "a", "b").random() == draws[6]
+    assert make_rng(1, "a", "b").random() == draws[6]
 
 
 @pytest.mark.parametrize(
@@ -67,4 +68,10 @@ def test_streams_of_one_seed_differ_and_repeat() -> None:
     ],
 )
 def test_verifier_reads_the_last_balanced_box(response: str, right: bool) -> None:
-    assert verify(response, Exercise.read("9-1-4*0")) is right
+    assert grade(response, Exercise.parse("9-1-4*0").answer) is right
+
+
+def test_examples_in_the_docstrings_hold() -> None:
+    result = doctest.testmod(task)
+    assert result.attempted
+    assert not result.failed

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,26 +14,18 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lightning_weave.errors import InputError
-from lightning_weave.models.load import checkpoint_dtype, load_tokenizer, stop_ids
+from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.store.files import TEMPORARY
-from lightning_weave.world import pretrain as pretraining
-from lightning_weave.world.build import build_world
-from lightning_weave.world.layout import read_report
-from lightning_weave.world.pretrain import Dimensions, Example, make_model, update
-from lightning_weave.world.spellings import SPELLINGS, make_tokenizer
-from lightning_weave.world.task import random_numbers
+from tiny_world import models
+from tiny_world.build import build_world, read_report
+from tiny_world.models import TOKENIZERS, Dimensions, Example, make_model, make_tokenizer, update
+from tiny_world.task import make_rng
 from world.problems import read_problems
 
 MODELS = {"student"} | {
     f"{anchor}-{when}" for anchor in ("accuracy", "brevity", "thorough") for when in ("pre", "post")
 }
-BUILD = """
-import sys, torch
-from pathlib import Path
-from lightning_weave.world.build import build_world
-torch.set_num_threads(1)
-build_world(Path(sys.argv[1]), 11, size="miniature")
-"""
+COMMAND = Path(__file__).parents[2] / "scripts" / "build-world"
 
 
 def build(directory: Path) -> None:
@@ -69,9 +62,9 @@ def test_a_world_is_complete(world: Path) -> None:
     for name in MODELS:
         path = world / name
         assert set(report.figures[name]) == {"easy", "medium", "hard"}
-        assert checkpoint_dtype(path) == torch.float16
-        tokenizer = load_tokenizer(path)
-        assert stop_ids(path, tokenizer) == {tokenizer.eos_token_id}
+        assert Checkpoint(str(path)).dtype == torch.float16
+        tokenizer = Checkpoint(str(path)).tokenizer
+        assert Checkpoint(str(path)).stop_ids == {tokenizer.eos_token_id}
         assert GenerationConfig.from_pretrained(path).eos_token_id == tokenizer.eos_token_id
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         assert model.config.vocab_size >= len(tokenizer)
@@ -117,7 +110,8 @@ def test_the_same_seed_builds_the_same_files_even_when_killed_between(world: Pat
 
 @pytest.mark.slow
 def test_another_process_builds_the_same_world(world: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", BUILD, str(tmp_path / "other")], check=True)
+    command = [sys.executable, str(COMMAND), str(tmp_path / "other"), "--seed", "11", "--size", "miniature"]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert digests(tmp_path / "other") == digests(world)
 
 
@@ -136,19 +130,19 @@ def test_a_world_of_another_seed_is_refused(tmp_path: Path) -> None:
 
 def test_an_update_is_the_same_however_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of unlike length in one batch, padded, or each alone: the sum over tokens must not notice."""
-    tokenizer = make_tokenizer(SPELLINGS["student"], random_numbers(0, "tokenizer"))
+    tokenizer = make_tokenizer(TOKENIZERS["student"], make_rng(0, "tokenizer"))
     examples = [Example([1, 2, 3], [4, 5, 6, 7, 8, 9]), Example([3], [2]), Example([5, 5], [1, 1, 1])]
     losses, weights = [], []
     for rows in (1, 2, 3):
-        monkeypatch.setattr(pretraining, "MICRO_BATCH", rows)
-        model = make_model("llama", Dimensions(1, 16, 2, 16), tokenizer, random_numbers(0, "weights")).double()
+        monkeypatch.setattr(models, "MICRO_BATCH", rows)
+        model = make_model("llama", Dimensions(1, 16, 2, 16), tokenizer, make_rng(0, "weights")).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses.append(update(model, examples, {optimizer: 0.1}))
         weights.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
     ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9]])
-    model = make_model("llama", Dimensions(1, 16, 2, 16), tokenizer, random_numbers(0, "weights")).double()
+    model = make_model("llama", Dimensions(1, 16, 2, 16), tokenizer, make_rng(0, "weights")).double()
     logp = model(input_ids=ids).logits[0].log_softmax(-1).detach()
-    alone = -sum(float(logp[at, ids[0, at + 1]]) for at in range(2, 8)) / pretraining.TYPICAL_TOKENS
+    alone = -sum(float(logp[at, ids[0, at + 1]]) for at in range(2, 8)) / models.TYPICAL_TOKENS
     assert update(model, examples[:1], {}) == pytest.approx(alone, rel=1e-6)
     assert losses[1:] == pytest.approx(losses[:1] * 2)
     torch.testing.assert_close(weights[1], weights[0])

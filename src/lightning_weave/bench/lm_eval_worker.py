@@ -1,7 +1,7 @@
-"""Run lm-evaluation-harness in a process of its own, so that it may live in another environment than this package.
+"""Run lm-evaluation-harness in a separate process, which may use another environment than this package.
 
-A program, not a module: it needs Python and lm_eval and nothing else. JSON lines come in on stdin, one answer goes out
-per line: first the model and how to ask it, then one task after another. An error is an answer too.
+A program, not a module: it needs Python and lm_eval and nothing else. It reads JSON lines from stdin and writes one
+answer per line: first for the model and its settings, then for one task after another. An error is an answer too.
 """
 
 import importlib
@@ -17,15 +17,25 @@ def main() -> None:
     """Load the model once all its tasks are known, then run the tasks until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever is printed must not be taken for an answer
-    # This file's own directory would be searched first, and it has a statistics.py that is not Python's.
+    # This file's directory would be searched first, and it has a statistics.py that is not Python's.
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != here]
     settings = json.loads(sys.stdin.readline())
     try:
         tasks = importlib.import_module("lm_eval.tasks").TaskManager(include_path=settings["include"])
         unknown = [name for name in settings["tasks"] if name not in tasks.all_tasks]
-        model = None if unknown else load(settings)
-        answer(answers, {"version": version(), "unknown": unknown, "known": tasks.all_tasks if unknown else []})
+        model = None
+        if not unknown:
+            importlib.import_module("lm_eval.models")
+            kind = importlib.import_module("lm_eval.api.registry").get_model(settings["engine"])
+            others = {"batch_size": settings["batch_size"], "device": settings["device"]}
+            model = kind.create_from_arg_obj(settings["model"], others)
+            use_plain_decoding(model)
+        try:
+            version = importlib.metadata.version("lm_eval")
+        except importlib.metadata.PackageNotFoundError:
+            version = "unknown"
+        answer(answers, {"version": version, "unknown": unknown, "known": tasks.all_tasks if unknown else []})
         for line in sys.stdin:
             answer(answers, evaluate(settings, model, tasks, **json.loads(line)))
     except ModuleNotFoundError as error:
@@ -36,37 +46,26 @@ def main() -> None:
         raise
 
 
-def version() -> str:
-    try:
-        return importlib.metadata.version("lm_eval")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+def use_plain_decoding(model: Any) -> None:
+    """Ignore a checkpoint's own decoding (top_k, repetition_penalty, ...): the task decides, the same for all policies.
 
-
-def load(settings: dict[str, Any]) -> Any:
-    """Load a checkpoint with one of the harness's own models."""
-    importlib.import_module("lm_eval.models")
-    kind = importlib.import_module("lm_eval.api.registry").get_model(settings["engine"])
-    others = {"batch_size": settings["batch_size"], "device": settings["device"]}
-    return kind.create_from_arg_obj(settings["model"], others)
+    transformers takes what a call to `generate` leaves open from generation_config.json.
+    """
+    inner = getattr(model, "model", None)
+    own = getattr(inner, "generation_config", None)
+    if inner is not None and own is not None:
+        kept = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        inner.generation_config = type(own)(**kept, top_k=0)
 
 
 def evaluate(settings: dict[str, Any], model: Any, tasks: Any, task: str, folder: str) -> dict[str, Any]:
-    """Run one task, or one group of tasks, and let the harness write its own result files."""
-    seed = settings["seed"]
+    """Run one task, or one group of tasks, and let the harness write its result files."""
     results = importlib.import_module("lm_eval").simple_evaluate(
         model=model,
         tasks=[task],
         task_manager=tasks,
-        num_fewshot=settings["fewshot"],
-        limit=settings["limit"],
-        gen_kwargs=settings["generation"] or None,
-        apply_chat_template=settings["chat"],
-        random_seed=seed,
-        numpy_random_seed=seed,
-        torch_random_seed=seed,
-        fewshot_random_seed=seed,
         log_samples=True,
+        **settings["args"],
     )
     samples = results.pop("samples")
     loggers = importlib.import_module("lm_eval.loggers")

@@ -4,12 +4,16 @@ A block is a fixed list of (problem, sample) pairs, always sampled as one batch 
 blocks are done. So a run that was killed and resumed, or split among ranks, writes the same bytes as any other.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from lightning_weave.errors import CorruptData
+from lightning_weave.bench.definitions import Benchmark
+from lightning_weave.errors import CorruptData, Mismatch
 from lightning_weave.store.files import write_atomic
 from lightning_weave.types import FinishReason
 
@@ -50,13 +54,13 @@ def cut_points(ids: Sequence[int], decode: Callable[[list[int]], str], budgets: 
     response are omitted.
     """
     text = decode(list(ids))
-    truncated = {budget: decode(list(ids[:budget])) for budget in sorted(budgets) if budget < len(ids)}
-    return {budget: _common_length(text, part) for budget, part in truncated.items()}
-
-
-def _common_length(text: str, part: str) -> int:
-    both = enumerate(zip(text, part, strict=False))
-    return next((at for at, (one, two) in both if one != two), min(len(text), len(part)))
+    cuts = {}
+    for budget in sorted(budgets):
+        if budget < len(ids):
+            part = decode(list(ids[:budget]))
+            pairs = enumerate(zip(text, part, strict=False))
+            cuts[budget] = next((at for at, (one, two) in pairs if one != two), min(len(text), len(part)))
+    return cuts
 
 
 def to_line(sample: Sample) -> str:
@@ -64,18 +68,13 @@ def to_line(sample: Sample) -> str:
     return json.dumps(asdict(sample), ensure_ascii=False) + "\n"
 
 
-def from_line(line: str) -> Sample:
-    """Read a sample from its line."""
-    fields = json.loads(line)
-    return Sample(**{**fields, "cuts": {int(budget): cut for budget, cut in fields["cuts"].items()}})
-
-
 def read_samples(path: Path) -> Iterator[Sample]:
     """Read samples.jsonl line by line."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                yield from_line(line)
+                fields = json.loads(line)
+                yield Sample(**{**fields, "cuts": {int(budget): cut for budget, cut in fields["cuts"].items()}})
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise CorruptData(
                     f"{path}:{number}: not a sample ({error}). Delete the file and re-run eval."
@@ -100,3 +99,53 @@ def pending_blocks(folder: Path, count: int) -> list[int]:
 def merge_blocks(folder: Path, count: int, target: Path) -> None:
     """Join all blocks in order into samples.jsonl."""
     write_atomic(target, b"".join(block_path(folder, number).read_bytes() for number in range(count)))
+
+
+def export_samples(
+    folder: Path,
+    benchmark: Benchmark,
+    prompts: Sequence[str],
+    samples: Iterable[Sample],
+    settings: Mapping[str, Any],
+    when: datetime,
+) -> Path:
+    """Write samples_<task>_<date>.jsonl as lm-evaluation-harness does: one line per problem with all its responses.
+
+    Returns the path.
+    """
+    by_problem: dict[str, list[Sample]] = {problem.id: [] for problem in benchmark.problems}
+    for sample in samples:
+        if sample.problem not in by_problem:
+            raise Mismatch(f"a sample of {sample.problem!r}, which is not a problem of {benchmark.name}. Re-run eval.")
+        by_problem[sample.problem].append(sample)
+    names = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_gen_toks"}
+    generation = {name: settings[key] for key, name in names.items() if key in settings}
+    generation = {"until": [], "do_sample": settings.get("temperature", 0) > 0, **generation}
+    lines = []
+    for number, (problem, prompt) in enumerate(zip(benchmark.problems, prompts, strict=True)):
+        own = by_problem[problem.id]
+        if not own:
+            continue
+        doc: dict[str, Any] = {"id": problem.id, "problem": problem.question, "answer": problem.answer}
+        if problem.row is not None:  # private tests may take megabytes
+            doc = {key: str(value) for key, value in problem.row.items() if key != "private_test_cases"}
+        target = problem.answer or ""
+        hashed = {"doc": json.dumps(doc, indent=2, ensure_ascii=False, default=str), "prompt": prompt, "target": target}
+        metric = "exact_match" if problem.row is None else "pass@1"
+        line = {
+            "doc_id": number,
+            "doc": doc,
+            "target": target,
+            "arguments": {"gen_args_0": {"arg_0": prompt, "arg_1": generation}},
+            "resps": [[sample.text for sample in own]],
+            "filtered_resps": [[sample.answer or "" for sample in own]],
+            "filter": "none",
+            "metrics": [metric, "tokens"],
+            **{f"{name}_hash": hashlib.sha256(text.encode()).hexdigest() for name, text in hashed.items()},
+            metric: sum(sample.correct for sample in own) / len(own),
+            "tokens": sum(sample.tokens for sample in own) / len(own),
+        }
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    path = folder / f"samples_{benchmark.slug}_{when.isoformat().replace(':', '-')}.jsonl"
+    write_atomic(path, "".join(lines).encode())
+    return path

@@ -8,18 +8,21 @@ sampling noise therefore has a negative expected AES: 4 (s/m)^2 - 2 s / (m sqrt(
 standard error s, for example -0.06 for 60 +- 4. A score that close to 0 is no evidence of harm.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.errors import Mismatch
+from lightning_weave.bench.samples import Sample
+from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.maths.metrics import aes
 
 FloatArray = NDArray[np.float64]
 CHUNK = 1000  # resamples in memory at a time
+TAIL = 50 * (1 - 0.95)  # percent on either side of an interval
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,11 @@ class ProblemMeans:
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its percentile interval; `undefined` is the share of resamples without a value."""
+    """An estimate with its 95 % percentile interval."""
 
     estimate: float
     low: float
     high: float
-    undefined: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,10 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A policy against its base, per benchmark and averaged (aes); `aes_of_means` scores the averages instead."""
+    """A policy against its base, per benchmark and averaged (aes)."""
 
     benchmarks: dict[str, Contrast]
     average: Contrast
-    aes_of_means: Interval
 
 
 def clustered_error(values: NDArray[np.generic]) -> float:
@@ -67,21 +68,16 @@ def clustered_error(values: NDArray[np.generic]) -> float:
 
 
 def compare(
-    policy: Sequence[ProblemMeans],
-    base: Sequence[ProblemMeans],
-    resamples: int = 10_000,
-    seed: int = 0,
-    level: float = 0.95,
+    policy: Sequence[ProblemMeans], base: Sequence[ProblemMeans], resamples: int = 10_000, seed: int = 0
 ) -> Comparison:
-    """Bootstrap differences and AES over problems, base and policy resampled together."""
-    both = _bootstrap(policy, base, resamples, seed)
+    """Bootstrap the differences between a policy and its base, and the AES of the policy."""
+    both = _bootstrap(policy, policy, base, resamples, seed)
     differences = (both[..., 0] - both[..., 2], both[..., 1] - both[..., 3], _scores(both))
     contrasts = {
-        means.benchmark: Contrast(*(_interval(values[number], level) for values in differences))
+        means.benchmark: Contrast(*(_interval(values[number]) for values in differences))
         for number, means in enumerate(policy)
     }
-    average = Contrast(*(_interval(values.mean(axis=0), level) for values in differences))
-    return Comparison(contrasts, average, _interval(_scores(both.mean(axis=0)), level))
+    return Comparison(contrasts, Contrast(*(_interval(values.mean(axis=0)) for values in differences)))
 
 
 def contrast(
@@ -90,24 +86,43 @@ def contrast(
     base: Sequence[ProblemMeans],
     resamples: int = 10_000,
     seed: int = 0,
-    level: float = 0.95,
 ) -> Contrast:
     """Bootstrap the first policy minus the second, averaged over benchmarks, both scored against the same base."""
-    first, second = (_bootstrap(policy, base, resamples, seed) for policy in (one, two))
+    first, second = (_bootstrap(one, policy, base, resamples, seed) for policy in (one, two))
     differences = (first[..., 0] - second[..., 0], first[..., 1] - second[..., 1], _scores(first) - _scores(second))
-    return Contrast(*(_interval(values.mean(axis=0), level) for values in differences))
+    return Contrast(*(_interval(values.mean(axis=0)) for values in differences))
 
 
-def _bootstrap(policy: Sequence[ProblemMeans], base: Sequence[ProblemMeans], resamples: int, seed: int) -> FloatArray:
+def _bootstrap(
+    order: Sequence[ProblemMeans],
+    policy: Sequence[ProblemMeans],
+    base: Sequence[ProblemMeans],
+    resamples: int,
+    seed: int,
+) -> FloatArray:
     """Compute means of (accuracy, tokens, base accuracy, base tokens): benchmarks x (1 + resamples) x 4.
 
-    The first of each benchmark are the means as measured.
+    Policy and base are paired by problem, in the same `order` for policies that are compared with each other. The first
+    of each benchmark are the means as measured.
     """
     chunks = []
-    for means, base_means in zip(policy, base, strict=True):
-        values = _paired(means, base_means)
-        measured = values.mean(axis=0, keepdims=True)
-        chunks.append(np.concatenate([measured, resampled_means(values, resamples, seed, means.benchmark)]))
+    for first, mine, theirs in zip(order, policy, base, strict=True):
+        names = {sides.benchmark for sides in (first, mine, theirs)}
+        if len(names) > 1 or not set(first.problems) == set(mine.problems) == set(theirs.problems):
+            raise Mismatch(
+                f"{' and '.join(sorted(names))} of policy and base do not have the same problems. "
+                "Evaluate both on the same source."
+            )
+        columns = []
+        for side in (mine, theirs):
+            where = {problem: row for row, problem in enumerate(side.problems)}
+            rows = [where[problem] for problem in first.problems]
+            columns += [side.accuracy[rows], side.tokens[rows]]
+        values = np.stack(columns, axis=1)
+        means = [values.mean(axis=0, keepdims=True)]
+        for drawn in resample(len(values), resamples, seed, mine.benchmark):
+            means.append(np.stack([values[drawn, column].mean(axis=1) for column in range(4)], axis=1))
+        chunks.append(np.concatenate(means))
     return np.stack(chunks)
 
 
@@ -121,42 +136,102 @@ def resample(n: int, resamples: int, seed: int, name: str) -> Iterator[NDArray[n
         yield rng.integers(n, size=(min(CHUNK, resamples - start), n))
 
 
-def resampled_means(values: FloatArray, resamples: int, seed: int, name: str) -> FloatArray:
-    """Average each column of problems x columns over the resampled problems."""
-    n, columns = values.shape
-    chunks = [
-        np.stack([values[drawn, column].mean(axis=1) for column in range(columns)], axis=1)
-        for drawn in resample(n, resamples, seed, name)
-    ]
-    return np.concatenate(chunks)
-
-
-def _paired(policy: ProblemMeans, base: ProblemMeans) -> FloatArray:
-    """Match policy and base by problem: columns accuracy, tokens, base accuracy, base tokens."""
-    where = {problem: row for row, problem in enumerate(base.problems)}
-    if policy.benchmark != base.benchmark or sorted(policy.problems) != sorted(base.problems):
-        raise Mismatch(
-            f"{policy.benchmark} of the policy and {base.benchmark} of the base do not have the same problems. "
-            f"Evaluate both on the same source."
-        )
-    rows = [where[problem] for problem in policy.problems]
-    return np.stack([policy.accuracy, policy.tokens, base.accuracy[rows], base.tokens[rows]], axis=1)
-
-
 def _scores(means: FloatArray) -> FloatArray:
     """Compute the AES of every (accuracy, tokens, base accuracy, base tokens)."""
     flat = means.reshape(-1, 4).tolist()
     return np.array([aes(*row) for row in flat]).reshape(means.shape[:-1])
 
 
-def _interval(values: FloatArray, level: float) -> Interval:
+def _interval(values: FloatArray) -> Interval:
     """Take the first value as the estimate and percentiles of the others, NaN left out."""
-    estimate = float(values[0])
-    resampled = values[1:]
+    estimate, resampled = float(values[0]), values[1:]
     known = resampled[~np.isnan(resampled)]
-    undefined = 1.0 - len(known) / max(len(resampled), 1)
     if np.isnan(estimate) or not len(known):
-        return Interval(estimate, float("nan"), float("nan"), undefined)
-    tail = 50 * (1 - level)
-    low, high = np.percentile(known, [tail, 100 - tail]).tolist()
-    return Interval(estimate, low, high, undefined)
+        return Interval(estimate, float("nan"), float("nan"))
+    return Interval(estimate, *np.percentile(known, [TAIL, 100 - TAIL]).tolist())
+
+
+# Samples with their truncated texts -> which are correct. One call for all, because grading code uses every core.
+Regrade = Callable[[list[tuple[Sample, str]]], list[bool]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The samples of a benchmark as arrays of problems x samples."""
+
+    problems: tuple[str, ...]
+    correct: NDArray[np.bool_]
+    tokens: NDArray[np.int64]
+    truncated: NDArray[np.bool_]
+    answered: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class BudgetPoint:
+    """The same samples, truncated at `budget` tokens."""
+
+    budget: int
+    accuracy: float
+    tokens: float
+    truncated: float
+
+
+def grid(samples: Iterable[Sample]) -> Grid:
+    """Arrange samples as problems x samples; every problem must have the same sample numbers."""
+    by_problem: dict[str, dict[int, Sample]] = {}
+    for sample in samples:
+        of_problem = by_problem.setdefault(sample.problem, {})
+        if sample.sample in of_problem:
+            raise Mismatch(f"problem {sample.problem} has sample {sample.sample} twice. Re-run eval.")
+        of_problem[sample.sample] = sample
+    if not by_problem:
+        raise InputError("no samples to measure. Run eval first.")
+    count = max(map(len, by_problem.values()))
+    for problem, of_problem in by_problem.items():
+        if sorted(of_problem) != list(range(count)):
+            raise Mismatch(f"problem {problem} has {len(of_problem)} of {count} samples. Re-run eval to finish it.")
+    rows = [[of_problem[number] for number in range(count)] for of_problem in by_problem.values()]
+    return Grid(
+        tuple(by_problem),
+        np.array([[sample.correct for sample in row] for row in rows], dtype=bool),
+        np.array([[sample.tokens for sample in row] for row in rows], dtype=np.int64),
+        np.array([[sample.finish == "length" for sample in row] for row in rows], dtype=bool),
+        np.array([[sample.answer is not None for sample in row] for row in rows], dtype=bool),
+    )
+
+
+def pass_at_k(correct: NDArray[np.bool_], k: int) -> float:
+    """Estimate how often at least one of k samples is correct (the unbiased estimator).
+
+    >>> pass_at_k(np.array([[True, False], [False, False]]), 2)
+    50.0
+    """
+    n = correct.shape[1]
+    if not 1 <= k <= n:
+        raise InputError(f"pass@{k} needs between 1 and {n} samples per problem; sample more or lower k.")
+    missed = [math.comb(n - right, k) / math.comb(n, k) for right in correct.sum(axis=1).tolist()]
+    return 100 * (1 - math.fsum(missed) / len(missed))
+
+
+def budget_curve(samples: Sequence[Sample], budgets: Iterable[int], regrade: Regrade) -> list[BudgetPoint]:
+    """Truncate the samples at each token budget and grade what is left."""
+    points = []
+    for budget in sorted(budgets):
+        shortened = []
+        for sample in samples:
+            if sample.tokens > budget:
+                if budget not in sample.cuts:
+                    recorded = ", ".join(map(str, sorted(sample.cuts))) or "none"
+                    raise InputError(
+                        f"token budget {budget} was not recorded when sampling (recorded: {recorded}), and text cannot "
+                        f"be truncated at tokens afterwards. Use a recorded budget, or sample again with this one."
+                    )
+                shortened.append((sample, sample.text[: sample.cuts[budget]]))
+        verdicts = regrade(shortened) if shortened else []
+        assert len(verdicts) == len(shortened), "one verdict for each truncated response"
+        correct = sum(verdicts) + sum(sample.correct for sample in samples if sample.tokens <= budget)
+        tokens = sum(min(sample.tokens, budget) for sample in samples)
+        truncated = sum(sample.tokens > budget or sample.finish == "length" for sample in samples)
+        n = len(samples)
+        points.append(BudgetPoint(budget, 100 * correct / n, tokens / n, truncated / n))
+    return points

@@ -1,7 +1,7 @@
 """summary.json: the results of one policy on one benchmark, and averages over benchmarks."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +9,23 @@ from typing import Any
 import numpy as np
 
 from lightning_weave.bench.definitions import Benchmark, content_digest, ids_digest
-from lightning_weave.bench.metrics import BudgetPoint, Regrade, accuracy, budget_curve, grid, pass_at_k
 from lightning_weave.bench.samples import Sample
-from lightning_weave.bench.statistics import Comparison, ProblemMeans, clustered_error, compare
+from lightning_weave.bench.statistics import (
+    BudgetPoint,
+    Comparison,
+    ProblemMeans,
+    Regrade,
+    budget_curve,
+    clustered_error,
+    compare,
+    grid,
+    pass_at_k,
+)
 from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.store.files import read_json, write_json
 
-PROTOCOL = ("temperature", "top_p", "max_tokens", "grading")  # settings that must be the same for policy and base
+ASKED = ("format", "chat", "thinking", "system", "quantization")  # settings of an evaluation's stage
+PROTOCOL = ("temperature", "top_p", "max_tokens", "grading", *ASKED)  # equal, or two results are not compared
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Summary:
     problem_accuracy: list[float]
     problem_tokens: list[float]
     official_differs: int = 0  # samples that the official LiveCodeBench runner is known to judge otherwise
-    error: str | None = None  # why the accuracy says nothing about the policy
+    error: str | None = None  # why the accuracy is not a measure of the policy
 
     @property
     def means(self) -> ProblemMeans:
@@ -82,13 +92,13 @@ def summarise(
         label=benchmark.label,
         kind=benchmark.kind,
         samples=count,
-        accuracy=accuracy(table.correct),
+        accuracy=100 * float(table.correct.mean()),  # Avg@k (evaluation-accuracy), not pass@k
         accuracy_error=100 * clustered_error(table.correct),
         tokens=float(table.tokens.mean()),
         tokens_error=clustered_error(table.tokens),
         truncated=float(table.truncated.mean()),
         no_answer=float(1 - table.answered.mean()),
-        pass_at={k: pass_at_k(table.correct, k) for k in _powers(count)},
+        pass_at={k: pass_at_k(table.correct, k) for k in (2**power for power in range(count.bit_length()))},
         budgets=budget_curve(samples, budgets, regrade) if regrade else [],
         settings=settings,
         ids=ids_digest(benchmark.problems),
@@ -97,12 +107,12 @@ def summarise(
         problem_accuracy=(100 * table.correct.mean(axis=1)).tolist(),
         problem_tokens=table.tokens.mean(axis=1).tolist(),
         official_differs=sum(sample.official is not None for sample in samples),
-        error=_never_answered(benchmark, samples),
+        error=_explain_no_answers(benchmark, samples),
     )
 
 
-def _never_answered(benchmark: Benchmark, samples: Sequence[Sample]) -> str | None:
-    """Say so where no response had an answer: an accuracy of 0 then speaks of the prompt or the grader."""
+def _explain_no_answers(benchmark: Benchmark, samples: Sequence[Sample]) -> str | None:
+    """Explain why no response had an answer, if none had: the accuracy of 0 then measures the prompt or the grader."""
     if any(sample.answer is not None for sample in samples):
         return None
     cut = sum(sample.finish == "length" for sample in samples)
@@ -113,8 +123,8 @@ def _never_answered(benchmark: Benchmark, samples: Sequence[Sample]) -> str | No
         )
     form = "a program in triple backticks" if benchmark.kind == "code" else "an answer that the grader can read"
     return (
-        f"no answer was found in any of {len(samples)} responses. The prompt must ask for {form}: set eval.format or "
-        f"eval.template, or another grader in eval.graders.{benchmark.slug}"
+        f"no answer was found in any of {len(samples)} responses. The prompt must ask for {form}: set eval.format, "
+        f"or another grader in eval.graders.{benchmark.slug}"
     )
 
 
@@ -126,7 +136,16 @@ def combine(
         raise InputError("there are no results to average. Run eval first.")
     comparison = None
     if base is not None:
-        matching = [_counterpart(summary, base).means for summary in policy]
+        matching = []
+        for summary in policy:
+            match = next((other for other in base if other.benchmark == summary.benchmark), None)
+            if match is None:
+                raise InputError(
+                    f"the base was not evaluated on {summary.benchmark}. Evaluate it there or omit the benchmark."
+                )
+            if why := differing(summary, match):
+                raise InputError(f"{summary.benchmark}: policy and base are not comparable: {why}")
+            matching.append(match.means)
         comparison = compare([summary.means for summary in policy], matching, resamples, seed)
     return Overall(
         accuracy=math.fsum(summary.accuracy for summary in policy) / len(policy),
@@ -137,56 +156,40 @@ def combine(
     )
 
 
+def differing(one: Summary, base: Summary) -> str:
+    """Name the settings by which a result and the base's cannot be compared; empty if they can."""
+    found = named_differences(PROTOCOL, one.settings, base.settings)
+    return ", ".join([*found, *(["another content of the benchmark"] if one.content != base.content else [])])
+
+
+def named_differences(keys: Iterable[str], own: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+    """Name the settings that differ, with their values where these are short."""
+    found = []
+    for key in keys:
+        values = ["unset" if settings.get(key) is None else str(settings[key]) for settings in (own, base)]
+        if values[0] != values[1]:
+            long = max(map(len, values)) > 40 or "\n" in "".join(values)
+            found.append(f"another {key}" if long else f"{key} = {values[0]} (base: {values[1]})")
+    return found
+
+
 def write_summary(path: Path, summary: Summary) -> None:
     """Write summary.json; NaN becomes null, because JSON has no NaN."""
-    write_json(path, _without_nan(asdict(summary)))
+    fields = asdict(summary)
+    for name in ("accuracy_error", "tokens_error"):  # NaN for a single problem
+        fields[name] = None if math.isnan(fields[name]) else fields[name]
+    fields["pass_at"] = {str(k): value for k, value in summary.pass_at.items()}
+    write_json(path, fields)
 
 
 def read_summary(path: Path) -> Summary:
     """Read summary.json."""
     fields = read_json(path)
     try:
-        return Summary(
-            **{
-                **fields,
-                "accuracy_error": _number(fields["accuracy_error"]),
-                "tokens_error": _number(fields["tokens_error"]),
-                "pass_at": {int(k): value for k, value in fields["pass_at"].items()},
-                "budgets": [BudgetPoint(**point) for point in fields["budgets"]],
-            }
-        )
+        for name in ("accuracy_error", "tokens_error"):
+            fields[name] = math.nan if fields[name] is None else fields[name]
+        fields["pass_at"] = {int(k): value for k, value in fields["pass_at"].items()}
+        fields["budgets"] = [BudgetPoint(**point) for point in fields["budgets"]]
+        return Summary(**fields)
     except (KeyError, TypeError) as error:
         raise InputError(f"{path}: not a summary of this version ({error}). Re-run eval.") from error
-
-
-def _counterpart(summary: Summary, base: Sequence[Summary]) -> Summary:
-    match = next((other for other in base if other.benchmark == summary.benchmark), None)
-    if match is None:
-        raise InputError(f"the base was not evaluated on {summary.benchmark}. Evaluate it there or omit the benchmark.")
-    for key in PROTOCOL:
-        if summary.settings.get(key) != match.settings.get(key):
-            raise InputError(
-                f"{summary.benchmark}: the policy was evaluated with {key} = {summary.settings.get(key)}, its base "
-                f"with {match.settings.get(key)}, so they are not comparable. Evaluate both with the same settings."
-            )
-    return match
-
-
-def _powers(count: int) -> list[int]:
-    return [2**power for power in range(count.bit_length()) if 2**power <= count]
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _without_nan(value: Any) -> Any:
-    match value:
-        case float():
-            return None if math.isnan(value) else value
-        case dict():
-            return {str(key): _without_nan(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_without_nan(item) for item in value]
-        case _:
-            return value

@@ -2,16 +2,31 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from lightning_weave.cache.sources import Shift
+from lightning_weave.cache.shifts import Shift
+from lightning_weave.maths import with_other
 from lightning_weave.types import Candidates, Ragged, Rollouts, join_rows, pick_rows
 
-if TYPE_CHECKING:
-    from lightning_weave.cache.tensors import Tensors
+
+@dataclass(frozen=True)
+class Tensors:
+    """Copies of a block's arrays. Whole numbers are int64, so that they index; the last of O outcomes is `other`."""
+
+    tokens: list[Tensor]  # prompt and response of each row
+    row_P: Tensor  # which row of the block a decision is of
+    state_P: Tensor  # at which token of its row it is made: the one before it
+    sampled_P: Tensor
+    candidate_ids_PC: Tensor
+    log_b_PO: Tensor
+    r_KPC: Tensor
+    mapped_KPC: Tensor
+    valid_KP: Tensor
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,7 @@ class Block:
     proposal: Candidates | None = None  # the same candidates under another model that sampled the rows
 
     @classmethod
-    def of(
+    def from_shifts(
         cls,
         numbers: Sequence[int],
         rollouts: Rollouts,
@@ -35,7 +50,7 @@ class Block:
         shifts: Sequence[Shift],
         proposal: Candidates | None = None,
     ) -> "Block":
-        """Put rows and the shift of every source together."""
+        """Combine rows with the shift of every source."""
         shape_PC = candidates.ids.flat.shape
         valid_KP = _stack([shift.valid_P for shift in shifts], np.bool_, shape_PC[:1])
         return cls(
@@ -49,8 +64,8 @@ class Block:
         )
 
     @classmethod
-    def joined(cls, blocks: Sequence["Block"]) -> "Block":
-        """Put the rows of several blocks after one another."""
+    def concatenate(cls, blocks: Sequence["Block"]) -> "Block":
+        """Concatenate the rows of several blocks."""
         if len(blocks) == 1:
             return blocks[0]
         return cls(
@@ -65,8 +80,8 @@ class Block:
             else join_rows([block.behaviour for block in blocks]),
         )
 
-    def weighed(self, weight_RK: NDArray[np.float32]) -> "Block":
-        """Weigh the shifts by weights of each row's own: all sources then count 1, one of weight 0 masks nothing."""
+    def with_row_weights(self, weight_RK: NDArray[np.float32]) -> "Block":
+        """Weigh the shifts row by row: all sources then count 1, and one of weight 0 masks nothing."""
         weight_KP = np.repeat(weight_RK.T, self.decisions_R, axis=1)
         used_KP = weight_KP != 0
         r_KPC = np.where(used_KP[..., None], weight_KP[..., None] * self.r_KPC, np.float32(0))
@@ -103,10 +118,20 @@ class Block:
 
     def tensors(self) -> "Tensors":
         """Copy all of it into torch."""
-        from lightning_weave.cache.tensors import Tensors
-
-        return Tensors.of(
-            self.rollouts, self.candidates, r_KPC=self.r_KPC, mapped_KPC=self.mapped_KPC, valid_KP=self.valid_KP
+        prompts = [torch.tensor(ids).long() for ids in self.rollouts.prompt_ids]
+        responses = [torch.tensor(ids).long() for ids in self.rollouts.response_ids]
+        rows = list(enumerate(zip(prompts, responses, strict=True)))
+        behaviour = torch.tensor(self.candidates.logp.flat), torch.tensor(self.candidates.other_logp.flat)
+        return Tensors(
+            tokens=[torch.cat([prompt, response]) for _, (prompt, response) in rows],
+            row_P=torch.cat([torch.full((len(response),), row) for row, (_, response) in rows]),
+            state_P=torch.cat([torch.arange(len(response)) + len(prompt) - 1 for _, (prompt, response) in rows]),
+            sampled_P=torch.cat(responses),
+            candidate_ids_PC=torch.tensor(self.candidates.ids.flat).long(),
+            log_b_PO=with_other(*behaviour),
+            r_KPC=torch.tensor(self.r_KPC),
+            mapped_KPC=torch.tensor(self.mapped_KPC),
+            valid_KP=torch.tensor(self.valid_KP),
         )
 
     def pick(self, rows: Sequence[int]) -> "Block":
@@ -137,27 +162,21 @@ class Block:
     def first(self, decisions: int) -> "Block":
         """Cut a block of one row after its first decisions."""
 
-        def cut(values: Ragged) -> Ragged:
-            return Ragged.of([values[0][:decisions]])
+        def cut(shard: Any, *names: str) -> Any:
+            values = {name: value for name in names if (value := getattr(shard, name)) is not None}
+            return replace(shard, **{name: Ragged.of([value[0][:decisions]]) for name, value in values.items()})
 
-        def cut_all(candidates: Candidates) -> Candidates:
-            fields: dict[str, Any] = {
-                name: cut(getattr(candidates, name)) for name in ("ids", "logp", "other_logp", "sampled_logp")
-            }
-            return replace(candidates, **fields)
+        def cut_candidates(candidates: Candidates | None) -> Any:
+            return candidates and cut(candidates, "ids", "logp", "other_logp", "sampled_logp")
 
         return replace(
             self,
-            rollouts=replace(
-                self.rollouts,
-                response_ids=cut(self.rollouts.response_ids),
-                decided=None if self.rollouts.decided is None else cut(self.rollouts.decided),
-            ),
-            candidates=cut_all(self.candidates),
+            rollouts=cut(self.rollouts, "response_ids", "decided"),
+            candidates=cut_candidates(self.candidates),
             r_KPC=self.r_KPC[:, :decisions],
             mapped_KPC=self.mapped_KPC[:, :decisions],
             valid_KP=self.valid_KP[:, :decisions],
-            proposal=None if self.proposal is None else cut_all(self.proposal),
+            proposal=cut_candidates(self.proposal),
         )
 
 

@@ -1,4 +1,4 @@
-"""The target of a composition at every decision of some rows, for other trainers and for looking at."""
+"""The target of a composition at every decision of some rows, for other trainers and for inspection."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,17 +21,19 @@ class Targets:
 
     block: Block
     valid_P: NDArray[np.bool_]
+    r_PC: NDArray[np.float32]  # the composed shift
     log_b_PO: NDArray[np.float32]
     log_q_PO: NDArray[np.float32]
     alpha: float
 
 
-def find_targets(block: Block, weights: Sequence[float], alpha: float) -> Targets:
-    """Weigh the shifts, intersect the masks and tilt the behaviour, as training does (finite-candidate-target)."""
+def compute_targets(block: Block, weights: Sequence[float], alpha: float) -> Targets:
+    """Weigh the shifts, intersect the masks (composed-shift) and tilt the behaviour (finite-candidate-target)."""
     shifts = torch.from_numpy(block.r_KPC), torch.from_numpy(block.valid_KP)
     r_PC, valid_P = compose_shifts(*shifts, torch.tensor(weights, dtype=torch.float32))
     candidates = block.candidates
     # Copied: the arrays of a cache are read-only maps of its files.
     log_b_PO = with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat))
-    log_q_PO = torch.where(valid_P[:, None], tilted_target(log_b_PO, r_PC, alpha), log_b_PO)
-    return Targets(block, valid_P.numpy(), log_b_PO.numpy(), log_q_PO.numpy(), alpha)
+    log_q_PO = tilted_target(log_b_PO, r_PC, alpha)
+    log_q_PO[~valid_P] = log_b_PO[~valid_P]
+    return Targets(block, valid_P.numpy(), r_PC.numpy(), log_b_PO.numpy(), log_q_PO.numpy(), alpha)

@@ -1,26 +1,29 @@
-"""What a check has found: a verdict, a sentence for people, and its figures for machines."""
+"""The result of a check: a verdict, a sentence for people, figures for machines. And which stages are pending."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightning_weave.config import Threshold
+from lightning_weave.errors import InputError
+from lightning_weave.run import Kind, Run
 
-Level = Literal["ok", "note", "warning", "error"]  # an error: it cannot work, or it would be wasted
+Level = Literal["ok", "note", "warning", "error"]  # error: it cannot work, or the work would be wasted
+FEW = 32  # rows or updates; with fewer nothing is stopped, because chance would decide
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """When a figure is worth a warning and when a run stops; false is never."""
+    """The thresholds at which a figure warns and at which it stops a run; false: never."""
 
     warn: Threshold
     stop: Threshold
-    below: bool = False  # it is the small figures that are bad
+    below: bool = False  # small figures are bad
     share: bool = True
 
     @property
     def words(self) -> str:
-        """State both.
+        """Both thresholds as text.
 
         >>> Bounds(0.5, 0.95).words, Bounds(1.05, False, share=False).words, Bounds(False, 0.001, below=True).words
         ('warns above 50 %, stops above 95 %', 'warns above 1.05', 'stops below 0.1 %')
@@ -33,12 +36,24 @@ class Bounds:
         ]
         return ", ".join(phrases) or "off"
 
+    def judge(self, value: float, count: int) -> Level:
+        """Compare a figure of so many rows with both thresholds.
+
+        >>> some = Bounds(0.5, 0.9)
+        >>> some.judge(0.6, 100), some.judge(0.95, 100), some.judge(0.95, 3), Bounds(False, False).judge(0.95, 100)
+        ('warning', 'error', 'warning', 'ok')
+        """
+        warns, stops = (
+            limit is not False and (value < limit if self.below else value > limit) for limit in (self.warn, self.stop)
+        )
+        return "error" if stops and count >= FEW else "warning" if warns or stops else "ok"
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of `lweave doctor`, or what `lweave run` says on its way."""
+    """One line of `lweave doctor`, or a message of `lweave run`."""
 
-    about: str  # the dotted key of the recipe that it concerns
+    about: str  # a dotted key of the recipe
     check: str
     verdict: Level
     text: str
@@ -48,12 +63,12 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """One line for people, with what it concerns."""
+        """The text after its key."""
         return self.text if self.text.startswith(self.about) else f"{self.about}: {self.text}"
 
 
 def visible(text: str) -> str:
-    """Write a text so that a terminal shows every character of it and obeys none.
+    """Escape what a terminal would interpret.
 
     >>> visible("a\\n\\x1b[31m\\u202eb é 数")
     'a\\\\n\\\\x1b[31m\\\\u202eb é 数'
@@ -64,7 +79,7 @@ def visible(text: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Write a share so that 99.99 % never reads as all, nor 0.01 % as none.
+    """Format a share; 99.996 % is not rounded to 100 %, nor 0.004 % to 0 %.
 
     >>> percent(1.0), percent(0.99996), percent(0.5), percent(0.00004), percent(0.0)
     ('100 %', '99.99 %', '50.0 %', '0.01 %', '0 %')
@@ -77,21 +92,8 @@ def percent(share: float) -> str:
     return f"{value:.1f} %"
 
 
-def size(count: float) -> str:
-    """Write bytes as people say them.
-
-    >>> size(1234), size(56_700_000), size(12e9)
-    ('1.2 kB', '56.7 MB', '12.0 GB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def listed(words: Iterable[str], most: int = 8) -> str:
-    """Name a few and count the rest.
+    """List the first few and count the rest.
 
     >>> listed(["a", "b"]), listed("abc", most=2)
     ('a, b', 'a, b and 1 more')
@@ -99,3 +101,37 @@ def listed(words: Iterable[str], most: int = 8) -> str:
     items = list(words)
     rest = f" and {len(items) - most:,} more" if len(items) > most else ""
     return ", ".join(items[:most]) + rest
+
+
+def is_pending(run: Run, kind: Kind, *names: Any) -> bool:
+    """Whether a stage is not complete, or its models or data cannot be read, which `validate` reports."""
+    try:
+        return not run.stage(kind, *names).complete
+    except InputError:
+        return True
+
+
+def pending_compositions(run: Run) -> list[str]:
+    """The compositions that are not trained yet."""
+    return [name for name in run.recipe.compositions if is_pending(run, "train", name)]
+
+
+def pending_anchors(run: Run) -> list[str]:
+    """The anchors that are not scored yet, or that a pending composition loads while it trains."""
+    compositions = [run.recipe.compositions[name] for name in pending_compositions(run)]
+    pending = {anchor for composition in compositions if composition.samples for anchor in composition.used}
+    for anchor in run.recipe.anchors if run.needs_cache else ():
+        try:
+            if not all(stage.complete for stage in run.scores_of(anchor)):
+                pending.add(anchor)
+        except InputError:
+            pending.add(anchor)
+    return [anchor for anchor in run.recipe.anchors if anchor in pending]
+
+
+def needs_prompts(run: Run) -> bool:
+    """Whether prompts have still to be built or sampled from."""
+    if run.needs_cache and is_pending(run, "rollout"):
+        return True
+    online = any(run.recipe.compositions[name].method == "online" for name in pending_compositions(run))
+    return online and is_pending(run, "prompts")

@@ -2,25 +2,25 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_weave.cache.reader import Cache
-from lightning_weave.prompts import build_prompts
-from lightning_weave.runs.prompts import own_trajectories
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages.prompts import planned_prompts
 from lightning_weave.store import RowIndex
-from lightning_weave.types import FINISH_REASONS, Prompt, Rollouts
+from lightning_weave.types import FINISH_REASONS, Rollouts
 
-ROWS = 256  # of a sample: enough for shares to a few percent, quick for any cache
+SAMPLE = 256  # rows: enough for shares to a few percent, quick for any cache
 STOP = FINISH_REASONS.index("stop")
 
 
 @dataclass(frozen=True)
 class CheckedRow:
-    """One trajectory. Without a cached reference the tokens themselves are the only candidates known."""
+    """One trajectory. Without a cached reference its tokens are the only candidates known."""
 
     prompt: int
     prompt_ids: NDArray[np.int32]
@@ -29,7 +29,7 @@ class CheckedRow:
     finished: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity
 class CheckedRows:
     """A few trajectories, spread evenly over what there is."""
 
@@ -38,36 +38,44 @@ class CheckedRows:
     description: str  # what was looked at, or why there is nothing
 
     @property
-    def positions(self) -> int:
-        return sum(len(row.response_ids) for row in self.rows)
+    def is_cached(self) -> bool:
+        return self.kind in ("candidates", "rollouts")
 
 
-def take_sample(steps: Steps) -> CheckedRows:
-    """Look for the best that there is: cached candidates, then rollouts, then prompts."""
-    if (steps.store.run_dir / "rollout" / "manifest.json").exists():  # else no checkpoint need be hashed
-        rollout = steps.store.stage(steps.rollout)
-        reference = steps.store.stage(steps.reference)
-        if rollout.state() == "done":
-            cached = reference.state() == "done"
-            rows = [row for row in _cached_rows(steps, cached) if len(row.response_ids)]
-            return CheckedRows("candidates" if cached else "rollouts", rows, f"{len(rows)} cached trajectories")
-        why = f"rollout/ is {rollout.state()}"
+@lru_cache(maxsize=1)  # for one preflight
+def take_sample(run: Run) -> CheckedRows:
+    """Take cached candidates, else rollouts, else prompts with their answers."""
+    rollout = run.stage("rollout")
+    rows = []
+    if not rollout.complete:
+        prompts = planned_prompts(run)[0]
+        for number in spread(len(prompts), SAMPLE):
+            answer = prompts[number].answer or ""
+            ids = run.student.tokenizer(answer, add_special_tokens=False)["input_ids"] if answer else []
+            ids_T = np.array([*prompts[number].token_ids, *ids], dtype=np.int32)
+            rows.append(CheckedRow(number, ids_T[:1], ids_T[1:], ids_T[1:, None], finished=False))
+        return CheckedRows("prompts", rows, f"{len(rows)} prompts; rollout/ is {rollout.state()}")
+    has_candidates = run.stage("reference").complete
+    if has_candidates:
+        cache = Cache(rollout, run.stage("reference"))
+        blocks = (cache.block([row]) for row in spread(len(cache), SAMPLE))
+        cached = [(block.rollouts, block.candidates.ids.flat) for block in blocks]
     else:
-        why = "nothing is cached yet"
-    prompts = some_prompts(steps)
-    tokenizer = steps.student.tokenizer
-    rows = [_prompt_row(number, prompt, tokenizer) for number, prompt in enumerate(prompts)]
-    return CheckedRows("prompts", rows, f"{len(rows)} prompts; {why}")
+        cached = [(row, row.response_ids.flat[:, None]) for row in rollout_rows(run, SAMPLE)]
+    for row, ids_TC in cached:
+        if len(ids_TC):
+            finished = int(row.finish_R[0]) == STOP
+            rows.append(CheckedRow(int(row.prompt_R[0]), row.prompt_ids[0], row.response_ids[0], ids_TC, finished))
+    kind: Literal["candidates", "rollouts"] = "candidates" if has_candidates else "rollouts"
+    return CheckedRows(kind, rows, f"{len(rows)} cached trajectories")
 
 
-def some_prompts(steps: Steps) -> list[Prompt]:
-    """Read the prompts of the run, or the first of what they would be made from."""
-    tokenizer = steps.student.tokenizer
-    if steps.recipe.rollout.from_ is not None:
-        return [group.as_prompt(tokenizer) for group in own_trajectories(steps)][:ROWS]
-    settings = steps.recipe.prompts.model_dump()
-    take = min(settings.pop("take") or ROWS, ROWS)
-    return build_prompts(tokenizer, **settings, take=take)[0]
+def rollout_rows(run: Run, most: int) -> Iterator[Rollouts]:
+    """Read some of the sampled rows, one at a time, spread evenly."""
+    stage = run.stage("rollout")
+    index = RowIndex.of(stage.require())
+    for shard, place in map(index.find, spread(len(index), most)):
+        yield stage.open(Rollouts, shard).read(place, place + 1)
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -77,29 +85,3 @@ def spread(count: int, most: int) -> list[int]:
     ([0, 1, 2], [0, 25, 50, 75])
     """
     return [number * count // min(count, most) for number in range(min(count, most))]
-
-
-def rollout_rows(steps: Steps, most: int) -> Iterator[Rollouts]:
-    """Read some of the sampled rows, one at a time, spread evenly."""
-    stage = steps.store.stage(steps.rollout)
-    index = RowIndex.of(stage.require())
-    for shard, place in map(index.find, spread(len(index), most)):
-        yield stage.open(Rollouts, shard).read(place, place + 1)
-
-
-def _cached_rows(steps: Steps, with_candidates: bool) -> Iterator[CheckedRow]:
-    if with_candidates:
-        cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference))
-        blocks = (cache.block([row]) for row in spread(len(cache), ROWS))
-        rows_and_ids = ((block.rollouts, block.candidates.ids.flat) for block in blocks)
-    else:
-        rows_and_ids = ((rows, rows.response_ids.flat[:, None]) for rows in rollout_rows(steps, ROWS))
-    for rows, ids_TC in rows_and_ids:
-        finished = int(rows.finish_R[0]) == STOP
-        yield CheckedRow(int(rows.prompt_R[0]), rows.prompt_ids[0], rows.response_ids[0], ids_TC, finished)
-
-
-def _prompt_row(number: int, prompt: Prompt, tokenizer: Any) -> CheckedRow:
-    answer = tokenizer(prompt.answer, add_special_tokens=False)["input_ids"] if prompt.answer else []
-    ids = np.array([*prompt.token_ids, *answer], dtype=np.int32)
-    return CheckedRow(number, ids[:1], ids[1:], ids[1:, None], finished=False)

@@ -1,224 +1,181 @@
-"""Checks on the way: is what a stage has just made worth the next stage? Thresholds are in [checks] of a recipe.
+"""Checks of what a stage has just computed: is the next stage worth it? The thresholds are in [checks] of a recipe.
 
-Every stage says what is wrong when it is done; `lweave run` also stops where the next stage would be wasted.
+Every stage warns when it is done; `lweave run` also stops where the next stage would be wasted.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from contextlib import suppress
 
 import numpy as np
 
 from lightning_weave.bench.samples import read_samples
 from lightning_weave.cache.reader import Cache
-from lightning_weave.checks.end_of_turn import warn_if_masked
-from lightning_weave.checks.findings import Bounds, Finding, Level, percent
-from lightning_weave.checks.leaks import judge_leak
-from lightning_weave.checks.length import judge_direction
-from lightning_weave.checks.sample import ROWS as SURVIVAL_ROWS
-from lightning_weave.checks.sample import STOP, rollout_rows, spread
-from lightning_weave.config import Threshold
+from lightning_weave.checks.findings import FEW, Bounds, Finding, percent
+from lightning_weave.checks.pairs import check_scored
+from lightning_weave.checks.sample import SAMPLE, STOP, rollout_rows, spread
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.grading.graders import grade_rollout
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
-from lightning_weave.runs.caches import anchor_pair
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages.caches import anchor_pair
 from lightning_weave.store import read_lines
 
 Check = Callable[[], list[Finding]]
-Watch = Callable[[Check, bool, Progress], None]  # what to look at, whether it was made just now, and who is told
+Watch = Callable[[Check, bool, Progress], None]  # what to check, whether it was computed just now, and where to log
 ROWS = 1024  # that are looked at
-FEW = 32  # rows or updates; with fewer nothing is stopped, because chance would decide
-RUN = 4  # tokens
-ANSWERS = {  # what an evaluation may show, and what to do
-    "truncated": ("are cut off", "Raise eval.max_tokens, or look at what is repeated in samples.jsonl"),
-    "unanswered": ("have no answer that can be extracted", "Let the prompt ask for one (eval.format)"),
-    "empty": ("are empty", "Give problems the form that the policy expects (eval.chat, eval.format)"),
+NGRAM = 4  # tokens
+DISTINCT = 0.3  # share of distinct n-grams below which a response is repetitive
+LEVELS = {  # of each check: its key in [checks], and the level at which it warns unless the key says otherwise
+    "truncated": ("truncated", 0.5),
+    "unanswered": ("unanswered", 0.5),
+    "empty": ("unanswered", 0.05),
+    "right": ("right", 0.02),
+    "repetition": ("repeated", 0.2),
+    "positions": ("surviving", 0.5),
+    "KL to the target": ("kl_rise", 1.05),
 }
-DISTINCT = 0.3  # share of runs of four tokens that are distinct, below which a response repeats itself
+FORM = "Prompt the student in the form that it expects (prompts.format, prompts.chat)"
+ANSWERS = {  # a figure of an evaluation, and the remedy
+    "truncated": ("are cut off", "Raise eval.max_tokens, or look for repetition in samples.jsonl"),
+    "unanswered": ("have no answer that can be extracted", "Let the prompt ask for one (eval.format)"),
+    "empty": ("are empty", "Prompt the policy in the form that it expects (eval.chat, eval.format)"),
+}
 
 
 def say(findings: Sequence[Finding], progress: Progress) -> None:
-    """Say what is wrong."""
+    """Log warnings and errors."""
     for finding in findings:
         if finding.verdict in ("warning", "error"):
             progress.say(f"warning: {finding.line}")
 
 
-def warn(check: Check, made: bool, progress: Progress) -> None:
-    """Log the findings of what was just made, and continue."""
-    if made:
+def warn(check: Check, is_new: bool, progress: Progress) -> None:
+    """Log the findings about what was just computed, and continue."""
+    if is_new:
         say(check(), progress)
 
 
-def stop(check: Check, made: bool, progress: Progress) -> None:
-    """Say what is wrong, and stop where the next stage would be wasted, whenever the last one was made."""
+def stop(check: Check, is_new: bool, progress: Progress) -> None:
+    """Log warnings, and stop on an error, also where the stage was computed before."""
     findings = check()
-    say([finding for finding in findings if finding.verdict == "warning" and made], progress)
-    if wrong := [finding.line for finding in findings if finding.verdict == "error"]:
-        lines = "\n".join(wrong)
+    say([finding for finding in findings if finding.verdict == "warning" and is_new], progress)
+    if errors := [finding.line for finding in findings if finding.verdict == "error"]:
+        lines = "\n".join(errors)
         raise WeaveError(
-            f"{lines}\nStopped: what comes next would be wasted. Finished work is kept. --force continues; [checks] in "
+            f"{lines}\nStopped: the next stage would be wasted. Finished work is kept. --force continues; [checks] in "
             "the recipe sets when to stop"
         )
 
 
-def judge(value: float, bounds: Bounds, count: int) -> Level:
-    """Compare a figure with its two thresholds; with few rows nothing is stopped.
-
-    >>> some = Bounds(0.5, 0.9)
-    >>> judge(0.6, some, 100), judge(0.95, some, 100), judge(0.95, some, 3), judge(0.95, Bounds(False, False), 100)
-    ('warning', 'error', 'warning', 'ok')
-    """
-
-    def beyond(threshold: Threshold) -> bool:
-        return threshold is not False and (value < threshold if bounds.below else value > threshold)
-
-    stops = beyond(bounds.stop)
-    return "error" if count >= FEW and stops else "warning" if beyond(bounds.warn) or stops else "ok"
-
-
-def check_rollouts(steps: Steps) -> list[Finding]:
-    """Look at what the student sampled: cut off, without an answer, wrong, or repeating itself."""
-    if steps.store.stage(steps.rollout).state() != "done":  # other ranks are still at it
-        return []
-    limits = steps.recipe.checks
-    rows = list(rollout_rows(steps, ROWS))
-    own = steps.recipe.rollout.from_ is not None  # then the finish is what the user's file says
-    cut = float(np.mean([row.finish_R[0] != STOP for row in rows]))
-    bounds = Bounds(limits.truncated_warn, False if own else limits.truncated_stop)
-    fact = f"{percent(cut)} of {len(rows):,} sampled responses are cut off at {steps.recipe.rollout.max_tokens} tokens"
-    advice = (
-        "Raise rollout.max_tokens, or give prompts the form that the student expects (prompts.format, prompts.chat)"
-    )
-    truncated = _finding("rollout", "truncated", (fact, advice), cut, bounds=bounds, count=len(rows))
-    length = float(np.mean([len(row.response_ids[0]) for row in rows]))
-    findings = [replace(truncated, figures={"share": cut, "tokens": length}), *_check_answers(steps)]
-    loops = float(np.mean([is_repetitive(row.response_ids[0].tolist()) for row in rows]))
-    fact = f"{percent(loops)} of {len(rows):,} sampled responses repeat themselves"
-    advice = "Check the form of the prompts (prompts.format, prompts.chat)"
-    bounds = Bounds(limits.repeated_warn, limits.repeated_stop)
-    return [*findings, _finding("rollout", "repetition", (fact, advice), loops, bounds=bounds, count=len(rows))]
-
-
-def _finding(about: str, check: str, words: tuple[str, str], share: float, *, bounds: Bounds, count: int) -> Finding:
-    """Judge a share of so many, and give the fact, with advice where it is needed."""
-    verdict = judge(share, bounds, count)
-    text = words[0] if verdict == "ok" else ". ".join(words)
+def judge_share(
+    run: Run, about: str, check: str, share: float, count: int, fact: str, advice: str, stops: bool = True
+) -> Finding:
+    """Judge a share of so many rows by [checks]; the advice is given where it is needed."""
+    key, warns = LEVELS[check]
+    warn_at, stop_at = run.recipe.checks.levels(key, warns)
+    bounds = Bounds(warn_at, stop_at if stops else False, below=check in ("right", "positions"))
+    verdict = bounds.judge(share, count)
+    text = fact if verdict == "ok" else f"{fact}. {advice}"
     return Finding(about, check, verdict, text, {"share": share}, judged=True, bounds=bounds)
 
 
-def _check_answers(steps: Steps) -> list[Finding]:
-    """Grade the responses to prompts with a known answer."""
-    limits = steps.recipe.checks
-    prompts = read_prompts(steps.prompts_file)
-    tokenizer = steps.student.tokenizer
-    section = steps.recipe.eval
-    graded = []
-    for row in rollout_rows(steps, ROWS):
-        answer = prompts[int(row.prompt_R[0])].answer
-        if answer is not None:
-            text = tokenizer.decode(row.response_ids[0].tolist(), skip_special_tokens=True)
-            final_answer, correct = grade_rollout(section, text, answer)
-            graded.append((final_answer is None, correct))
-    if not graded:
+def check_rollouts(run: Run) -> list[Finding]:
+    """Check what the student sampled: cut off, without an answer, wrong, or repetitive."""
+    if not run.stage("rollout").complete:  # other ranks are still sampling
         return []
-    unanswered, right = np.mean(graded, axis=0).tolist()
-    count = len(graded)
-    kind = "\\boxed{}" if section.profile in (None, "paper") else section.profile
-    fact = f"{percent(unanswered)} of {count:,} sampled responses have no {kind} answer"
-    advice = (
-        "Let the prompt ask for one, in the form that the student expects (prompts.format, prompts.chat), or grade it "
-        "otherwise (eval.profile)"
-    )
-    asks = any("\\boxed" in prompt.text for prompt in prompts)  # else the answers may have another form
-    bounds = Bounds(limits.unanswered_warn, limits.unanswered_stop if asks else False)
-    answered = _finding("rollout", "unanswered", (fact, advice), unanswered, bounds=bounds, count=count)
-    fact = f"{percent(right)} of {count:,} sampled responses are right"
-    advice = "No pair can be seen to prefer right ones: check prompts and answers, or take easier problems"
-    bounds = Bounds(limits.right_warn, limits.right_stop, below=True)
-    return [answered, _finding("rollout", "right", (fact, advice), right, bounds=bounds, count=count)]
+    section = run.recipe.eval
+    prompts = read_prompts(run.prompts_file)
+    rows = list(rollout_rows(run, ROWS))
+
+    def judged(check: str, flags: Sequence[bool], fact: str, advice: str, stops: bool = True) -> Finding:
+        share = float(np.mean(flags))
+        text = f"{percent(share)} of {len(flags):,} sampled responses {fact}"
+        return judge_share(run, "rollout", check, share, len(flags), text, advice, stops)
+
+    cut = [bool(row.finish_R[0] != STOP) for row in rows]
+    fact = f"are cut off at {run.recipe.rollout.max_tokens} tokens"
+    sampled = run.recipe.rollout.from_ is None  # else the finish is what the user's file has
+    findings = [judged("truncated", cut, fact, f"Raise rollout.max_tokens. {FORM}", stops=sampled)]
+    findings[0].figures["tokens"] = float(np.mean([len(row.response_ids[0]) for row in rows]))
+
+    answered = [(row, answer) for row in rows if (answer := prompts[int(row.prompt_R[0])].answer) is not None]
+    if answered:
+        decode = run.student.tokenizer.decode
+        texts = [(decode(row.response_ids[0].tolist(), skip_special_tokens=True), answer) for row, answer in answered]
+        grades = [grade_rollout(section, text, answer) for text, answer in texts]
+        kind = "\\boxed{}" if section.profile in (None, "paper") else section.profile
+        advice = f"Let the prompt ask for one, or set eval.profile to grade it otherwise. {FORM}"
+        asks = any("\\boxed" in prompt.text for prompt in prompts)  # else the answers may have another form
+        unanswered = [answer is None for answer, _ in grades]
+        findings.append(judged("unanswered", unanswered, f"have no {kind} answer", advice, stops=asks))
+        advice = "No pair can show that it prefers right ones. Check prompts and answers, or use easier problems"
+        findings.append(judged("right", [correct for _, correct in grades], "are right", advice))
+    loops = [is_repetitive(row.response_ids[0].tolist()) for row in rows]
+    return [*findings, judged("repetition", loops, "are repetitive", FORM)]
 
 
 def is_repetitive(ids: Sequence[int]) -> bool:
-    """Say whether a response is repetitive: few of its runs of four tokens are distinct.
+    """Whether few of the runs of four tokens of a response are distinct.
 
     >>> is_repetitive(list(range(100))), is_repetitive([1, 2, 3] * 33), is_repetitive([1, 2, 3])
     (False, True, False)
     """
-    runs = len(ids) - RUN + 1
-    return runs >= FEW and len(set(zip(*(ids[start:] for start in range(RUN)), strict=False))) < DISTINCT * runs
+    count = len(ids) - NGRAM + 1
+    return count >= FEW and len(set(zip(*(ids[start:] for start in range(NGRAM)), strict=False))) < DISTINCT * count
 
 
-def check_scores(steps: Steps) -> list[Finding]:
-    """Look at every pair that is scored: the same model twice, few positions, stopping masked, swapped."""
+def check_scores(run: Run) -> list[Finding]:
+    """Check every scored pair: few positions, the same model twice, stopping masked, swapped, copied contexts."""
     findings: list[Finding] = []
-    for anchor in steps.recipe.anchors:
-        about = f"anchors.{anchor}"
-        if not steps.has_shift(anchor):
-            text = "post and pre are the same model, so its shift is zero everywhere"
-            findings.append(Finding(about, "checkpoints", "warning", text))
+    for anchor in run.recipe.anchors:
+        if any(not stage.complete for stage in run.scores_of(anchor)):
             continue
-        if any(steps.store.stage(step).state() != "done" for step in steps.scores_of(anchor)):
-            continue
-        findings.append(_check_survival(steps, anchor))
-        try:
-            judgements = [warn_if_masked(steps, anchor), *judge_direction(steps, anchor), judge_leak(steps, anchor)]
-        except InputError:  # its models are gone since they were scored
-            continue
-        findings += [finding for finding in judgements if finding is not None]
+        if run.has_shift(anchor):
+            cache = Cache(run.stage("rollout"), run.stage("reference"), [anchor_pair(run, anchor)])
+            rows = spread(len(cache), SAMPLE)
+            block = cache.block(rows)
+            valid_P = block.valid_KP[0][block.decided_P]
+            share = float(valid_P.mean()) if len(valid_P) else 0.0
+            fact = (
+                f"its shift is valid at {percent(share)} of {len(valid_P):,} positions; the others are not trained on"
+            )
+            advice = f"{run.command('doctor')} names the tokens that mask them"
+            findings.append(judge_share(run, f"anchors.{anchor}", "positions", share, len(rows), fact, advice))
+        with suppress(InputError):  # its models were deleted after scoring
+            findings += check_scored(run, anchor)
     return findings
 
 
-def _check_survival(steps: Steps, anchor: str) -> Finding:
-    limits = steps.recipe.checks
-    pair = anchor_pair(steps, anchor)
-    cache = Cache(steps.store.stage(steps.rollout), steps.store.stage(steps.reference), [pair])
-    rows = spread(len(cache), SURVIVAL_ROWS)
-    block = cache.block(rows)
-    valid_P = block.valid_KP[0][block.decided_P]
-    share = float(valid_P.mean()) if len(valid_P) else 0.0
-    fact = f"its shift is valid at {percent(share)} of {len(valid_P):,} positions; the others teach nothing"
-    advice = f"{steps.command('doctor')} names the tokens that mask them"
-    bounds = Bounds(limits.surviving_warn, limits.surviving_stop, below=True)
-    return _finding(f"anchors.{anchor}", "positions", (fact, advice), share, bounds=bounds, count=len(rows))
-
-
-def check_training(steps: Steps, name: str) -> list[Finding]:
-    """Look whether the student came nearer to its target, or went away from it and since which update."""
-    composition = steps.recipe.compositions[name]
+def check_training(run: Run, name: str) -> list[Finding]:
+    """Check whether the student approached its target; if it moved away, since which update."""
+    composition = run.recipe.compositions[name]
     if composition.method == "online":  # its target moves with the student
         return []
-    limits = steps.recipe.checks
-    folder = steps.store.stage(steps.train(name)).folder
+    warn_at, stop_at = run.recipe.checks.levels(*LEVELS["KL to the target"])
+    # The naive objective does not aim at this target, and is known to drift.
+    bounds = Bounds(warn_at, stop_at if run.objective(name) != "direct-opd" else False, share=False)
+    folder = run.stage("train", name).folder
     findings = []
     for file in (folder / "metrics.jsonl", *sorted(folder.glob("leg-*/**/metrics.jsonl"))):
-        curve = [(int(row["step"]), row["reverse_kl"]) for row in _metrics(file)]
+        rows = read_lines(file) if file.exists() else []
+        curve = [(int(row["step"]), row["reverse_kl"]) for row in rows if "reverse_kl" in row]
         if len(curve) < 2:
             continue
         rise, lowest, step = kl_rise(curve)
-        # Only these objectives aim at this target; the naive one is known to drift.
-        stops = limits.kl_rise_stop if steps.objective(name) != "direct-opd" else False
-        bounds = Bounds(limits.kl_rise_warn, stops, share=False)
-        verdict = judge(rise, bounds, len(curve))
+        verdict = bounds.judge(rise, len(curve))
         text = f"KL to the target went from {curve[0][1]:.4f} to {curve[-1][1]:.4f} nats per token"
         if verdict != "ok":
             text += f", lowest ({lowest:.4f}) about update {step}. The student left its target after that: lower "
             text += "train.learning_rate or train.epochs, or raise alpha"
         figures = {"rise": rise, "lowest": lowest, "step": step}
-        findings.append(
-            Finding(f"compositions.{name}", "KL to the target", verdict, text, figures, judged=True, bounds=bounds)
-        )
+        about = f"compositions.{name}"
+        findings.append(Finding(about, "KL to the target", verdict, text, figures, judged=True, bounds=bounds))
     return findings
 
 
-def _metrics(file: Path) -> list[dict[str, float]]:
-    return [row for row in read_lines(file) if "reverse_kl" in row] if file.exists() else []
-
-
 def kl_rise(curve: Sequence[tuple[int, float]]) -> tuple[float, float, int]:
-    """Compare the last tenth of training with the first: their ratio, the lowest tenth, and the update where it ends.
+    """Compare the last tenth of training with the first: their ratio, the lowest tenth, and the update where that ends.
 
     >>> kl_rise([(1, 1.0), (2, 0.5), (3, 2.0)])
     (2.0, 0.5, 2)
@@ -230,32 +187,30 @@ def kl_rise(curve: Sequence[tuple[int, float]]) -> tuple[float, float, int]:
     return rise, means[lowest], curve[lowest + size - 1][0]
 
 
-def check_evaluation(steps: Steps, policy: str) -> list[Finding]:
-    """Look at what a policy answered. Only the student itself stops a run: the others are what is to be measured."""
-    limits = steps.recipe.checks
+def check_evaluation(run: Run, policy: str) -> list[Finding]:
+    """Check the responses of a policy. Only the untrained student stops a run: the others are to be measured."""
     findings = []
-    for benchmark in steps.recipe.eval.benchmarks:
-        stage = steps.store.stage(steps.eval(policy, benchmark))
-        if stage.state() != "done":
+    for benchmark in run.recipe.eval.benchmarks:
+        stage = run.stage("eval", policy, benchmark)
+        if not stage.complete:
             continue
         samples = list(read_samples(stage.folder / "samples.jsonl"))
-        about = f"eval {policy}/{stage.folder.name}"
         shares = {
             "truncated": float(np.mean([sample.finish != "stop" for sample in samples])),
             "unanswered": float(np.mean([sample.answer is None for sample in samples])),
             "empty": float(np.mean([not sample.text.strip() for sample in samples])),
         }
         for check, share in shares.items():
-            stops: Threshold = getattr(limits, f"{check}_stop") if policy == "base" else False
-            bounds = Bounds(getattr(limits, f"{check}_warn"), stops)
-            fact = f"{percent(share)} of {len(samples):,} responses {ANSWERS[check][0]}"
-            findings.append(_finding(about, check, (fact, ANSWERS[check][1]), share, bounds=bounds, count=len(samples)))
+            words, advice = ANSWERS[check]
+            fact = f"{percent(share)} of {len(samples):,} responses {words}"
+            about = f"eval {policy}/{stage.name}"
+            findings.append(judge_share(run, about, check, share, len(samples), fact, advice, policy == "base"))
     return findings
 
 
-def check_results(steps: Steps) -> list[Finding]:
-    """Look at every training and evaluation that is done."""
-    trained = [name for name in steps.recipe.compositions if steps.store.stage(steps.train(name)).state() == "done"]
-    groups = [check_training(steps, name) for name in trained]
-    groups += [check_evaluation(steps, policy) for policy in steps.policies]
+def check_results(run: Run) -> list[Finding]:
+    """Check every complete training and evaluation."""
+    trained = [name for name in run.recipe.compositions if run.stage("train", name).complete]
+    groups = [check_training(run, name) for name in trained]
+    groups += [check_evaluation(run, policy) for policy in run.policies]
     return [finding for findings in groups for finding in findings]

@@ -1,9 +1,9 @@
-"""What the commands share: their options, and what those open. Nothing heavy is imported before a recipe is checked."""
+"""Options that commands share, and how they load a run. Nothing heavy is imported before the recipe is checked."""
 
 import shlex
 import sys
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -11,47 +11,52 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lightning_weave.api import Run
+    from lightning_weave.config import Recipe
     from lightning_weave.progress import Progress
-    from lightning_weave.runs.steps import Steps
+    from lightning_weave.run import Run as BaseRun
 
 Files = Annotated[list[str], typer.Argument(metavar="RECIPE", help="recipe files (TOML); a later one overrides")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override one key of the recipe; may be repeated")
 ]
-Only = Annotated[
-    list[str] | None, typer.Option("--only", metavar="NAME", help="only this one, by name; may be repeated")
-]
-Cluster = Annotated[Literal["ray"] | None, typer.Option(metavar="ray", help="do the work on a Ray cluster")]
+Only = Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="only this name; may be repeated")]
+Cluster = Annotated[Literal["ray"] | None, typer.Option(metavar="ray", help="compute on a Ray cluster")]
 Address = Annotated[
     str | None,
-    typer.Option(metavar="ADDRESS", help="of the cluster; default: $RAY_ADDRESS, or a new one on this machine"),
-]
-Yes = Annotated[bool, typer.Option("--yes", help="discard what a changed recipe makes stale, without asking")]
-Ahead = Annotated[
-    bool, typer.Option("--check", help="first check all that this and later stages need, as `lweave run` does")
+    typer.Option(
+        metavar="ADDRESS", help="address of the cluster; default: $RAY_ADDRESS, else a new cluster on this machine"
+    ),
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="run the Python files that the recipe names: objectives, graders, tasks")
+    bool, typer.Option("--trust", help="allow the code and the programs that the recipe names; read them first")
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
-def load_steps(files: list[str], sets: list[str] | None, trust: bool = False) -> "Steps":
-    """Check the recipe first, import what is heavy after."""
+def load_run(files: list[str], sets: list[str] | None = None, **options: Any) -> "Run":
+    """Check the recipe, then import what is heavy; `options` are those of `lw.Run`."""
     from lightning_weave.config import load_recipe
 
-    recipe = load_recipe(files, sets or ())
-    from lightning_weave.runs.steps import Steps
-
     words = [*files, *(word for value in sets or () for word in ("--set", value))]
-    return Steps(recipe, shlex.join(words), trust)
+    return as_command(load_recipe(files, sets or ()), shlex.join(words), **options)
 
 
-def open_console() -> "Console":
-    """Tables want room: a pipe has no width of its own, and 80 columns would cut them."""
+def as_command(recipe: "Recipe", arguments: str, **options: Any) -> "Run":
+    """Open a run whose messages and log name the command and these arguments."""
+    from lightning_weave.api import Run
+
+    run = Run(recipe, **options)
+    run.arguments = arguments
+    run.typed = shlex.join(["lweave", *sys.argv[1:]])
+    return run
+
+
+def open_console(stderr: bool = False) -> "Console":
+    """Open a console; tables in a pipe need more than the default 80 columns."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=140)
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr) if stream.isatty() else Console(width=140, stderr=stderr)
 
 
 def open_progress() -> "Progress":
@@ -60,36 +65,8 @@ def open_progress() -> "Progress":
     return Progress()
 
 
-def load_run(
-    files: list[str],
-    sets: list[str] | None,
-    *,
-    yes: bool = False,
-    trust: bool = False,
-    cluster: Literal["ray"] | None = None,
-    address: str | None = None,
-) -> "Run":
-    """Load a recipe as a run whose messages and log speak of commands."""
-    return as_run(load_steps(files, sets, trust), yes=yes, cluster=cluster, address=address)
+def writing(run: "BaseRun", keep_recipe: bool = False) -> AbstractContextManager[None]:
+    """Lock the run directory, and log the command and its output."""
+    from lightning_weave import directory
 
-
-def as_run(
-    steps: "Steps", *, yes: bool = False, cluster: Literal["ray"] | None = None, address: str | None = None
-) -> "Run":
-    from lightning_weave.api import Run
-
-    run = Run(steps.recipe, yes=yes, cluster=cluster, address=address)
-    run.steps = steps
-    run.command = _typed()
-    return run
-
-
-def writing(steps: "Steps") -> AbstractContextManager[None]:
-    """Hold the run directory and log what is said, after the command."""
-    from lightning_weave.runs import directory
-
-    return directory.writing(steps, _typed())
-
-
-def _typed() -> str:
-    return shlex.join(["lweave", *sys.argv[1:]])
+    return directory.writing(run, shlex.join(["lweave", *sys.argv[1:]]), keep_recipe)

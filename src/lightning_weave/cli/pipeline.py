@@ -1,88 +1,53 @@
-"""The stages of a recipe, one command each, and all of them in their order."""
+"""Commands that compute: all stages in their order, or one of them."""
 
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from lightning_weave.cli.options import (
     Address,
-    Ahead,
     Cluster,
     Files,
     Only,
     Sets,
     Trust,
-    Yes,
-    as_run,
+    as_command,
     load_run,
-    load_steps,
     open_console,
+    open_progress,
     writing,
 )
 from lightning_weave.errors import InputError
 
 if TYPE_CHECKING:
-    from lightning_weave.runs.steps import Steps
+    from lightning_weave.api import Run
 
 app = typer.Typer()
 
 
-@app.command()
-def rollout(
-    recipe: Files,
-    set_: Sets = None,
-    check: Ahead = False,
-    yes: Yes = False,
-    cluster: Cluster = None,
-    address: Address = None,
-) -> None:
-    """Sample the student's own trajectories."""
-    load_run(recipe, set_, yes=yes, cluster=cluster, address=address).rollout(check=check)
+def _add_stage(verb: str, summary: str) -> None:
+    def stage(
+        recipe: Files,
+        set_: Sets = None,
+        only: Only = None,
+        trust: Trust = False,
+        cluster: Cluster = None,
+        address: Address = None,
+    ) -> None:
+        if only and verb in ("rollout", "reference"):
+            raise InputError(f"--only {only[0]}: {verb} is one stage for all; remove it")
+        getattr(load_run(recipe, set_, trust=trust, cluster=cluster, address=address), verb)(*only or ())
+
+    app.command(verb, help=summary, hidden=True)(stage)
 
 
-@app.command()
-def reference(
-    recipe: Files,
-    set_: Sets = None,
-    check: Ahead = False,
-    yes: Yes = False,
-    cluster: Cluster = None,
-    address: Address = None,
-) -> None:
-    """Find the student's candidates on its own trajectories."""
-    load_run(recipe, set_, yes=yes, cluster=cluster, address=address).reference(check=check)
-
-
-@app.command()
-def score(
-    recipe: Files,
-    set_: Sets = None,
-    only: Only = None,
-    check: Ahead = False,
-    yes: Yes = False,
-    cluster: Cluster = None,
-    address: Address = None,
-) -> None:
-    """Score the cached candidates under every anchor model."""
-    load_run(recipe, set_, yes=yes, cluster=cluster, address=address).score(*only or (), check=check)
-
-
-@app.command()
-def train(
-    recipe: Files,
-    set_: Sets = None,
-    only: Only = None,
-    check: Ahead = False,
-    yes: Yes = False,
-    trust: Trust = False,
-    cluster: Cluster = None,
-    address: Address = None,
-) -> None:
-    """Fit the student to every composition of the cached shifts."""
-    load_run(recipe, set_, yes=yes, trust=trust, cluster=cluster, address=address).train(*only or (), check=check)
+_add_stage("rollout", "Sample the student's own trajectories.")
+_add_stage("reference", "Find the student's candidates on its own trajectories.")
+_add_stage("score", "Score the cached candidates under every anchor model.")
+_add_stage("train", "Fit the student to every composition of the cached shifts.")
 
 
 @app.command("eval")
@@ -93,97 +58,81 @@ def evaluate(
     set_: Sets = None,
     only: Only = None,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="instead of a recipe: a checkpoint directory or hub name")
+        str | None, typer.Option(metavar="MODEL", help="checkpoint directory or hub name, instead of a recipe")
     ] = None,
     bench: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="with --model: aime-2024, ... or file:PATH; may be repeated"),
+        typer.Option(metavar="NAME", help="with --model: aime-2024, ... or a file; may be repeated"),
     ] = None,
     lm_eval: Annotated[str | None, typer.Option(metavar="DIR", help="also write lm-evaluation-harness files")] = None,
     harness: Annotated[
-        Literal["lm-eval"] | None, typer.Option(metavar="lm-eval", help="run only tasks of lm-evaluation-harness")
+        Literal["lm-eval"] | None, typer.Option(metavar="lm-eval", help="run only the tasks of lm-evaluation-harness")
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(metavar="A,B", help="with --harness: which; default: harness.tasks of the recipe")
+        str | None, typer.Option(metavar="A,B", help="with --harness: these tasks instead of harness.tasks")
     ] = None,
-    yes: Yes = False,
     trust: Trust = False,
     cluster: Cluster = None,
     address: Address = None,
 ) -> None:
-    """Sample, grade and summarise policies on benchmarks."""
+    """Evaluate policies on benchmarks."""
     if recipe and (model or bench):
         raise InputError(
-            f"eval {recipe[0]}: a recipe names its own checkpoints ([policies]) and benchmarks (eval.benchmarks); "
-            "leave out --model and --bench, or the recipe"
+            f"eval {recipe[0]}: a recipe names its checkpoints ([policies]) and benchmarks (eval.benchmarks); remove "
+            "--model and --bench, or the recipe"
         )
-    set_ = [*(set_ or ()), *_as_setting(harness, tasks)]
-    steps = load_steps(recipe, set_, trust) if recipe else _load_model_only(model, bench, set_, trust)
-    if harness and not steps.recipe.harness.tasks:
-        raise InputError("--harness lm-eval: which tasks? Add --tasks A,B, or harness.tasks to the recipe")
-    from lightning_weave.pipeline.eval import export_lm_eval
+    if tasks and harness is None:
+        raise InputError(f"--tasks {tasks}: add --harness lm-eval")
+    if tasks:
+        names = [task.strip() for task in tasks.split(",") if task.strip()]
+        set_ = [*(set_ or ()), f"harness.tasks={json.dumps(names)}"]
+    options: dict[str, Any] = {"trust": trust, "cluster": cluster, "address": address}
+    run = load_run(recipe, set_, **options) if recipe else _load_model_only(model, bench, set_, options)
+    if harness and not run.recipe.harness.tasks:
+        raise InputError("--harness lm-eval: no tasks. Add --tasks A,B, or harness.tasks to the recipe")
+    from lightning_weave.stages.eval import export_lm_eval
     from lightning_weave.store import make_directory
 
     if lm_eval:  # before anything is sampled
         make_directory(Path(lm_eval), f"--lm-eval {lm_eval}")
-    run = as_run(steps, yes=yes, cluster=cluster, address=address)
     (run.harness if harness else run.eval)(*only or ())
     if lm_eval:
-        export_lm_eval(steps, Path(lm_eval), datetime.now())
-    _show_results(steps)
+        export_lm_eval(run, Path(lm_eval), datetime.now())
+    _show_results(run, "base" if recipe else run.recipe.name)
 
 
-def _show_results(steps: "Steps") -> None:
-    """Print the table, and put it into the run's log."""
+def _show_results(run: "Run", base: str = "base") -> None:
+    """Print the table, and log it."""
     from lightning_weave.progress import keep_log
     from lightning_weave.report.results import show_results
 
-    with keep_log(steps.store.run_dir / "log.txt"):
-        show_results(steps, open_console())
+    with keep_log(run.directory / "log.txt"):
+        show_results(run, open_console(), base)
 
 
-def _as_setting(harness: str | None, tasks: str | None) -> list[str]:
-    """Take --tasks as the recipe's key, so that it is remembered and said like one."""
-    if tasks is None:
-        return []
-    if harness is None:
-        raise InputError(f"--tasks {tasks}: of which harness? Add --harness lm-eval")
-    return [f"harness.tasks={json.dumps([task.strip() for task in tasks.split(',') if task.strip()])}"]
-
-
-def _load_model_only(model: str | None, benchmarks: list[str] | None, sets: list[str] | None, trust: bool) -> "Steps":
-    from lightning_weave.config import check_recipe, merge_overrides
+def _load_model_only(
+    model: str | None, benchmarks: list[str] | None, sets: list[str] | None, options: dict[str, Any]
+) -> "Run":
+    """Create the run that evaluates one checkpoint, under the checkpoint's name."""
+    from lightning_weave.bench.definitions import benchmark_name
+    from lightning_weave.config import check_recipe, load_recipe, merge_overrides, slug
 
     if model is None:
         raise InputError("eval needs a RECIPE, or --model DIR with --bench NAME")
-    data = {"name": _run_name(model), "student": {"model": model}}
-    data |= {"eval": {"benchmarks": benchmarks}} if benchmarks else {}
+    parts = ("", "", "", "", *Path(model).parts)[-4:]  # RUN/train/COMPOSITION/final: all are called `final`
+    name = slug(f"{parts[0]}-{parts[2]}") if parts[1::2] == ("train", "final") else slug(model)
+    data: dict[str, Any] = {"name": name, "student": {"model": model}}
+    data |= {"eval": {"benchmarks": [benchmark_name(one) for one in benchmarks]}} if benchmarks else {}
     recipe = check_recipe(merge_overrides(data, sets or ()), "--model")
-    _check_same_model(Path(recipe.runs) / recipe.name, model)
-    from lightning_weave.runs.steps import Steps
-
-    return Steps(recipe, f"--model {model}", trust)
-
-
-def _run_name(model: str) -> str:
-    """Name an evaluation by its checkpoint; every student that was trained here is called `final`."""
-    from lightning_weave.config import slug
-
-    parts = ("", "", "", "", *Path(model).parts)[-4:]  # RUN/train/COMPOSITION/final
-    return slug(f"{parts[0]}-{parts[2]}") if parts[1::2] == ("train", "final") else slug(model)
-
-
-def _check_same_model(run_dir: Path, model: str) -> None:
-    """Refuse to put one checkpoint's results over another's of the same name."""
-    from lightning_weave.config import load_recipe
-
-    path = run_dir / "recipe.toml"
-    other = load_recipe([str(path)]).student.model if path.exists() else model
+    directory = Path(recipe.runs) / recipe.name
+    before = directory / "recipe.toml"
+    other = load_recipe(before).student.model if before.exists() else model
     if Path(other).expanduser().resolve() != Path(model).expanduser().resolve():
         raise InputError(
-            f"--model {model}: {run_dir} is the run of another checkpoint ({other}). Give this one a name of its own: "
+            f"--model {model}: {directory} is the run of another checkpoint ({other}). Give this one another name: "
             "--set name=NAME"
         )
+    return as_command(recipe, f"--model {model}", **options)
 
 
 @app.command()
@@ -191,53 +140,60 @@ def run(
     recipe: Files,
     set_: Sets = None,
     only: Only = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be made, and what is wrong")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="only list what would be computed, and what is wrong")
+    ] = False,
+    until: Annotated[
+        Literal["prompts", "rollout", "reference", "score", "train", "eval"],
+        typer.Option(metavar="STAGE", help="stop after prompts, rollout, reference, score, train or eval"),
+    ] = "eval",
     force: Annotated[bool, typer.Option("--force", help="continue where a check would stop the run")] = False,
-    yes: Yes = False,
     trust: Trust = False,
     cluster: Cluster = None,
     address: Address = None,
 ) -> None:
-    """Make all that is missing or stale, in order."""
-    steps = load_steps(recipe, set_, trust)
-    from lightning_weave.pipeline import run as stage
+    """Compute everything that is missing, in order."""
+    run = load_run(recipe, set_, trust=trust, cluster=cluster, address=address)
+    run.check_data()
+    from lightning_weave.stages import run as stage
 
-    steps = stage.narrowed(steps, only) if only else steps
+    if only:
+        run.recipe = stage.narrow(run, only)
     if dry_run:
-        stage.dry_run(steps, open_console())
+        stage.dry_run(run, open_console(), until)
         return
-    run = as_run(steps, yes=yes, cluster=cluster, address=address)
-    run.run(force)
-    _show_results(steps)
-    stage.show_next(steps, open_console())
+    run.run(force, until)
+    if until != "eval":
+        return
+    _show_results(run)
+    stage.show_next(run, open_console())
 
 
 @app.command()
 def rehearse(
     recipe: Files, set_: Sets = None, trust: Trust = False, cluster: Cluster = None, address: Address = None
 ) -> None:
-    """Run all of it with small random doubles of the models first.
+    """Try the whole recipe with small random models.
 
-    It needs configurations and tokenizers, no weights, and says what the real run can count on.
+    Needs configurations and tokenizers, but no weights.
     """
-    loaded = load_run(recipe, set_, trust=trust, cluster=cluster, address=address)
-    from lightning_weave.pipeline import run as running
-    from lightning_weave.plan import plan
-    from lightning_weave.plan.costs import PlannedMachine
-    from lightning_weave.plan.gpus import CALIBRATED
-    from lightning_weave.rehearsal import rehearse as stage
-    from lightning_weave.report import report
-    from lightning_weave.views import card
+    run = load_run(recipe, set_, trust=trust, cluster=cluster, address=address)
+    run.check_trust()
+    run.check_data()
+    from lightning_weave import rehearse as stage
 
-    steps = loaded.steps
-    progress = loaded.progress
-    workers = loaded.workers()
-    commands = stage.Commands(
-        run=lambda small: running.run(small, progress, workers, yes=True),
-        report=lambda small: report.run([small], progress),
-        card=lambda small, name: card.run(small, name, None, progress),
-        plan=lambda: plan.run(steps.recipe, PlannedMachine(CALIBRATED, 8), None, False, open_console()),
-    )
-    small = stage.rehearsed(steps)
+    small = stage.rehearsed(run)
     with writing(small):
-        stage.run(steps, small, commands, progress)
+        stage.run(run, small, run.executor(), run.progress, open_console())
+
+
+@app.command()
+def demo(set_: Sets = None, trust: Trust = False) -> None:
+    """Run the whole method on a tiny world, in minutes."""
+    from lightning_weave.world import demo as stage
+    from lightning_weave.world.layout import lay_out_world
+
+    lay_out_world()
+    run = stage.load_demo(set_ or (), trust)
+    with writing(run):
+        stage.run(run, open_progress(), open_console())

@@ -13,16 +13,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lightning_weave.cluster.actors import enter, own_error
-from lightning_weave.cluster.plan import WorkerPlan, live_nodes, plan_ranks
+from lightning_weave.cluster.workers import WorkerPlan, enter, live_nodes, own_error, plan_ranks
 from lightning_weave.config import Recipe
 from lightning_weave.errors import InputError, PeerStopped, StartAgain, WeaveError, first_line
 from lightning_weave.progress import Bar, Progress
-from lightning_weave.ranks import become
-from lightning_weave.runs.machine import set_threads
-from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.work import RankWork
+from lightning_weave.ranks import set_rank_env
+from lightning_weave.run import Run
+from lightning_weave.stages.work import RankWork, set_threads
 from lightning_weave.store import MANIFEST
+from lightning_weave.train.checkpoint import POSITION
 
 MOST_DEATHS = 3  # one after another, without a new checkpoint or shard
 NODE_PATIENCE = 60.0  # seconds for a lost node to come back, before training resumes with fewer ranks
@@ -31,46 +30,39 @@ NAMESPACE = "lightning-weave"
 
 
 class _RankDied(Exception):
-    """A rank is gone without an error of its own."""
+    """A rank died without raising an error."""
 
 
-def train_on_ray(work: RankWork, steps: Steps, progress: Progress) -> None:
+def train_on_ray(work: RankWork, run: Run, progress: Progress) -> None:
     """Train on all ranks that the cluster has room for, as often as it takes."""
-    set_threads(steps.recipe, steps.store)  # all ranks keep to it
-    plan = plan_ranks(steps.recipe, live_nodes())
+    set_threads(run)  # all ranks keep to it
+    plan = plan_ranks(run.recipe, live_nodes())
     deaths = 0
+
+    def finished() -> set[Path]:  # what a restart does not repeat: checkpoints, stages and shards
+        return {path for name in (MANIFEST, POSITION, "*.safetensors") for path in run.directory.rglob(name)}
+
     while True:
-        before = _finished(steps.store.run_dir)
+        before = finished()
         try:
-            with _placed(plan, steps) as ranks:
+            with _placed(plan, run) as ranks:
                 progress.say(f"train: {plan.workers} ranks on the cluster")
-                _run(ranks, work, steps, progress)
+                _run(ranks, work, run, progress)
             return
-        except StartAgain as again:  # every time with less, until it fits or there is nothing to halve
-            progress.say(f"train: {again.what}. All start again: {again.then}")
+        except StartAgain as error:  # every time with less, until it fits or there is nothing to halve
+            progress.say(f"train: {error.what}. All start again: {error.then}")
         except _RankDied as death:
-            deaths = 0 if _finished(steps.store.run_dir) - before else deaths + 1
+            deaths = 0 if finished() - before else deaths + 1
             if deaths == MOST_DEATHS:
                 raise WeaveError(
                     f"train: {deaths} times a rank died before a new checkpoint was written ({death}). Out of memory? "
                     "Lower train.token_budget. Do nodes go often? Lower train.checkpoint_every"
                 ) from None
             progress.say(f"train: a rank died ({death}); all start again from the newest checkpoint")
-        plan = _plan_again(steps.recipe, plan)
-
-
-def _finished(run_dir: Path) -> set[Path]:
-    """What a restart would not do again: checkpoints, stages and shards."""
-    names = (MANIFEST, "position.json", "*.safetensors")
-    return {path for name in names for path in run_dir.rglob(name)}
-
-
-def _plan_again(recipe: Recipe, last: WorkerPlan) -> WorkerPlan:
-    """Plan as many ranks as before; fewer, but at least one, if no node comes back in time."""
-    until = time.monotonic() + NODE_PATIENCE
-    while not (plan := _plan_now(recipe)) or (plan.workers < last.workers and time.monotonic() < until):
-        time.sleep(1)
-    return plan
+        until = time.monotonic() + NODE_PATIENCE  # for as many ranks as before; then fewer, but at least one
+        while not (again := _plan_now(run.recipe)) or (again.workers < plan.workers and time.monotonic() < until):
+            time.sleep(1)
+        plan = again
 
 
 def _plan_now(recipe: Recipe) -> WorkerPlan | None:
@@ -82,20 +74,24 @@ def _plan_now(recipe: Recipe) -> WorkerPlan | None:
 
 
 @contextmanager
-def _placed(plan: WorkerPlan, steps: Steps) -> Iterator[list[Any]]:
+def _placed(plan: WorkerPlan, run: Run) -> Iterator[list[Any]]:
     """Start one actor per rank, in the order of their nodes, and end them all."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    name = f"train {steps.store.run_dir.resolve()}"
-    _end_orphan(name)
+    name = f"train {run.directory.resolve()}"
+    with suppress(ValueError):  # no such actor
+        # End the first rank of a command that was killed: two would write one checkpoint.
+        while orphan := ray.get_actor(name, NAMESPACE):
+            ray.kill(orphan)
+            time.sleep(0.2)
     bundle = {"CPU": plan.cpus, **({"GPU": plan.gpus} if plan.gpus else {})}
     group = placement_group([bundle] * plan.workers, strategy="PACK" if plan.gpus else "SPREAD")
     actors = list[Any]()
     try:
         while not group.wait(10):
-            new_plan = _plan_now(steps.recipe)
+            new_plan = _plan_now(run.recipe)
             if new_plan is None or new_plan.workers < plan.workers:
                 raise _RankDied("a node is gone")
         for number in range(plan.workers):
@@ -114,20 +110,7 @@ def _placed(plan: WorkerPlan, steps: Steps) -> Iterator[list[Any]]:
         remove_placement_group(group)
 
 
-def _end_orphan(name: str) -> None:
-    """End the first rank of a command that was killed, if Ray has not yet done so: two would write one checkpoint."""
-    import ray
-
-    while True:
-        try:
-            orphan = ray.get_actor(name, NAMESPACE)
-        except ValueError:
-            return
-        ray.kill(orphan)
-        time.sleep(0.2)
-
-
-def _run(actors: Sequence[Any], work: RankWork, steps: Steps, progress: Progress) -> None:
+def _run(actors: Sequence[Any], work: RankWork, run: Run, progress: Progress) -> None:
     """Let all ranks train, and show what the first of them tells."""
     import ray
 
@@ -145,16 +128,16 @@ def _run(actors: Sequence[Any], work: RankWork, steps: Steps, progress: Progress
         earlier = [nodes[other] for other in order[:rank]]
         local = (earlier.count(nodes[number]), nodes.count(nodes[number]))
         place = (rank, len(actors), *local, address, port)
-        running.append(actors[number].train.remote(place, work, steps.recipe, steps.arguments, steps.trust))
+        running.append(actors[number].train.remote(place, work, run.recipe, run.arguments, run.trust))
     with _Screen(progress) as screen:
         pending = list(running)
-        news = actors[0].told.remote()
+        news = actors[0].read_messages.remote()
         while pending:
             (reference,), _ = ray.wait([news, *pending])
             try:
                 if reference == news:
                     screen.show(ray.get(news))
-                    news = actors[0].told.remote()
+                    news = actors[0].read_messages.remote()
                 else:
                     pending.remove(reference)
                     ray.get(reference)
@@ -162,7 +145,7 @@ def _run(actors: Sequence[Any], work: RankWork, steps: Steps, progress: Progress
                 _raise_why(running)
         with suppress(ray.exceptions.RayActorError):  # all is done; only its last words are lost
             screen.show(ray.get(news))
-            screen.show(ray.get(actors[0].told.remote()))
+            screen.show(ray.get(actors[0].read_messages.remote()))
 
 
 def _raise_why(running: Sequence[Any]) -> NoReturn:
@@ -208,11 +191,11 @@ class Rank:
 
     def train(self, place: tuple[Any, ...], work: RankWork, recipe: Recipe, arguments: str | None, trust: bool) -> None:
         """Train as this rank of all."""
-        become(*place)
-        work(Steps(recipe, arguments, trust), Telling(self.messages.put))
+        set_rank_env(*place)
+        work(Run(recipe, arguments, trust), ForwardedProgress(self.messages.put))
 
-    def told(self) -> list[tuple[Any, ...]]:
-        """Give what was said since the last call; wait a moment for something."""
+    def read_messages(self) -> list[tuple[Any, ...]]:
+        """Return the messages since the last call; wait a moment for one."""
         messages = []
         try:
             messages.append(self.messages.get(timeout=1.0))
@@ -222,27 +205,25 @@ class Rank:
             return messages
 
 
-class Telling(Progress):
-    """Hands on what it is told to show."""
+class ForwardedProgress(Progress):
+    """Sends what it would show to the process that shows it."""
 
-    def __init__(self, tell: Callable[[tuple[Any, ...]], None]) -> None:
+    def __init__(self, send: Callable[[tuple[Any, ...]], None]) -> None:
         super().__init__()
-        self.tell = tell
+        self.send: Callable[[tuple[Any, ...]], None] = (lambda message: None) if self.quiet else send
 
     def say(self, message: str) -> None:
-        if not self.quiet:
-            self.tell((message,))
+        self.send((message,))
 
     @contextmanager
     def bar(self, what: str, total: int, unit: str) -> Iterator[Bar]:
-        telling = self
+        send = self.send
 
-        class TellingBar(Bar):
+        class ForwardedBar(Bar):
             def show(self) -> None:
-                if not telling.quiet:
-                    telling.tell((what, total, unit, self.done, self.note))
+                send((what, total, unit, self.done, self.note))
 
-        yield TellingBar(what, total, unit)
+        yield ForwardedBar(what, total, unit)
 
 
 class _Screen(ExitStack):
@@ -254,7 +235,7 @@ class _Screen(ExitStack):
         self.bar: Bar | None = None
 
     def show(self, messages: Sequence[tuple[Any, ...]]) -> None:
-        """Say a line, or move the bar; another bar ends the one before."""
+        """Print a line, or move the bar; another bar ends the one before."""
         for message in messages:
             if len(message) == 1:
                 self.progress.say(*message)

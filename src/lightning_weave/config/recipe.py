@@ -1,39 +1,57 @@
-"""A whole recipe, and what its sections must agree on."""
+"""A whole recipe, what its sections must agree on, and how it is read: TOML files, `--set`, error messages."""
 
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args, get_origin
 
-from pydantic import Field, model_validator
+import tomli_w
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
-from lightning_weave.config.anchor import STUDENT, Anchor, Side
-from lightning_weave.config.composition import DEFAULT_TAG, Composition
-from lightning_weave.config.fields import EvalFormat, Name, Strict
+from lightning_weave.config.composition import DEFAULT_TAG, METHODS, STUDENT, Anchor, Composition
+from lightning_weave.config.evaluation import Checks, Eval, Harness, Report
+from lightning_weave.config.fields import (
+    FORMATS,
+    Day,
+    EngineStage,
+    Name,
+    Role,
+    Source,
+    Strict,
+    code_options,
+    is_own_function,
+    named_columns,
+    split_revision,
+    unlisted,
+)
 from lightning_weave.config.sections import (
-    Checks,
-    Eval,
-    Harness,
+    Engine,
     Machine,
     Policy,
     Prompts,
     Reference,
-    Report,
     Rollout,
     Score,
+    StageEngine,
     Student,
     Tags,
+    Train,
 )
-from lightning_weave.config.training import Tracking, Train
+from lightning_weave.errors import InputError
 
 
 class Recipe(Strict):
     """One experiment."""
 
-    name: Name
-    runs: str = Field("runs", description="directory that holds run directories")
-    rehearsal: bool = Field(
-        False, description="with doubles of the models, as `lweave rehearse` makes them: nothing of it is a result"
+    name: Name = Field(description="name of the run; its directory is RUNS/NAME", examples=["mine"])
+    runs: Source = Field("runs", description="directory that holds run directories")
+    rehearsal: bool = unlisted(False, "made by `lweave rehearse`: no results")
+    date: Day | None = unlisted(
+        None, "day that chat templates write; default: the day the run began", examples=["2026-01-31"]
     )
     student: Student
     anchors: dict[Name, Anchor] = Field({})
@@ -41,11 +59,14 @@ class Recipe(Strict):
     compositions: dict[Name, Composition] = Field({})
     policies: dict[Name, Policy] = Field({})
     prompts: Prompts = Prompts()
+    engine: Engine = Engine()
     rollout: Rollout = Rollout()
     reference: Reference = Reference()
     score: Score = Score()
     train: Train = Train()
-    tracking: Tracking = Tracking()
+    tracking: dict[str, Any] = Field(
+        {}, description="arguments of wandb.init; name may contain {run} and {policy}", examples=[{"project": "mine"}]
+    )
     eval: Eval = Eval()
     harness: Harness = Harness()
     report: Report = Report()
@@ -54,89 +75,137 @@ class Recipe(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _asks_alike(cls, data: Any) -> Any:
-        """Write out what is default: [eval] asks as [prompts] does, and for a box where answers are to be graded."""
+    def _inherit_prompt_settings(cls, data: Any) -> Any:
+        """Write out two defaults: [eval] asks as [prompts] does, and for a box where answers are to be graded."""
         sections = [data.get(name, {}) for name in ("prompts", "eval")] if isinstance(data, Mapping) else [data]
         if not all(isinstance(section, Mapping) for section in sections):
             return data
-        prompts = dict(sections[0])
-        evaluation = dict(sections[1])
+        prompts, evaluation = map(dict, sections)
         columns = prompts.get("columns")
-        answers = isinstance(columns, Mapping) and columns.get("answer") is not None
-        form = "template" if "template" in prompts else prompts.get("format", "boxed")
-        if not evaluation.keys() & {"format", "template"}:
-            evaluation["format"] = form if form in get_args(EvalFormat) else "boxed"
-            evaluation |= {"template": prompts["template"]} if form == "template" and "template" in prompts else {}
-        evaluation.setdefault("format", "template")
-        prompts.setdefault("format", form if answers or form == "template" else "plain")
+        has_answers = isinstance(columns, Mapping) and columns.get("answer") is not None
+        asked = prompts.get("format", "boxed")
+        is_graded = asked in ("plain", "question-answer", "boxed") or asked not in FORMATS
+        evaluation.setdefault("format", asked if is_graded else "boxed")
+        prompts.setdefault("format", "boxed" if has_answers else "plain")
         inherited = {"chat", "thinking"} | ({"system"} if evaluation.get("chat", True) else set())
         evaluation = {key: prompts[key] for key in inherited & prompts.keys()} | evaluation
         return {**data, "prompts": prompts, "eval": evaluation}
 
+    @field_validator("tracking")
+    @classmethod
+    def _name_can_be_filled(cls, tracking: dict[str, Any]) -> dict[str, Any]:
+        if not named_columns(str(tracking.get("name", ""))) <= {"run", "policy"}:
+            raise ValueError("name may contain {run} and {policy}, and nothing else in braces")
+        return tracking
+
     @property
     def mark(self) -> str:
-        """What stands beside everything that a rehearsal makes; nothing beside a result."""
+        """The label of everything that a rehearsal makes; empty for results."""
         return "rehearsal with small random models, no result" if self.rehearsal else ""
 
     @classmethod
     def load(cls, files: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> "Recipe":
         """Read a recipe as `load_recipe` does: files that are merged, and `key=value` overrides."""
-        recipe: Recipe = import_module("lightning_weave.config.load").load_recipe(
-            files, overrides
-        )  # it knows this file
-        return recipe
+        return load_recipe(files, overrides)
 
-    def side(self, anchor: str, role: Literal["post", "pre"]) -> Side:
-        """One of the two models of an anchor, and what it reads."""
+    def anchor_model(self, anchor: str, role: Role) -> tuple[str, str | None] | None:
+        """Name and revision of one of the two models of an anchor; None for the base of an adapter."""
         section = self.anchors[anchor]
-        is_post = role == "post"
-        context = section.post_prompt if is_post else section.pre_prompt
         if section.model == STUDENT:
-            return Side(self.student.model, self.student.revision, self.student.trust_remote_code, context)
-        model = section.model or (section.post if is_post else section.pre)
-        revision = section.post_revision if is_post else section.pre_revision
-        return Side(model, revision, section.trust_remote_code, context)
+            return self.student.name, self.student.revision
+        model = section.model or (section.post if role == "post" else section.pre)
+        return None if model is None else split_revision(model)
 
-    def scored_by(self, anchor: str, role: Literal["post", "pre"]) -> Literal["auto", "hf", "vllm", "server"]:
+    def scored_by(self, anchor: str, role: Role) -> Literal["auto", "hf", "vllm", "server"]:
         """What scores one of the two models of an anchor."""
         section = self.anchors[anchor]
-        url = section.post_url if role == "post" else section.pre_url
-        return "server" if url is not None else section.engine or self.score.engine
+        if section.server(role):
+            return "server"
+        return section.own_engine(role) or self.engine.score
+
+    def engine_of(self, stage: EngineStage) -> StageEngine:
+        """The engine of one stage, with its dtype, options, and batch size or token budget."""
+        section = self.engine
+        batch_size = {"rollout": self.rollout.batch_size, "eval": self.eval.batch_size}.get(stage, 0)
+        options = {name: value for name, value in section.options.items() if not isinstance(value, Mapping)}
+        own: Any = section.options.get(stage, {})
+        return StageEngine(
+            stage,
+            getattr(section, stage),
+            section.dtype if isinstance(section.dtype, str) else section.dtype.get(stage, "auto"),
+            section.python,
+            section.parity,
+            {**options, **own},
+            batch_size=batch_size,
+            token_budget=0 if batch_size else self.score.token_budget,
+        )
 
     def asked(self, policy: str) -> Eval:
-        """[eval] as one policy is asked: with the system prompt that it has of its own."""
+        """[eval] for one policy, with that policy's system prompt."""
         own = self.policies[policy].system if policy in self.policies else None
         return self.eval if own is None else self.eval.model_copy(update={"system": own})
 
+    @property
+    def code(self) -> dict[str, Any]:
+        """The keys by which the recipe starts a program or runs code, with their values. They need --trust."""
+        keys: dict[str, Any] = {"student.trust_remote_code": self.student.trust_remote_code}
+        for name, anchor in self.anchors.items():
+            keys[f"anchors.{name}.trust_remote_code"] = anchor.trust_remote_code
+            keys[f"anchors.{name}.options"] = code_options(anchor.options)
+        for name, policy in self.policies.items():
+            keys[f"policies.{name}.trust_remote_code"] = policy.trust_remote_code
+        objectives = {f"compositions.{name}.objective": one.objective for name, one in self.compositions.items()}
+        graders = {f"eval.graders.{name}": grader for name, grader in self.eval.graders.items()}
+        functions = {"train.objective": self.train.objective, **objectives, **graders}
+        keys |= {key: text for key, text in functions.items() if text is not None and is_own_function(text)}
+        keys |= {
+            "engine.python": self.engine.python,
+            "engine.options": code_options(self.engine.options),
+            "eval.unsafe_local": self.eval.unsafe_local,
+            "harness.python": self.harness.python,
+            "harness.include": self.harness.include,
+            "harness.args": code_options(self.harness.args),
+            "tracking.settings": self.tracking.get("settings"),  # the host that is sent the user's key, for one
+        }
+        return {key: value for key, value in keys.items() if value}
+
+    def without_remote_code(self) -> "Recipe":
+        """This recipe, but no checkpoint may run its own code."""
+        off = {"trust_remote_code": False}
+        changes = {
+            "student": self.student.model_copy(update=off),
+            "anchors": {name: one.model_copy(update=off) for name, one in self.anchors.items()},
+            "policies": {name: one.model_copy(update=off) for name, one in self.policies.items()},
+        }
+        return self.model_copy(update=changes)
+
     @model_validator(mode="after")
-    def _contexts_can_be_read(self) -> Self:
+    def _names_fit_together(self) -> Self:
+        if self.train.eval_every and not self.eval.benchmarks:
+            raise ValueError("train.eval_every evaluates on the first of eval.benchmarks, which is empty; name one")
         for name, anchor in self.anchors.items():
             has_system = anchor.post_prompt.system or anchor.pre_prompt.system
             if has_system and anchor.prompt == "student" and not self.prompts.chat:
                 raise ValueError(
-                    f"anchors.{name}: system needs a chat template, but prompts.chat = false. Use prefix, which is "
-                    "plain text before the prompt"
+                    f"anchors.{name}: system needs a chat template, but prompts.chat = false. Use prefix, plain text "
+                    "before the prompt"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _names_exist(self) -> Self:
         for name, composition in self.compositions.items():
             if composition.routes and self.tags == Tags():
                 raise ValueError(
-                    f"compositions.{name}.weights differ by tag, but nothing gives a prompt its tag: add [tags] with "
+                    f"compositions.{name}.weights differ by tag, but prompts have no tags: add [tags] with "
                     "column or rules"
                 )
             known_tags = {*self.tags.rules, DEFAULT_TAG}
             if self.tags.rules and (unknown := [tag for tag in composition.routes if tag not in known_tags]):
                 raise ValueError(
-                    f"compositions.{name}.weights.{unknown[0]}: no rule of [tags.rules] gives this tag; there is "
+                    f"compositions.{name}.weights.{unknown[0]}: no rule of [tags.rules] gives this tag; known: "
                     f"{', '.join(self.tags.rules)}, and {DEFAULT_TAG} for all other prompts"
                 )
-            for anchor in (*composition.weights, *(one for route in composition.routes.values() for one in route)):
-                if anchor not in self.anchors:
+            for used in (*composition.weights, *(one for route in composition.routes.values() for one in route)):
+                if used not in self.anchors:
                     names = ", ".join(self.anchors) or "none"
-                    raise ValueError(f"compositions.{name}.weights names the anchor {anchor!r}; known anchors: {names}")
+                    raise ValueError(f"compositions.{name}.weights names the anchor {used!r}; known anchors: {names}")
         owners = {"base": "the student itself", **dict.fromkeys(self.compositions, "a composition")}
         for name in self.policies:
             if name in owners:
@@ -148,25 +217,258 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _parts_have_rounds(self) -> Self:
-        for name, composition in self.compositions.items():
-            take = self.prompts.take
-            if composition.method != "joint" or take is None or self.rollout.from_ is not None:
-                continue
-            rounds = (composition.epochs or self.train.epochs) * -(-take // self.train.prompts_per_round)
-            if composition.refresh > rounds:
-                raise ValueError(
-                    f"compositions.{name}.refresh = {composition.refresh}, but {take} prompts make {rounds} rounds at "
-                    f"most (train.epochs, train.prompts_per_round), and a part is at least one"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _batches_come_out_even(self) -> Self:
+    def _rounds_come_out_even(self) -> Self:
         rows = self.train.prompts_per_round * self.rollout.responses
         if rows % self.train.updates_per_round:
             raise ValueError(
                 f"train.updates_per_round is {self.train.updates_per_round}, which does not divide a round of "
                 f"{self.train.prompts_per_round} prompts x {self.rollout.responses} responses = {rows} trajectories"
             )
+        take = self.prompts.take
+        for name, composition in self.compositions.items():
+            if composition.method != "joint" or take is None or self.rollout.from_ is not None:
+                continue
+            rounds = (composition.epochs or self.train.epochs) * -(-take // self.train.prompts_per_round)
+            if composition.refresh > rounds:
+                raise ValueError(
+                    f"compositions.{name}.refresh = {composition.refresh}, but {take} prompts make at most {rounds} "
+                    "rounds (train.epochs, train.prompts_per_round), and a part has at least one"
+                )
         return self
+
+
+Loc = tuple[int | str, ...]
+# A later file replaces these tables as a whole: half of one set of weights and half of another is never meant.
+WHOLE_TABLES = frozenset({"weights", "aliases"})
+# Keys that people may remember, each with the key to write, or with what to do.
+MOVED: dict[str, str] = {
+    **{f"{stage}.engine": f"engine.{stage}" for stage in get_args(EngineStage)},
+    **{f"{stage}.{key}": f"engine.{key}" for stage in get_args(EngineStage) for key in ("python", "dtype", "options")},
+    **{f"train.{key}": f"train.optimizer.{key}" for key in ("betas", "weight_decay", "clip")},
+    "student.revision": 'append it to the model: student.model = "owner/name@REVISION"',
+    "policies.NAME.revision": 'append it to the model: policies.NAME.model = "owner/name@REVISION"',
+    "anchors.NAME.post_revision": 'append it to the model: anchors.NAME.post = "owner/name@REVISION"',
+    "anchors.NAME.pre_revision": 'append it to the model: anchors.NAME.pre = "owner/name@REVISION"',
+    "prompts.revision": 'append it to the source: prompts.source = "owner/name@REVISION"',
+    "prompts.template": "prompts.format",
+    "prompts.seed": "remove it: prompts are always drawn with seed 42",
+    "eval.template": "eval.format",
+    "rollout.top_p": "remove it: trajectories are sampled from the student's whole distribution (top_p 1)",
+    "reference.token_budget": "score.token_budget",
+    "harness.engine": "harness.args.model",
+    "harness.options": "harness.args.model_args",
+    "harness.fewshot": "harness.args.num_fewshot",
+    "harness.limit": "harness.args.limit",
+}
+MOST_BYTES = 10 << 20  # of a recipe file
+
+
+def load_recipe(files: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Recipe:
+    """Read one recipe file or several, merge them left to right, apply `key=value` overrides, and check the result."""
+    files = [files] if isinstance(files, str | Path) else files
+    where = " + ".join(str(file) for file in files)
+    merged: dict[str, Any] = {}
+    try:
+        for file in files:
+            merged = merge_tables(merged, read_toml(Path(file)))
+        return check_recipe(merge_overrides(merged, overrides), where)
+    except RecursionError:
+        raise InputError(f"{where}: tables or lists are nested too deeply") from None
+
+
+def check_recipe(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
+    """Validate a recipe given as plain data."""
+    try:
+        if key := _find_unusable(data):
+            raise InputError(f"{where}: {key} contains a control character or a byte that is not UTF-8; remove it")
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise InputError(explain(error, data, where)) from None
+    except RecursionError:
+        raise InputError(f"{where}: tables or lists are nested too deeply") from None
+
+
+def _find_unusable(value: Any) -> str:
+    """Find the key of a text with characters that no path, file or terminal should get; empty if there is none."""
+    if isinstance(value, str):
+        return "here" if re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]", value) else ""
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in inner:
+        if found := _find_unusable(key) or _find_unusable(one):
+            return f"{key}.{found}".removesuffix(".here")
+    return ""
+
+
+def merge_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Apply `key=value` overrides from left to right. One weight (`compositions.x.weights.a=0.7`) keeps the others."""
+    merged = dict(data)
+    for override in overrides:
+        parsed = parse_override(override)
+        entered: set[str] = set()  # the tables that its dotted key leads into: they are merged, not replaced
+        inner: Any = tomllib.loads(f"{override.partition('=')[0].strip()} = 0")
+        while isinstance(inner, dict):
+            ((key, inner),) = inner.items()
+            entered |= {key} if isinstance(inner, dict) else set()
+        merged = merge_tables(merged, parsed, WHOLE_TABLES - entered)
+    return merged
+
+
+def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any], whole: Set[str] = WHOLE_TABLES) -> dict[str, Any]:
+    """Lay one recipe over another; tables are merged, except those that only make sense as a whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        both_tables = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge_tables(merged[key], value, whole) if both_tables and key not in whole else value
+    return merged
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Write the resolved recipe as TOML, defaults included."""
+    return tomli_w.dumps(recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise InputError(f"{path}: larger than {MOST_BYTES >> 20} MB, so not a recipe")
+        text = content.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such recipe. Give the path of a TOML file, absolute or from here") from None
+    except IsADirectoryError:
+        such = f", such as {path / 'recipe.toml'}" if (path / "recipe.toml").is_file() else ""
+        raise InputError(f"{path} is a directory; give the path of a recipe file (TOML){such}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); recipes are TOML") from None
+    except (OSError, ValueError) as error:  # a NUL in the path is a ValueError
+        raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', error)})") from None
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError; an integer of thousands of digits
+        reason = str(error).partition(";")[0].replace("at end of document", f"at line {len(text.splitlines())}")
+        raise InputError(f"{path}: broken TOML: {reason}") from None
+
+
+def parse_override(override: str) -> dict[str, Any]:
+    key, equals, value = override.partition("=")
+    if not equals or not key.strip():
+        raise InputError(f"--set {override}: must look like key=value, for example --set train.learning_rate=1e-5")
+    for text in (value, json.dumps(value)):  # a TOML value, else a bare string
+        try:
+            return tomllib.loads(f"{key.strip()} = {text}")
+        except ValueError:
+            continue
+    raise InputError(f"--set {override}: {key.strip()!r} is not a dotted key such as train.learning_rate")
+
+
+def explain(error: ValidationError, data: Mapping[str, Any], where: str) -> str:
+    """Explain the first error and name the others. A misspelt key comes before the one that is missing for it."""
+    details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+    first = _explain_one(details[0], data)
+    others = dict.fromkeys(".".join(map(str, _written(tuple(detail["loc"]), data))) for detail in details[1:])
+    more = [key for key in others if key not in first]  # the correct spelling of a misspelt key is there already
+    return f"{where}: {first}" + f" (also wrong or missing: {', '.join(more)})" * bool(more)
+
+
+def _explain_one(detail: ErrorDetails, data: Mapping[str, Any]) -> str:
+    loc = tuple(part for part in detail["loc"] if part != "[key]")
+    path = _written(loc, data)
+    key = ".".join(map(str, path))
+    shown = _show(detail["input"])
+    match detail["type"]:
+        case "extra_forbidden":
+            return _explain_unknown(loc, shown, data)
+        case "missing":
+            section, _ = _locate(loc)
+            field = section.model_fields.get(str(loc[-1])) if section else None
+            return f"{key} is missing" + (f": {field.description}" if field and field.description else "")
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"{key} = {shown}: must be a table"
+        case "union_tag_invalid":
+            *others, last = METHODS
+            allowed = f"{', '.join(map(repr, others))} or {last!r}"
+            return f"{key}.method = {_show(detail['input']['method'])}: must be {allowed}"
+        case "value_error":
+            written: Any = data  # pydantic gives what another validator has made of it
+            for part in path:
+                written = written[part]
+            message = str(detail["ctx"]["error"])
+            return message if not path else f"{key} = {_show(written)}: {message}"
+        case "string_type" if path[:2] == ("eval", "graders"):
+            return (
+                f'{key} = {shown}: must be one text, such as "exact", "numeric:0.01", "regex:#### (.*)", "my.py:grade"'
+            )
+        case _:
+            message = detail["msg"].replace("Input should be", "must be")
+            return f"{key} = {shown}: {message[0].lower()}{message[1:]}"
+
+
+def _explain_unknown(loc: Loc, value: str, data: Mapping[str, Any]) -> str:
+    """Answer an unknown key with what to write: its new name, the method that has it, or the nearest key."""
+    section, pattern = _locate(loc)
+    path = _written(loc, data)
+    key = ".".join(map(str, path))
+    if new := MOVED.get(pattern):
+        names = [str(part) for part in path if str(part) not in pattern.split(".")]
+        new = new.replace("NAME", names[0]) if names else new
+        return f"{key} = {value}: " + (new if " " in new else f"write {new} = {value}")
+    keys = [] if section is None else [field.alias or name for name, field in section.model_fields.items()]
+    alike = keys
+    if section in METHODS.values():
+        method, unknown = str(loc[2]), str(loc[-1])
+        having = [f'"{other}"' for other, its in METHODS.items() if unknown in its.model_fields]
+        if having and method == "joint" and "method" not in data["compositions"][loc[1]]:
+            return f"{key} = {value}: add method = {having[0]}"
+        if having:
+            remedy = "set alpha" if unknown == "kl_budget" else "remove it"
+            return f'{key} = {value}: method = "{method}" has no {unknown}, only {" and ".join(having)}: {remedy}'
+        alike = [name for its in METHODS.values() for name in its.model_fields]
+    close = difflib.get_close_matches(str(loc[-1]), alike, n=1, cutoff=0.6)
+    if close:
+        return f"unknown key {key}. Did you mean {'.'.join(map(str, (*path[:-1], close[0])))}?"
+    return f"unknown key {key}." + (f" Known here: {', '.join(keys)}" if keys else "")
+
+
+def _written(loc: Loc, data: Any) -> Loc:
+    """The key as people write it, without the tags that pydantic adds: methods, and the types that a value may have."""
+    if loc[:1] == ("compositions",):
+        loc = (*loc[:2], *("weights" if part == "routes" else part for part in loc[3:]))  # weights by tag
+    for depth, part in enumerate(loc):
+        if isinstance(data, Mapping):
+            data = data.get(part)
+        elif isinstance(data, list) and isinstance(part, int):
+            data = data[part]
+        else:
+            return loc[:depth]
+    return loc
+
+
+def _locate(loc: Loc) -> tuple[type[BaseModel] | None, str]:
+    """Follow a key to the section that holds it; also returns the key with NAME for names that users choose."""
+    section: type[BaseModel] | None = Recipe
+    known: list[str] = []
+    rest = list(loc)
+    while len(rest) > 1 and section is not None:
+        known.append(str(rest.pop(0)))
+        field = section.model_fields.get(known[-1])
+        if field is not None and get_origin(field.annotation) is dict:
+            known.append("NAME")
+            rest.pop(0)
+        inner = sections_in(field.annotation) if field is not None else []
+        section = inner[0] if inner else None
+        if known[0] == "compositions" and rest:
+            section = METHODS.get(str(rest.pop(0)))
+    return section, ".".join([*known, *map(str, rest)])
+
+
+def sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The sections that a key leads to; none for a plain value."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_in(part)]
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

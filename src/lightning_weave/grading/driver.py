@@ -40,24 +40,24 @@ _DEATH_SIGNAL = 1
 _DUMPABLE = 4
 
 
-def plain(value: object, top: bool = True) -> Any:
+def to_plain(value: object, top: bool = True) -> Any:
     """Convert a result to JSON that keeps what `==` with JSON can see, by its real type and never by its methods."""
     kind = type(value)
     untyped = cast(Any, value)
     if value is None or kind in (bool, int, float, str):
         return value
     if kind.__module__ == "numpy" and getattr(value, "ndim", None) == 0:
-        return plain(untyped.item(), top)
+        return to_plain(untyped.item(), top)
     for base, convert in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
         if issubclass(kind, base):
             return convert(untyped)
     if issubclass(kind, list):
-        return [plain(item, False) for item in list.__iter__(untyped)]
+        return [to_plain(item, False) for item in list.__iter__(untyped)]
     if issubclass(kind, tuple):
-        items = [plain(item, False) for item in tuple.__iter__(untyped)]
+        items = [to_plain(item, False) for item in tuple.__iter__(untyped)]
         return items if top else {"tuple": items}
     if issubclass(kind, dict):
-        return {"dict": [[plain(key, False), plain(item, False)] for key, item in dict.items(untyped)]}
+        return {"dict": [[to_plain(key, False), to_plain(item, False)] for key, item in dict.items(untyped)]}
     return {"object": kind.__name__}
 
 
@@ -66,14 +66,7 @@ def _prctl(*arguments: Any) -> None:
         raise OSError(ctypes.get_errno(), f"prctl{arguments}")
 
 
-def _refuse(program: bytes) -> None:
-    """Permanently filter the system calls of this process and its children."""
-    buffer = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
-    _prctl(_SECCOMP, _FILTER, ctypes.create_string_buffer(header, len(header)), 0, 0)
-
-
-def _limit(limits: dict[str, Any]) -> None:
+def _set_limits(limits: dict[str, Any]) -> None:
     seconds = int(limits["seconds"]) + 2  # the clock outside ends a test; this is the fallback
     for what, amount in (
         (resource.RLIMIT_AS, limits["memory"]),
@@ -103,44 +96,19 @@ def _prelude() -> dict[str, Any]:
     return names
 
 
-def _become(uid: int | None) -> None:
-    """Permanently give up root, and let no program inspect this process."""
-    if uid is not None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-    _prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    _prctl(_DUMPABLE, 0, 0, 0, 0)
-
-
-def _added_memory() -> int:
-    """Sum the memory of all processes in this namespace beyond what they share with this one."""
-    shared = _private_pages("self")
-    others = [pid for pid in os.listdir("/proc") if pid.isdigit() and pid != "1"]
-    return sum(max(0, _private_pages(pid) - shared) for pid in others) * resource.getpagesize()
-
-
-def _private_pages(pid: str) -> int:
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            fields = file.read().split()
-    except OSError:  # the process has just ended
-        return 0
-    return int(fields[1]) - int(fields[2])
-
-
 def _scratch_state() -> int:
     """Return a value that any change in /tmp alters, even one that is undone."""
     return os.stat("/tmp").st_ctime_ns if os.getpid() == 1 else 0
 
 
-def _processes_left() -> bool:
+def _memory(pid: str) -> int:
+    """Read how many KiB a process holds, without files; what processes share counts for each of them."""
     try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-        return True
-    except ChildProcessError:
-        return False
+        with open(f"/proc/{pid}/status") as file:
+            lines = [line.split() for line in file if line.startswith(("RssAnon:", "RssShmem:"))]
+    except OSError:  # it has just ended
+        return 0
+    return sum(int(fields[1]) for fields in lines)
 
 
 def _watch(child: int, control: socket.socket, memory: int) -> dict[str, Any]:
@@ -151,7 +119,11 @@ def _watch(child: int, control: socket.socket, memory: int) -> dict[str, Any]:
     poller.register(pidfd, select.POLLIN)
     poller.register(control, select.POLLIN)
     while not (events := poller.poll(100)):
-        if os.getpid() == 1 and not over and _added_memory() > memory:
+        if os.getpid() != 1 or over:
+            continue
+        used = {pid: _memory(pid) for pid in ("self", *filter(str.isdigit, os.listdir("/proc")))}
+        inherited = used.pop("self")  # a fork shares this with this process
+        if sum(max(0, kib - inherited) for pid, kib in used.items() if pid != "1") << 10 > memory:
             over = True
             os.kill(-1, signal.SIGKILL)  # everything in this namespace except process 1, which is this one
     os.close(pidfd)
@@ -182,43 +154,42 @@ def _serve(control: socket.socket, limits: dict[str, Any], reusable: bool) -> li
         report = _watch(child, control, limits["memory"])
         report["begun"] = os.read(begun, 1) != b""
         os.close(begun)
-        report["stale"] = not reusable or _processes_left() or _scratch_state() != pristine
+        left = True  # whether the program has left processes behind
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            left = False
+        report["stale"] = not reusable or left or _scratch_state() != pristine
         control.sendall(json.dumps(report).encode() + b"\n")
 
 
-def _call(source: str, method: str, namespace: dict[str, Any]) -> None:
-    """Call the solution with the arguments from standard input and write its result to standard output."""
-    with open(0, closefd=False) as file:
-        arguments = json.load(file)
-    channel = os.dup(1)
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
-    exec(compile(source, "<program>", "exec"), namespace)
-    function = getattr(namespace["Solution"](), method) if "Solution" in namespace else namespace[method]
-    result = json.dumps(plain(function(*arguments)))
-    with open(channel, "w") as file:
-        file.write(result)
-    os._exit(0)
-
-
 def _run(source: str, method: str | None, names: dict[str, Any]) -> None:
+    """Run a script, or call a method with the arguments from standard input and write its result to standard output."""
     main = types.ModuleType("solution" if method else "__main__")
     vars(main).update(names)
     sys.modules["__main__"] = main
     if method:
-        _call(source, method, vars(main))
+        with open(0, closefd=False) as file:
+            arguments = json.load(file)
+        channel = os.dup(1)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+        exec(compile(source, "<program>", "exec"), vars(main))
+        namespace = vars(main)
+        function = getattr(namespace["Solution"](), method) if "Solution" in namespace else namespace[method]
+        result = json.dumps(to_plain(function(*arguments)))
+        with open(channel, "w") as file:
+            file.write(result)
+        os._exit(0)
     with contextlib.suppress(SystemExit):  # with any code: exiting is not a failure in the official runner either
         exec(compile(source, "<program>", "exec"), vars(main))
-    _leave(main)
-
-
-def _leave(program: types.ModuleType) -> None:
-    """Shut down as an interpreter does (threads, exit functions, buffers), but keep what the fork shares."""
+    # Shut down as an interpreter does (threads, exit functions, buffers), but keep what the fork shares.
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
-    vars(program).clear()  # closes and flushes files that only the program refers to
+    vars(main).clear()  # closes and flushes files that only the program refers to
     gc.collect()
     for stream in (sys.stdout, sys.__stdout__):
         if stream is not None and not stream.closed:
@@ -229,7 +200,12 @@ def _leave(program: types.ModuleType) -> None:
 def main() -> None:
     """Give up all privileges, then run one program per request."""
     settings = json.loads(sys.argv[1])
-    control = _only_socket(settings["control"])
+    os.dup2(settings["control"], 3, inheritable=False)
+    for other in map(int, os.listdir("/proc/self/fd")):  # keep nothing else open
+        if other > 3:
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
+                os.close(other)
+    control = socket.socket(fileno=3)
     sys.path[:] = [*(path for path in sys.path if path), *settings["packages"]]
     sys.argv[:] = ["program"]
     names = _prelude()
@@ -238,30 +214,29 @@ def main() -> None:
     sys.setrecursionlimit(_RECURSION)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 receives only signals that it handles
     refusals = bytes.fromhex(settings["refusals"])
-    _become(settings["uid"])
+    if (uid := settings["uid"]) is not None:  # give up root permanently
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    _prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    _prctl(_DUMPABLE, 0, 0, 0, 0)  # no program may inspect this process
+
     *streams, program_file, mark = _serve(control, settings["limits"], reusable=bool(refusals))
+
     with open(program_file, encoding="utf-8") as file:
         file.seek(0)  # the forks share its position
         program = json.load(file)
     for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
     _prctl(_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)  # needed where no namespace ends with its process 1
-    _limit(settings["limits"])
-    if refusals:
-        _refuse(refusals)
+    _set_limits(settings["limits"])
+    if refusals:  # filter the system calls of this process and its children, permanently
+        buffer = ctypes.create_string_buffer(refusals, len(refusals))
+        header = struct.pack("HxxxxxxP", len(refusals) // 8, ctypes.addressof(buffer))
+        _prctl(_SECCOMP, _FILTER, ctypes.create_string_buffer(header, len(header)), 0, 0)
     os.write(mark, b"!")
     os.closerange(3, 64)
     _run(program["source"], program["method"], names)
-
-
-def _only_socket(descriptor: int) -> socket.socket:
-    """Move the control socket to descriptor 3 and close everything above it."""
-    os.dup2(descriptor, 3, inheritable=False)
-    for other in map(int, os.listdir("/proc/self/fd")):
-        if other > 3:
-            with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
-                os.close(other)
-    return socket.socket(fileno=3)
 
 
 if __name__ == "__main__":

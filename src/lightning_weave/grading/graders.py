@@ -1,39 +1,47 @@
-"""The graders of answers, one function each: what was answered, and whether it is right."""
+"""Grade answers: find the answer in a response and compare it with the reference, by the rule of each benchmark."""
 
 import importlib.util
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from typing import assert_never
 
+from lightning_weave.bench.definitions import Benchmark, Problem
 from lightning_weave.config import Eval, Grading, benchmark_folder
 from lightning_weave.errors import InputError
-from lightning_weave.grading.math import extract_boxed, grade, parse_answer, verify_answer
+from lightning_weave.grading.code import extract_code, grade_many
+from lightning_weave.grading.math import TIMEOUT, extract_boxed, grade, time_limit, verify_answer
+from lightning_weave.grading.sandbox import open_sandbox
+from lightning_weave.plugins import load_function
 
-OwnGrader = Callable[[str, str], object]
-Answered = tuple[str | None, bool]  # the answer as found in the response, and whether it is right
+GraderFunction = Callable[[str, str], object]
 
 _ANSWER = re.compile(r"\banswer(?:\s+is\b|\s*:)[\s:*]*(.+)", re.IGNORECASE)
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?")
+_NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?")
+# Where a fraction has no end, no later one of its line has, which is skipped: each line is read once.
+_FRACTION = re.compile(r"\\[dt]?frac\{(?:(.+?)\}\{(.+?)\}|.*)")
 _LETTER = re.compile(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])")
 
 
-def grading_of(section: Eval, benchmark: str) -> Grading:
-    """Find how a benchmark is graded: as said for it, as said for all, the paper's own by its rule, others forgivingly.
+def choose_grading(section: Eval, benchmark: str) -> Grading:
+    """Choose how to grade a benchmark: by its entry in eval.graders, else by eval.profile, else by a default.
 
-    Without the package math-verify, files of one's own are graded by the paper's rule as well.
+    The default is the paper's rule, and math-verify (if installed) for the user's own files.
     """
     for name, rule in section.graders.items():
         if benchmark_folder(name) == benchmark_folder(benchmark):
-            return rule
-    forgiving = benchmark.startswith("file:") and has_math_verify()
-    return Grading(kind=section.profile or ("math-verify" if forgiving else "paper"))
+            return Grading.parse(rule)
+    lenient = benchmark.startswith("file:") and has_math_verify()
+    return Grading(kind=section.profile or ("math-verify" if lenient else "paper"))
 
 
-def grade_rollout(section: Eval, response: str, reference: str) -> Answered:
+def grade_rollout(section: Eval, response: str, reference: str) -> tuple[str | None, bool]:
     """Grade the student's own response to a prompt: by the profile, else by the paper's rule.
 
-    A reference that the grader cannot read, such as a word for numbers, is answered by nothing.
+    No response is right if the grader cannot read the reference, such as a word where it expects a number.
     """
     try:
         return grade_answer(Grading(kind=section.profile or "paper"), response, reference)
@@ -46,24 +54,47 @@ def has_math_verify() -> bool:
     return importlib.util.find_spec("math_verify") is not None
 
 
-def grade_answer(rule: Grading, response: str, reference: str, own: OwnGrader | None = None) -> Answered:
-    """Grade one response; `own` is the user's function where the rule names one."""
+def grade_answer(
+    rule: Grading, response: str, reference: str, function: GraderFunction | None = None
+) -> tuple[str | None, bool]:
+    """Find the answer in a response, and whether it is right; `function` is the user's, if the rule names one."""
     match rule.kind:
         case "paper":
             return extract_boxed(response), grade(response, reference)
         case "math-verify":
-            return _by_math_verify(response, reference)
+            return verify_answer(response, reference)
         case "exact":
-            return _exact(response, reference)
+            answer = final_answer(response)
+            return answer, answer is not None and answer == _strip_markup(reference)
         case "numeric":
-            return _numeric(response, reference, rule.tolerance)
+            expected = _last_number(reference)
+            if expected is None:
+                raise InputError(f"the answer {reference!r} is not a number; choose another grader than numeric")
+            number = _last_number(final_answer(response) or "")
+            if number is None:
+                return None, False
+            return number[0], math.isclose(number[1], expected[1], rel_tol=rule.tolerance, abs_tol=rule.tolerance)
         case "choice":
-            return _choice(response, reference)
+            wanted = _LETTER.findall(reference.strip().upper() if len(reference.strip()) == 1 else reference)
+            if not wanted:
+                raise InputError(
+                    f"the answer {reference!r} is not the letter of a choice; choose another grader than choice"
+                )
+            answer = final_answer(response) or ""
+            letters = _LETTER.findall(answer.upper() if len(answer) == 1 else answer)
+            return (letters[0], letters[0] == wanted[0]) if letters else (None, False)
         case "regex":
-            return _regex(rule.pattern or "", response, reference)
+            last: re.Match[str] | None = None
+            with suppress(TimeoutError), time_limit(TIMEOUT):  # a response may make a pattern take forever
+                for match in re.finditer(rule.pattern or "", response):
+                    last = match
+            if last is None:
+                return None, False
+            text = ((last[1] if last.re.groups else last[0]) or "").strip()
+            return text or None, text == reference.strip()
         case "python":
-            assert own is not None
-            return response.strip() or None, bool(own(response, reference))
+            assert function is not None
+            return response.strip() or None, bool(function(response, reference))
         case "code":
             raise InputError('the grader "code" needs LiveCodeBench rows with tests; choose another for answers')
         case _:
@@ -80,32 +111,11 @@ def final_answer(text: str) -> str | None:
     answers = _ANSWER.findall(text)
     lines = text.strip().splitlines()
     answer = boxed if boxed is not None else answers[-1] if answers else lines[-1] if lines else ""
-    return _bare(answer) or None
+    return _strip_markup(answer) or None
 
 
-def _bare(text: str) -> str:
+def _strip_markup(text: str) -> str:
     return text.strip().strip("*$`").rstrip(".").strip("*$` ")
-
-
-def _by_math_verify(response: str, reference: str) -> Answered:
-    parsed = parse_answer(response)
-    boxed = extract_boxed(response)
-    return boxed if boxed is not None or not parsed else str(parsed[-1]), verify_answer(parsed, reference)
-
-
-def _exact(response: str, reference: str) -> Answered:
-    answer = final_answer(response)
-    return answer, answer is not None and answer == _bare(reference)
-
-
-def _numeric(response: str, reference: str, tolerance: float) -> Answered:
-    expected = _last_number(reference)
-    if expected is None:
-        raise InputError(f"the answer {reference!r} is not a number; choose another grader than numeric")
-    number = _last_number(final_answer(response) or "")
-    if number is None:
-        return None, False
-    return number[0], math.isclose(number[1], expected[1], rel_tol=tolerance, abs_tol=tolerance)
 
 
 def _last_number(text: str) -> tuple[str, float] | None:
@@ -114,26 +124,84 @@ def _last_number(text: str) -> tuple[str, float] | None:
     >>> _last_number(r"about 1,024.5 m"), _last_number(r"\frac{1}{4}"), _last_number("none")
     (('1,024.5', 1024.5), ('1/4', 0.25), None)
     """
-    matches = [match for match in _NUMBER.findall(re.sub(r"\\[dt]?frac\{(.+?)\}\{(.+?)\}", r"\1/\2", text)) if match]
+    text = _FRACTION.sub(lambda found: f"{found[1]}/{found[2]}" if found[1] else found[0], text)
+    matches = _NUMBER.findall(text)
     if not matches:
         return None
     over, _, under = matches[-1].replace(",", "").partition("/")
     return matches[-1], float(over) / float(under) if under and float(under) else float(over)
 
 
-def _choice(response: str, reference: str) -> Answered:
-    expected = _LETTER.findall(reference.strip().upper() if len(reference.strip()) == 1 else reference)
-    if not expected:
-        raise InputError(f"the answer {reference!r} is not the letter of a choice; choose another grader than choice")
-    answer = final_answer(response) or ""
-    letters = _LETTER.findall(answer.upper() if len(answer) == 1 else answer)
-    return (letters[0], letters[0] == expected[0]) if letters else (None, False)
+@dataclass(frozen=True)
+class Grade:
+    """The answer of one response, and whether it is right."""
+
+    answer: str | None
+    correct: bool
+    why: str
+    official: str | None = None  # why the official LiveCodeBench runner is known to judge otherwise
 
 
-def _regex(pattern: str, response: str, reference: str) -> Answered:
-    matches = list(re.finditer(pattern, response))
-    if not matches:
-        return None, False
-    last = matches[-1]
-    answer = (last[1] if last.re.groups else last[0]) or ""
-    return answer.strip() or None, answer.strip() == reference.strip()
+@dataclass(frozen=True)
+class Grader:
+    """The way to grade one benchmark."""
+
+    benchmark: Benchmark
+    rule: Grading
+    unsafe_local: bool = False
+    trust: bool = False  # whether a user-defined function may run
+
+    @classmethod
+    def from_section(cls, benchmark: Benchmark, section: Eval, trust: bool = False) -> "Grader":
+        """Choose the grader of a benchmark, and try it before anything is sampled."""
+        grader = cls(benchmark, choose_grading(section, benchmark.name), section.unsafe_local, trust)
+        if benchmark.kind == "math":
+            has_strict_answers = grader.rule.kind in ("numeric", "choice")
+            tried = benchmark.problems if has_strict_answers else benchmark.problems[:1]
+            grader.grade([(problem, "") for problem in tried])
+        elif grader.rule.kind not in ("code", "paper", "math-verify"):  # these profiles are for mathematics
+            key = "eval.profile" if grader.rule.kind == section.profile else f"eval.graders.{benchmark.slug}"
+            raise InputError(f"{key} = {grader.rule.kind!r}: the benchmark has programs to run; leave its grader out")
+        return grader
+
+    @property
+    def name(self) -> str:
+        """The name of the protocol: policies are comparable only if it is the same."""
+        parts = [self.rule.kind, self.rule.pattern, self.rule.function]
+        return " ".join(filter(None, parts)) if self.benchmark.kind == "math" else "livecodebench"
+
+    def lacks_math_verify(self, section: Eval) -> bool:
+        """Check whether a user's own file falls back to the paper's rule because math-verify is not installed."""
+        own_file = self.benchmark.name.startswith("file:") and self.benchmark.kind == "math"
+        return own_file and section.profile is None and self.rule.kind == "paper" and not has_math_verify()
+
+    @cached_property
+    def _function(self) -> GraderFunction | None:
+        return load_function(self.rule.function, self.trust) if self.rule.function else None
+
+    def grade(self, responses: Sequence[tuple[Problem, str]]) -> list[Grade]:
+        """Grade responses; code runs in a sandbox, on all cores."""
+        grades = []
+        if self.benchmark.kind == "code":
+            programs = [extract_code(text) for _, text in responses]
+            jobs = [(code, problem.row or {}) for code, (problem, _) in zip(programs, responses, strict=True)]
+            with open_sandbox(self.unsafe_local) as sandbox:
+                for code, verdict in zip(programs, grade_many(jobs, sandbox), strict=True):
+                    grades.append(Grade(code or None, verdict.correct, verdict.reason, verdict.official))
+            return grades
+        for problem, text in responses:
+            assert problem.answer is not None, "a mathematics problem has an answer"
+            reference = extract_boxed(problem.answer) or problem.answer  # some data box it, as a response does
+            try:
+                answer, correct = grade_answer(self.rule, text, reference, self._function)
+            except InputError as error:
+                raise InputError(f"{self.benchmark.name}, problem {problem.id}: {error}") from error
+            except Exception as error:
+                if self._function is None:
+                    raise
+                what = f"{type(error).__name__}: {error}"
+                raise InputError(f"{self.rule.function} failed on problem {problem.id} ({what}). Correct it") from error
+            grades.append(
+                Grade(answer, correct, "equal" if correct else "no answer" if answer is None else "different")
+            )
+        return grades

@@ -4,12 +4,16 @@ Every step takes linear time: each pattern either has a fixed length or stops at
 wrappers are removed a fixed number of times.
 """
 
+import logging
 import re
+import signal
 import threading
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lightning_weave.errors import InputError
 
+TIMEOUT = 5  # seconds for math-verify to read or to compare one answer
 # `\boxed` with its brace, or a brace with all the backslashes before it (an odd number escapes it).
 _BOX_OR_BRACE = re.compile(r"(?P<box>\\boxed(?![A-Za-z])\s*\{)|(?<!\\)(?P<slashes>\\*+)(?P<brace>[{}])")
 
@@ -49,17 +53,27 @@ def grade(response: str, reference: object) -> bool:
     return bool(tokens) and tokens == canonical(str(reference))
 
 
-def parse_answer(text: str) -> list[Any]:
-    """Read the answer of a text by computer algebra (math-verify, as the authors' release): boxed or not."""
-    return list(_math_verify().parse(text, parsing_timeout=_seconds()))
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError when the time is up; only in the main thread, which alone gets alarms."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds} seconds")
+
+    handler = signal.signal(signal.SIGALRM, expire)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
-def verify_answer(parsed: list[Any], reference: str) -> bool:
-    """Check whether a parsed answer equals the reference."""
-    return bool(_math_verify().verify(parse_answer(f"${reference}$"), parsed, timeout_seconds=_seconds()))
-
-
-def _math_verify() -> Any:
+def verify_answer(response: str, reference: str) -> tuple[str | None, bool]:
+    """Find the answer, boxed or not, and compare it by computer algebra (math-verify, as the authors' release)."""
     try:
         import math_verify
     except ImportError as error:
@@ -67,12 +81,14 @@ def _math_verify() -> Any:
             "the grader 'math-verify' needs the package math-verify, which is not installed. "
             "Install it with: pip install math-verify, or set eval.profile = 'paper'"
         ) from error
-    return math_verify
-
-
-def _seconds() -> int | None:
-    """Its timeout is an alarm signal, which only the main thread can handle."""
-    return 5 if threading.current_thread() is threading.main_thread() else None
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would print whole responses that it cannot parse
+    # Its timeout is an alarm signal, which only the main thread can handle.
+    seconds = TIMEOUT if threading.current_thread() is threading.main_thread() else None
+    parsed = math_verify.parse(response, parsing_timeout=seconds)
+    expected = math_verify.parse(f"${reference}$", parsing_timeout=seconds)
+    boxed = extract_boxed(response)
+    answer = boxed if boxed is not None or not parsed else str(parsed[-1])
+    return answer, bool(math_verify.verify(expected, parsed, timeout_seconds=seconds))
 
 
 _PLAIN = str.maketrans({"−": "-", "–": "-", "°": " ", "$": " ", "~": " "})
@@ -108,30 +124,19 @@ def canonical(answer: str) -> tuple[str, ...]:
     >>> canonical(r"$\dfrac{1}{2}\,\text{cm}^2$"), canonical("+007.")
     (('\\frac', '1', '2'), ('7',))
     """
-    text = _single_spaced(answer.replace(r"\!", "").replace("{,}", ","))
-    text = _single_spaced(_BLANK.sub(" ", text).translate(_PLAIN))
+    # Spaces are collapsed after every step, so that the patterns need to allow only one.
+    text = " ".join(answer.replace(r"\!", "").replace("{,}", ",").split())
+    text = " ".join(_BLANK.sub(" ", text).translate(_PLAIN).split())
     text = _FRACTION.sub(r"\\frac", text)
     for _ in range(_NESTING):
         text = _UNIT.sub("", text) or text  # a unit alone is an answer
     for _ in range(_NESTING):
-        text = _single_spaced(_LONE.sub(_unwrapped, _WRAPPER.sub(_unwrapped, text)))
+        text = _LONE.sub(r" \1 ", _WRAPPER.sub(r" \1 ", text))  # the space separates it from a macro before it
+        text = " ".join(text.split())
     text = _BARE_UNIT.sub("", text)
     if not re.search(r"[(\[]|\\\{", text):  # in a pair or a set a comma separates
         text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
-    return _canonical_tokens(_TOKEN.findall(text))
-
-
-def _single_spaced(text: str) -> str:
-    """Collapse spaces, so that the patterns need to allow only one."""
-    return " ".join(text.split())
-
-
-def _unwrapped(match: re.Match[str]) -> str:
-    return f" {match[1]} "  # the space separates it from a macro before it
-
-
-def _canonical_tokens(tokens: list[str]) -> tuple[str, ...]:
-    """Drop a final period, and an integer's plus sign, leading zeros and negative zero."""
+    tokens = _TOKEN.findall(text)
     if tokens and tokens[-1] == ".":
         tokens = tokens[:-1]
     if tokens[:1] == ["{"] and tokens[-1] == "}" and "{" not in tokens[1:]:
@@ -139,5 +144,5 @@ def _canonical_tokens(tokens: list[str]) -> tuple[str, ...]:
     integer = _INTEGER.fullmatch("".join(tokens))
     if integer is None:
         return tuple(tokens)
-    digits = integer[2].lstrip("0") or "0"
+    digits = integer[2].lstrip("0") or "0"  # no plus sign, leading zeros or negative zero
     return ("-", digits) if integer[1] == "-" and digits != "0" else (digits,)

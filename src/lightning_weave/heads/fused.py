@@ -18,9 +18,9 @@ from lightning_weave.heads.tiles import (
     Logits,
     Scan,
     add_product,
-    checked_ids,
+    check_ids,
     maths_dtype,
-    normalised,
+    normalize_scores,
     product_dtype,
     rows_within_budget,
     rows_within_cache,
@@ -128,7 +128,7 @@ def _fused(
     rows = chunk or rows_within_cache(head.vocabulary, hidden_ND.device)
     if not chunk and wanted[1]:
         rows = min(rows, rows_within_budget(head.vocabulary, hidden_ND.device))
-    ids_NC = checked_ids(candidate_ids_NC, head.vocabulary)
+    ids_NC = check_ids(candidate_ids_NC, head.vocabulary)
     return _OnePass.apply(
         hidden_ND, weight_VD, _Task(head, ids_NC, loss, normalizer, rows, wanted=wanted, watch_NO=watch_NO)
     )
@@ -139,17 +139,17 @@ class _OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, task: _Task) -> Tensor:
-        sums = _Gradients.of(hidden_ND, weight_VD, task.head.vocabulary, task.wanted)
+        sums = _Gradients.allocate(hidden_ND, weight_VD, task.head.vocabulary, task.wanted)
         loss = hidden_ND.new_zeros((), dtype=maths_dtype(hidden_ND))
         multiply_in = product_dtype(hidden_ND)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            first = Logits.of(hidden_ND[: task.rows], task.head, multiply_in)
+            first = Logits.from_hidden(hidden_ND[: task.rows], task.head, multiply_in)
             memory = first.allocate(keep=sums.need_tiles(first))
             for start in range(0, len(hidden_ND), task.rows):
                 part = slice(start, start + task.rows)
-                logits = Logits.of(hidden_ND[part], task.head, multiply_in)
+                logits = Logits.from_hidden(hidden_ND[part], task.head, multiply_in)
                 scanned = scan(logits, task.ids_NC[part], memory, sums.pull(logits, part))
-                log_pi_NO, pi_NO = normalised(torch.cat([scanned.candidates_NC, scanned.other_N1], dim=1))
+                log_pi_NO, pi_NO = normalize_scores(torch.cat([scanned.candidates_NC, scanned.other_N1], dim=1))
                 floored_NO = with_other(log_pi_NO[:, :-1], log_pi_NO[:, -1])
                 if task.watch_NO is not None:
                     task.watch_NO[part] = floored_NO
@@ -213,7 +213,7 @@ class _Gradients:
     weight_VD: Tensor | None
 
     @classmethod
-    def of(cls, hidden_ND: Tensor, weight_VD: Tensor, vocabulary: int, wanted: tuple[bool, bool]) -> "_Gradients":
+    def allocate(cls, hidden_ND: Tensor, weight_VD: Tensor, vocabulary: int, wanted: tuple[bool, bool]) -> "_Gradients":
         dtype = maths_dtype(hidden_ND)
         d_hidden_ND = torch.empty_like(hidden_ND, dtype=dtype) if wanted[0] else None
         d_weight_VD = torch.empty_like(weight_VD, dtype=dtype) if wanted[1] else None

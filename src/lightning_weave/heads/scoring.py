@@ -5,19 +5,20 @@ from math import ceil
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_weave.heads.head import Head
 from lightning_weave.heads.tiles import (
     LN2,
     Logits,
-    checked_ids,
-    normalised,
+    check_ids,
+    normalize_scores,
     product_dtype,
     rows_within_budget,
     rows_within_cache,
     scan,
 )
-from lightning_weave.maths import LOG_FLOOR
+from lightning_weave.maths import LOG_FLOOR, with_other
 
 GROUP = 64
 """Neighbouring tokens that are searched by their maximum."""
@@ -31,14 +32,14 @@ def candidate_logprobs(
 
     Candidates may repeat; each is counted once.
     """
-    candidate_ids_NC = checked_ids(candidate_ids_NC, head.vocabulary)
+    candidate_ids_NC = check_ids(candidate_ids_NC, head.vocabulary)
     rows = chunk or rows_within_cache(head.vocabulary, hidden_ND.device)
     dtype = product_dtype(hidden_ND)
-    buffers = Logits.of(hidden_ND[:rows], head, dtype).allocate(keep=False)
+    buffers = Logits.from_hidden(hidden_ND[:rows], head, dtype).allocate(keep=False)
     parts = []
     with torch.autocast(hidden_ND.device.type, enabled=False):
         for h_ND, ids_NC in zip(hidden_ND.split(rows), candidate_ids_NC.split(rows), strict=True):
-            scanned = scan(Logits.of(h_ND, head, dtype), ids_NC, buffers)
+            scanned = scan(Logits.from_hidden(h_ND, head, dtype), ids_NC, buffers)
             first_NC = _first_places(ids_NC)
             repeated_NC = first_NC != torch.arange(ids_NC.shape[1], device=ids_NC.device)
             distinct_NC = scanned.candidates_NC.masked_fill(repeated_NC, -torch.inf)
@@ -48,7 +49,7 @@ def candidate_logprobs(
     return logp_NC, other_N.clamp(min=LOG_FLOOR)
 
 
-def apart_from_sampled(logp_NA: Tensor, rest_N: Tensor, ids_NA: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def separate_sampled(logp_NA: Tensor, rest_N: Tensor, ids_NA: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Separate the sampled token (the last column) from the candidates: logp_NC, other_N, sampled_logp_N.
 
     Unless it is also a candidate, its mass belongs to `other`.
@@ -68,16 +69,16 @@ def top_candidates(
     Returns their ids and log-probs (N, C), the log-mass of all others (N,), at least log 1e-30, and the log-prob of the
     sampled token (N,).
     """
-    sampled_ids_N = checked_ids(sampled_ids_N, head.vocabulary)
+    sampled_ids_N = check_ids(sampled_ids_N, head.vocabulary)
     if not 0 < count <= head.vocabulary:
         raise ValueError(f"{count} candidates requested from a vocabulary of {head.vocabulary}")
     device = hidden_ND.device
     rows = chunk or min(rows_within_cache(head.vocabulary, device), rows_within_budget(head.vocabulary, device))
     dtype = product_dtype(hidden_ND)
-    buffers = _Buffers.of(Logits.of(hidden_ND[:rows], head, dtype))
+    buffers = _Buffers.allocate(Logits.from_hidden(hidden_ND[:rows], head, dtype))
     with torch.autocast(device.type, enabled=False):
         chunks = zip(hidden_ND.split(rows), sampled_ids_N.split(rows), strict=True)
-        parts = [_top_of_chunk(Logits.of(h_ND, head, dtype), ids_N, count, buffers) for h_ND, ids_N in chunks]
+        parts = [_top_of_chunk(Logits.from_hidden(h_ND, head, dtype), ids_N, count, buffers) for h_ND, ids_N in chunks]
     ids_NC, logp_NC, other_N, sampled_N = (torch.cat(part) for part in zip(*parts, strict=True))
     return ids_NC, logp_NC, other_N.clamp(min=LOG_FLOOR), sampled_N
 
@@ -90,7 +91,7 @@ class _Buffers:
     exponentials: Tensor  # (N * W)
 
     @classmethod
-    def of(cls, logits: Logits) -> "_Buffers":
+    def allocate(cls, logits: Logits) -> "_Buffers":
         width = ceil(logits.width / GROUP) * GROUP
         shape = (len(logits.starts) + 1, len(logits.hidden_ND) * width)
         memory = torch.empty(shape, dtype=logits.dtype, device=logits.hidden_ND.device)
@@ -165,10 +166,29 @@ def _largest(values_NM: Tensor, count: int) -> Tensor:
 
 
 def _logprobs(scores_NC: Tensor, other_N1: Tensor) -> tuple[Tensor, Tensor]:
-    logp_NO, _ = normalised(torch.cat([scores_NC, other_N1], dim=1))
+    logp_NO, _ = normalize_scores(torch.cat([scores_NC, other_N1], dim=1))
     return logp_NO[:, :-1], logp_NO[:, -1]
 
 
 def _first_places(ids_NC: Tensor) -> Tensor:
     """Find the first column with each candidate's id."""
     return (ids_NC[:, :, None] == ids_NC[:, None, :]).int().argmax(dim=2)
+
+
+def outcome_logprobs(hidden_ND: Tensor, head: Head, candidate_ids_NC: Tensor, chunk: int | None = None) -> Tensor:
+    """Compute log pi of the candidates and of `other`, differentiably; the backward pass recomputes the logits.
+
+    Candidates may repeat, so the sampled token can be appended to them.
+    """
+    candidate_ids_NC = check_ids(candidate_ids_NC, head.vocabulary)
+    rows = chunk or rows_within_budget(head.vocabulary, hidden_ND.device)
+    chunks = zip(hidden_ND.split(rows), candidate_ids_NC.split(rows), strict=True)
+    return torch.cat([checkpoint(_outcomes, h_ND, head, ids_NC, use_reentrant=False) for h_ND, ids_NC in chunks])
+
+
+def _outcomes(hidden_ND: Tensor, head: Head, candidate_ids_NC: Tensor) -> Tensor:
+    logits_NV = head.logits(hidden_ND)
+    total_N1 = torch.logsumexp(logits_NV, dim=-1, keepdim=True)
+    logp_NC = logits_NV.gather(1, candidate_ids_NC) - total_N1
+    other_N1 = torch.logsumexp(logits_NV.scatter(1, candidate_ids_NC, -torch.inf), dim=-1, keepdim=True)
+    return with_other(logp_NC, (other_N1 - total_N1).squeeze(-1))

@@ -60,7 +60,7 @@ def product_dtype(hidden_ND: Tensor) -> torch.dtype:
     return dtype if dtype == torch.bfloat16 and has_wide_products(device) else maths_dtype(hidden_ND)
 
 
-def checked_ids(ids: Tensor, vocabulary: int) -> Tensor:
+def check_ids(ids: Tensor, vocabulary: int) -> Tensor:
     """Refuse ids without a row in the head, where looking at them waits for no device; return them as int64."""
     if ids.device.type == "cpu" and ids.numel():
         values = ids.numpy()
@@ -90,7 +90,7 @@ class Logits:
     dtype: torch.dtype  # of the logits
 
     @classmethod
-    def of(cls, hidden_ND: Tensor, head: Head, dtype: torch.dtype) -> "Logits":
+    def from_hidden(cls, hidden_ND: Tensor, head: Head, dtype: torch.dtype) -> "Logits":
         """Prepare a chunk; the factor is applied to the hidden states unless that would round them."""
         logits = cls(head, hidden_ND.to(dtype), maths_dtype(hidden_ND))
         return replace(logits, hidden_ND=logits.hidden_ND * logits.factor) if dtype == logits.dtype else logits
@@ -201,7 +201,7 @@ def scan(logits: Logits, ids_NC: Tensor, memory: Tensor, pull_ND: Tensor | None 
     return Scan(logits, ids_NC, candidates_NC, tiles, peak_NT=torch.cat(peaks, dim=1), other_N1=other_N1)
 
 
-def normalised(scores_NO: Tensor) -> tuple[Tensor, Tensor]:
+def normalize_scores(scores_NO: Tensor) -> tuple[Tensor, Tensor]:
     """Convert base-2 scores of all outcomes to natural log-probabilities and probabilities.
 
     The largest one enters through log1p instead of the sum, so a probability of 1 - 1e-9 keeps its digits.

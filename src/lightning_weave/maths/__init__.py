@@ -1,6 +1,5 @@
 """The paper's equations as pure functions, one function per equation."""
 
-from lightning_weave.maths.budget import expected_kl, shift_covariance, solve_alpha_for_kl
 from lightning_weave.maths.losses import (
     LOG_FLOOR,
     direct_opd_loss,
@@ -15,7 +14,10 @@ from lightning_weave.maths.shifts import (
     LOG_RESIDUAL_FLOOR,
     RESIDUAL_FLOOR,
     compose_shifts,
+    expected_kl,
     policy_shift,
+    shift_covariance,
+    solve_alpha_for_kl,
     tilted_target,
     with_other,
 )

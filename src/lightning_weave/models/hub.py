@@ -1,11 +1,18 @@
-"""Models on the Hugging Face hub: what it has of them, and how their files get onto this disk."""
+"""Checkpoint directories and the Hugging Face hub: resolve names, download files, check what is there."""
 
-import time
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import cast
+from threading import Event, Thread
+from typing import Any, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, ModelInfo, constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -15,64 +22,216 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import filter_repo_objects
 
-from lightning_weave.errors import InputError
-from lightning_weave.hub import use_hub, why_not
-from lightning_weave.models.files import weight_files
-from lightning_weave.ranks import local_rank
+from lightning_weave.errors import InputError, WeaveError, first_line
 
+CONNECT_TIMEOUT = 4.0  # seconds
+UNREACHABLE: set[str] = set()  # endpoints that did not answer
+INDEX_FILE = "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # `*.py` is only ever run with trust_remote_code; pickled weights are never downloaded.
-_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md"]  # the last has the licence
-_WEIGHTS = ["*.safetensors"]
-_UNWANTED = ["original/*", "consolidated*", "onnx/*"]
-# The bases of the hub's own errors: those of the client that it uses, for connections that break, and of the disk.
-_HUB_ERRORS = cast(tuple[type[Exception], ...], (*HfHubHTTPError.__bases__, HFValidationError))
-_PATIENCE = 3600.0  # seconds without a new file after which a rank downloads by itself
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md"]  # the last has the licence
+WEIGHT_FILES = ["*.safetensors"]
+LARGEST = {  # what config.json may say of a model's size
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1000),
+    **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "intermediate_size", "head_dim"), 10**8),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "max_position_embeddings"), 10**8),
+}
+IGNORED = ["original/*", "consolidated*", "onnx/*"]
+# The base classes of the hub's own errors: those of its HTTP client, for broken connections, and of the disk.
+HUB_ERRORS = cast(tuple[type[Exception], ...], (*HfHubHTTPError.__bases__, HFValidationError))
+
+
+def go_offline_if_unreachable() -> None:
+    """Call this before any request: if the hub does not answer, only what was downloaded before is used."""
+    if not constants.HF_HUB_OFFLINE and not _is_reachable(constants.ENDPOINT):
+        UNREACHABLE.add(constants.ENDPOINT)
+        constants.HF_HUB_OFFLINE = True
+        if "datasets" in sys.modules:  # it has already read the setting
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = True
+
+
+def explain_hub_error(error: Exception) -> str:
+    """Explain in one line why a download failed."""
+    if constants.ENDPOINT in UNREACHABLE:
+        return f"{constants.ENDPOINT} is unreachable, and it was not downloaded before"
+    return first_line(error)
+
+
+@cache
+def _is_reachable(endpoint: str) -> bool:
+    """Try to connect, in a thread, since name resolution has no timeout. Assume so behind a proxy."""
+    address = urlsplit(endpoint)
+    if address.scheme in getproxies():
+        return True
+    connected = Event()
+
+    def connect() -> None:
+        try:
+            port = address.port or {"http": 80, "https": 443}[address.scheme]
+            socket.create_connection((address.hostname or "", port), timeout=CONNECT_TIMEOUT).close()
+            connected.set()
+        except (OSError, KeyError):
+            pass
+
+    thread = Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(CONNECT_TIMEOUT)
+    return connected.is_set()
+
+
+def check_weights(path: Path) -> None:
+    """Refuse a directory without a checkpoint, or with one that could run code when it is loaded."""
+    if not (path / "config.json").is_file():
+        is_adapter = (path / "adapter_config.json").is_file()
+        hint = "it is a LoRA adapter; merge it into its base model" if is_adapter else "give the directory that has it"
+        raise InputError(f"{path}: not a checkpoint, it has no config.json ({hint})")
+    if (path / "adapter_config.json").is_file():  # with peft installed, transformers would apply it to the weights
+        raise InputError(f"{path}: has a LoRA adapter as well as weights. Merge it into them, or remove its files")
+    if any(path.glob("*.safetensors")):
+        for name in indexed_files(path):
+            if not name.endswith(".safetensors") or Path(name).name != name:
+                raise InputError(
+                    f"{path}: {INDEX_FILE} refers to {name!r}; weights are only read from *.safetensors in the same "
+                    "directory. Download the checkpoint again, or convert it with save_pretrained"
+                )
+        return
+    pickled = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
+    if pickled:
+        raise InputError(
+            f"{path}: {pickled[0]} is pickled, and loading it would run code from the file. Use a revision with "
+            "safetensors (on the hub often refs/pr/1), or, if you trust it, convert it once with save_pretrained"
+        )
+    raise InputError(f"{path}: no weights here (*.safetensors). Download the checkpoint again")
+
+
+def quantisation_method(path: Path) -> str | None:
+    """Return the method by which a checkpoint's weights are quantised; None if they are not."""
+    for source in config_sections(path):
+        if isinstance(settings := source.get("quantization_config"), dict):
+            return str(settings.get("quant_method", "an unnamed method"))
+    return None
+
+
+def check_trainable(path: Path) -> None:
+    """Refuse quantised weights, which are too coarse to hold a training step."""
+    if method := quantisation_method(path):
+        raise InputError(
+            f"{path}: its weights are quantised ({method}): it can be scored, but not trained. Set student.model to "
+            "the checkpoint that it was quantised from"
+        )
+
+
+def indexed_files(path: Path) -> list[str]:
+    """List the weight files that the index names; none if the weights are a single file."""
+    files = checkpoint_json(path / INDEX_FILE).get("weight_map")
+    return sorted({str(name) for name in files.values()}) if isinstance(files, dict) else []
+
+
+def weight_files(path: Path) -> list[Path]:
+    """List the files that a loader reads: those of the index, or the one of the usual name, or all."""
+    if listed := indexed_files(path):
+        return [path / name for name in listed]
+    single = path / "model.safetensors"
+    return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+
+
+def checkpoint_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a checkpoint; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    with explain_fault(path, "not valid JSON", "Download the checkpoint again"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: holds {type(content).__name__}, not a JSON object. Download the checkpoint again")
+    return content
+
+
+@contextmanager
+def explain_fault(path: Path, problem: str, advice: str, trusted: bool = True) -> Iterator[None]:
+    """Turn whatever a library raises about a checkpoint's files into one line that names them and what to do.
+
+    Unless the checkpoint's code is `trusted`, that it was not run is the likeliest reason.
+    """
+    try:
+        yield
+    except (WeaveError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of libraries in Rust
+            raise
+        configs = () if trusted else ("config.json", "tokenizer_config.json")
+        if any(checkpoint_json(path / name).get("auto_map") for name in configs):
+            raise InputError(
+                f"{path}: the checkpoint comes with Python code (auto_map in its config), which is not run unless the "
+                "recipe and the command allow it. Read the code, then set trust_remote_code = true for this model "
+                "(student, anchors.NAME or policies.NAME) and add --trust"
+            ) from error
+        raise InputError(f"{path}: {problem} ({first_line(error)}). {advice}") from error
+
+
+def config_sections(path: Path) -> list[dict[str, Any]]:
+    """Read the config.json of a directory, and the section of it that describes the text model, if there is one."""
+    config = checkpoint_json(path / "config.json")
+    return [each for each in (config, config.get("text_config")) if isinstance(each, dict)]
+
+
+def check_config(path: Path) -> None:
+    """Refuse sizes that no model has, before a library builds as many layers."""
+    for section in config_sections(path):
+        for key, most in LARGEST.items():
+            value = section.get(key)
+            if value is not None and not isinstance(value, list) and not (type(value) is int and 0 < value <= most):
+                raise InputError(
+                    f"{path / 'config.json'}: {key} = {value!r} is no whole number from 1 to {most}. Correct it, or "
+                    "download the checkpoint again"
+                )
 
 
 def resolve_model(name: str, revision: str | None = None, weights: bool = True) -> Path:
-    """Turn a local directory or a hub name into a local directory; download config, tokenizer and safetensors only.
+    """Return the local directory of a path or a hub name; config, tokenizer and safetensors are downloaded.
 
-    Without `weights` the directory has config and tokenizer at least.
+    Without `weights` only config and tokenizer are downloaded.
     """
     local = Path(name).expanduser()
     if local.is_dir():
         return local
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # never a name of the hub
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # never a hub name
         looked = "" if local.is_absolute() else f" (looked in {Path.cwd()})"
         raise InputError(
             f"model {name!r}: no such directory{looked}. Give the path of a checkpoint directory or a hub name"
         )
-    use_hub()
+    go_offline_if_unreachable()
     try:
         return _download(name, revision, weights)
-    except _HUB_ERRORS as error:
-        raise _not_given(name, revision, error) from error
+    except HUB_ERRORS as error:
+        raise _download_error(name, revision, error) from error
 
 
-def absent_weights(name: str, folder: Path) -> dict[str, str]:
-    """Give the hub's sha256 of the weights that it has for a resolved model and that are not in the folder yet."""
+def missing_weights(name: str, folder: Path) -> dict[str, str]:
+    """Return the hub's sha256 of the weight files of a resolved model that are not in its folder yet."""
     if Path(name).expanduser().is_dir():
         return {}
-    use_hub()
+    go_offline_if_unreachable()
     try:
         listing = _listing(name, folder.name)
-    except _HUB_ERRORS as error:
-        if _has_weights(folder):
+    except HUB_ERRORS as error:
+        if (local := weight_files(folder)) and all(file.exists() for file in local):
             return {}
-        raise _not_given(name, folder.name, error) from error
-    names = set(filter_repo_objects(_names(listing), allow_patterns=_WEIGHTS, ignore_patterns=_UNWANTED))
-    absent = {
+        raise _download_error(name, folder.name, error) from error
+    files = [file.rfilename for file in listing.siblings or ()]
+    names = set(filter_repo_objects(files, allow_patterns=WEIGHT_FILES, ignore_patterns=IGNORED))
+    missing = {
         file.rfilename: file.lfs.sha256 if file.lfs else ""
         for file in listing.siblings or ()
         if file.rfilename in names and "/" not in file.rfilename and not (folder / file.rfilename).exists()
     }
-    if all(absent.values()):
-        return absent
-    resolve_model(name, folder.name)  # files so small that the hub keeps them in git, without a sha256
+    if all(missing.values()):
+        return missing
+    resolve_model(name, folder.name)  # files so small that the hub keeps them in git have no sha256
     return {}
 
 
-def _not_given(name: str, revision: str | None, error: Exception) -> InputError:
+def _download_error(name: str, revision: str | None, error: Exception) -> InputError:
     at = f" at revision {revision!r}" if revision else ""
     match error:
         case GatedRepoError():
@@ -80,63 +239,25 @@ def _not_given(name: str, revision: str | None, error: Exception) -> InputError:
                 f"model {name!r}{at}: the repository is gated. Accept its terms on its page, then: hf auth login"
             )
         case RepositoryNotFoundError():
-            reason = "it has none of that name, or a private one"
+            reason = "no such repository, or a private one"
         case RevisionNotFoundError():
-            reason = "it has no such revision of it"
+            reason = "no such revision"
         case _:
-            reason = why_not(error)
+            reason = explain_hub_error(error)
     return InputError(
-        f"model {name!r}{at}: no such directory in {Path.cwd()}, and the hub did not give it ({reason}). Give the "
-        f"path of a checkpoint directory, or download it on a machine with network access: hf download {name}"
+        f"model {name!r}{at}: no such directory in {Path.cwd()}, and the download failed ({reason}). Give the path of "
+        f"a checkpoint directory, or download it on a machine with network access: hf download {name}"
     )
-
-
-def _has_weights(folder: Path) -> bool:
-    files = weight_files(folder)
-    return bool(files) and all(file.exists() for file in files)
 
 
 @cache
 def _download(name: str, revision: str | None, weights: bool) -> Path:
-    """Ask the hub once per process. The first rank of a machine downloads, the others wait for its files."""
-    patterns = [*_SMALL, *_WEIGHTS] if weights else _SMALL
-    complete = False
-    if local_rank() > 0:
-        try:
-            listing = _listing(name, revision)
-        except _HUB_ERRORS:  # the hub is out of reach: what is here serves, or is said to be missing
-            pass
-        else:
-            revision = listing.sha
-            complete = _wait_for_files(name, listing, patterns)
-    folder = snapshot_download(
-        name, revision=revision, allow_patterns=patterns, ignore_patterns=_UNWANTED, local_files_only=complete
-    )
-    return Path(folder)
-
-
-def _wait_for_files(name: str, listing: ModelInfo, patterns: list[str]) -> bool:
-    """Wait for another rank's download; says whether it came to its end."""
-    missing = list(filter_repo_objects(_names(listing), allow_patterns=patterns, ignore_patterns=_UNWANTED))
-    since = time.monotonic()
-    while time.monotonic() - since < _PATIENCE:
-        still = [
-            file for file in missing if not isinstance(try_to_load_from_cache(name, file, revision=listing.sha), str)
-        ]
-        if not still:
-            return True
-        if still != missing:
-            since = time.monotonic()
-        missing = still
-        time.sleep(0.2)
-    return False
+    """Ask the hub once per process. Its library locks each file, so that one rank downloads and the others wait."""
+    patterns = [*SMALL_FILES, *WEIGHT_FILES] if weights else SMALL_FILES
+    return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=IGNORED))
 
 
 @cache
 def _listing(name: str, revision: str | None) -> ModelInfo:
-    """What the hub has of a model: its commit, its files, and the sha256 of the large ones."""
+    """Ask the hub for a model's commit, its files, and the sha256 of the large ones."""
     return HfApi().model_info(name, revision=revision, files_metadata=True)
-
-
-def _names(listing: ModelInfo) -> list[str]:
-    return [file.rfilename for file in listing.siblings or ()]

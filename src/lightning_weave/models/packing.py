@@ -1,138 +1,307 @@
-"""Several rows as one sequence without padding: each attends to itself alone, as if it had been run on its own.
+"""Attention that needs little memory, and several rows packed into one sequence without padding.
 
-Transformers asks for a mask once per kind of layer and hands it to attention as it is. Here that mask says where the
-rows lie, and attention runs row by row: no T x T mask, and torch's fast causal kernels. Everything else in the model
-sees one row of tokens whose positions start at 0 in every row.
+Transformers asks for a mask once per kind of layer and hands it to attention unchanged. For packed rows this mask holds
+the lengths of the rows. On a GPU in 16 bits attention is one call of torch's variable-length kernel for all rows;
+elsewhere it runs row by row. Either way there is no T x T mask. Everything else in the model sees one row of tokens
+whose positions start at 0 in every row.
+
+Where a model's rotary embedding depends on the length (longrope), each row's own length decides, whatever its batch.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import accumulate
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from lightning_weave.devices import has_flash_attention, supports_async_copy
+from lightning_weave.errors import InputError
 from lightning_weave.heads import hidden_states
-from lightning_weave.models.attention import SPARING, attend_sparing, sparing_mask
 
+varlen_attn: Any = None
+with suppress(ImportError):  # torch 2.9
+    from torch.nn.attention import varlen
+
+    varlen_attn = varlen.varlen_attn
+# Grouped queries since torch 2.12.
+HAS_VARLEN = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+EFFICIENT = "sdpa_efficient"
 PACKED = "packed"
-_PROBE = (5, 7)  # lengths of two rows on which a model is tried
-_running: ContextVar[tuple[int, ...] | None] = ContextVar("lengths of the rows that are being run", default=None)
+PROBE_LENGTHS = (5, 7)  # of two rows on which packing is tried
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """How long the rows of a forward pass are, which are in one sequence if packed, else padded on the right."""
+
+    lengths: tuple[int, ...]
+    whole: tuple[int, ...]  # lengths with the tokens that are not run, since nothing after them is needed
+    packed: bool
+    offsets: Tensor | None = None  # where packed rows begin and end, on the device, for one kernel over all of them
+
+
+_rows: ContextVar[RowLengths | None] = ContextVar("rows of this forward pass", default=None)
 
 
 @dataclass(frozen=True)
 class RowMasks:
-    """What attention is given in place of a mask: the rows' lengths, and the mask of each (None: plainly causal)."""
+    """The mask of packed rows: their lengths, and the mask of each (None: plainly causal)."""
 
     lengths: tuple[int, ...]
     masks: tuple[Tensor | None, ...]
+    offsets: Tensor | None  # as in RowLengths; None: only the masks tell what a row sees
+    longest: int
+    window: int  # tokens that a token sees, itself included; 0: all
 
 
-def packed_states(model: Any, input_ids_T: Tensor, positions_T: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Run rows that follow one another up to the final norm, each as if it were alone; (T) -> (T, D)."""
-    token = _running.set(tuple(lengths))
-    try:
-        with one_sequence():
-            return hidden_states(model, input_ids_T[None], position_ids=positions_T[None])[0]
-    finally:
-        _running.reset(token)
+def packed_states(
+    model: Any, input_ids_T: Tensor, positions_T: Tensor, lengths: Sequence[int], whole: Sequence[int] | None = None
+) -> Tensor:
+    """Compute the hidden states of packed rows, each as if it were alone; (T) -> (T, D).
+
+    `whole` are the lengths of rows whose end is not run.
+    """
+    device = input_ids_T.device
+    offsets = None
+    if HAS_VARLEN and has_flash_attention(device):
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        offsets = (offsets.pin_memory() if supports_async_copy(device) else offsets).to(device, non_blocking=True)
+    with separate_rows(lengths, whole, packed=True, offsets=offsets):
+        return hidden_states(model, input_ids_T[None], position_ids=positions_T[None])[0]
 
 
-def padded_states(model: Any, input_ids_T: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Run rows beside one another, padded on the right, and give the states of their own tokens; (T) -> (T, D)."""
+def padded_states(
+    model: Any, input_ids_T: Tensor, lengths: Sequence[int], whole: Sequence[int] | None = None
+) -> Tensor:
+    """Compute the hidden states of rows as a batch padded on the right, without the padding; (T) -> (T, D)."""
     rows = input_ids_T.split(list(lengths))
-    with one_sequence():
-        hidden_RTD = hidden_states(model, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+    with separate_rows(lengths, whole):
+        hidden_RTD = hidden_states(model, pad_sequence(rows, batch_first=True))
     if len(rows) == 1:
         return hidden_RTD[0]
     return torch.cat([hidden_TD[:length] for hidden_TD, length in zip(hidden_RTD, lengths, strict=True)])
 
 
-def positions_of(lengths: Sequence[int]) -> Tensor:
+def packed_positions(lengths: Sequence[int]) -> Tensor:
     """Count the tokens of each row from 0."""
     return torch.cat([torch.arange(length) for length in lengths])
 
 
-def pack_rows(model: Any, vocabulary: int) -> bool:
-    """Let a model keep packed rows apart, if it can: tried on two short rows, since a configuration does not say it.
+@torch.no_grad()
+def enable_packing(model: Any, vocabulary: int) -> bool:
+    """Switch a model to packed attention, if it keeps packed rows apart; tried on two short rows.
 
-    Recurrent layers would carry one row into the next; other models ignore positions, or mask in ways of their own.
+    The configuration does not tell: recurrent layers would carry one row into the next, and other models ignore
+    positions or build masks in their own way.
     """
     before = model.config._attn_implementation
-    if before not in ("sdpa", SPARING) or not model._supports_attention_backend:
+    if before not in ("sdpa", EFFICIENT) or not model._supports_attention_backend:
         return False
-    AttentionInterface.register(PACKED, _attend_by_row)
-    AttentionMaskInterface.register(PACKED, _masks_by_row)
+    AttentionInterface.register(PACKED, _attend_packed)
+    AttentionMaskInterface.register(PACKED, _packed_mask)
     model.set_attn_implementation(PACKED)
-    if _keeps_apart(model, vocabulary):
-        return True
-    model.set_attn_implementation(before)
-    return False
-
-
-@torch.no_grad()
-def _keeps_apart(model: Any, vocabulary: int) -> bool:
-    ids_T = torch.arange(sum(_PROBE), device=model.device) % vocabulary
+    ids_T = torch.arange(sum(PROBE_LENGTHS), device=model.device) % vocabulary
     was_training = model.training
     model.eval()
     try:
-        apart_TD = padded_states(model, ids_T, _PROBE).float()
-        packed_TD = packed_states(model, ids_T, positions_of(_PROBE).to(ids_T.device), _PROBE)
-    except TypeError:  # it takes no positions
-        return False
+        padded_TD = padded_states(model, ids_T, PROBE_LENGTHS).float()
+        packed_TD = packed_states(model, ids_T, packed_positions(PROBE_LENGTHS).to(ids_T.device), PROBE_LENGTHS)
+    except TypeError:  # it does not take position_ids
+        equal = False
+    else:
+        # A row that saw another one differs by a large part; rounding to bfloat16 is worth a hundredth.
+        bound = 1e-4 if packed_TD.dtype == torch.float32 else 0.1
+        equal = bool((packed_TD - padded_TD).norm() <= bound * padded_TD.norm())
     finally:
         model.train(was_training)
-    # A row that saw another one differs by a good part of itself; rounding to bfloat16 is worth a hundredth.
-    bound = 1e-4 if packed_TD.dtype == torch.float32 else 0.1
-    return bool((packed_TD - apart_TD).norm() <= bound * apart_TD.norm())
+    if not equal:
+        model.set_attn_implementation(before)
+    return equal
 
 
-def _masks_by_row(*, q_length: int, kv_length: int, local_size: int | None = None, **kwargs: Any) -> Any:
-    lengths = _running.get()
+def _packed_mask(*, q_length: int, kv_length: int, local_size: int | None = None, **kwargs: Any) -> Any:
+    rows = _rows.get()
 
-    def mask_of(length: int) -> Tensor | None:
-        return sparing_mask(q_length=length, kv_length=length, local_size=local_size, **kwargs)
+    def mask_for(length: int) -> Tensor | None:
+        return efficient_mask(q_length=length, kv_length=length, local_size=local_size, **kwargs)
 
-    if lengths is None:
-        return sparing_mask(q_length=q_length, kv_length=kv_length, local_size=local_size, **kwargs)
-    assert sum(lengths) == q_length == kv_length, "rows that are packed have no past"
-    window = (local_size or 0) if kwargs.get("allow_is_causal_skip", True) else 0
-    # Rows of two windows and more are seen in blocks, all with one mask. That of a shorter row is the beginning of a
-    # longer row's; one that is no longer than a window is plainly causal.
+    if rows is None or not rows.packed:
+        return efficient_mask(q_length=q_length, kv_length=kv_length, local_size=local_size, **kwargs)
+    lengths = rows.lengths
+    assert sum(lengths) == q_length == kv_length, "packed rows have no cache"
+    is_plain = kwargs.get("allow_is_causal_skip", True)
+    window = (local_size or 0) if is_plain else 0
+    # Rows of two windows or more are computed in blocks, all with one mask. The mask of a shorter row is the beginning
+    # of a longer one's; a row no longer than a window is plainly causal.
     short = [length for length in lengths if not window or length < 2 * window]
-    of_short = mask_of(max(short)) if short else None
-    of_long = mask_of(max(lengths)) if len(short) < len(lengths) else None
-
-    def cut(length: int) -> Tensor | None:
+    short_mask = mask_for(max(short)) if short else None
+    block_mask = mask_for(max(lengths)) if len(short) < len(lengths) else None
+    masks = []
+    for length in lengths:
         if window and length >= 2 * window:
-            return of_long
-        return None if of_short is None or length <= window else of_short[..., :length, :length]
+            masks.append(block_mask)
+        else:
+            masks.append(None if short_mask is None or length <= window else short_mask[..., :length, :length])
+    return RowMasks(lengths, tuple(masks), rows.offsets if is_plain else None, max(lengths), window)
 
-    return RowMasks(lengths, tuple(map(cut, lengths)))
 
-
-def _attend_by_row(
+def _attend_packed(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     if not isinstance(attention_mask, RowMasks):
-        return attend_sparing(module, query, key, value, attention_mask, **kwargs)
-    rows = zip(*(heads.split(attention_mask.lengths, dim=2) for heads in (query, key, value)), strict=True)
+        return attend_efficiently(module, query, key, value, attention_mask, **kwargs)
+    window = attention_mask.window
+    if (
+        not HAS_VARLEN
+        or attention_mask.offsets is None
+        or not has_flash_attention(query.device)
+        or query.dtype not in VARLEN_DTYPES
+        or not query.shape[-1] == value.shape[-1] <= 256
+        or kwargs.get("dropout")
+        or kwargs.get("softcap") is not None
+        or (window and kwargs.get("sliding_window") != window)  # chunks, which are no windows
+    ):
+        return _attend_row_by_row(module, query, key, value, attention_mask, **kwargs)
+    longest, offsets = attention_mask.longest, attention_mask.offsets
+    output = varlen_attn(
+        *(heads[0].transpose(0, 1) for heads in (query, key, value)),  # (1, H, T, D) -> (T, H, D)
+        offsets,
+        offsets,
+        longest,
+        longest,
+        scale=kwargs.get("scaling"),
+        window_size=(window - 1, 0),  # of tokens before and after; -1: all
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[None], None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it would be compiled again for every set of lengths
+def _attend_row_by_row(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, rows: RowMasks, **kwargs: Any
+) -> tuple[Tensor, None]:
+    heads = zip(*(heads.split(rows.lengths, dim=2) for heads in (query, key, value)), strict=True)
     outputs = [
-        attend_sparing(module, q, k, v, mask, **kwargs)[0]
-        for (q, k, v), mask in zip(rows, attention_mask.masks, strict=True)
+        attend_efficiently(module, q, k, v, mask, **kwargs)[0]
+        for (q, k, v), mask in zip(heads, rows.masks, strict=True)
     ]
     return torch.cat(outputs, dim=1), None
 
 
 @contextmanager
-def one_sequence() -> Iterator[None]:
-    """Keep transformers from looking for packed rows itself: it would ask the device, and wait, at every pass."""
-    look = masking_utils.find_packed_sequence_indices
+def separate_rows(
+    lengths: Sequence[int], whole: Sequence[int] | None = None, packed: bool = False, offsets: Tensor | None = None
+) -> Iterator[None]:
+    """Tell attention and rotary embeddings which rows a forward pass has.
+
+    Transformers does not search for packed rows itself, which would synchronise with the device every pass.
+    """
+    search = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    token = _rows.set(RowLengths(tuple(lengths), tuple(whole or lengths), packed, offsets))
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = look
+        _rows.reset(token)
+        masking_utils.find_packed_sequence_indices = search
+
+
+def rope_switch(config: Any) -> int | None:
+    """Return the length beyond which a whole row is rotated by other frequencies (longrope); None: at no length."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return int(rope["original_max_position_embeddings"]) if rope.get("rope_type") == "longrope" else None
+
+
+def rotate_by_row(model: Any) -> None:
+    """Let each row's own length choose its frequencies. Transformers lets the longest row choose for the batch."""
+    if rope_switch(model.config) is None:
+        return
+    rotary = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
+    if not rotary:
+        raise InputError(
+            f"{model.name_or_path}: its own code computes its rotary embedding (longrope), and rows of one batch would "
+            "change each other's numbers. Set trust_remote_code = false, or use another model"
+        )
+    for module in rotary:
+        module.forward = MethodType(_rotate_by_row, module)
+
+
+@torch.no_grad()
+def _rotate_by_row(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    switch = module.config.rope_parameters["original_max_position_embeddings"]
+    rows = _rows.get()
+    if rows is None:
+        long_BT = position_ids.amax(dim=-1, keepdim=True) >= switch
+    else:
+        long_R = torch.tensor([length > switch for length in rows.whole], device=x.device)
+        lengths_R = torch.tensor(rows.lengths, device=x.device)
+        long_BT = long_R.repeat_interleave(lengths_R)[None] if rows.packed else long_R[:, None]
+    init = ROPE_INIT_FUNCTIONS["longrope"]
+    both = []
+    for length in (switch, switch + 1):
+        module.inv_freq, _ = init(module.config, x.device, seq_len=length)
+        both.append(inspect.unwrap(type(module).forward)(module, x, position_ids))
+    (short_cos, short_sin), (long_cos, long_sin) = both
+    long_BT1 = long_BT[..., None]
+    return torch.where(long_BT1, long_cos, short_cos), torch.where(long_BT1, long_sin, short_sin)
+
+
+def use_efficient_attention(model: Any) -> None:
+    """Switch a model that uses torch's sdpa to an attention that needs less memory."""
+    rotate_by_row(model)
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(EFFICIENT, attend_efficiently)
+        AttentionMaskInterface.register(EFFICIENT, efficient_mask)
+        model.set_attn_implementation(EFFICIENT)
+
+
+def efficient_mask(**arguments: Any) -> Tensor | None:
+    """Build the mask of one block if a layer sees only a window of a row; otherwise the mask of transformers."""
+    window = arguments.get("local_size")
+    one_sequence = arguments.get("attention_mask") is None and arguments.get("allow_is_causal_skip", False)
+    offset = arguments.get("q_offset", 0)
+    from_start = isinstance(offset, int) and offset == 0 and arguments["kv_length"] == arguments["q_length"]
+    if window is None or not one_sequence or not from_start or arguments["q_length"] < 2 * window:
+        return sdpa_mask(**arguments)
+    block = {"batch_size": 1, "q_length": window, "q_offset": window, "kv_length": 2 * window, "kv_offset": 0}
+    return sdpa_mask(**{**arguments, **block, "allow_is_causal_skip": False})
+
+
+def attend_efficiently(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend as transformers' sdpa does, but in blocks if the mask is that of a block; float32 repeats its heads.
+
+    The first block attends to itself, every later one to itself and the one before.
+    """
+    if query.dtype == torch.float32 and query.device.type != "cpu":
+        groups = getattr(module, "num_key_value_groups", 1)
+        module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+        key, value = (repeat_kv(heads, groups) for heads in (key, value))
+    if attention_mask is None or not 1 < attention_mask.shape[2] < query.shape[2]:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    batch, heads, tokens, size = query.shape
+    window = attention_mask.shape[2]
+    short = -tokens % window  # padded with keys that no earlier token can see
+    first, _ = sdpa_attention_forward(
+        module, *(part[:, :, :window] for part in (query, key, value)), attention_mask=None, **kwargs
+    )
+    later = pad(query[:, :, window:], (0, 0, 0, short)).unflatten(2, (-1, window))  # (B, H, T, D) -> (B, H, N, W, D)
+    pairs = (pad(part, (0, 0, 0, short)).unfold(2, 2 * window, window).mT for part in (key, value))
+    # Blocks become rows: (B, H, N, W, D) -> (B N, H, W, D)
+    query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (later, *pairs))
+    rest, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return torch.cat([first, rest.reshape(batch, -1, heads, size)[:, : tokens - window]], dim=1), None

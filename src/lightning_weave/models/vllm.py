@@ -1,72 +1,75 @@
-"""Sample with vLLM."""
+"""Sample and score with vLLM: our own engine process (`vllm_worker.py`), or for scoring a server that is running."""
 
+import base64
 import hashlib
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
 from lightning_weave.errors import InputError, WeaveError, logits_not_finite
+from lightning_weave.heads import Head, describe_head
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.engine_process import EngineProcess
+from lightning_weave.models.hub import check_weights
+from lightning_weave.models.scorer import Context
+from lightning_weave.models.weights import StoredTensor, stored_tensors
+from lightning_weave.models.worker_process import WorkerProcess
 from lightning_weave.types import Request, Response, SamplingSettings
 
-
-@dataclass(frozen=True)
-class Drawn:
-    """A response and the log-probabilities that the engine itself gave its tokens (at temperature 1)."""
-
-    response: Response
-    logprobs: list[float]
+SERVER_COMMAND = "vllm serve MODEL --runner pooling --pooler-config.task token_embed --no-enable-prefix-caching"
+SERVER_TIMEOUT = 3600.0  # seconds, for a batch that waits behind those of others
 
 
-class VLLMSampler:
-    """Sample through one engine process, which lives until `close` or the end of this process.
+def start_engine(
+    path: Path,
+    dtype: str,
+    *,
+    max_length: int | None = None,
+    python: str | None = None,
+    trust_remote_code: bool = False,
+    options: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    **kind: Any,
+) -> WorkerProcess:
+    """Start vLLM on a model, in the environment of `python`, with `options` for vllm.LLM."""
+    settings = {"model": str(path), "dtype": dtype, "max_length": max_length, "trust_remote_code": trust_remote_code}
+    return WorkerProcess({**settings, "options": options or {}, **kind}, python, environment)
+
+
+class VLLMSampler(AbstractContextManager["VLLMSampler"]):
+    """Samples through one engine process (`start_engine`), which lives until `close` or the end of this process.
 
     Each (seed, prompt, response) has its own seed. The engine promises the same draw only for the same requests in
     the same order on the same machine.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        stop: frozenset[int],
-        vocabulary: int,
-        dtype: str = "auto",
-        *,
-        max_length: int | None = None,
-        python: str | None = None,
-        trust_remote_code: bool = False,
-        options: dict[str, Any] | None = None,
-        environment: dict[str, str] | None = None,
-        on_tokens: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, path: Path, stop: frozenset[int], vocabulary: int, dtype: str = "auto", **settings: Any) -> None:
         self.path = path
         self.stop = sorted(token for token in stop if token < vocabulary)
         self.vocabulary = vocabulary
-        self.on_tokens = on_tokens
-        self.adapter: Path | None = None
-        self._engine = EngineProcess(
-            {
-                "model": str(path),
-                "dtype": dtype,
-                "vocabulary": vocabulary,
-                "max_length": max_length,
-                "trust_remote_code": trust_remote_code,
-                "options": options or {},
-            },
-            python,
-            environment,
-        )
-        self.limit = int(self._engine.hello["limit"])
-        self._sleeps = bool((options or {}).get("enable_sleep_mode"))
+        self.adapter: str | None = None
+        self._engine = start_engine(path, dtype, vocabulary=vocabulary, **settings)
+        self.limit = int(self._engine.started["limit"])
+        self.close = self._engine.close
+        self._sleeps = bool((settings.get("options") or {}).get("enable_sleep_mode"))
         self._asleep = False
 
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @classmethod
-    def open(cls, checkpoint: Checkpoint, dtype: str, **settings: Any) -> "VLLMSampler":
+    def from_checkpoint(cls, checkpoint: Checkpoint, dtype: str, **settings: Any) -> "VLLMSampler":
         """Start an engine on a checkpoint."""
         trust = checkpoint.trust_remote_code
         return cls(
@@ -74,32 +77,31 @@ class VLLMSampler:
         )
 
     def with_adapter(self, adapter: Path) -> "VLLMSampler":
-        """The same engine with a LoRA adapter over its model; others may use it without."""
+        """Return a sampler on the same engine with a LoRA adapter; the engine can be used without it as well."""
         other = copy(self)
-        other.adapter = adapter
+        other.adapter = str(adapter)
         return other
 
-    def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]:
+    def sample(self, requests: Sequence[Request], settings: SamplingSettings, finite: bool = True) -> list[Response]:
         """Draw one response per request, in their order."""
-        responses = dict(self.stream(requests, settings))
+        responses = dict(self.stream(requests, settings, finite))
         return [responses[index] for index in range(len(requests))]
 
-    def stream(self, requests: Sequence[Request], settings: SamplingSettings) -> Iterator[tuple[int, Response]]:
-        """Draw one response per request, and yield each with the request's index when it has finished."""
-        for index, row in self._stream(requests, settings):
-            if not all(map(math.isfinite, row.logprobs)):
-                raise logits_not_finite(requests[index].name, str(self.path))
-            yield index, row.response
+    def stream(
+        self, requests: Sequence[Request], settings: SamplingSettings, finite: bool = True
+    ) -> Iterator[tuple[int, Response]]:
+        """Draw one response per request, and yield each with the request's index as soon as it has finished.
 
-    def sample_with_logprobs(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Drawn]:
-        """Draw one response per request, with the engine's own log-probabilities."""
-        drawn = dict(self._stream(requests, settings))
-        return [drawn[index] for index in range(len(requests))]
-
-    def _stream(self, requests: Sequence[Request], settings: SamplingSettings) -> Iterator[tuple[int, Drawn]]:
+        Unless its log-probabilities need not be `finite`, a model whose logits are not is refused.
+        """
         if not requests:
             return
-        self._check_prompts(requests)
+        for request in requests:
+            if not 0 < (length := len(request.prompt_ids)) < self.limit:
+                raise InputError(
+                    f"prompt {request.prompt} has {length} tokens; the engine takes 1 to {self.limit - 1}. "
+                    "Change the length filter of the prompts"
+                )
         job = {
             "prompts": [list(map(int, request.prompt_ids)) for request in requests],
             "seeds": [request_seed(settings.seed, request) for request in requests],
@@ -107,65 +109,145 @@ class VLLMSampler:
             "top_p": settings.top_p,
             "max_tokens": settings.max_tokens,
             "stop": self.stop,
-            "adapter": self._adapter,
+            "adapter": self.adapter,
         }
         for entry in self._engine.stream(job):
-            drawn = self._drawn(entry)
-            if self.on_tokens is not None:
-                self.on_tokens(len(drawn.logprobs))
-            yield entry["index"], drawn
+            ids = entry["ids"]
+            stopped = bool(ids) and ids[-1] in self.stop
+            if not ids or max(ids) >= self.vocabulary or stopped != (entry["finish"] == "stop"):
+                raise WeaveError(f"the vLLM engine returned a response that breaks its settings: it ends {ids[-5:]}")
+            if finite and not all(map(math.isfinite, entry["logprobs"])):
+                raise logits_not_finite(requests[entry["index"]].name, str(self.path))
+            yield entry["index"], Response(ids, "stop" if stopped else "length", logprobs=entry["logprobs"])
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Give the engine's log-probability of every token of a row but the first."""
-        scored: list[list[float]] = self._engine.ask(
-            {"rows": [list(map(int, ids)) for ids in rows], "adapter": self._adapter}
-        )["logprobs"]
+        """Return the engine's log-probability of every token of a row but the first."""
+        job = {"rows": [list(map(int, ids)) for ids in rows], "adapter": self.adapter}
+        scored: list[list[float]] = self._engine.ask(job)["logprobs"]
         return scored
 
     def reload(self, folder: Path) -> None:
-        """Sample with the weights of another checkpoint of the same architecture from now on."""
+        """Load the weights of another checkpoint of the same architecture."""
         self._engine.ask({"reload": str(folder), "asleep": self._asleep})
         self._asleep = False
         self.path = folder
 
-    def rest(self) -> None:
-        """Give the device's memory back until the next `reload`, where the engine's options let it sleep."""
+    def sleep(self) -> None:
+        """Free the device's memory until the next `reload`, if the engine has enable_sleep_mode."""
         if self._sleeps and not self._asleep:
             self._engine.ask({"sleep": True})
             self._asleep = True
 
-    @property
-    def _adapter(self) -> str | None:
-        return None if self.adapter is None else str(self.adapter)
-
-    def close(self) -> None:
-        """Stop the engine."""
-        self._engine.close()
-
-    def __enter__(self) -> "VLLMSampler":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def _check_prompts(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            length = len(request.prompt_ids)
-            if not 0 < length < self.limit:
-                raise InputError(
-                    f"prompt {request.prompt} has {length} tokens; the engine takes 1 to {self.limit - 1}. "
-                    "Change the length filter of the prompts"
-                )
-
-    def _drawn(self, entry: dict[str, Any]) -> Drawn:
-        ids = entry["ids"]
-        ended = bool(ids) and ids[-1] in self.stop
-        if not ids or max(ids) >= self.vocabulary or ended != (entry["finish"] == "stop"):
-            raise WeaveError(f"the vLLM engine gave a response that breaks its settings: it ends {ids[-5:]}")
-        return Drawn(Response(ids, "stop" if ended else "length"), entry["logprobs"])
-
 
 def request_seed(seed: int, request: Request) -> int:
-    """Give each (seed, prompt, response) a seed of its own."""
+    """Derive a seed from (seed, prompt, response)."""
     digest = hashlib.sha256(f"{seed}/{request.prompt}/{request.response}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # the engine takes signed 64-bit integers
+
+
+class VLLMBody:
+    """vLLM as the body of a scorer: an engine process that is started here, or a pooling server at `url`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        *,
+        url: str | None = None,
+        dtype: str = "auto",
+        **settings: Any,
+    ) -> None:
+        self.name = str(checkpoint) if url is None else f"{checkpoint} at {url}"
+        self.url = url
+        self.device = device  # of the head
+        self.head, self.embedded = load_head(checkpoint, device)
+        self.limit: int | None
+        if url is not None:
+            served = _ask_server(url, "/v1/models")["data"][0]
+            self.served_name = str(served["id"])
+            self.limit = int(served["max_model_len"])
+            return
+        trust = checkpoint.trust_remote_code
+        self._engine = start_engine(checkpoint.path, dtype, trust_remote_code=trust, hidden=True, **settings)
+        self.limit = int(self._engine.started["limit"])
+        self._folder = tempfile.TemporaryDirectory(prefix="lweave-hidden-")
+
+    def hidden(self, batch: list[Context]) -> Tensor:
+        """Compute the hidden states of the needed positions (N, D), row after row."""
+        rows = [context.ids.tolist() for context in batch]
+        if self.url is None:
+            file = Path(self._folder.name) / "hidden.float32"
+            positions = [context.positions_T.tolist() for context in batch]
+            count = self._engine.ask({"rows": rows, "positions": positions, "file": str(file)})["count"]
+            return torch.from_numpy(np.fromfile(file, np.float32).reshape(count, -1)).to(self.device)
+        query = {"task": "token_embed", "use_activation": False, "encoding_format": "base64", "embed_dtype": "float32"}
+        answer = _ask_server(self.url, "/pooling", {"model": self.served_name, "input": rows, **query})
+        width = self.head.weight_VD.shape[1]
+        states = []
+        for context, entry in zip(batch, sorted(answer["data"], key=lambda entry: entry["index"]), strict=True):
+            numbers = np.frombuffer(base64.b64decode(entry["data"]), np.float32)
+            if len(numbers) != len(context.ids) * width:
+                raise InputError(
+                    f"{self.url} returned {len(numbers)} numbers for {len(context.ids)} tokens, not one vector of "
+                    f"{width} for each. Start it with {SERVER_COMMAND} and the checkpoint {self.name}"
+                )
+            states.append(numbers.reshape(len(context.ids), -1)[context.positions_T.numpy()])
+        return torch.from_numpy(np.concatenate(states)).to(self.device)
+
+    def close(self) -> None:
+        """Stop the engine; a server keeps running."""
+        if self.url is None:
+            self._engine.close()
+            self._folder.cleanup()
+
+
+def server_version(url: str) -> str:
+    """Ask a server which vLLM it runs."""
+    return str(_ask_server(url, "/version").get("version", "unknown"))
+
+
+def _ask_server(url: str, path: str, question: dict[str, Any] | None = None) -> dict[str, Any]:
+    body = None if question is None else json.dumps(question).encode()
+    request = urllib.request.Request(url.rstrip("/") + path, body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=SERVER_TIMEOUT) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")[:300]
+        raise InputError(
+            f"{url}{path} answers {error.code} {error.reason}: {text}\nScoring needs a vLLM server that returns "
+            f"hidden states: start it with {SERVER_COMMAND}"
+        ) from None
+    except (OSError, HTTPException, ValueError) as error:  # no server, one that died, or one of another kind
+        raise WeaveError(f"no answer from {url}{path} ({error}). Start the server, then run this again") from None
+
+
+def load_head(checkpoint: Checkpoint, device: torch.device) -> tuple[Head, int]:
+    """Read only the output matrix; returns the head and the number of ids that the model takes."""
+    check_weights(checkpoint.path)
+    tensors = stored_tensors(checkpoint.path)
+    model = checkpoint.build_meta()
+    module = model.get_output_embeddings()
+    embeddings = model.get_input_embeddings()
+    names = {each: name for name, each in model.named_modules()}
+
+    def find(name: str) -> StoredTensor | None:
+        """Find a tensor; a multimodal checkpoint has a prefix before the names of its text model."""
+        ending = ".".join(name.split(".")[-2:])
+        longer = min((key for key in tensors if f".{key}".endswith(f".{ending}")), key=len, default=name)
+        return tensors.get(name, tensors.get(longer))
+
+    weight = find(f"{names[module]}.weight")
+    if weight is None and model.config.get_text_config().tie_word_embeddings:
+        weight = find(f"{names[embeddings]}.weight")
+    if weight is None or not weight.dtype.is_floating_point:
+        raise InputError(
+            f"{checkpoint}: no unquantised output matrix ({names[module]}.weight) in its weights, which vLLM needs to "
+            'score. Use a version whose lm_head is not quantised, or engine = "hf"'
+        )
+    module.weight = nn.Parameter(weight.read().to(device), requires_grad=False)
+    bias = find(f"{names[module]}.bias") if getattr(module, "bias", None) is not None else None
+    if bias is not None:
+        module.bias = nn.Parameter(bias.read().to(device), requires_grad=False)
+    return describe_head(model, checkpoint.vocabulary), embeddings.num_embeddings

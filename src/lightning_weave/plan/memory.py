@@ -1,6 +1,6 @@
-"""Bytes of memory on every GPU, and on disk. What is counted is what tensors hold; allocators need somewhat more.
+"""Bytes of memory on every GPU, and on disk. Only tensors are counted; allocators need somewhat more.
 
-The figures for scoring and training are held to those of the fake device (docs/plan.md).
+Scoring and training are compared with measurements on a fake device (docs/appendix/plan.md).
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ MASTER = 4  # float32 weights, always
 OPTIMIZER = 8  # Adam's two moments
 GRADIENT = 4
 LOGITS = 512 * 2**20  # of a chunk of positions on a GPU (heads/tiles.py)
-HEAD_SIZE = 128  # of one head, for the tables of positions
+HEAD_SIZE = 128  # of one attention head, for the rotary tables
 QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}  # bytes per weight, with the scales of its blocks
-BATCH = 450  # bytes per decision: candidates, targets and what is watched of them
+BATCH = 450  # bytes per position: candidates, targets and metrics
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Memory:
 
     weights: float
     working: float  # activations, caches, gradients
-    loading: float  # most, until the model stands ready
+    loading: float  # peak while the model is loaded
 
     @property
     def total(self) -> float:
@@ -37,26 +37,25 @@ def sampling_memory(shape: Shape, tokens: int, sequences: int, bytes_per_number:
 
 
 def scoring_memory(shape: Shape, tokens: int, bytes_per_number: int, found: bool = False) -> Memory:
-    """Count the weights and the widest place that a micro-batch passes: inside a layer, or at the head.
+    """Count the weights and the largest activations of a micro-batch: inside a layer, or at the head.
 
-    Logits only exist in chunks; where candidates are to be `found`, a chunk is kept beside its exponentials.
+    Logits only exist in chunks; where candidates are to be `found`, a chunk and its exponentials are held.
     """
-    weights = float(shape.parameters * bytes_per_number)
-    head = shape.width * shape.vocabulary
+    size = bytes_per_number
+    weights = float(shape.parameters * size)
+    widest = 0
+    for layer in shape.layers:
+        # The residual stream, the output of a block, its norm, and the rotary tables.
+        stream = 4 * shape.width * size + 2 * HEAD_SIZE * size
+        if layer.experts:  # dispatched, computed, weighted, and in the original order
+            widest = max(widest, stream + layer.experts * (4 * shape.width * size + 40))
+        else:
+            widest = max(widest, stream + 3 * layer.intermediate * size)
     chunk = min(LOGITS, 4 * tokens * shape.vocabulary)
-    layers = tokens * max(_passing(layer, shape.width, bytes_per_number) for layer in shape.layers)
-    at_head = tokens * (2 * shape.width * bytes_per_number + BATCH) + chunk * (2.1 if found else 1)
-    # Before any work the head is compared with the model's own logits, in float32.
-    probe = 4 * head if bytes_per_number < 4 else 0
-    return Memory(weights, float(max(layers, at_head)), weights + probe)
-
-
-def _passing(layer: Layer, width: int, size: int) -> int:
-    """Bytes per token where a layer is widest, when nothing is kept for a backward pass."""
-    stream = 4 * width * size + 2 * HEAD_SIZE * size  # the row itself, what was added to it, its norm, its positions
-    if layer.routed:
-        return stream + layer.routed * (4 * width * size + 40)  # sent, answered, weighted, and in order again
-    return stream + 3 * layer.inner * size
+    at_head = tokens * (2 * shape.width * size + BATCH) + chunk * (2.1 if found else 1)
+    # Before the first shard the head is compared with the logits of the model, in float32.
+    probe = 4 * shape.width * shape.vocabulary if size < 4 else 0
+    return Memory(weights, float(max(tokens * widest, at_head)), weights + probe)
 
 
 def training_memory(
@@ -68,123 +67,117 @@ def training_memory(
     bytes_per_number: int = 2,
     base: LoraBase = "own",
 ) -> Memory:
-    """Count what is held at the moments of an update that can be its peak, and take the largest.
+    """Count the tensors held at the moments of an update that can be its peak, and take the largest.
 
-    Masters, gradients and moments are float32 and divided over the GPUs (FSDP), which gather one layer after another in
-    the dtype of the computation; one GPU in float32 gathers nothing. `trained` is the number of trainable parameters if
-    that is not all of them (LoRA): the frozen ones stay as stored, or are quantised (`base`, on one GPU).
+    Master weights, gradients and moments are float32 and sharded over the GPUs (FSDP2), which unshard one layer after
+    another in the compute dtype; one GPU in float32 unshards nothing. `trained` is the number of trainable parameters
+    if that is not all of them (LoRA): frozen weights keep their dtype, or are quantised (`base`, on one GPU).
     """
     size = bytes_per_number
     learning = shape.parameters if trained is None else trained
     head = shape.width * shape.vocabulary
-    root = head * (1 if shape.tied else 2)  # embedding and head: gathered once, and held from beginning to end
+    root = head * (1 if shape.tied else 2)  # embedding and head: unsharded once for the whole update
     frozen: float = 0 if trained is None else shape.bytes_per_weight * shape.parameters
     if base != "own":
         frozen = QUANTISED[base] * (shape.parameters - root) + size * root
     state = (frozen + (MASTER + OPTIMIZER) * learning) / gpus
-    of_root = root if trained is None else 0  # of these, trained
-    of_head = head if trained is None else 0
-    stands_as = MASTER if trained is None else shape.bytes_per_weight
-    gathered = base == "own" and (gpus > 1 or size != stands_as)  # one GPU gathers only to convert
-    whole = size * root if gathered else 0
-    unit = max(layer.parameters for layer in shape.layers) if gathered else 0
-    of_unit = unit if trained is None else 0
-    layers = size * unit + max(size * unit, 5 * of_unit)  # the last, with the one before it or with its gradients
+    trained_root = root if trained is None else 0
+    trained_head = head if trained is None else 0
+    stored_as = MASTER if trained is None else shape.bytes_per_weight
+    unshards = base == "own" and (gpus > 1 or size != stored_as)  # one GPU only to convert the dtype
+    full_root = size * root if unshards else 0
+    unit = max(layer.parameters for layer in shape.layers) if unshards else 0
+    trained_unit = unit if trained is None else 0
+    layers = size * unit + max(size * unit, 5 * trained_unit)  # the last, and the one before it or its gradients
 
-    adapters = size if gathered or trained is None else MASTER  # what adapters compute in, where nothing converts them
-    if trained is None:
-        kept = [_kept(layer, shape.width, size) for layer in shape.layers]
-    else:
-        kept = [_kept_beside(layer, shape.width, size, adapters) for layer in shape.layers]
+    adapters = size if unshards or trained is None else MASTER  # dtype of the adapters, if nothing converts them
+    kept = [_activations(layer, shape.width, size, None if trained is None else adapters) for layer in shape.layers]
     stored = len(kept) * size * shape.width if checkpointing else sum(kept)
-    again = max(kept) if checkpointing else 0  # of the layer that is computed again
-    back = max(_going_back(layer, shape.width, size, adapters) for layer in shape.layers)
-    of_layers = GRADIENT * (learning - of_root) / gpus
+    recomputed = max(kept) if checkpointing else 0  # of one layer
+    backward = max(  # bytes per token on top of the activations, where a layer is widest in the backward pass
+        size * (4 * shape.width + 3 * layer.experts * shape.width)
+        if layer.experts
+        else size * 4 * shape.width + adapters * 2 * layer.intermediate
+        for layer in shape.layers
+    )
+    layer_gradients = GRADIENT * (learning - trained_root) / gpus
     # Both uses of a tied matrix have a gradient, and their sum is a third.
-    of_both = (3 if shape.tied else 2) * size * of_head
-    # When embedding and head are reduced over several GPUs, their weights have been given up.
-    reduced = (4 + max(size, 4 / gpus if gpus > 1 else 0)) * of_root - (whole if gpus > 1 else 0) if gathered else 0.0
-    gradients = 0.6 * tokens * (max(kept) + back) + size * of_head + (3 * size + 4) * of_unit  # of one layer, all there
+    root_gradients = (3 if shape.tied else 2) * size * trained_head
+    # When the gradients of embedding and head are reduced over several GPUs, their weights have been freed.
+    reduced = 0.0
+    if unshards:
+        reduced = (4 + max(size, 4 / gpus if gpus > 1 else 0)) * trained_root - (full_root if gpus > 1 else 0)
+    # All gradients of one layer.
+    gradients = 0.6 * tokens * (max(kept) + backward) + size * trained_head + (3 * size + 4) * trained_unit
     share = min(1.0, 2 / len(kept))  # of the layers, when the last but one has its gradients
-    moments = {
-        # Several GPUs gather embedding and head, and the first layer, beside the places where they are then used.
-        "gathering": whole + (2 * size * unit if gpus > 1 else 0),
-        "loss": tokens * (stored + (8 + 3 * size) * shape.width + BATCH) + size * unit,
-        "last layer": tokens * (stored + again + back - 2 * size * shape.width) + size * of_head + layers,
-        # The first to hold the sums of the layer after it; those before it still have all activations.
-        "last but one": tokens * stored * (1 - share) + of_layers * share + gradients,
-        # Its activations go as its gradients come: most of the one, or all of the other.
-        "first layer": tokens * (max(kept) + back) + size * of_head + 2 * size * unit + 4.5 * of_unit + of_layers,
-        "its gradients": gradients + of_layers,
-        "embedding": of_both + 4 * of_unit + of_layers,
-        "reduction": reduced + of_layers,
-        "step": GRADIENT * learning / gpus - whole,
-    }
-    moments["loss"] += _at_loss(shape, tokens, of_head, size)
-    # Its head is compared with its own logits, in float32, when its weights have been read. Several GPUs gather
-    # embedding and head twice, as they come and in their places, beside the layer after them.
-    probe = 4 * head if size < 4 else 0
-    looked_at = max(whole, 2 * size * unit, probe) if gpus == 1 else size * unit + max(whole + size * unit, probe)
-    if base != "own":  # one matrix at a time is made whole
-        whole += size * shape.width * max(layer.inner for layer in shape.layers)
-    return Memory(state, float(whole + max(moments.values())), (frozen + MASTER * learning) / gpus + whole + looked_at)
-
-
-def _at_loss(shape: Shape, tokens: int, of_head: int, size: int) -> float:
-    """Bytes of logits and of the head's gradient, which is summed in float32 and then rounded."""
+    # Logits, and the gradient of the head, which is summed in float32; in 16 bits the sum or a chunk is also rounded.
     chunk = min(LOGITS, 4 * tokens * shape.vocabulary)
-    if size == 4:
-        return 4 * of_head + chunk
-    return max(6 * of_head + chunk, 4 * of_head + 1.5 * chunk)  # both are rounded: the sum, and a chunk of logits
-
-
-def _kept(layer: Layer, width: int, size: int) -> int:
-    """Bytes per token that a layer keeps for its backward pass: the inputs of norms, products and attention.
-
-    Norms compute in float32 and keep their input so, and what they scale, in 16 bits beside it.
-    """
-    norm = 4 + size if size < 4 else 2 * size
-    norms = 2 * (norm + size) * width
-    heads = (layer.query + layer.key) * norm if layer.normed else 0
-    repeated = layer.query if size == 4 else layer.key  # keys and values as attention reads them
-    attention = size * (3 * layer.query + 2 * repeated)  # its output once more, put together from rows
-    if layer.routed:
-        fed = layer.routed * (size * (2 * width + 4 * layer.inner) + 40)
+    at_loss = 4 * trained_head + chunk if size == 4 else max(6 * trained_head + chunk, 4 * trained_head + 1.5 * chunk)
+    moments = {
+        # Several GPUs all-gather embedding, head and the first layer into buffers, then copy them out.
+        "unsharding": full_root + (2 * size * unit if gpus > 1 else 0),
+        "loss": tokens * (stored + (8 + 3 * size) * shape.width + BATCH) + size * unit + at_loss,
+        "last layer": tokens * (stored + recomputed + backward - 2 * size * shape.width) + size * trained_head + layers,
+        # The first to hold the gradients of the layer after it; those before it still have all activations.
+        "last but one": tokens * stored * (1 - share) + layer_gradients * share + gradients,
+        # Activations are freed while gradients are allocated: most of the one, or all of the other.
+        "first layer": (
+            tokens * (max(kept) + backward)
+            + size * trained_head
+            + 2 * size * unit
+            + 4.5 * trained_unit
+            + layer_gradients
+        ),
+        "first layer's gradients": gradients + layer_gradients,
+        "embedding": root_gradients + 4 * trained_unit + layer_gradients,
+        "reduction": reduced + layer_gradients,
+        "step": GRADIENT * learning / gpus - full_root,
+    }
+    # After loading, the head is compared with the logits of the model, in float32. Several GPUs hold embedding and head
+    # twice, in the all-gather buffer and copied out, and the layer after them.
+    probe = 4 * head if size < 4 else 0
+    if gpus == 1:
+        checked = max(full_root, 2 * size * unit, probe)
     else:
-        fed = size * 4 * layer.inner
-    return norms + heads + attention + fed
+        checked = size * unit + max(full_root + size * unit, probe)
+    if base != "own":  # one matrix at a time is dequantised
+        full_root += size * shape.width * max(layer.intermediate for layer in shape.layers)
+    loading = (frozen + MASTER * learning) / gpus + full_root + checked
+    return Memory(state, float(full_root + max(moments.values())), loading)
 
 
-def _kept_beside(layer: Layer, width: int, size: int, adapters: int) -> int:
-    """Bytes per token that a layer with adapters keeps: products with frozen matrices keep nothing, norms their input.
+def _activations(layer: Layer, width: int, size: int, adapters: int | None) -> int:
+    """Bytes per token that a layer saves for its backward pass: the inputs of norms, matrices and attention.
 
-    Adapters keep what they read. Beside 16 bits those in float32 convert it first, each for itself. Experts have none.
+    Norms compute in float32 and save their input in it; in 16 bits they also save their output. Frozen matrices
+    (`adapters` is the bytes per number of LoRA) save nothing, but adapters save their input: in float32 each converts
+    its own copy. Experts have no adapters.
     """
-    heads = (layer.query + layer.key) * 4 if layer.normed else 0
-    repeated = layer.query if size == 4 else layer.key
+    repeated = layer.query if size == 4 else layer.key  # keys and values as the attention kernel reads them
+    if adapters is None:
+        norm = 4 + size if size < 4 else 2 * size
+        norms = 2 * (norm + size) * width + ((layer.query + layer.key) * norm if layer.qk_norm else 0)
+        attention = size * (3 * layer.query + 2 * repeated)  # the output twice: also concatenated
+        if layer.experts:
+            return norms + attention + layer.experts * (size * (2 * width + 4 * layer.intermediate) + 40)
+        return norms + attention + size * 4 * layer.intermediate
+    norms = 2 * 4 * width + ((layer.query + layer.key) * 4 if layer.qk_norm else 0)
     attention = size * 2 * (layer.query + repeated)
-    one_for_all = adapters == size
-    inputs = (1 if one_for_all else 3) * width + layer.query
-    if layer.routed:
-        fed = layer.routed * (size * (width + 3 * layer.inner) + 40)
+    shared = adapters == size
+    inputs = (1 if shared else 3) * width + layer.query
+    if layer.experts:
+        feed_forward = layer.experts * (size * (width + 3 * layer.intermediate) + 40)
     else:
-        fed = size * 3 * layer.inner
-        inputs += (1 if one_for_all else 2) * width + layer.inner
-    return 2 * 4 * width + heads + attention + fed + adapters * inputs
-
-
-def _going_back(layer: Layer, width: int, size: int, adapters: int) -> int:
-    """Bytes per token that a layer holds beside what is kept, where it is widest when there is a backward pass."""
-    if layer.routed:
-        return size * (4 * width + 3 * layer.routed * width)
-    return size * 4 * width + adapters * 2 * layer.inner
+        feed_forward = size * 3 * layer.intermediate
+        inputs += (1 if shared else 2) * width + layer.intermediate
+    return norms + attention + feed_forward + adapters * inputs
 
 
 def online_memory(student: Shape, training: Memory, anchors: float, sampling: Memory) -> Memory:
-    """Count training with the student as it was (in float32) and the anchors beside it, and what sampling holds."""
-    beside = 4.0 * student.parameters + anchors
-    working = max(training.working, sampling.total)  # it samples with all weights whole on every GPU
-    return Memory(training.weights + beside, working, training.loading + beside)
+    """Count training, the initial student (in float32) and the anchors, and what sampling needs."""
+    others = 4.0 * student.parameters + anchors
+    working = max(training.working, sampling.total)  # it samples with unsharded weights on every GPU
+    return Memory(training.weights + others, working, training.loading + others)
 
 
 def lora_parameters(shape: Shape, rank: int) -> int:
@@ -200,14 +193,3 @@ def cache_bytes(prompt_tokens: float, response_tokens: float, trajectories: int,
         "reference": positions * (8 * candidates + 8),
         "score": positions * (5 * candidates + 4),
     }
-
-
-def checkpoint_bytes(shape: Shape, trained: int | None) -> float:
-    """Count the bytes of what is trained, with its moments: one checkpoint, which is copied to the host first."""
-    return float((MASTER + OPTIMIZER) * (shape.parameters if trained is None else trained))
-
-
-def training_bytes(shape: Shape, keep: int, trained: int | None = None) -> float:
-    """Count the bytes on disk of the kept checkpoints and of the exported model, with its adapter if it has one."""
-    exported = shape.bytes_per_weight * shape.parameters + MASTER * (trained or 0)
-    return keep * checkpoint_bytes(shape, trained) + exported

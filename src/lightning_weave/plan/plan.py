@@ -1,15 +1,306 @@
-"""`lweave plan`: predict the cost of a recipe from the architectures alone."""
+"""`lweave plan`: predict the cost of every stage of a recipe from the architectures alone."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from lightning_weave.config import Recipe
-from lightning_weave.plan.costs import PlannedMachine
-from lightning_weave.plan.gpus import CALIBRATED
-from lightning_weave.plan.recipe import Plan, make_plan
+from lightning_weave.bench.definitions import KNOWN, MAX_TOKENS, OWN_SAMPLES, SAMPLES
+from lightning_weave.config import KEPT_CHECKPOINTS, Composition, Dtype, Joint, Online, Recipe, Sequential
+from lightning_weave.errors import printable
+from lightning_weave.plan.architecture import CALIBRATED, MatmulDtype, Shape, find_shape
+from lightning_weave.plan.costs import (
+    CONSTANTS,
+    Constants,
+    Hours,
+    PlannedMachine,
+    Workload,
+    live_hours,
+    live_sampling_hours,
+    offline_hours,
+    sampling_hours,
+)
+from lightning_weave.plan.memory import (
+    MASTER,
+    OPTIMIZER,
+    cache_bytes,
+    lora_parameters,
+    online_memory,
+    sampling_memory,
+    scoring_memory,
+    training_memory,
+)
+
+ROLES: tuple[Literal["post"], Literal["pre"]] = ("post", "pre")
+PROMPT_SHARE = 0.15  # mean length of a prompt, as a share of prompts.max_tokens
+NODE_GPUS = 8  # of one machine, which by default share one copy of the student
+USABLE = 0.9  # of a GPU's memory: the rest goes to the allocator and the driver
+MAX_SEQUENCES = 256  # vLLM's default for one batch
+ANSWER_SHARE = 0.5  # mean length of an answer in evaluation, as a share of eval.max_tokens
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One line: a stage, or one model of it."""
+
+    stage: str
+    what: str
+    operations: float
+    gpu_hours: float
+    disk: float = 0.0
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The memory of one stage on one GPU."""
+
+    stage: str
+    what: str
+    weights: float
+    working: float
+    loading: float  # peak while the model is loaded
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The predictions for one recipe."""
+
+    name: str
+    gpu: str
+    gpus: int
+    prompt_tokens: float
+    response_tokens: float
+    trajectories: int
+    stages: list[StagePlan]
+    memory: list[MemoryPlan]
+    cache_hours: float
+    one_composition: float
+    compositions: int  # that share the cache
+    all_compositions: float
+    online: float  # one composition with all anchors, trained online
+    evaluation: float  # per policy
+    benchmarks: dict[str, float]  # the same by benchmark
+    checkpoint: float  # bytes of one training checkpoint, which is copied to the host
+    constants: Constants
+
+
+def scored_name(recipe: Recipe, anchor: str, role: Literal["post", "pre"]) -> str:
+    """Name one side of an anchor as in the rows of a plan."""
+    named = recipe.anchor_model(anchor, role)
+    model = named[0] if named else f"base of {recipe.anchors[anchor].post}"
+    context = recipe.anchors[anchor].context(role)
+    return f"{model} with {context}" if context else model
+
+
+def make_plan(
+    recipe: Recipe,
+    machine: PlannedMachine,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+) -> Plan:
+    """Predict FLOPs, bytes, memory and GPU hours of every stage; mean lengths may be given."""
+    student = find_shape(recipe.student.name, recipe.student.revision, not recipe.rehearsal)
+    models = {}  # every scored model once
+    for anchor in recipe.anchors:
+        for role in ROLES:
+            # The base of an adapter has the same shape.
+            model = recipe.anchor_model(anchor, role) or recipe.anchor_model(anchor, "post")
+            assert model is not None, "an anchor has a post"
+            models[scored_name(recipe, anchor, role)] = find_shape(*model, not recipe.rehearsal)
+
+    prompts = _count_prompts(recipe)
+    load = Workload(
+        trajectories=prompts * recipe.rollout.responses,
+        prompt_tokens=prompt_tokens or round(PROMPT_SHARE * recipe.prompts.max_tokens),
+        response_tokens=response_tokens or recipe.rollout.max_tokens,
+        epochs=recipe.train.epochs,
+        rounds=prompts * recipe.train.epochs // recipe.train.prompts_per_round,
+        trajectories_per_round=recipe.train.prompts_per_round * recipe.rollout.responses,
+    )
+    full: MatmulDtype = "tf32" if recipe.machine.tf32 else "float32"
+    dtypes: dict[str, MatmulDtype] = {
+        "reference": full if _dtype_bytes(recipe.engine_of("reference").dtype, student) == 4 else "bfloat16",
+        "score": full if recipe.engine_of("score").dtype == "float32" else "bfloat16",
+        "train": full if recipe.train.dtype == "float32" else "bfloat16",
+    }
+    hours = offline_hours(student, list(models.values()), load, machine, dtypes=dtypes)
+    sampling = hours.rollout
+    if recipe.engine.rollout == "hf":
+        train_bytes = 4 if recipe.train.dtype == "float32" else 2
+        sampling = live_sampling_hours(student, load, recipe.rollout.batch_size, train_bytes, machine)
+    score_hours = dict(zip(models, hours.score, strict=True))
+    trainings = {
+        name: _training_hours(recipe, composition, hours, score_hours, load, sampling=sampling)
+        for name, composition in recipe.compositions.items()
+    }
+    offline = {name: cost for name, cost in trainings.items() if recipe.compositions[name].method != "online"}
+
+    disk = cache_bytes(load.prompt_tokens, load.response_tokens, load.trajectories, recipe.reference.candidates)
+    forward = load.forward_flops(student)
+    stages = [
+        StagePlan("rollout", recipe.student.model, forward, hours.rollout, disk["rollout"]),
+        StagePlan("reference", recipe.student.model, forward, hours.reference, disk["reference"]),
+    ]
+    for name, shape in models.items():
+        stages.append(StagePlan("score", name, load.forward_flops(shape), score_hours[name], disk["score"]))
+    lora = None if recipe.train.lora is None else lora_parameters(student, recipe.train.lora.rank)
+    checkpoint = float((MASTER + OPTIMIZER) * (student.parameters if lora is None else lora))
+    exported = student.bytes_per_weight * student.parameters + MASTER * (lora or 0)
+    # Forward and backward cost three forward passes, activation checkpointing a fourth.
+    passes = 4 if recipe.train.gradient_checkpointing else 3
+    for name, cost in trainings.items():
+        flops = (recipe.compositions[name].epochs or load.epochs) * passes * forward
+        stages.append(StagePlan("train", name, flops, cost, KEPT_CHECKPOINTS * checkpoint + exported))
+
+    benchmarks = {}
+    for name in recipe.eval.benchmarks:
+        path = Path(name.removeprefix("file:"))
+        benchmark = KNOWN.get(name)
+        kind = benchmark.kind if benchmark is not None else "math"
+        problems = benchmark.count if benchmark is not None else 0
+        if benchmark is None and path.is_file():
+            problems = path.read_bytes().count(b"\n")
+        samples = recipe.eval.samples or (OWN_SAMPLES if benchmark is None else SAMPLES[kind])
+        tokens = problems * samples * ANSWER_SHARE * (recipe.eval.max_tokens or MAX_TOKENS[kind])
+        benchmarks[name] = sampling_hours(student, tokens, machine)
+    return Plan(
+        name=recipe.name,
+        gpu=machine.gpu.name,
+        gpus=machine.gpus,
+        prompt_tokens=load.prompt_tokens,
+        response_tokens=load.response_tokens,
+        trajectories=load.trajectories,
+        stages=stages,
+        memory=_plan_memory(recipe, student, models, machine),
+        cache_hours=hours.cache,
+        one_composition=hours.total,
+        compositions=len(offline),
+        all_compositions=hours.cache + sum(offline.values()),
+        online=live_hours(hours, load, sampling),
+        evaluation=sum(benchmarks.values()),
+        benchmarks=benchmarks,
+        checkpoint=checkpoint,
+        constants=CONSTANTS,
+    )
+
+
+def _count_prompts(recipe: Recipe) -> int:
+    """Count the prompts: prompts.take, or the rows of the file if that is less. Filters are not known yet."""
+    rows = None
+    path = Path(recipe.prompts.source or "").expanduser()
+    if path.is_file() and path.suffix == ".jsonl":
+        rows = sum(bool(line.strip()) for line in path.read_bytes().splitlines())
+    elif path.is_file() and path.suffix == ".parquet":
+        from pyarrow import ArrowException
+        from pyarrow.parquet import read_metadata
+
+        try:
+            rows = int(read_metadata(path).num_rows)
+        except (ArrowException, OSError):
+            rows = None
+    if rows is None:
+        return recipe.prompts.take or 3200
+    return max(1, min(rows, recipe.prompts.take or rows))
+
+
+def _dtype_bytes(dtype: Dtype, shape: Shape) -> int:
+    return shape.bytes_per_weight if dtype == "auto" else 4 if dtype == "float32" else 2
+
+
+def _training_hours(
+    recipe: Recipe,
+    composition: Composition,
+    hours: Hours,
+    score_hours: Mapping[str, float],
+    load: Workload,
+    sampling: float,
+) -> float:
+    """GPU hours of one composition beyond the shared cache."""
+
+    def scoring(anchors: Iterable[str]) -> tuple[float, ...]:
+        names = {scored_name(recipe, anchor, role) for anchor in anchors for role in ROLES}
+        return tuple(score_hours[name] for name in sorted(names))
+
+    epochs = composition.epochs or load.epochs
+    training = hours.train * epochs / load.epochs
+    match composition:
+        case Online():
+            live = Hours(hours.rollout, hours.reference, scoring(composition.used), training)
+            rounds = load.rounds * epochs // load.epochs
+            return live_hours(live, replace(load, epochs=epochs, rounds=rounds), sampling)
+        case Sequential(resample=True):
+            # Every later leg samples its share of the trajectories, and scores them under its own anchor.
+            legs = len(composition.sequence)
+            resampling = [hours.rollout + hours.reference + sum(scoring([name])) for name in composition.sequence[1:]]
+            return training + sum(resampling) / legs
+        case Joint(refresh=parts) if parts > 1:
+            # A later part samples the prompts of its updates; the current and the initial student score them, too.
+            again = hours.rollout + 2 * hours.reference + sum(scoring(composition.used))
+            return training + (parts - 1) * min(1.0, epochs / parts) * again
+        case _:
+            return training
+
+
+def _plan_memory(
+    recipe: Recipe, student: Shape, models: Mapping[str, Shape], machine: PlannedMachine
+) -> list[MemoryPlan]:
+    """Predict the memory of every stage on one GPU."""
+    lora = recipe.train.lora
+    longest = recipe.prompts.max_tokens + recipe.rollout.max_tokens
+    rollout_bytes = _dtype_bytes(recipe.engine_of("rollout").dtype, student)
+    train_bytes = 4 if recipe.train.dtype == "float32" else 2
+    score_bytes = {name: _dtype_bytes(recipe.engine_of("score").dtype, shape) for name, shape in models.items()}
+    sequences = recipe.rollout.batch_size
+    if recipe.engine.rollout == "vllm":  # as many as fit
+        single = sampling_memory(student, longest, 1, rollout_bytes)
+        room = USABLE * machine.gpu.memory - single.weights
+        sequences = max(1, min(MAX_SEQUENCES, int(room // single.working)))
+    training = training_memory(
+        student,
+        max(recipe.train.token_budget, longest),
+        min(machine.gpus, recipe.train.shard_ranks or NODE_GPUS),
+        recipe.train.gradient_checkpointing,
+        None if lora is None else lora_parameters(student, lora.rank),
+        bytes_per_number=train_bytes,
+        base="own" if lora is None else lora.base,
+    )
+    reference_bytes = _dtype_bytes(recipe.engine_of("reference").dtype, student)
+    score_tokens = max(recipe.score.token_budget, longest)
+    gpus = f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}"
+    plans = {
+        ("rollout", f"{sequences} sequences at once"): sampling_memory(student, longest, sequences, rollout_bytes),
+        ("reference", recipe.student.model): scoring_memory(student, score_tokens, reference_bytes, found=True),
+    }
+    for name, shape in models.items():
+        plans["score", name] = scoring_memory(shape, score_tokens, score_bytes[name])
+    plans["train", f"{'LoRA' if lora else 'all weights'}, {gpus}"] = training
+    for name, composition in recipe.compositions.items():
+        if isinstance(composition, Online):
+            used = {scored_name(recipe, anchor, role) for anchor in composition.used for role in ROLES}
+            anchors = [models[model].parameters * score_bytes[model] for model in used]
+            plans["train", f"{name} online, {gpus}"] = online_memory(
+                student,
+                training,
+                sum(anchors) if recipe.train.keep_anchors else max(anchors),
+                sampling_memory(student, longest, recipe.rollout.batch_size, train_bytes),
+            )
+    usable = USABLE * machine.gpu.memory
+    return [
+        MemoryPlan(
+            stage,
+            what,
+            memory.weights,
+            memory.working,
+            memory.loading,
+            fits=max(memory.total, memory.loading) <= usable,
+        )
+        for (stage, what), memory in plans.items()
+    ]
 
 
 def run(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | None, as_json: bool, console: Console) -> None:
@@ -18,39 +309,22 @@ def run(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | None, as
     if as_json:
         print(json.dumps(asdict(plan), indent=2))
         return
-    console.print(_stage_table(plan))
-    console.print(_memory_table(plan))
-    for line in _summary(plan):
-        console.print(line, soft_wrap=True, highlight=False)
-
-
-def _stage_table(plan: Plan) -> Table:
-    table = Table("stage", "what", "operations", "GPU hours", "on disk", title=f"Plan of {plan.name}", box=None)
-    for row in plan.stages:
-        table.add_row(row.stage, row.what, f"{row.operations:.1e}", f"{row.gpu_hours:.2f}", f"{row.disk / 1e9:.1f} GB")
-    return table
-
-
-def _memory_table(plan: Plan) -> Table:
     table = Table(
-        "stage", "what", "loading", "weights", "working", "each GPU", "", title=f"Memory, {plan.gpu}", box=None
+        "stage", "what", "operations", "GPU hours", "on disk", title=f"Plan of {printable(plan.name)}", box=None
     )
+    for stage in plan.stages:
+        disk = f"{stage.disk / 1e9:.1f} GB"
+        table.add_row(stage.stage, printable(stage.what), f"{stage.operations:.1e}", f"{stage.gpu_hours:.2f}", disk)
+    console.print(table)
+
+    title = f"Memory, {plan.gpu}"
+    table = Table("stage", "what", "loading", "weights", "working", "each GPU", "", title=title, box=None)
     for row in plan.memory:
-        sizes = [_size(size) for size in (row.loading, row.weights, row.working, row.weights + row.working)]
-        table.add_row(row.stage, row.what, *sizes, "fits" if row.fits else "does not fit")
-    return table
+        sizes = (row.loading, row.weights, row.working, row.weights + row.working)
+        cells = [f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB" for size in sizes]
+        table.add_row(row.stage, printable(row.what), *cells, "fits" if row.fits else "does not fit")
+    console.print(table)
 
-
-def _size(count: float) -> str:
-    """Format bytes for people.
-
-    >>> _size(104_600_000_000), _size(3_200_000), _size(41_000)
-    ('104.6 GB', '3.2 MB', '0.0 MB')
-    """
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
-
-
-def _summary(plan: Plan) -> list[str]:
     total = plan.one_composition
     lines = [
         f"{plan.trajectories:,} trajectories of {plan.prompt_tokens:g} + {plan.response_tokens:g} tokens "
@@ -64,12 +338,18 @@ def _summary(plan: Plan) -> list[str]:
             f"{plan.compositions} sharing the cache: {plan.all_compositions:.1f} GPU hours, "
             f"{plan.all_compositions / plan.compositions:.1f} each; online: {plan.compositions * plan.online:.1f}"
         )
+    policies = 1 + len(recipe.compositions) + len(recipe.policies)
+    everything = sum(stage.gpu_hours for stage in plan.stages) + policies * plan.evaluation
     lines += [
         f"Online: {plan.online:.1f} GPU hours per composition, {plan.online / total:.2f} x",
-        f"Evaluation: about {plan.evaluation:.1f} GPU hours per policy, assuming answers half of max_tokens",
+        f"Evaluation: about {plan.evaluation:.1f} GPU hours per policy, assuming answers half of max_tokens"
+        if recipe.eval.benchmarks
+        else "Evaluation: none, eval.benchmarks is empty",
+        f"In all: {everything:.1f} GPU hours, with the evaluation of {policies} policies",
     ]
     if plan.gpu != CALIBRATED.name:
         lines.append(
             f"Calibrated on {CALIBRATED.name}; scaled to {plan.gpu} by peak and bandwidth (--utilisation, --rate)"
         )
-    return lines
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)

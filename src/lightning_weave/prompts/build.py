@@ -3,181 +3,166 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lightning_weave.config import Prompts
-from lightning_weave.config.fields import PromptFormat
+from lightning_weave.config.fields import named_columns
 from lightning_weave.errors import CorruptData, InputError
-from lightning_weave.prompts.decontaminate import Screen
-from lightning_weave.prompts.filters import Dedup, PromptReport, drop_duplicates, duplicate_key, take_by_seed
-from lightning_weave.prompts.formats import ask, chatml, template_columns
-from lightning_weave.prompts.guess import columns_line
-from lightning_weave.prompts.questions import ColumnNames, Message, Question, question_of
-from lightning_weave.prompts.render import encode, knows_thinking, render
+from lightning_weave.prompts.decontaminate import Overlap, Screen, normalise
+from lightning_weave.prompts.questions import ColumnNames, Question, columns_line, read_question
+from lightning_weave.prompts.render import encode, form_of, format_messages, knows_thinking, render, unmark
 from lightning_weave.prompts.sources import read_rows
 from lightning_weave.store.tables import BadRow, Row
-from lightning_weave.types import Prompt
+from lightning_weave.types import Prompt, PromptForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LOOKED_AT = 20  # rows, to say which columns there are
+T = TypeVar("T")
+
+_LISTED = 5  # rows of each kind in the printed report; the manifest of the stage has all of them
+_LOOKED_AT = 20  # rows, to suggest columns
+SEED = 42  # of the draw
 _PROBLEM_COLUMNS = ("problem", "question_content", "question", "prompt")
 
 
+@dataclass
+class PromptReport:
+    """What happened to every row: `read` is the sum of all other counts."""
+
+    read: int = 0
+    bad: list[BadRow] = field(default_factory=list)
+    duplicates: int = 0
+    overlaps: list[Overlap] = field(default_factory=list)
+    too_long: int = 0
+    not_taken: int = 0
+    kept: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Print the counts that are not zero, one per line."""
+        overlaps = []
+        for overlap in self.overlaps:
+            how = "same as" if overlap.same else f"shares {overlap.share:.0%} with"
+            overlaps.append(f"{overlap.where}: {how} {overlap.problem}")
+        counts = [
+            (len(self.bad), "cannot be used:", [f"{row.where}: {row.why}" for row in self.bad]),
+            (self.duplicates, "duplicates", []),
+            (len(overlaps), "overlap with a benchmark:", overlaps),
+            (self.too_long, "too long", []),
+            (self.not_taken, "not drawn", []),
+        ]
+        lines = [f"{self.kept:,} prompts from {self.read:,} rows"]
+        for count, what, rows in counts:
+            if count:
+                lines += [f"  {count:,} {what}", *(f"    {row}" for row in rows[:_LISTED])]
+                lines += [f"    and {count - _LISTED:,} more"] if len(rows) > _LISTED else []
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
 def build_prompts(
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    source: str | Path | None,
-    split: str | None = None,
-    name: str | None = None,
-    revision: str | None = None,
-    columns: Mapping[str, str | None] | None = None,
-    format: PromptFormat = "plain",
-    template: str | None = None,
-    system: str | None = None,
-    chat: bool = True,
-    thinking: bool = True,
-    max_tokens: int | None = None,
-    dedup: Dedup = "exact",
-    take: int | None = None,
-    seed: int = 42,
-    screen_against: Sequence[str | Path] = (),
+    tokenizer: "PreTrainedTokenizerBase", section: Prompts, day: str | None = None
 ) -> tuple[list[Prompt], PromptReport]:
     """Read, deduplicate, screen, render, filter by length and draw, in this order.
 
-    The keywords are those of [prompts] in a recipe. Every row ends up in exactly one count of the report.
+    Every row ends up in exactly one count of the report.
     """
-    if source is None:
+    if section.source is None:
         raise InputError("prompts.source is missing. Set it to a .jsonl or .parquet file, a directory or a hub name.")
     report = PromptReport()
-    screen = Screen(_problems(screen_against))
-    by_template = chat and format != "livecodebench"  # LiveCodeBench prompts are always rendered as ChatML
-    if by_template and not knows_thinking(tokenizer) and not thinking:  # fails here if there is no template
+    screen = Screen(_read_problems(section.screen_against))
+    form = form_of(section, section.format == "livecodebench")
+    is_chat = form.style == "chat"
+    if is_chat and not knows_thinking(tokenizer) and not section.thinking:  # fails here if there is no template
         report.notes.append("prompts.thinking = false has no effect: the chat template has no thinking switch")
-    others = frozenset(template_columns(template))
-    column_names = _column_names(columns, format, others)
-    answer = (column_names.answer or "").split(".")[0]
+    others = named_columns(section.format) - {"problem"}
+    answer = (section.columns.answer or "").split(".")[0]
     if answer in others:
-        raise InputError(f"prompts.template names {{{answer}}}, which holds the answer. Leave it out of the template.")
-    rows = read_rows(source, split=split, name=name, revision=revision, columns=column_names.roots())
-    distinct = _deduplicated(_questions(rows, column_names, str(source), report), dedup, report)
-    screened = _screened(_with_unique_ids(distinct, report), screen, report)
+        raise InputError(f"prompts.format names {{{answer}}}, which holds the answer. Leave it out of the template.")
 
-    def asked(question: Question) -> tuple[list[Message], str]:
-        """Make the messages of a question and their text."""
-        messages = ask(
-            format,
-            question.messages,
-            template=template,
-            system=system,
-            columns=question.columns,
-            starter=question.starter,
+    rendered: list[tuple[str, Prompt]] = []  # text as `render` returns it, no token ids; and where it is from
+    for question in read_questions(section, others, report):
+        turns = (turn["content"] for turn in question.messages if turn["role"] == "user")
+        overlap = next(filter(None, (screen.find(question.where, content) for content in turns)), None)
+        if overlap is not None:
+            report.overlaps.append(overlap)
+            continue
+        try:
+            messages = format_messages(section, question.messages, question.columns, question.starter)
+            text = render(messages, tokenizer, form, day)
+        except InputError as error:
+            report.bad.append(BadRow(question.where, str(error)))
+        else:
+            rendered.append((question.where, Prompt(question.id, messages, text, [], question.answer, form)))
+
+    eligible = []
+    encoded = encode([prompt.text for _, prompt in rendered], tokenizer, is_chat)
+    for (where, prompt), ids in zip(rendered, encoded, strict=True):
+        if not ids:
+            report.bad.append(BadRow(where, "has no tokens"))
+        elif section.max_tokens is not None and len(ids) > section.max_tokens:
+            report.too_long += 1
+        else:
+            eligible.append(replace(prompt, text=unmark(prompt.text, tokenizer), token_ids=ids))
+    sample = take_by_seed(eligible, lambda prompt: prompt.id, section.take, SEED)
+    report.kept = len(sample)
+    report.not_taken = len(eligible) - len(sample)
+    if section.take is not None and len(sample) < section.take:
+        report.notes.append(
+            f"prompts.take is {section.take:,}, but only {len(sample):,} prompts are available: all are used"
         )
-        is_code = format == "livecodebench"
-        return messages, chatml(messages) if is_code else render(messages, tokenizer, by_template, thinking)
-
-    prompts = _encoded(list(_rendered(screened, asked, report)), tokenizer, by_template, max_tokens, report)
-    sample = _taken(prompts, take, seed, report)
     if not sample:
         raise InputError(
-            f"{source}: no prompts are left of {report.read:,} rows: {len(report.bad):,} bad, {report.too_long:,} "
-            f"longer than prompts.max_tokens = {max_tokens}, {len(report.overlaps):,} overlapping with "
-            "prompts.screen_against." + "".join(f" The first bad one: {row.where}: {row.why}" for row in report.bad[:1])
+            f"{section.source}: no prompts are left of {report.read:,} rows: {len(report.bad):,} bad, "
+            f"{report.too_long:,} longer than prompts.max_tokens = {section.max_tokens}, {len(report.overlaps):,} "
+            "overlapping with prompts.screen_against."
+            + "".join(f" The first bad one: {row.where}: {row.why}" for row in report.bad[:1])
         )
     return sample, report
 
 
-def _column_names(
-    columns: Mapping[str, str | None] | None, format: PromptFormat, others: frozenset[str]
-) -> ColumnNames:
-    named = {key: column for key, column in (columns or {}).items() if column is not None}
-    return ColumnNames(**named, starter="starter_code" if format == "livecodebench" else None, others=others)
+def read_questions(section: Prompts, others: Collection[str], report: PromptReport) -> Iterator[Question]:
+    """Read the distinct questions of the source, each with a unique id; `others` are columns to keep.
 
-
-def read_columns(names: Collection[str], prompts: Prompts) -> dict[str, dict[str, Any]]:
-    """Read columns of the rows that prompts are built from: prompt id -> column -> value."""
-    assert prompts.source is not None, "the prompts were built from it"
-    report = PromptReport()
-    columns = _column_names(prompts.columns.model_dump(), prompts.format, frozenset(names))
-    where = {"split": prompts.split, "name": prompts.name, "revision": prompts.revision}
-    rows = read_rows(prompts.source, **where, columns=columns.roots())
-    distinct = _deduplicated(_questions(rows, columns, prompts.source, report), prompts.dedup, report)
-    columns_by_id = {question.id: question.columns for question in _with_unique_ids(distinct, report)}
-    return {id: dict(row) for id, row in columns_by_id.items()}
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Read prompts.jsonl."""
-    prompts = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            prompts.append(Prompt(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise CorruptData(f"{path}:{number}: not a prompt ({error}). Delete the file and re-run.") from error
-    return prompts
-
-
-def _problems(files: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
-    """Read the problems to screen against. A bad row is an error, because its problem would go unscreened."""
-    for file in files:
-        row = None
-        for row in read_rows(file, columns=_PROBLEM_COLUMNS):
-            problem = question_of(row, ColumnNames(_problem_column(row))) if isinstance(row, Row) else row
-            if isinstance(problem, BadRow):
-                raise InputError(f"prompts.screen_against: {problem.where}: {problem.why}. Fix or remove this row.")
-            yield problem.where, problem.messages[-1]["content"]
-        if row is None:
-            raise InputError(f"prompts.screen_against: {file} has no rows. Give a file of problems, or remove it.")
-
-
-def _problem_column(row: Row) -> str:
-    return next((column for column in _PROBLEM_COLUMNS if column in row.values), _PROBLEM_COLUMNS[0])
-
-
-def _questions(
-    rows: Iterable[Row | BadRow], columns: ColumnNames, source: str, report: PromptReport
-) -> Iterator[Question]:
+    An id must always mean the same prompt, so a second question with a used id is a bad row and is never renamed.
+    An id derived from the question does not depend on the order of rows; where duplicates are kept, later copies get a
+    number.
+    """
+    source = section.source
+    assert source is not None, "checked by the caller"
+    starter = "starter_code" if section.format == "livecodebench" else None
+    columns = ColumnNames(**section.columns.model_dump(), starter=starter, others=frozenset(others))
+    where = {"split": section.split, "name": section.name}
     first_rows: list[Row] = []
-    for row in rows:
+    distinct: dict[str, Question] = {}
+    named = [name for name in (columns.prompt, columns.answer, columns.id, starter) if name]
+    top_level = {*named, *(name.split(".")[0] for name in named), *others}
+    for row in read_rows(source, **where, columns=top_level):
         report.read += 1
         if isinstance(row, Row) and len(first_rows) < _LOOKED_AT:
             first_rows.append(row)
-        question = question_of(row, columns) if isinstance(row, Row) else row
-        if isinstance(question, Question):
-            yield question
-        else:
+        question = read_question(row, columns) if isinstance(row, Row) else row
+        if isinstance(question, BadRow):
             report.bad.append(question)
+            continue
+        key = str(report.read) if section.dedup == "none" else duplicate_key(question, section.dedup)
+        distinct.setdefault(key, question)
     if not report.read:
         raise InputError(f"{source}: has no rows. Set prompts.source to a file with one prompt per row.")
     if report.read == len(report.bad):
-        first = report.bad[0]
-        line = columns_line(first_rows, source)
+        first, line = report.bad[0], columns_line(first_rows, source)
         raise InputError(
             f"{source}: none of its {report.read:,} rows can be used; the first is {first.where}: {first.why}. "
             "Check prompts.columns." + f" By their names: {line}" * bool(line)
         )
+    report.duplicates = report.read - len(report.bad) - len(distinct)
 
-
-def _deduplicated(questions: Iterable[Question], dedup: Dedup, report: PromptReport) -> list[Question]:
-    if dedup == "none":
-        return list(questions)
-    distinct, report.duplicates = drop_duplicates(questions, lambda question: duplicate_key(question, dedup))
-    return distinct
-
-
-def _with_unique_ids(questions: Iterable[Question], report: PromptReport) -> Iterator[Question]:
-    """Keep the source's own ids, or derive one from the question.
-
-    An id must always mean the same prompt, so a second question with a used id is a bad row and is never renamed.
-    Derived ids do not depend on the order of rows; where duplicates are kept, later copies get a number.
-    """
     owners: dict[str, str] = {}
     copies: Counter[str] = Counter()
-    for question in questions:
+    for question in distinct.values():
         identity = question.id
         if not identity:
             derived = hashlib.sha256(duplicate_key(question, "exact").encode()).hexdigest()[:16]
@@ -190,51 +175,55 @@ def _with_unique_ids(questions: Iterable[Question], report: PromptReport) -> Ite
         yield replace(question, id=identity)
 
 
-def _screened(questions: Iterable[Question], screen: Screen, report: PromptReport) -> Iterator[Question]:
-    for question in questions:
-        turns = (turn["content"] for turn in question.messages if turn["role"] == "user")
-        overlap = next(filter(None, (screen.find(question.where, content) for content in turns)), None)
-        if overlap is None:
-            yield question
-        else:
-            report.overlaps.append(overlap)
+def duplicate_key(question: Question, dedup: Literal["exact", "normalised"]) -> str:
+    """Make the key by which questions are duplicates: every turn, the starter code and a template's columns."""
+    form = normalise if dedup == "normalised" else str
+    turns = [(turn["role"], form(turn["content"])) for turn in question.messages]
+    columns = [question.columns] if question.columns else []
+    return json.dumps([turns, question.starter, *columns], default=str)
 
 
-def _rendered(
-    questions: Iterable[Question], asked: Callable[[Question], tuple[list[Message], str]], report: PromptReport
-) -> Iterator[tuple[str, Prompt]]:
-    """Make prompts without token ids, each with its location in the source."""
-    for question in questions:
+def take_by_seed(items: Sequence[T], key: Callable[[T], str], take: int | None, seed: int) -> list[T]:
+    """Draw items by their keys, independent of the order they come in.
+
+    The draw is a ranking, so a larger `take` begins with the items of a smaller one. None takes all in their order.
+    """
+    if take is None:
+        return list(items)
+    return sorted(items, key=lambda item: hashlib.sha256(f"{seed}\n{key(item)}".encode()).digest())[:take]
+
+
+def _read_problems(files: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
+    """Read the problems to screen against. A bad row is an error, because its problem would go unscreened."""
+    for file in files:
+        row = None
+        for row in read_rows(file, columns=_PROBLEM_COLUMNS):
+            problem: Question | BadRow
+            if isinstance(row, Row):
+                column = next((column for column in _PROBLEM_COLUMNS if column in row.values), _PROBLEM_COLUMNS[0])
+                problem = read_question(row, ColumnNames(column))
+            else:
+                problem = row
+            if isinstance(problem, BadRow):
+                raise InputError(f"prompts.screen_against: {problem.where}: {problem.why}. Fix or remove this row.")
+            yield problem.where, problem.messages[-1]["content"]
+        if row is None:
+            raise InputError(f"prompts.screen_against: {file} has no rows. Give a file of problems, or remove it.")
+
+
+def read_columns(names: Collection[str], section: Prompts) -> dict[str, dict[str, Any]]:
+    """Read columns of the rows that prompts are built from: prompt id -> column -> value."""
+    return {question.id: dict(question.columns) for question in read_questions(section, names, PromptReport())}
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read prompts.jsonl."""
+    prompts = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            messages, text = asked(question)
-        except InputError as error:
-            report.bad.append(BadRow(question.where, str(error)))
-        else:
-            yield question.where, Prompt(question.id, messages, text, [], question.answer)
-
-
-def _encoded(
-    rendered: list[tuple[str, Prompt]],
-    tokenizer: "PreTrainedTokenizerBase",
-    template: bool,
-    max_tokens: int | None,
-    report: PromptReport,
-) -> Iterator[Prompt]:
-    encoded = encode([prompt.text for _, prompt in rendered], tokenizer, rendered=template)
-    for (where, prompt), ids in zip(rendered, encoded, strict=True):
-        if not ids:
-            report.bad.append(BadRow(where, "has no tokens"))
-        elif max_tokens is not None and len(ids) > max_tokens:
-            report.too_long += 1
-        else:
-            yield replace(prompt, token_ids=ids)
-
-
-def _taken(prompts: Iterable[Prompt], take: int | None, seed: int, report: PromptReport) -> list[Prompt]:
-    eligible = list(prompts)
-    sample = take_by_seed(eligible, lambda prompt: prompt.id, take, seed)
-    report.kept = len(sample)
-    report.not_taken = len(eligible) - len(sample)
-    if take is not None and len(sample) < take:
-        report.notes.append(f"prompts.take is {take:,}, but only {len(sample):,} prompts are available: all are used")
-    return sample
+            fields = json.loads(line)
+            form = fields.pop("form", None)
+            prompts.append(Prompt(**fields, form=None if form is None else PromptForm(**form)))
+        except (ValueError, TypeError) as error:
+            raise CorruptData(f"{path}:{number}: not a prompt ({error}). Delete the file and re-run.") from error
+    return prompts

@@ -1,23 +1,164 @@
 """Figures as SVG, PDF and PNG, and in the page: colour-blind safe, readable at paper size."""
 
 import io
+import math
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib
+import numpy as np
+from matplotlib import pyplot
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+from numpy.typing import NDArray
+from pandas import DataFrame, Series
+
+from lightning_weave.bench.summary import Summary
+from lightning_weave.maths.metrics import pareto_front
+from lightning_weave.report.survey import KINDS, REASONS, Survey
+from lightning_weave.report.tables import AVERAGE, benchmarks_of
+from lightning_weave.run import Run
+from lightning_weave.stages.costs import offline_cost, online_costs
+from lightning_weave.store import read_lines, write_atomic
+
+COLOURS = {
+    "blue": "#0072b2",
+    "vermilion": "#d55e00",
+    "green": "#009e73",
+    "orange": "#e69f00",
+    "purple": "#cc79a7",
+    "sky": "#56b4e9",
+    "brown": "#8c564b",
+    "olive": "#8a8b00",
+    "indigo": "#5b4bb7",
+    "grey": "#7f7f7f",
+    # Not of policies: parts of a bar.
+    "slate": "#4a5a6a",
+    "steel": "#7d8fa1",
+    "mist": "#aab8c5",
+    "sand": "#c9b78e",
+    "clay": "#a8806a",
+}
+BASE = "grey"
+POLICIES = tuple(COLOURS)[:9]
+PARTS = ("slate", "mist", "clay", "sand", "steel")
+DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+
+
+@dataclass(frozen=True)
+class Hue:
+    """The colour of a policy; `again` counts how often it was used before, which the dashes of a line show."""
+
+    name: str
+    again: int = 0
+
+    @property
+    def hex(self) -> str:
+        return COLOURS[self.name]
+
+    @property
+    def css(self) -> str:
+        return f"var(--{self.name})"
+
+    @property
+    def dash(self) -> str | tuple[int, tuple[float, ...]]:
+        return DASHES[self.again % len(DASHES)]
+
+
+Hues = dict[str, Hue]
+
+
+def policy_hues(policies: Iterable[str]) -> Hues:
+    """Give each policy its colour, in their order; the untrained student is grey.
+
+    >>> [hue.name for hue in policy_hues(["base", "acc", "brief"]).values()]
+    ['grey', 'blue', 'vermilion']
+    """
+    others = [policy for policy in dict.fromkeys(policies) if policy != "base"]
+    hues = {policy: Hue(POLICIES[at % len(POLICIES)], at // len(POLICIES)) for at, policy in enumerate(others)}
+    return {"base": Hue(BASE), **hues}
+
+
+def part_hues(parts: Sequence[str]) -> Hues:
+    """Give the parts of a bar colours that no policy has."""
+    return {part: Hue(PARTS[at % len(PARTS)], at // len(PARTS)) for at, part in enumerate(parts)}
+
+
+DIRECTIONS = 16
+RADII = (9.0, 16.0, 26.0, 38.0, 54.0, 72.0)  # pixels from a point to the nearest edge of its label
+LEADER_FROM = 14.0  # beyond this distance, a thin line joins label and point
+POINT = 6.0  # half the side of a marker's square
+LINE = 1.5  # half the side of a piece of a line
+STEP = 4.0  # between two pieces
+NO_BOXES = np.zeros((0, 4))
+
+XY = tuple[float, float]
+Boxes = NDArray[np.float64]  # (N, 4): left, bottom, right, top in pixels
+
+
+def overlaps(boxes: Boxes, others: Boxes) -> NDArray[np.float64]:
+    """Compute the area that every box shares with every other: (N, 4), (M, 4) -> (N, M).
+
+    >>> overlaps(np.array([[0.0, 0, 2, 2]]), np.array([[1.0, 1, 5, 5], [2, 0, 3, 1]])).tolist()
+    [[1.0, 0.0]]
+    """
+    low = np.maximum(boxes[:, None, :2], others[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
+    return np.clip(high - low, 0, None).prod(axis=-1)
+
+
+def place(points: Sequence[XY], sizes: Sequence[XY], bounds: Sequence[float], lines: Boxes = NO_BOXES) -> Boxes:
+    """Choose a box for each label: crowded points first, as near as possible, off the lines if there is room."""
+    points_N2 = np.array(points, float).reshape(-1, 2)
+    taken = np.hstack([points_N2 - POINT, points_N2 + POINT])  # first the markers, then the labels
+    distances = np.linalg.norm(points_N2[:, None] - points_N2[None], axis=-1)
+    radii = np.repeat(RADII, DIRECTIONS)
+    angles = np.tile(2 * np.pi * (np.arange(DIRECTIONS) + 1) / DIRECTIONS, len(RADII))  # first up and to the right
+    boxes = np.zeros((len(points_N2), 4))
+    for index in np.argsort(-(distances < 4 * RADII[-1]).sum(axis=1), kind="stable"):
+        half = np.array(sizes[index]) / 2
+        directions = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+        centres = points_N2[index] + directions * (radii[:, None] + half)
+        choices = np.hstack([centres - half, centres + half])
+        outside = 4 * half.prod() - overlaps(choices, np.array([bounds], float))[:, 0]
+        covered = overlaps(choices, taken).sum(axis=1) + outside
+        costs = 100 * covered.round(6) + 0.6 * overlaps(choices, lines).sum(axis=1) + radii
+        boxes[index] = choices[costs.argmin()]
+        taken = np.vstack([taken, boxes[index]])
+    return boxes
+
+
+def pieces(start: XY, end: XY) -> Boxes:
+    """Cut a line into small boxes for labels to avoid."""
+    count = max(int(math.dist(start, end) / STEP), 1)
+    at = np.linspace(start, end, count, endpoint=False)
+    return np.hstack([at - LINE, at + LINE])
+
+
+def annotate(axes: Any, points: Sequence[XY], names: Sequence[str], lines: Sequence[tuple[XY, XY]]) -> None:
+    """Label points in axes whose layout is final, avoiding lines given in data coordinates."""
+    renderer = axes.figure.canvas.get_renderer()
+    scale = 72 / axes.figure.dpi
+    texts = [axes.annotate(name, point, fontsize=9) for name, point in zip(names, points, strict=True)]
+    extents = [text.get_window_extent(renderer) for text in texts]
+    pixels = axes.transData.transform(points) if points else []
+    drawn = [pieces(*axes.transData.transform(ends)) for ends in lines]
+    sizes = [(extent.width + 2, extent.height + 1) for extent in extents]
+    boxes = place(pixels, sizes, axes.get_window_extent(renderer).extents, np.vstack([NO_BOXES, *drawn]))
+    for text, name, point, (x, y), (left, bottom, right, top) in zip(texts, names, points, pixels, boxes, strict=True):
+        text.remove()
+        gap = math.hypot(max(left - x, 0.0, x - right), max(bottom - y, 0.0, y - top))
+        leader = {"arrowstyle": "-", "linewidth": 0.5, "color": INK, "alpha": 0.5} if gap > LEADER_FROM else None
+        style = {"textcoords": "offset points", "fontsize": 9, "color": INK, "arrowprops": leader}
+        axes.annotate(name, point, ((left - x) * scale, (bottom - y) * scale), **style)
+
 
 if "MPLBACKEND" not in os.environ:  # a notebook has set it, and its user's own plots are to be seen
     matplotlib.use("Agg")
-from matplotlib import pyplot
-
-from lightning_weave.maths.metrics import pareto_front
-from lightning_weave.report.colours import COLOURS, Hue
-from lightning_weave.report.labels import XY, annotate
 
 INK = "#1b1b1f"  # in the page, INK, PALE and PAPER become the colours of the reader's theme
 PALE = "#c9c9cd"
@@ -48,6 +189,10 @@ WIDTH = 4.0  # inches: a column of a paper, and of the page
 CROWD = 7  # points that fit a column
 LEAST = 5.0  # points of accuracy that an axis spans at least
 FIRST = Hue("blue")
+WINDOWS = 25  # the window of a running mean is this part of a training
+READABLE = (2, 3, 4, 6, 8)  # ticks between powers of ten whose labels have room
+DARK = ("slate", "clay")  # parts of a bar whose label is white
+Line = Sequence[tuple[float, float]]
 PolicyKind = Literal["base", "single", "composition", "baseline", "other"]
 OWN: tuple[PolicyKind, ...] = ("single", "composition")
 MARKERS: dict[PolicyKind, tuple[str, str]] = {
@@ -60,86 +205,88 @@ MARKERS: dict[PolicyKind, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class FrontierPoint:
-    """Accuracy and tokens of one policy, with standard errors.
-
-    Compositions of one family (the same anchors and alpha) are joined in the order of `share`.
-    """
+class Figure:
+    """A drawing with its text: `alt` describes it to readers who cannot see it."""
 
     name: str
-    kind: PolicyKind
-    accuracy: float
-    tokens: float
-    accuracy_error: float = 0.0
-    tokens_error: float = 0.0
-    family: str = ""
-    share: float = 0.0
-    hue: Hue = FIRST
-    best: bool = False  # of the own policies by AES
-
-    @property
-    def place(self) -> XY:
-        return self.tokens, self.accuracy
+    drawing: Any
+    title: str
+    caption: str
+    alt: str
+    svg: str = ""  # for the page
 
 
-@dataclass(frozen=True)
-class Frontier:
-    """What a drawing of the frontier has, so that its caption can tell."""
+def frontier(points: DataFrame, hues: Hues | None = None, problems: int = 0) -> Figure:
+    """Draw accuracy against tokens: on the frontier filled, the policies trained here joined; dominated ones hollow.
 
-    dominated: bool
-    joined: bool
-    swept: bool
-    starred: bool
-    errors: bool
-
-
-def frontier_parts(points: Sequence[FrontierPoint]) -> Frontier:
-    """Look which parts a frontier of these points has."""
-    front = pareto_front([(point.accuracy, point.tokens) for point in points])
-    return Frontier(
-        dominated=len(front) < len(points),
-        joined=len(_own_front(points)) > 1,
-        swept=bool(_sweeps(points, _own_front(points))),
-        starred=any(point.best for point in points),
-        errors=any(point.accuracy_error or point.tokens_error for point in points),
-    )
-
-
-def crowd(points: int) -> float:
-    """Say how much larger than a column a frontier must be for every label to have room."""
-    return max(1.0, (points / CROWD) ** 0.5)
-
-
-def frontier(points: Sequence[FrontierPoint]) -> Any:
-    """Draw accuracy against tokens: on the frontier filled, own ones joined; dominated ones hollow."""
+    One row per policy: kind, accuracy, tokens, their standard errors, AES; compositions of one family (the same anchors
+    and alpha) are joined in the order of `share`.
+    """
+    defaults = {"accuracy_error": 0.0, "tokens_error": 0.0, "aes": math.nan, "family": "", "share": 0.0}
+    points = points.assign(**{key: value for key, value in defaults.items() if key not in points})
+    points = points.fillna({"accuracy_error": 0.0, "tokens_error": 0.0})
+    places = list(zip(points["tokens"], points["accuracy"], strict=True))
+    is_own = points["kind"].isin(OWN)
+    best = points["aes"].where(is_own)
+    best = best.idxmax() if best.notna().sum() > 1 else None
+    on_frontier = pareto_front(list(zip(points["accuracy"], points["tokens"], strict=True)))
+    front = sorted(places[index] for index in on_frontier if is_own.iloc[index])
+    families = points[points["family"] != ""].sort_values("share", kind="stable").groupby("family")
+    sweeps = [list(zip(one["tokens"], one["accuracy"], strict=True)) for _, one in families]
+    sweeps = [sweep for sweep in sweeps if not set(sweep) <= set(front)]  # else the frontier's line joins them
+    caption = [
+        "Solid line: the policies trained here that no other policy beats in both." if len(front) > 1 else "",
+        "Hollow: another policy has more accuracy for as few tokens." if len(on_frontier) < len(points) else "",
+        "Dashed line: a sweep of weights." if sweeps else "",
+        "Star: the highest AES." if best is not None else "",
+        f"Bars: one standard error, clustered by problem{f' ({problems:,} problems)' if problems else ''}."
+        if points[["accuracy_error", "tokens_error"]].any(axis=None)
+        else "",
+    ]
     with pyplot.rc_context(STYLE):
         scale = crowd(len(points))
         figure, axes = pyplot.subplots(figsize=(WIDTH * scale, 3.5 * scale))
-        on_frontier = set(pareto_front([(point.accuracy, point.tokens) for point in points]))
-        front = _own_front(points)
-        sweeps = _sweeps(points, front)
         for sweep in sweeps:
             axes.plot(*zip(*sweep, strict=True), color=INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.55, zorder=1)
         if len(front) > 1:
             axes.plot(*zip(*front, strict=True), color=INK, linewidth=1.3, alpha=0.8, zorder=2)
-        for index, point in enumerate(points):
-            _draw_point(axes, point, index in on_frontier)
-        kinds = dict.fromkeys(point.kind for point in points)
-        handles = [(*MARKERS[kind], 30) for kind in kinds] + [("*", "highest AES", 70)] * any(p.best for p in points)
-        for marker, meaning, size in handles:
-            axes.scatter([], [], marker=marker, color=INK, s=size, label=meaning)
+        lines = [segment for line in (front, *sweeps) for segment in pairwise(line)]
+        for index, (name, one) in enumerate(points.iterrows()):
+            colour = (hues or {}).get(name, FIRST).hex
+            errors = (one["accuracy_error"], one["tokens_error"])
+            axes.errorbar(*places[index], *errors, ecolor=colour, elinewidth=1.1, linestyle="none", zorder=2)
+            marker, size = ("*", 130) if name == best else (MARKERS[one["kind"]][0], 42)
+            face = colour if index in on_frontier else PAPER
+            style = {"marker": marker, "facecolors": face, "edgecolors": colour, "linewidths": 1.2, "zorder": 3}
+            axes.scatter(*places[index], s=size, **style)
+            x, y = places[index]
+            lines += [((x - errors[1], y), (x + errors[1], y)), ((x, y - errors[0]), (x, y + errors[0]))]
+        for kind in dict.fromkeys(points["kind"]):
+            axes.scatter([], [], marker=MARKERS[kind][0], color=INK, s=30, label=MARKERS[kind][1])
+        if best is not None:
+            axes.scatter([], [], marker="*", color=INK, s=70, label="highest AES")
         columns = {"ncols": 2 if scale < 1.4 else 5, "handletextpad": 0.1, "columnspacing": 0.9}
         figure.legend(loc="outside lower center", **columns)
         axes.set_xlabel("mean response tokens (fewer is better)")
-        axes.set_ylabel("accuracy, %")
+        axes.set_ylabel("accuracy, %" + (f" ({problems:,} problems)" if problems else ""))
         axes.margins(0.17, 0.16)
         span_at_least(axes.get_ylim, axes.set_ylim)
         figure.canvas.draw()
         figure.set_layout_engine("none")  # the layout is final now, so labels can be placed by pixel
-        drawn = [*_error_bars(points), *(segment for line in (front, *sweeps) for segment in pairwise(line))]
-        names = [literal(point.name) for point in points]
-        annotate(axes, [point.place for point in points], names, drawn, size=9, colour=INK)
-    return figure
+        annotate(axes, places, [literal(name) for name in points.index], lines)
+    data = "; ".join(f"{name}: {y:.1f} % at {x:,.0f} tokens" for name, (x, y) in zip(points.index, places, strict=True))
+    return Figure(
+        "frontier",
+        figure,
+        "Accuracy against tokens",
+        " ".join(filter(None, caption)),
+        f"Accuracy against mean response tokens. {data}.",
+    )
+
+
+def crowd(points: int) -> float:
+    """How much larger than a column a frontier must be for every label to have room."""
+    return max(1.0, (points / CROWD) ** 0.5)
 
 
 def span_at_least(limits: Callable[[], tuple[float, float]], put: Callable[[float, float], Any]) -> None:
@@ -149,34 +296,274 @@ def span_at_least(limits: Callable[[], tuple[float, float]], put: Callable[[floa
     put(max(low - missing / 2, -LEAST / 4), min(high + missing / 2, 100 + LEAST / 4))
 
 
-def _sweeps(points: Sequence[FrontierPoint], front: Collection[XY]) -> list[list[XY]]:
-    """The points of each family, in the order of their shares, unless the line of the frontier joins them already."""
-    names = sorted({point.family for point in points if point.family})
-    ordered = sorted(points, key=lambda point: point.share)
-    families = [[point.place for point in ordered if point.family == name] for name in names]
-    return [family for family in families if not set(family) <= set(front)]
+def profile(results: DataFrame, hues: Hues) -> Figure:
+    """Draw AES and the accuracy on every benchmark: one panel each, one row per policy."""
+    policies = list(results.index)
+    has_aes = bool(results[AVERAGE, "aes"].notna().any())
+    columns = [*([AVERAGE] if has_aes else []), *benchmarks_of(results)]
+    across = min(len(columns), 2)
+    down = -(-len(columns) // across)
+    with pyplot.rc_context(STYLE):
+        size = (WIDTH, down * (0.95 + 0.2 * len(policies)))
+        figure, grid = pyplot.subplots(down, across, figsize=size, sharey=True, squeeze=False)
+        places = list(range(len(policies)))[::-1]
+        colours = [hues[policy].hex for policy in policies]
+        for axes, part in zip(grid.flat, columns, strict=False):
+            column = results[part]
+            if part == AVERAGE:
+                values, title = column["aes"], "AES"
+                low, high = column["aes_low"].fillna(values), column["aes_high"].fillna(values)
+            else:
+                values, error = column["accuracy"], column["accuracy_error"].fillna(0.0)
+                low, high = values - error, values + error
+                title = f"{literal(part)}, %"
+                counts = sorted({int(count) for count in column["problems"].dropna()})
+                axes.set_xlabel(" or ".join(f"{count:,}" for count in counts) + " problems", fontsize=8.5)
+            axes.hlines(places, low, high, color=colours, linewidth=1.3)
+            axes.scatter(values, places, color=colours, s=24, zorder=3)
+            axes.set_title(title)
+            axes.set_yticks(places, [literal(policy) for policy in policies])
+            axes.tick_params(axis="y", length=0)
+            axes.xaxis.set_major_locator(MaxNLocator(3))
+            axes.margins(0.12, 0.6 / max(len(policies), 1))
+            if part == AVERAGE:
+                axes.axvline(0, color=INK, linewidth=0.7)
+            else:
+                span_at_least(axes.get_xlim, axes.set_xlim)
+        for axes in list(grid.flat)[len(columns) :]:
+            axes.remove()
+    aes = "AES with its 95 % interval; accuracies" if has_aes else "Accuracies"
+    caption = f"{aes} with one standard error, clustered by problem."
+    alt = "Dot plot of AES and of the accuracy on every benchmark."
+    return Figure("profile", figure, "AES and accuracy by benchmark", caption, alt)
 
 
-def _own_front(points: Sequence[FrontierPoint]) -> list[XY]:
-    """The own policies that no other policy beats in both, by tokens."""
-    front = pareto_front([(point.accuracy, point.tokens) for point in points])
-    return sorted(points[index].place for index in front if points[index].kind in OWN)
+def budgets(evaluated: Mapping[str, Sequence[Summary]], hues: Hues, benchmark: str | None = None) -> Figure | None:
+    """Draw the accuracy of the same samples cut at token budgets, on every benchmark or on one, if there are any."""
+    panels: dict[str, dict[str, Line]] = {}
+    for policy, results in evaluated.items():
+        for result in results:
+            if result.budgets and benchmark in (None, result.label):
+                line = [(float(point.budget), point.accuracy) for point in result.budgets]
+                panels.setdefault(result.label, {})[policy] = line
+    if not panels:
+        return None
+    drawing = lines(panels, "token budget", "accuracy, %", hues)
+    caption = "The same samples, truncated at each budget and graded again."
+    alt = "Accuracy of every policy when responses are truncated at token budgets."
+    return Figure("budgets", drawing, "Accuracy within a token budget", caption, alt)
 
 
-def _error_bars(points: Sequence[FrontierPoint]) -> list[tuple[XY, XY]]:
-    across = [((p.tokens - p.tokens_error, p.accuracy), (p.tokens + p.tokens_error, p.accuracy)) for p in points]
-    along = [((p.tokens, p.accuracy - p.accuracy_error), (p.tokens, p.accuracy + p.accuracy_error)) for p in points]
-    return across + along
+CURVES = {  # key of the metrics -> axis, title, caption
+    "reverse_kl": (
+        "KL to the target, nats",
+        "KL between student and target",
+        "Running mean over the decisions of each update.",
+    ),
+    "loss": ("loss", "Loss", "Running mean of the objective. It scales with alpha and the dose."),
+    "eval_accuracy": (
+        "accuracy on a few problems, %",
+        "Accuracy during training",
+        "A few problems of the first benchmark, one sample each: a trend, not a result.",
+    ),
+    "eval_tokens": (
+        "tokens on a few problems",
+        "Tokens during training",
+        "Mean length of the answers to the same few problems.",
+    ),
+}
 
 
-def _draw_point(axes: Any, point: FrontierPoint, on_frontier: bool) -> None:
-    marker = "*" if point.best else MARKERS[point.kind][0]
-    colour = point.hue.hex
-    bars = {"ecolor": colour, "elinewidth": 1.1, "linestyle": "none", "zorder": 2}
-    axes.errorbar(point.tokens, point.accuracy, point.accuracy_error, point.tokens_error, **bars)
-    size = 130 if point.best else 42
-    face = colour if on_frontier else PAPER
-    axes.scatter(*point.place, s=size, marker=marker, facecolors=face, edgecolors=colour, linewidths=1.2, zorder=3)
+def training_figures(run: Run, hues: Hues) -> list[Figure]:
+    """Draw the metrics of every composition whose training has started; evaluations where there were any."""
+    figures = []
+    for key, (label, title, caption) in CURVES.items():
+        curves: dict[str, Line] = {}
+        for name in run.recipe.compositions:
+            folder = run.directory / "train" / name
+            points: list[tuple[float, float]] = []
+            for path in [folder / "metrics.jsonl", *sorted(folder.glob("leg-*/**/metrics.jsonl"))]:  # of a sequence
+                before = points[-1][0] if points else 0.0
+                points += [(before + row["step"], float(row[key])) for row in read_lines(path, step=int) if key in row]
+            if points:
+                window = -(-len(points) // WINDOWS)
+                means = Series([value for _, value in points]).rolling(window, min_periods=1).mean()
+                curves[name] = list(zip([step for step, _ in points], means, strict=True))
+        if curves:
+            drawing = lines({"": curves}, "update", label, hues, logarithmic=not key.startswith("eval_"))
+            alt = f"Training curves of every composition: {label} by update."
+            figures.append(Figure(f"training-{key}", drawing, title, caption, alt))
+    return figures
+
+
+def cost_figures(run: Run, ledger: list[dict[str, Any]]) -> list[Figure]:
+    """Draw the cost of a composition by stage, alone and sharing the cache, and its cost by the number that share."""
+    offline = offline_cost(run, ledger)
+    if offline is None:
+        return []
+    number = offline.compositions
+    measured = [seconds for seconds, _ in online_costs(run, ledger).values()]
+    online = sum(measured) / len(measured) if measured else None
+    units = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
+    longest = max(offline.of(1), online or 0.0)
+    unit, divisor = next((one for one in units if longest >= 2 * one[1]), units[-1])
+    bars = {"one composition": {**offline.cache, "train": offline.train}}
+    if number > 1:
+        shares = {stage: seconds / number for stage, seconds in offline.cache.items()}
+        bars[f"each of {number}"] = {**shares, "train": offline.train}
+    if online is not None:
+        bars["online, one"] = {"online": online}
+    scaled = {name: {stage: seconds / divisor for stage, seconds in parts.items()} for name, parts in bars.items()}
+    colours = part_hues(("rollout", "reference", "score", "train", "online"))
+    by_stage = stacked(scaled, colours, f"device time, {unit}")
+
+    cache, training = offline.of(0) / divisor, offline.train / divisor
+    shared_by = list(range(1, max(number, 8) + 1))
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(WIDTH, 2.6))
+        each = [cache / count + training for count in shared_by]
+        axes.plot(shared_by, each, color=COLOURS["slate"], marker="o", markersize=3, label="offline, shared cache")
+        axes.axhline(training, color=COLOURS["steel"], linewidth=0.9, linestyle="dotted", label="training only")
+        axes.scatter([number], [cache / number + training], s=70, facecolors="none", edgecolors=INK, zorder=3)
+        if online is not None:
+            axes.axhline(online / divisor, color=COLOURS["clay"], linewidth=1.2, label="online, measured")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("compositions that share a cache")
+        axes.set_ylabel(f"{unit} per composition")
+        axes.legend()
+    return [
+        Figure(
+            "cost",
+            by_stage,
+            "Cost by stage",
+            "Measured device time. The cache (rollout, reference, score) is computed once.",
+            "Stacked bars of device time by stage, for one composition and amortised.",
+        ),
+        Figure(
+            "amortised",
+            figure,
+            "Cost per composition",
+            "Rollouts and scores are shared, so another setting of the weights only costs its training. "
+            "Circled: this run.",
+            "Cost per composition against the number of compositions that share a cache.",
+        ),
+    ]
+
+
+def kinds(survey: Survey, hues: Hues) -> Figure:
+    """Draw the mean size of each anchor's pull by kind of token, and with two anchors how often they agree on it."""
+    sizes = {anchor: survey.size_by_kind(anchor) for anchor in survey.anchors}
+    found = [kind for kind in KINDS if any(kind in by_kind for by_kind in sizes.values())]
+    pair = next(iter(survey.pairs.values())) if len(survey.pairs) == 1 else None
+    names = []
+    for kind in found:
+        share = pair.agreement("sampled", kind) if pair else math.nan
+        names.append(kind if math.isnan(share) else f"{kind}\nagree {100 * share:.0f} %")
+    colours = part_hues(survey.anchors)
+    for name, weights in reversed(survey.compositions.items()):  # the colour of the policy that has only this anchor
+        used = [anchor for anchor, weight in zip(survey.anchors, weights, strict=True) if weight]
+        if len(used) == 1 and name in hues:
+            colours[used[0]] = hues[name]
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(WIDTH, 0.9 + len(found) * (0.2 + 0.15 * len(colours))))
+        height = 0.8 / max(len(colours), 1)
+        for number, (anchor, hue) in enumerate(colours.items()):
+            places = [-row + 0.4 - (number + 0.5) * height for row in range(len(found))]
+            values = [sizes[anchor].get(kind, 0.0) for kind in found]
+            axes.barh(places, values, height=0.9 * height, color=hue.hex, label=literal(anchor))
+        _label_rows(axes, names, "mean size of the pull, nats")
+        figure.legend(loc="outside lower center", ncols=3)
+    caption = "Pull on the sampled token, by its kind; mean over the cache."
+    return Figure(
+        "kinds", figure, "Size of each anchor's pull", caption, "Mean size of each anchor's pull by kind of token."
+    )
+
+
+def positions(survey: Survey) -> Figure:
+    """Draw the decisions kept and masked: by anchor and reason, and by the anchors of each composition."""
+    shared = "masked by one of its anchors"
+    rows: dict[str, dict[str, float]] = {}
+    for anchor, counts in zip(survey.anchors, survey.reasons_KR, strict=True):
+        rows[anchor] = dict(zip(REASONS, counts.tolist(), strict=True))
+    for name, kept in survey.kept.items():  # compositions of the same anchors have the same mask
+        used = [anchor for anchor, weight in zip(survey.anchors, survey.compositions[name], strict=True) if weight]
+        if len(used) > 1:
+            rows[" + ".join(used)] = {"kept": kept, shared: survey.decisions - kept}
+    categories = [part for part in (*REASONS, shared) if any(parts.get(part) for parts in rows.values())]
+    seen = {name: {part: count for part, count in parts.items() if count} for name, parts in rows.items()}
+    drawing = stacked(seen, part_hues(categories), f"share of all {survey.decisions:,} decisions, %", shares=True)
+    return Figure(
+        "positions",
+        drawing,
+        "Kept and masked decisions",
+        "An anchor keeps the decisions that it can score; a composition keeps what all its anchors keep.",
+        "Share of decisions kept and masked, by anchor and reason, and kept by each composition.",
+    )
+
+
+def lines(panels: Mapping[str, Mapping[str, Line]], x: str, y: str, hues: Hues, *, logarithmic: bool = False) -> Any:
+    """Draw one panel per key with one line per policy, and a shared legend."""
+    names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    across = min(len(panels), 2)
+    down = -(-len(panels) // across)
+    with pyplot.rc_context(STYLE):
+        columns = 3 if max(map(len, names), default=0) < 14 else 2
+        size = (WIDTH, down * 2.2 + 0.2 * -(-len(names) // columns))
+        figure, grid = pyplot.subplots(down, across, figsize=size, squeeze=False)
+        for place, (axes, (title, panel)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
+            for name, line in panel.items():
+                marker = "o" if len(line) <= 12 else ""
+                style = {"color": hues[name].hex, "linestyle": hues[name].dash, "marker": marker, "markersize": 3}
+                axes.plot([at for at, _ in line], [value for _, value in line], **style)
+            axes.set_title(literal(title))
+            axes.set_xlabel(x)
+            if place % across == 0:
+                axes.set_ylabel(y)
+            values = [value for line in panel.values() for _, value in line]
+            if logarithmic and min(values) > 0:
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(ScalarFormatter())
+                axes.yaxis.set_minor_locator(LogLocator(subs=READABLE))
+                decade = max(values) >= 10 * min(values)
+                axes.yaxis.set_minor_formatter(NullFormatter() if decade else ScalarFormatter())
+        for axes in list(grid.flat)[len(panels) :]:
+            axes.remove()
+        handles = [pyplot.Line2D([], [], color=hues[n].hex, linestyle=hues[n].dash, label=literal(n)) for n in names]
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2)
+    return figure
+
+
+def stacked(rows: Mapping[str, Mapping[str, float]], hues: Hues, x: str, *, shares: bool = False) -> Any:
+    """Draw stacked horizontal bars; with `shares`, each bar adds up to 100 % and its parts are labelled."""
+    with pyplot.rc_context(STYLE):
+        used = dict.fromkeys(part for parts in rows.values() for part, value in parts.items() if value > 0)
+        columns = 4 if max(map(len, used), default=0) < 12 else 1
+        legend = -(-len(used) // columns)
+        figure, axes = pyplot.subplots(figsize=(WIDTH, 0.75 + 0.3 * len(rows) + 0.19 * legend))
+        for place, parts in enumerate(rows.values()):
+            start = 0.0
+            total = sum(parts.values()) or 1.0
+            for part, value in parts.items():
+                width = 100 * value / total if shares else value
+                axes.barh(-place, width, left=start, color=hues[part].hex, height=0.66)
+                if shares and width >= 8:
+                    ink = "white" if hues[part].name in DARK else "#111111"
+                    label = {"ha": "center", "va": "center", "fontsize": 8, "color": ink}
+                    axes.text(start + width / 2, -place, f"{width:.0f} %", **label)
+                start += width
+        _label_rows(axes, list(rows), x)
+        if shares:
+            axes.set_xlim(0, 100)
+        handles = [pyplot.Rectangle((0, 0), 1, 1, color=hues[part].hex, label=part) for part in used]
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+    return figure
+
+
+def _label_rows(axes: Any, names: Sequence[str], x: str) -> None:
+    axes.set_yticks([-row for row in range(len(names))], [literal(name) for name in names])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(x)
 
 
 def literal(text: str) -> str:
@@ -184,9 +571,8 @@ def literal(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def save(figure: Any, folder: Path, name: str) -> list[Path]:
+def save(figure: Figure, folder: Path) -> list[Path]:
     """Write a figure as SVG, PDF and PNG."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     with pyplot.rc_context(STYLE):
         for suffix, options in (
@@ -194,9 +580,11 @@ def save(figure: Any, folder: Path, name: str) -> list[Path]:
             ("pdf", {"metadata": {"CreationDate": None}}),
             ("png", {"dpi": 300}),
         ):
-            paths.append(folder / f"{name}.{suffix}")
-            figure.savefig(paths[-1], **options)
-    pyplot.close(figure)
+            paths.append(folder / f"{figure.name}.{suffix}")
+            out = io.BytesIO()
+            figure.drawing.savefig(out, format=suffix, **options)
+            write_atomic(paths[-1], out.getvalue())
+    pyplot.close(figure.drawing)
     return paths
 
 

@@ -9,9 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_weave.cache.block import Block
+from lightning_weave.cache.reader import Cache
+from lightning_weave.checks.rules import rule_effects
 from lightning_weave.maths import RESIDUAL_FLOOR
-from lightning_weave.report.kinds import Vocabulary
-from lightning_weave.types import FinishReason
+from lightning_weave.models.scorer import Scorer, ScoreRow
+from lightning_weave.progress import Progress
+from lightning_weave.prompts import read_prompts
+from lightning_weave.report.cases import SEED
+from lightning_weave.report.survey import Vocabulary, joint_weights
+from lightning_weave.run import Run
+from lightning_weave.stages.work import set_up
+from lightning_weave.types import FINISH_REASONS, FinishReason
+
+TRAJECTORIES = 40
+TITLE = 60  # characters of a question in the menu
+MEGABYTES = 2.0  # of cached scores that the page embeds
 
 
 @dataclass(frozen=True)
@@ -27,14 +39,89 @@ class Thread:
     ruled: Mapping[str, Mapping[str, NDArray[np.bool_]]] = field(default_factory=dict)  # by anchor and rule: changed_P
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A composition that the reader can select; one with weights by tag is a setting for each."""
+def loom_data(
+    run: Run, cache: Cache, vocabulary: Vocabulary, start: str | None, progress: Progress
+) -> dict[str, Any] | None:
+    """Pack the trajectories that the seed chooses, with as many decisions of each as fit into MEGABYTES.
 
-    name: str
-    weights: Mapping[str, float]
-    alpha: float
-    policy: str = ""  # that is trained on it, if it has another name
+    Compositions whose alpha is not known are left out: for a KL budget, training has to solve it first.
+    """
+    recipe = run.recipe
+    settings = [
+        {
+            "name": name,
+            "policy": policy,
+            "alpha": alpha,
+            "weights": [weights.get(anchor, 0.0) for anchor in cache.names],
+        }
+        for name, weights in joint_weights(run, cache).items()
+        if (alpha := run.alpha(policy := name.partition(" (")[0])) is not None
+    ]
+    rows = draw_rows(len(cache), TRAJECTORIES, SEED)
+    whole = [block for block in map(cache.block, ([row] for row in rows)) if len(block.sampled_P)]
+    if not whole or not settings or not cache.sources:
+        return None
+    students = [
+        name
+        for name, composition in recipe.compositions.items()
+        if composition.method == "joint" and (recipe.report.students is None or name in recipe.report.students)
+        if run.stage("train", name).complete
+    ]
+    # Per decision: ids, behaviour, shifts and students; other and sampled; a byte each for what is mapped and valid.
+    candidates, anchors = recipe.reference.candidates, len(cache.sources)
+    numbers = candidates * (2 + anchors + len(students)) + 2 + len(students)
+    size = (4 * numbers + anchors * (candidates + 1)) * 4 // 3  # as base64
+    longest = longest_that_fits([len(block.sampled_P) for block in whole], int(MEGABYTES * 1e6 / size))
+    blocks = [block.first(longest) for block in whole]
+    scores = {name: score_student(run, name, blocks, progress) for name in students}
+    prompts = read_prompts(run.prompts_file) if run.prompts_file.exists() else []
+    texts = [prompt.messages[-1]["content"] if prompt.messages else prompt.text for prompt in prompts]
+    ends = zip(min(texts, default=""), max(texts, default=""), strict=False)
+    shared = next((at for at, (one, two) in enumerate(ends) if one != two), 0)  # such as a format's instruction
+    texts = [text[shared:] for text in texts] if shared > TITLE else texts
+    threads = []
+    for place, (full, block) in enumerate(zip(whole, blocks, strict=True)):
+        rollouts = full.rollouts
+        prompt = int(rollouts.prompt_R[0])
+        name = " ".join(texts[prompt].split()) if prompt < len(texts) else f"prompt {prompt}"
+        name = f"{name[:TITLE].rstrip()}…" if len(name) > TITLE else name
+        ruled = {
+            anchor: {
+                f"{one.rule} = {one.value:g}": one.changed_P[: len(block.sampled_P)]
+                for one in rule_effects(run, anchor, block.number_R.tolist())
+            }
+            for anchor in cache.names
+        }
+        threads.append(
+            Thread(
+                name=f"{name} · response {int(rollouts.response_R[0]) + 1}",
+                prompt=str(run.student.tokenizer.decode(rollouts.prompt_ids[0])),
+                tokens=len(full.sampled_P),
+                finish=FINISH_REASONS[int(rollouts.finish_R[0])],
+                block=block,
+                students={name: scores[name][place] for name in students},
+                ruled=ruled,
+            )
+        )
+    first = next((setting for setting in settings if setting["policy"] == start), settings[-1])
+    return {**pack(threads, cache.names, vocabulary), "settings": settings, "start": first["name"]}
+
+
+def score_student(
+    run: Run, name: str, blocks: Sequence[Block], progress: Progress
+) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    """Score the candidates of the loom under one trained student."""
+    progress.say(f"report: scoring {len(blocks)} trajectories under {name}")
+    student = run.policy(name)
+    device = set_up(run)
+    model = student.load(student.compute_dtype(run.recipe.engine_of("reference").dtype, device), device)
+    rows = []
+    for block in blocks:
+        prompt_ids, ids_PC = block.rollouts.prompt_ids[0], block.candidates.ids.flat
+        ids = np.concatenate([prompt_ids, block.sampled_P])
+        positions_T = np.arange(len(prompt_ids) - 1, len(ids) - 1)
+        rows.append(ScoreRow(ids, positions_T, ids_PC, np.ones(ids_PC.shape, np.bool_)))
+    return Scorer.from_model(model, student.vocabulary, run.recipe.score.token_budget).score(rows)
 
 
 def draw_rows(rows: int, count: int, seed: int) -> list[int]:
@@ -44,12 +131,6 @@ def draw_rows(rows: int, count: int, seed: int) -> list[int]:
     [0, 1, 2, 3, 4]
     """
     return sorted(np.random.default_rng(seed).permutation(rows)[:count].tolist())
-
-
-def bytes_per_decision(candidates: int, anchors: int, students: int) -> int:
-    """Count the bytes of one decision in the page: candidates and scores, as base64."""
-    numbers = candidates * (2 + anchors + students) + 2 + students  # ids, behaviour, shifts, students; other, sampled
-    return (4 * numbers + anchors * (candidates + 1)) * 4 // 3  # and a byte each for what is mapped and valid
 
 
 def longest_that_fits(lengths: Sequence[int], decisions: int) -> int:
@@ -67,22 +148,28 @@ def longest_that_fits(lengths: Sequence[int], decisions: int) -> int:
     return max(lengths, default=0)
 
 
-def pack(
-    threads: Sequence[Thread], anchors: Sequence[str], settings: Sequence[Setting], vocabulary: Vocabulary
-) -> dict[str, Any]:
+def pack(threads: Sequence[Thread], anchors: Sequence[str], vocabulary: Vocabulary) -> dict[str, Any]:
     """Lay the trajectories out as flat arrays in base64; tokens are indices into one list of texts."""
-    block = Block.joined([thread.block for thread in threads])
+    block = Block.concatenate([thread.block for thread in threads])
     ids_PC = block.candidates.ids.flat
     sampled_P = block.sampled_P
     ids, places = np.unique(np.concatenate([ids_PC.reshape(-1), sampled_P]), return_inverse=True)
-    students = list(threads[0].students)
+    students = {
+        name: {
+            key: _base64(np.concatenate([thread.students[name][part] for thread in threads]), "<f4")
+            for part, key in enumerate(("logp", "mass"))
+        }
+        for name in threads[0].students
+    }
+    rules = [
+        [
+            {"rule": rule, "changed": _base64(np.concatenate([one.ruled[anchor][rule] for one in threads]), "u1")}
+            for rule in threads[0].ruled.get(anchor, {})
+        ]
+        for anchor in anchors
+    ]
     return {
         "anchors": list(anchors),
-        "settings": [
-            {"name": setting.name, "policy": setting.policy or setting.name, "alpha": setting.alpha,
-             "weights": [setting.weights.get(anchor, 0.0) for anchor in anchors]}
-            for setting in settings
-        ],
         "floor": RESIDUAL_FLOOR,
         "candidates": ids_PC.shape[1],
         "texts": [vocabulary.text(int(id)) for id in ids],
@@ -98,23 +185,9 @@ def pack(
         "shifts": [_base64(r_PC, "<f4") for r_PC in block.r_KPC],
         "mapped": [_base64(mapped_PC, "u1") for mapped_PC in block.mapped_KPC],
         "valid": [_base64(valid_P, "u1") for valid_P in block.valid_KP],
-        "rules": [_rules(threads, anchor) for anchor in anchors],
-        "students": {name: _student(threads, name) for name in students},
+        "rules": rules,
+        "students": students,
     }  # fmt: skip
-
-
-def _rules(threads: Sequence[Thread], anchor: str) -> list[dict[str, str]]:
-    """The rules of an anchor, each with the decisions that it changes."""
-    rules = threads[0].ruled.get(anchor, {})
-    return [
-        {"rule": rule, "changed": _base64(np.concatenate([thread.ruled[anchor][rule] for thread in threads]), "u1")}
-        for rule in rules
-    ]
-
-
-def _student(threads: Sequence[Thread], name: str) -> dict[str, str]:
-    logp_PC, mass_P = (np.concatenate([thread.students[name][part] for thread in threads]) for part in (0, 1))
-    return {"logp": _base64(logp_PC, "<f4"), "mass": _base64(mass_P, "<f4")}
 
 
 def _base64(values: NDArray, dtype: str) -> str:

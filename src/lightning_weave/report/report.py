@@ -1,45 +1,110 @@
-"""`lweave report`: one page that opens from disk, with its figures, tables and points as files beside it."""
+"""`lweave report`: one page that opens from disk, with its figures, tables and points as files in the same folder."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+from pandas import DataFrame
+
 from lightning_weave import __version__
 from lightning_weave.checks.findings import Finding
+from lightning_weave.checks.rules import rule_effects
 from lightning_weave.checks.watch import check_results, check_rollouts, check_scores
 from lightning_weave.config import slug
+from lightning_weave.directory import as_found, older_stages, with_others
 from lightning_weave.errors import InputError
+from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress, duration
-from lightning_weave.report import across, anchors, costs, headline, read_cases, tables
-from lightning_weave.report.cases import latex_panels
-from lightning_weave.report.colours import Hues, policy_hues
-from lightning_weave.report.examples import examples
-from lightning_weave.report.page import Fact, Page, RunView, render
+from lightning_weave.report import figures, tables
+from lightning_weave.report.cases import case_groups, check_cases, example_groups, latex_panels, named_policies
+from lightning_weave.report.figures import Figure, Hues, inline, policy_hues, save
+from lightning_weave.report.loom import loom_data
+from lightning_weave.report.page import Page, RunView, render
 from lightning_weave.report.results import (
+    VARIANTS,
     PolicySummaries,
+    PolicyTasks,
+    describe,
     other_protocols,
-    policy_rows,
+    pair_content,
+    points,
+    results_table,
     summaries,
-    tag_rows,
+    tag_table,
+    task_results,
     track_figures,
+    with_tasks,
 )
-from lightning_weave.report.setup import setup
-from lightning_weave.report.tables import student_names
-from lightning_weave.report.tasks import missing_rows, task_columns, task_results, with_tasks
-from lightning_weave.report.writer import Writer
-from lightning_weave.runs.caches import open_scored
-from lightning_weave.runs.costs import read_spent
-from lightning_weave.runs.costs import summary as cost_summary
-from lightning_weave.runs.known import as_it_stands, differing, with_known
-from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.sweeps import with_sweep
+from lightning_weave.report.setup import hyperparameters, setup
+from lightning_weave.report.survey import Vocabulary, survey_cache
+from lightning_weave.report.tables import AVERAGE, SHORT, benchmarks_of, student_names
+from lightning_weave.run import Run
+from lightning_weave.stages.caches import open_scored
+from lightning_weave.stages.costs import read_spent
+from lightning_weave.stages.costs import summary as cost_summary
+from lightning_weave.store import write_atomic, write_json
 
-OWN = "as the recipe says"  # where results by other protocols stand beside
+OWN_PROTOCOL = "protocol of the recipe"  # the group of a table that also has results by other protocols
+RULE_ROWS = 256  # on which the effect of a rule is measured
+Meaning = tuple[Any, ...]
+Origins = dict[str, list[tuple[Run, str]]]  # policy of a report -> the runs that have it, and its name there
+
+
+@dataclass(frozen=True)
+class StudentResults:
+    """What was evaluated of one student, over all its runs."""
+
+    name: str
+    runs: Sequence[Run]
+    evaluated: PolicySummaries  # joined over runs
+    results: DataFrame
+    policies: DataFrame  # what each of them is
+
+    @property
+    def complete(self) -> DataFrame:
+        """The results of the policies that have every benchmark."""
+        has_average = (AVERAGE, "accuracy") in self.results
+        return self.results[self.results[AVERAGE, "accuracy"].notna()] if has_average else self.results[:0]
+
+
+@dataclass
+class Folder:
+    """The folder of a report: files of an earlier one that are not written again are removed."""
+
+    path: Path
+    written: set[Path] = field(default_factory=set)
+
+    def text(self, name: str, text: str) -> None:
+        write_atomic(self.path / name, text.encode())
+        self.written.add(self.path / name)
+
+    def table(self, name: str, table: DataFrame, legend: str = "", rules: Sequence[int] = ()) -> None:
+        """Write a table in every form; one of results with its legend."""
+        is_results = table.columns.nlevels == 2
+        shown = tables.format_results(table) if is_results else table
+        self.text(f"tables/{name}.md", tables.markdown(shown) + (f"\n{legend}\n" if legend else ""))
+        self.text(f"tables/{name}.tex", (f"% {legend}\n" if legend else "") + tables.latex(shown, rules))
+        self.text(f"tables/{name}.csv", tables.to_csv(table))
+
+    def figure(self, figure: Figure, suffix: str = "") -> Figure:
+        """Save a figure and prepare it for the page."""
+        named = replace(figure, name=f"{figure.name}{suffix}", svg=inline(figure.drawing))
+        self.written |= set(save(named, self.path / "figures"))
+        return named
+
+    def clear(self) -> None:
+        for part in ("figures", "tables"):
+            for path in (self.path / part).glob("*"):
+                if path not in self.written:
+                    path.unlink()
 
 
 def run(
-    recipes: Sequence[Steps],
+    recipes: Sequence[Run],
     progress: Progress,
     out: Path | None = None,
     benchmark: str | None = None,
@@ -49,291 +114,451 @@ def run(
 
     With `only`, of these policies and the base.
     """
-    selection = _only([with_known(with_sweep(steps)) for steps in recipes], only)
-    changed = [differing(steps) for steps in selection]
-    runs = [as_it_stands(steps) for steps in selection]
-    folder = _folder(runs, out)
-    for steps in runs:
-        read_cases.check_cases(steps)
-        anchors.check_students(steps)
-    evaluated = {str(steps.store.run_dir): summaries(steps) for steps in runs}
-    others = other_protocols(selection[0]) if len(runs) == 1 else {}
-    main = ""
-    shown = dict(evaluated)
-    if others and not any(evaluated.values()):  # the page is of the protocol with the most policies
-        main = max(others, key=lambda label: len(others[label]))
-        shown = {str(runs[0].store.run_dir): others.pop(main)}
-    students = across.students(runs, shown, _stale(runs, changed))
-    labels = across.benchmark_labels([student.policies for student in students])
-    tasks = [task_results(student.runs) for student in students]
-    columns = task_columns(
-        tasks, {task: metric for steps in runs for task, metric in steps.recipe.harness.metrics.items()}
-    )
-    students = [
-        replace(student, rows=with_tasks(student.rows, by_policy, columns))
-        for student, by_policy in zip(students, tasks, strict=True)
-    ]
+    selection = _only([with_others(run) for run in recipes], only)
+    older = [older_stages(run) for run in selection]
+    runs = [as_found(run) for run in selection]
+    folder = Folder(_check(runs, out))
+    evaluated = [summaries(run) for run in runs]
+    students, results, notes = read_evaluations(selection, runs, older, evaluated)
+    hues = policy_hues(policy for run in runs for policy in run.policies)
+    hues |= policy_hues([*hues, *(policy for student in students for policy in student.evaluated)])
+    names = run_names(runs)
     several = len(students) > 1
-    hues = policy_hues(policy for steps in runs for policy in steps.policies)
-    hues |= policy_hues([*hues, *across.colours_of([student.policies for student in students])])
-    writer = Writer(folder, hues, across.find_benchmark(benchmark, [student.policies for student in students]))
-    group = main or (OWN if others else "")
-    group = ": ".join(filter(None, (runs[0].recipe.mark, group)))
-    rows = []
-    for student, by_policy in zip(students, tasks, strict=True):
-        name = student.name if several else group
-        own = across.block(name, student.policies, student.rows, labels)
-        rows += with_tasks([*own, *missing_rows(own, by_policy, labels, name)], by_policy, columns)
-    beside = [
-        row
-        for label, policies in others.items()
-        for row in policy_rows(policies, group=label, stale=_stale(runs, changed))
-    ]
-    rows += with_tasks([row for row in beside if rows and _columns(row) == _columns(rows[0])], {}, columns)
-    results = [figure for student in students for figure in writer.figures_of(student, several)]
-    if rows:
-        writer.write_tables(rows, students)
-    by_tag = [] if several else tag_rows(runs[0], students[0].whole)
-    if by_tag:
-        writer.table("tags", by_tag)
-    writer.costs(students)
-    writer.hyperparameters(dict(zip(across.run_names(runs), runs, strict=True)))
-    cases = [
-        case for steps in runs for case in read_cases.case_groups(steps, evaluated[str(steps.store.run_dir)], progress)
-    ]
+    drawn = result_figures(folder, students, hues, benchmark)
+    by_tag = DataFrame() if several else tag_table(runs[0], students[0].evaluated)
+    if not results.empty:
+        _write_results(folder, students, results, by_tag)
+    _write_setup(folder, students, dict(zip(names, runs, strict=True)))
+    cases = [case for run, found in zip(runs, evaluated, strict=True) for case in case_groups(run, found, progress)]
     views = [
-        _run_view(
-            steps,
-            name if len(runs) > 1 else "",
-            students[0].rows,
-            list(evaluated[str(steps.store.run_dir)]),
-            writer=writer,
-            progress=progress,
-            deep=not several,
-        )
-        for steps, name in zip(runs, across.run_names(runs), strict=True)
+        run_view(folder, run, name if len(runs) > 1 else "", hues, progress, None if several else students[0].results)
+        for run, name in zip(runs, names, strict=True)
     ]
-    if not rows and not any(view.loom or view.training_and_cost for view in views):
-        raise InputError(
-            f"{runs[0].store.run_dir}: there is nothing to report yet. Start with: {runs[0].command('run')}"
-        )
-    subject, result, lead = _headline(students, labels)
+    if results.empty and not any(view.loom or view.training_and_cost for view in views):
+        raise InputError(f"{runs[0].directory}: there is nothing to report yet. Start with: {runs[0].command('run')}")
+    subject, headline, lead = state_result(students)
+    mark = f" ({runs[0].recipe.mark})" if runs[0].recipe.mark and not several else ""
     page = Page(
-        title=" + ".join(across.run_names(runs) if not several else (student.name for student in students))
-        + f" ({runs[0].recipe.mark})" * bool(runs[0].recipe.mark and not several),
+        title=" + ".join([student.name for student in students] if several else names) + mark,
         subject=subject,
-        headline=result,
+        headline=headline,
         lead=lead,
-        facts=_facts(runs),
-        rows=rows,
-        by_tag=by_tag,
+        facts=_facts(runs, students),
         results=results,
+        by_tag=by_tag,
+        figures=drawn,
         runs=views,
         cases=cases,
-        notes=[*_rehearsed(runs), *_changes(selection, changed, main), *_missing(runs, shown, students, labels)],
-        footer=_footer(runs),
+        notes=notes,
+        footer=[
+            f"Lightning Weave {__version__}: "
+            + " --run ".join([runs[0].command("report"), *(str(run.arguments) for run in runs[1:])]),
+            *(
+                f"{name}: cache {run.stage('reference').fingerprint}"
+                for run, name in zip(runs, names, strict=True)
+                if run.recipe.anchors
+            ),
+        ],
         hues=hues,
     )
-    writer.text("index.html", render(page))
-    panels = [panel for case in cases for panel in case.panels]
-    if panels:
-        writer.text("tables/cases.tex", latex_panels(panels))
-    writer.clear()
-    path = writer.folder / "index.html"
+    folder.text("index.html", render(page))
+    if panels := [panel for case in cases for panel in case.panels]:
+        folder.text("tables/cases.tex", latex_panels(panels))
+    folder.clear()
+    path = folder.path / "index.html"
     if len(runs) == 1:
-        track_figures(runs[0], writer.folder)
+        track_figures(runs[0], folder.path)
     for note in page.notes:
         progress.say(f"report: {note}")
     progress.say(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB)")
     return path
 
 
-def _only(runs: Sequence[Steps], names: Sequence[str] | None) -> list[Steps]:
+def _only(runs: Sequence[Run], names: Sequence[str] | None) -> list[Run]:
     """Leave out the compositions and policies that are not wanted."""
     if names is None:
         return list(runs)
-    policies = list(dict.fromkeys(policy for steps in runs for policy in steps.policies))
+    policies = list(dict.fromkeys(policy for run in runs for policy in run.policies))
     if unknown := [name for name in names if name not in policies]:
         raise InputError(f"--only {unknown[0]}: no such policy; there is {', '.join(policies)}")
     selection = []
-    for steps in runs:
-        update = {
-            "compositions": {name: one for name, one in steps.recipe.compositions.items() if name in names},
-            "policies": {name: one for name, one in steps.recipe.policies.items() if name in names},
+    for run in runs:
+        update: dict[str, Any] = {
+            part: {name: one for name, one in getattr(run.recipe, part).items() if name in names}
+            for part in ("compositions", "policies")
         }
-        selection.append(replace(steps, recipe=steps.recipe.model_copy(update=update)))
+        cases = run.recipe.report.cases.items()
+        kept = {name: case for name, case in cases if set(named_policies(case)) <= {"base", *names}}
+        update["report"] = run.recipe.report.model_copy(update={"cases": kept})
+        selection.append(run.derive(recipe=run.recipe.model_copy(update=update)))
     return selection
 
 
-def _folder(runs: Sequence[Steps], out: Path | None) -> Path:
-    """Where a report goes: into its run, or of several into report/ beside them, so that it replaces no run's own."""
-    folders = [steps.store.run_dir for steps in runs]
-    if len({steps.recipe.rehearsal for steps in runs}) > 1:
-        rehearsed = next(steps for steps in runs if steps.recipe.rehearsal)
-        raise InputError(f"{rehearsed.store.run_dir} is a rehearsal, and others are not: report them apart")
+def _check(runs: Sequence[Run], out: Path | None) -> Path:
+    """Refuse what cannot be reported; return the folder: in the run, or of several in the directory that has them."""
+    folders = [run.directory for run in runs]
+    if len({run.recipe.rehearsal for run in runs}) > 1:
+        rehearsed = next(run for run in runs if run.recipe.rehearsal)
+        raise InputError(f"{rehearsed.directory} is a rehearsal, and others are not: report them separately")
     if twice := [str(folder) for folder in folders if folders.count(folder) > 1]:
         raise InputError(f"{twice[0]} is given twice; name each run once")
-    folder = out or (folders[0] if len(runs) == 1 else across.shared_folder(runs)) / "report"
+    shared = Path(os.path.commonpath([folder.resolve() for folder in folders]))
+    folder = out or (folders[0] if len(runs) == 1 else shared) / "report"
     others = [part for part in ("figures", "tables", "recipe.toml") if (folder / part).exists()]
-    if others and not (folder / "index.html").exists():
-        raise InputError(f"{folder} holds {others[0]} but no report; say where the report goes: --out DIR")
+    is_own = out is None and len(runs) == 1  # then they are left from a report that was interrupted
+    if others and not is_own and not (folder / "index.html").exists():
+        raise InputError(f"{folder} contains {others[0]} but no report. Choose another folder: --out DIR")
+    for run in runs:
+        check_cases(run)
+        names = list(run.recipe.compositions)
+        if unknown := sorted(set(run.recipe.report.students or ()) - set(names)):
+            raise InputError(f"report.students names {unknown[0]!r}; this recipe has {', '.join(names) or 'none'}")
     return folder
 
 
-def _headline(students: Sequence[across.StudentResults], labels: Sequence[str]) -> tuple[str, str, str]:
-    """State the result of the best policy, or the best policy of each of several students."""
-    if len(students) == 1:
-        return headline.headline(students[0].runs[0].recipe, students[0].rows)
-    parts = []
-    for student in students:
-        subject, _, _ = headline.headline(student.runs[0].recipe, student.rows)
-        row = next((row for row in student.rows if row.policy == subject), None)
-        if row is not None and row.aes is not None:
-            parts.append(f"{student.name}: {row.policy} ({row.aes:+.2f})")
-    lead = f"Highest AES: {'; '.join(parts)}." if parts else "No trained policy has every benchmark yet."
-    return "", f"{len(students)} students on {len(labels)} benchmarks", lead
-
-
-def _run_view(
-    steps: Steps,
-    name: str,
-    rows: Sequence[tables.PolicyRow],
-    evaluated: Sequence[str],
-    *,
-    writer: Writer,
-    progress: Progress,
-    deep: bool,
-) -> RunView:
-    """Make the parts of the page about one run; `deep` reads its cache too. A name tells it from other runs."""
-    suffix = f"-{slug(name)}" if name else ""
-    ledger = read_spent(steps.store.run_dir).kept
-    drawings = {**costs.cost_figures(steps, ledger), **costs.training_figures(steps, writer.hues)}
-    cache = open_scored(steps)
-    complete = not steps.recipe.anchors or (cache is not None and len(cache.sources) == len(steps.recipe.anchors))
-    next_step = f"The cache is not complete, so some anchors are not shown. Next: {steps.command('score')}"
-    view = RunView(
-        name=name,
-        training_and_cost=writer.figures(drawings, suffix),
-        cost_lines=cost_summary(steps, ledger),
-        notes=[*([] if complete else [next_step]), *anchors.rule_notes(steps, cache)],
-        setup=setup(steps, ledger),
-        findings=_findings(steps),
-        examples=examples(steps, evaluated),
-    )
-    if not deep or cache is None or not cache.sources:
-        return view
-    vocabulary = anchors.student_vocabulary(steps)
-    survey = anchors.survey_cache(steps, cache, vocabulary, progress)
-    drawings = {"kinds": anchors.kinds_figure(survey, writer.hues), "positions": anchors.positions_figure(survey)}
-    start = headline.start_composition(steps.recipe, rows)
-    return replace(
-        view,
-        loom=_with_colours(anchors.loom_data(steps, cache, vocabulary, start, progress), writer.hues),
-        pairs=anchors.pair_views(survey),
-        pushes=anchors.anchor_pushes(survey),
-        anchor_figures=writer.figures(drawings, suffix),
-    )
-
-
-def _with_colours(loom: dict[str, Any] | None, hues: Hues) -> dict[str, Any] | None:
-    """Let the loom show a trained student in its policy's colour."""
-    return loom and {**loom, "colours": {one["name"]: hues[one["policy"]].css for one in loom["settings"]}}
-
-
-def _findings(steps: Steps) -> list[Finding]:
-    """Look once more at everything that the stages' own checks look at."""
-    try:
-        return [*check_rollouts(steps), *check_scores(steps), *check_results(steps)]
-    except InputError:  # its models are gone and were never known here
-        return check_results(steps)
-
-
-def _facts(runs: Sequence[Steps]) -> list[Fact]:
-    names = student_names(across.by_student(runs))
-    facts = [Fact("Student" if len(names) == 1 else "Students", ", ".join(names))]
-    if len(names) > 1:
-        return facts
-    for steps, name in zip(runs, across.run_names(runs), strict=True):
-        prefix = f"{name}: " if len(runs) > 1 else ""
-        if steps.recipe.anchors:
-            facts.append(Fact(f"{prefix}Anchors", ", ".join(steps.recipe.anchors)))
-        cache = open_scored(steps)
-        if cache is not None:
-            positions = cache.reference.require().get("positions", 0)
-            facts.append(Fact(f"{prefix}Cache", f"{len(cache.rows):,}", f"trajectories, {positions:,} decisions"))
-        seconds = sum(row["device_seconds"] for row in read_spent(steps.store.run_dir).kept)
-        if seconds:
-            facts.append(Fact(f"{prefix}Device time", duration(seconds), "including evaluation"))
-    return facts
-
-
-def _stale(runs: Sequence[Steps], changed: Sequence[Mapping[str, str]]) -> set[str]:
-    """The policies that were trained or evaluated by another recipe than the present one."""
-    return {
-        policy
-        for steps, paths in zip(runs, changed, strict=True)
-        for policy in steps.policies
-        if any(_is_of(policy, path) for path in paths)
-    }
-
-
-def _is_of(policy: str, path: str) -> bool:
-    return path == f"train/{policy}" or path.startswith(f"eval/{policy}/")
-
-
-def _columns(row: tables.PolicyRow) -> list[str]:
-    return [score.benchmark for score in row.scores]
-
-
-def _changes(selection: Sequence[Steps], changed: Sequence[Mapping[str, str]], main: str) -> list[str]:
-    """Say what on the page is not what the recipe says now, what changed, and what makes it so."""
-    notes = [f"Nothing is evaluated by this recipe's protocol. The table has another: {main}."] if main else []
-    for steps, paths in zip(selection, changed, strict=True):
+def read_evaluations(
+    selection: Sequence[Run],
+    runs: Sequence[Run],
+    older: Sequence[Mapping[str, str]],
+    evaluated: Sequence[PolicySummaries],
+) -> tuple[list[StudentResults], DataFrame, list[str]]:
+    """Read what was evaluated: by student, as one table with what has another protocol, and notes about it."""
+    mark = runs[0].recipe.mark
+    notes = [f"This is a {mark}. It shows that the recipe runs."] if mark else []
+    others: dict[str, PolicySummaries] = {}
+    protocol, is_other = "", False
+    if len(runs) == 1:
+        benchmarks = runs[0].recipe.eval.benchmarks
+        used = {runs[0].stage("eval", policy, name).folder for policy in evaluated[0] for name in benchmarks}
+        others = other_protocols(selection[0])
+        is_other = bool(others) and not summaries(selection[0])
+        others = others if is_other else other_protocols(selection[0], used)
+        protocol = OWN_PROTOCOL if others else ""
+        if is_other:  # the page is of the protocol with the most policies
+            protocol = max(others, key=lambda label: len(others[label]))
+            evaluated = [others.pop(protocol)]
+            notes.append(f"Nothing is evaluated by this recipe's protocol. The table has another: {protocol}.")
+    outdated = set()
+    for run, original, paths in zip(runs, selection, older, strict=True):
+        prefixes = {policy: (f"train/{policy}/", f"eval/{policy}/") for policy in run.policies}
+        outdated |= {name for name, starts in prefixes.items() if any(f"{path}/".startswith(starts) for path in paths)}
         reasons: dict[str, list[str]] = {}
         for path, why in paths.items():
             reasons.setdefault(why, []).append(path)
         for why, stages in reasons.items():
             names = ", ".join(stages[:6]) + (f" and {len(stages) - 6} more" if len(stages) > 6 else "")
-            notes.append(f"Stale, shown as it was made: {names}. Changed since: {why}. Next: {steps.command('run')}")
-    return notes
-
-
-def _rehearsed(runs: Sequence[Steps]) -> list[str]:
-    """Say of a rehearsal what it is."""
-    return [f"This is a {runs[0].recipe.mark}. It shows that the recipe goes through."] if runs[0].recipe.mark else []
-
-
-def _missing(
-    runs: Sequence[Steps],
-    evaluated: Mapping[str, PolicySummaries],
-    students: Sequence[across.StudentResults],
-    labels: Sequence[str],
-) -> list[str]:
-    """Name the policies that are not on the page, the command that evaluates them, and those without an average."""
-    notes = []
-    for steps in runs:
-        policies = evaluated[str(steps.store.run_dir)]
-        waiting = [policy for policy in steps.policies if policy not in policies]
-        if waiting:
-            notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: {steps.command('eval')}")
-        notes += [
-            f"{policy} on {result.label}: {result.error}"
-            for policy, results in policies.items()
-            for result in results
-            if result.error
-        ]
+            notes.append(f"Older recipe: {names}. What differs: {why}. Next: {original.command('run')}")
+    title = ": ".join(filter(None, (mark, protocol)))
+    students = read_students(runs, evaluated, title, () if is_other else outdated)
+    results = pd.concat([student.results for student in students])
+    further = [results_table(policies, label) for label, policies in others.items()]
+    further = [one for one in further if benchmarks_of(one) == benchmarks_of(results)]
+    results = pd.concat([results, *further]) if further else results
+    notes += tables.not_compared(results)
+    for run, policies in zip(runs, evaluated, strict=True):
+        if waiting := [policy for policy in run.policies if policy not in policies]:
+            notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: {run.command('eval')}")
+        errors = [(policy, one) for policy, found in policies.items() for one in found if one.error]
+        notes += [f"{policy} on {one.label}: {one.error}" for policy, one in errors]
     for student in students:
-        partial = [policy for policy in student.policies if policy not in student.whole]
-        if partial:
+        whole = student.complete.index.get_level_values("policy")
+        if partial := [policy for policy, found in student.evaluated.items() if found and policy not in whole]:
             where = f" of {student.name}" if len(students) > 1 else ""
-            notes.append(f"Not on all {len(labels)} benchmarks, so without an average{where}: {', '.join(partial)}.")
-    return notes
+            count = len(benchmarks_of(results))
+            notes.append(f"Not on all {count} benchmarks, so without an average{where}: {', '.join(partial)}.")
+    return students, results, notes
 
 
-def _footer(runs: Sequence[Steps]) -> list[str]:
-    command = " --run ".join([runs[0].command("report"), *(str(steps.arguments) for steps in runs[1:])])
-    lines = [f"Made by Lightning Weave {__version__}: {command}"]
-    for steps, name in zip(runs, across.run_names(runs), strict=True):
-        if steps.recipe.anchors:
-            lines.append(f"{name}: cache {steps.reference.fingerprint}")
-    return lines
+def read_students(
+    runs: Sequence[Run], evaluated: Sequence[PolicySummaries], group: str = "", older: Collection[str] = ()
+) -> list[StudentResults]:
+    """Group runs by the content of their student and tabulate what was evaluated of each; `evaluated` is by run."""
+    by_student: dict[str, list[int]] = {}
+    for number, run in enumerate(runs):
+        by_student.setdefault(run.identity_of(run.student), []).append(number)
+    tasks = [task_results(run) for run in runs]
+    known = [{**{policy: [] for policy in own}, **found} for own, found in zip(tasks, evaluated, strict=True)]
+    names = run_names(runs)
+    joined = []
+    for numbers in by_student.values():
+        policies, origins = join([(runs[number], names[number], known[number]) for number in numbers])
+        by_run = {id(runs[number]): tasks[number] for number in numbers}
+        own: PolicyTasks = {name: {} for name in policies}
+        for name, places in origins.items():
+            for run, policy in places:
+                own[name] |= by_run[id(run)].get(policy, {})
+        joined.append((policies, origins, {name: found for name, found in own.items() if found}))
+    labels = list(dict.fromkeys(one.label for some, *_ in joined for found in some.values() for one in found))
+    metrics = {task: metric for run in runs for task, metric in run.recipe.harness.metrics.items()}
+    members = [[runs[number] for number in numbers] for numbers in by_student.values()]
+    students = []
+    for name, own_runs, (policies, origins, own_tasks) in zip(student_names(members), members, joined, strict=True):
+        results = results_table(policies, name if len(members) > 1 else group, older, labels)
+        results = with_tasks(results, own_tasks, metrics, [found for *_, found in joined])
+        facts = describe({policy: places[0] for policy, places in origins.items()})
+        students.append(StudentResults(name, own_runs, policies, results, facts))
+    return students
+
+
+def run_names(runs: Sequence[Run]) -> list[str]:
+    """Name each run as its recipe does, or by its directory below the shared one where two would be the same."""
+    names = [run.recipe.name for run in runs]
+    if len(set(names)) == len(names):
+        return names
+    folders = [run.directory.resolve() for run in runs]
+    shared = os.path.commonpath(folders)
+    return [folder.relative_to(shared).as_posix() for folder in folders]
+
+
+def join(runs: Sequence[tuple[Run, str, PolicySummaries]]) -> tuple[PolicySummaries, Origins]:
+    """Join the runs of one student: the same policy becomes one row over all benchmarks, by its first name.
+
+    A policy that some run lacks keeps what it has. One that a run has under two names is two rows.
+    """
+    known: dict[Meaning, str] = {}
+    joined: PolicySummaries = {}
+    origins: Origins = {}
+    for run, run_name, policies in runs:
+        taken: set[str] = set()
+        for policy, results in policies.items():
+            own = policy if policy not in joined else f"{policy} ({run_name})"
+            name = known.setdefault(meaning(run, policy), own)
+            name = own if name in taken else name
+            taken.add(name)
+            origins.setdefault(name, []).append((run, policy))
+            joined.setdefault(name, [])
+            if twice := {one.label for one in joined[name]} & {one.label for one in results}:
+                raise InputError(
+                    f"{name} is evaluated on {sorted(twice)[0]} by two of the runs; a benchmark counts once. Leave "
+                    "one of them out"
+                )
+            joined[name] += results
+    return joined, origins
+
+
+def meaning(run: Run, policy: str) -> Meaning:
+    """What a policy is, regardless of its name and its anchors' names: method, weights of pairs by content, alpha."""
+    recipe = run.recipe
+    if policy in recipe.policies:
+        section = recipe.policies[policy]
+        return "checkpoint", run.identity_of(Checkpoint.from_section(section)), section.system
+    if policy not in recipe.compositions:
+        return ("base",)
+    composition = recipe.compositions[policy]
+    settings = composition.model_dump(mode="json", exclude={"weights", "objective", "sequence"})
+    order = [pair_content(run, anchor) for anchor in getattr(composition, "sequence", ())]
+    by_tag = composition.by_tag or {"": composition.used}
+    weights = sorted(
+        (tag, pair_content(run, anchor), weight) for tag, some in by_tag.items() for anchor, weight in some.items()
+    )
+    tags = str(recipe.tags) if composition.by_tag else ""
+    items = tuple(sorted((key, str(value)) for key, value in settings.items()))
+    return run.objective(policy), tuple(weights), tags, tuple(order), items
+
+
+def _write_results(folder: Folder, students: Sequence[StudentResults], results: DataFrame, by_tag: DataFrame) -> None:
+    """Write the results, by tag too, and the ablation where there is one, as tables, and the policies as points."""
+
+    def legend(table: DataFrame) -> str:
+        return " ".join([tables.legend(table), *tables.not_compared(table)])
+
+    folder.table("results", results, legend(results))
+    if not by_tag.empty:
+        folder.table("tags", by_tag, legend(by_tag))
+    compared = ablation(students[0].complete, students[0].policies, students[0].runs[0].recipe.mark)
+    if len(students) == 1 and not compared.empty:
+        folder.table("ablation", compared, legend(compared))
+    found: list[dict[str, Any]] = []
+    for student in students:
+        name = {"student": student.name} if len(students) > 1 else {}
+        found += [{**name, **point} for point in points(student.complete, student.policies)]
+    write_json(folder.path / "points.json", found)
+
+
+def ablation(results: DataFrame, policies: DataFrame, mark: str = "") -> DataFrame:
+    """Arrange the policies of one student as tab. ablation-summary: (a) objectives by anchors, (b) ways to compose.
+
+    Only weights that several ways have in common are compared; the base comes first.
+    """
+    places = {policy: place for place, (_, policy) in enumerate(results.index)}
+    same: dict[Any, dict[str, str]] = {}  # weights -> variant -> policy
+    for policy in places:
+        if variant := policies.loc[policy, "variant"]:
+            same.setdefault(policies.loc[policy, "used"], {}).setdefault(variant, policy)
+    rows: list[tuple[str, str, int]] = []  # group, name, place
+    for part in ("(a) Tilted-target correction", "(b) Composition"):
+        for weights, variants in same.items():
+            others = [one for one in variants if one not in VARIANTS.values()]
+            chosen = [one for one in VARIANTS.values() if one in variants] if part[1] == "a" else others
+            if part[1] == "b" and others and VARIANTS["tilted"] in variants:
+                chosen = [*others, VARIANTS["tilted"]]
+            if len(chosen) > 1:
+                group = f"{part}: {' + '.join(anchor for anchor, _ in weights)}"
+                rows += [(group, one, places[variants[one]]) for one in chosen]
+    if rows and "base" in places:
+        rows.insert(0, (mark, "Base", places["base"]))
+    index = pd.MultiIndex.from_tuples([row[:2] for row in rows], names=["group", "policy"]) if rows else None
+    return results.iloc[[row[2] for row in rows]].set_axis(index) if rows else results[:0]
+
+
+def _write_setup(folder: Folder, students: Sequence[StudentResults], runs: Mapping[str, Run]) -> None:
+    """Write the paper's tables of costs, from the ledgers, and of the hyperparameters of the runs that train."""
+    costs = [
+        tables.cost_table(run, read_spent(run.directory).kept, student.name)
+        for student in students
+        for run in student.runs
+    ]
+    costs = [cost for cost in costs if not cost.empty]
+    if costs:
+        folder.table("cost", tables.format_costs(pd.concat(costs)), rules=tables.COST_RULES)
+    if trained := {name: run for name, run in runs.items() if run.recipe.compositions}:
+        folder.table("hyperparameters", hyperparameters(trained, next(iter(trained.values())).recipe.mark))
+
+
+def result_figures(
+    folder: Folder, students: Sequence[StudentResults], hues: Hues, benchmark: str | None = None
+) -> list[Figure]:
+    """Draw the results of each student: frontier, profile, budgets; as files also those of each benchmark."""
+    labels = {one.label: one.benchmark for each in students for some in each.evaluated.values() for one in some}
+    chosen = next((label for label, name in labels.items() if benchmark in (label, name)), None)
+    if benchmark is not None and chosen is None:
+        known = ", ".join(labels) or "nothing yet"
+        raise InputError(f"--benchmark {benchmark}: not evaluated on that; there is {known}")
+    drawn = []
+    for student in students:
+        results = student.complete.droplevel("group")
+        if results.empty:
+            continue
+        suffix = f"-{slug(student.name)}" if len(students) > 1 else ""
+        evaluated = {policy: student.evaluated[policy] for policy in results.index}
+        own = benchmarks_of(results)
+        for part in [*(own if len(own) > 1 else []), None]:  # last: what the page shows
+            shown = part or chosen
+            problems = int(results[[(name, "problems") for name in ([shown] if shown else own)]].max().sum())
+            found = [figures.frontier(results[shown or AVERAGE].join(student.policies), hues, problems)]
+            found += [figures.profile(results, hues)] if part is None else []
+            found += [one for one in [figures.budgets(evaluated, hues, shown)] if one is not None]
+            saved = [folder.figure(one, f"{suffix}-{slug(part)}" if part else suffix) for one in found]
+        title = f": {student.name}" if len(students) > 1 else ""
+        where = f"On {chosen}. " if chosen else ""
+        drawn += [
+            replace(one, title=one.title + title, caption=("" if "profile" in one.name else where) + one.caption)
+            for one in saved
+        ]
+    return drawn
+
+
+def run_view(folder: Folder, run: Run, name: str, hues: Hues, progress: Progress, scores: DataFrame | None) -> RunView:
+    """Make the parts of the page about one run; its cache is read unless `scores`, its results, is None."""
+    suffix = f"-{slug(name)}" if name else ""
+    ledger = read_spent(run.directory).kept
+    drawings = [*figures.cost_figures(run, ledger), *figures.training_figures(run, hues)]
+    cache = open_scored(run)
+    notes = []
+    if run.recipe.anchors and (cache is None or len(cache.sources) < len(run.recipe.anchors)):
+        notes.append(f"The cache is not complete, so some anchors are not shown. Next: {run.command('score')}")
+    if cache is not None:
+        rows = range(0, len(cache), max(1, len(cache) // RULE_ROWS))
+        notes += [f"anchors.{one}: {effect}" for one in cache.names for effect in rule_effects(run, one, rows)]
+    try:
+        findings: list[Finding] = [*check_rollouts(run), *check_scores(run), *check_results(run)]
+    except InputError:  # its models are no longer available
+        findings = check_results(run)
+    view = RunView(
+        name=name,
+        training_and_cost=[folder.figure(one, suffix) for one in drawings],
+        cost_lines=cost_summary(run, ledger),
+        notes=notes,
+        setup=setup(run, ledger),
+        findings=findings,
+        examples=example_groups(run, list(summaries(run))),
+    )
+    if scores is None or cache is None or not cache.sources:
+        return view
+    vocabulary = Vocabulary.from_tokenizer(run.student.tokenizer, run.student.stop_ids)
+    survey = survey_cache(run, cache, vocabulary, progress)
+    known = (
+        {policy: row[AVERAGE, "aes"] for (_, policy), row in scores.dropna(subset=[(AVERAGE, "aes")]).iterrows()}
+        if (AVERAGE, "aes") in scores
+        else {}
+    )
+    joint = [(len(one.used), name) for name, one in run.recipe.compositions.items() if one.method == "joint"]
+    start = max(joint, key=lambda one: (one[0], known.get(one[1], -math.inf)), default=(0, None))[1]
+    loom = loom_data(run, cache, vocabulary, start, progress)
+    if loom is not None:  # a trained student has its policy's colour
+        loom["colours"] = {one["name"]: hues[one["policy"]].css for one in loom["settings"]}
+    return replace(
+        view,
+        loom=loom,
+        agreement=survey.agreement(),
+        anchors=survey.anchors,
+        pushes=survey.pushes(),
+        anchor_figures=[folder.figure(one, suffix) for one in (figures.kinds(survey, hues), figures.positions(survey))],
+    )
+
+
+def state_result(students: Sequence[StudentResults]) -> tuple[str, str, str]:
+    """Name the trained policy with the highest AES, its result, on how many problems and how certain that is."""
+    best: list[tuple[StudentResults, str, Any, int]] = []  # student, policy, its row, number of trained policies
+    for student in students:
+        rows = {policy: row for (_, policy), row in student.complete.iterrows()}
+        trained = [policy for policy in rows if student.policies.loc[policy, "variant"]]
+        averages = {policy: rows[policy][AVERAGE].fillna(-math.inf) for policy in trained}
+        worth = {policy: (one["aes"], one["accuracy"], -one["tokens"]) for policy, one in averages.items()}
+        if trained:
+            policy = max(trained, key=lambda policy: worth[policy])
+            best.append((student, policy, rows[policy][AVERAGE], len(trained)))
+    if len(students) > 1:
+        parts = [
+            f"{one.name}: {policy} ({row['aes']:+.2f})" for one, policy, row, _ in best if row["aes"] == row["aes"]
+        ]
+        lead = f"Highest AES: {'; '.join(parts)}." if parts else "No trained policy has every benchmark yet."
+        return "", f"{len(students)} students on {len(benchmarks_of(students[0].results))} benchmarks", lead
+    if not best:
+        return students[0].runs[0].recipe.name, "", "No trained policy has been evaluated yet."
+    student, policy, row, count = best[0]
+    results = student.complete.droplevel("group")
+    problems = [int(results.loc[policy, (name, "problems")]) for name in benchmarks_of(results)]
+    samples = sorted({int(results.loc[policy, (name, "samples")]) for name in benchmarks_of(results)})
+    digits = 1 if row["tokens"] < SHORT else 0
+    size = f"{sum(problems):,} problem{'s' * (sum(problems) != 1)}"
+    headline = f"reaches {row['accuracy']:.1f}\u00a0% accuracy on {size} at {row['tokens']:,.{digits}f} tokens"
+    if len(problems) > 1:
+        size += f" of {len(problems)} benchmarks"
+    each = " to ".join(dict.fromkeys([str(samples[0]), str(samples[-1])]))
+    counted = f"Measured on {size}, {each} sample{'s' * (samples[-1] != 1)} each, with one training seed."
+    if not math.isnan(row["accuracy_error"]):
+        counted += f" Accuracy: ±{1.96 * row['accuracy_error']:.1f} points (95 % interval)."
+    if "base" not in results.index:
+        return policy, f"{headline}.", f"The untrained student has not been evaluated: no comparison. {counted}"
+    base = results.loc["base", AVERAGE]
+    headline += f"; the student alone, {base['accuracy']:.1f}\u00a0% at {base['tokens']:,.{digits}f}."
+    if math.isnan(row["aes"]):
+        asked = results.loc[policy, [(name, "differs") for name in benchmarks_of(results)]].notna().any()
+        why = (
+            "it was not evaluated like the student" if asked else "the student has no correct answer on some benchmark"
+        )
+        return policy, headline, f"AES is undefined: {why}. {counted}"
+    interval = "" if math.isnan(row["aes_low"]) else f" (95 % interval {row['aes_low']:.2f} to {row['aes_high']:.2f})"
+    among = f", the highest of {count} trained policies" if count > 1 else ""
+    chance = " The interval includes 0: the difference may be chance." if row["aes_low"] <= 0 <= row["aes_high"] else ""
+    return policy, headline, f"Accuracy-efficiency score {row['aes']:+.2f}{interval}{among}.{chance} {counted}"
+
+
+def _facts(runs: Sequence[Run], students: Sequence[StudentResults]) -> list[tuple[str, str, str]]:
+    """The numbers in the header: name, value, note."""
+    if len(students) > 1:
+        return [("Students", ", ".join(student.name for student in students), "")]
+    facts = [("Student", students[0].name, "")]
+    for run, name in zip(runs, run_names(runs), strict=True):
+        prefix = f"{name}: " if len(runs) > 1 else ""
+        if run.recipe.anchors:
+            facts.append((f"{prefix}Anchors", ", ".join(run.recipe.anchors), ""))
+        cache = open_scored(run)
+        if cache is not None:
+            positions = cache.reference.require().get("positions", 0)
+            facts.append((f"{prefix}Cache", f"{len(cache.rows):,}", f"trajectories, {positions:,} decisions"))
+        seconds = sum(row["device_seconds"] for row in read_spent(run.directory).kept)
+        if seconds:
+            facts.append((f"{prefix}Device time", duration(seconds), "including evaluation"))
+    return facts

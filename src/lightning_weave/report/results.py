@@ -1,224 +1,374 @@
-"""The results of evaluation: the rows of the paper's table, one point per policy as JSON, and what trackers get."""
+"""What was evaluated, as a table of results: read from a run, compared with the base, printed, and sent to trackers."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
+from pandas import DataFrame
 from rich.console import Console
 
-from lightning_weave.bench.definitions import asked_benchmark
-from lightning_weave.bench.summary import Overall, Summary, combine, read_summary
-from lightning_weave.config import Tags
-from lightning_weave.progress import SAID
-from lightning_weave.report.tables import BenchmarkScore, PolicyRow, TaskScore, console, fits, plain
-from lightning_weave.report.tasks import missing_rows, task_columns, task_results, with_tasks
-from lightning_weave.runs.evaluation import asked_problems
-from lightning_weave.runs.known import neighbours, tellable
-from lightning_weave.runs.prompts import tag_of
-from lightning_weave.runs.steps import Steps
+from lightning_weave.bench.definitions import load_eval_benchmark
+from lightning_weave.bench.harness import SUMMARY, Metric, TaskResult, difference, read_result
+from lightning_weave.bench.summary import ASKED, Summary, combine, differing, named_differences, read_summary
+from lightning_weave.cache.shifts import ShiftRules
+from lightning_weave.config import HARNESS, Joint, Sequential, Tags
+from lightning_weave.directory import known_policies
+from lightning_weave.directory import other_protocols as protocols_of
+from lightning_weave.errors import InputError
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.progress import RUN_LOG
+from lightning_weave.report.tables import (
+    AVERAGE,
+    benchmarks_of,
+    console,
+    counts,
+    fits,
+    format_results,
+    not_compared,
+    plain,
+    tasks_of,
+)
+from lightning_weave.run import ROLES, Run
+from lightning_weave.stages.prompts import tag_of
+from lightning_weave.stages.sampling import render_problems
+from lightning_weave.store import MANIFEST, Stage, read_description
 from lightning_weave.store.identity import fingerprint
-from lightning_weave.trackers import Tracked, open_trackers
+from lightning_weave.trackers import TrackedRun, open_trackers
 
 REPORT = "report"  # the run of a tracker that has the figures
+MODEL_ARGS = ("model", "model_args", "batch_size")  # of harness.args: how the model is loaded, not what it is asked
+VARIANTS = {"online": "Online DOPD", "direct-opd": "Naive Offline", "tilted": "Tilted-Target (ours)"}
 PolicySummaries = dict[str, list[Summary]]  # policy -> its benchmarks
+PolicyTasks = dict[str, dict[str, tuple[TaskResult, dict[str, Any]]]]  # policy -> task -> its result and protocol
 
 
-def summaries(steps: Steps) -> PolicySummaries:
-    """Read the evaluations of every policy that has all benchmarks done."""
+def summaries(run: Run) -> PolicySummaries:
+    """Read the evaluations of every policy that has all benchmarks complete."""
     finished = {}
-    for policy in tellable(steps):
-        stages = [steps.store.stage(steps.eval(policy, name)) for name in steps.recipe.eval.benchmarks]
-        if all(stage.state() == "done" for stage in stages):
-            finished[policy] = [read_summary(stage.folder / "summary.json") for stage in stages]
+    for policy in known_policies(run):
+        stages = [run.stage("eval", policy, name) for name in run.recipe.eval.benchmarks]
+        if stages and all(stage.complete for stage in stages):
+            finished[policy] = [_read_evaluation(run, policy, stage) for stage in stages]
     return finished
 
 
-def other_protocols(steps: Steps) -> dict[str, PolicySummaries]:
+def other_protocols(run: Run, shown: Collection[Path] = ()) -> dict[str, PolicySummaries]:
     """Read the evaluations on the same benchmarks by other protocols than the recipe's, by what differs.
 
-    Of each protocol, the policies that have all the benchmarks of the first.
+    Of each protocol, the policies that have all the benchmarks of the first. Folders in `shown` are left out.
     """
     protocols: dict[str, PolicySummaries] = {}
-    for policy in tellable(steps):
-        for name in steps.recipe.eval.benchmarks:
-            stage = steps.store.stage(steps.eval(policy, name))
-            for other, label in neighbours(stage):
-                protocols.setdefault(label, {}).setdefault(policy, []).append(
-                    read_summary(other.folder / "summary.json")
-                )
-    return {label: _rectangular(policies) for label, policies in protocols.items()}
+    for policy in known_policies(run):
+        for name in run.recipe.eval.benchmarks:
+            for other, label in protocols_of(run.stage("eval", policy, name)):
+                if other.folder not in shown:
+                    summary = _read_evaluation(run, policy, other)
+                    protocols.setdefault(label, {}).setdefault(policy, []).append(summary)
+    for label, policies in protocols.items():
+        names = [summary.benchmark for summary in next(iter(policies.values()))]
+        protocols[label] = {
+            policy: results for policy, results in policies.items() if [one.benchmark for one in results] == names
+        }
+    return protocols
 
 
-def _rectangular(policies: PolicySummaries) -> PolicySummaries:
-    names = [summary.benchmark for summary in next(iter(policies.values()))]
-    return {
-        policy: results for policy, results in policies.items() if [summary.benchmark for summary in results] == names
-    }
+def _read_evaluation(run: Run, policy: str, stage: Stage) -> Summary:
+    """Read one evaluation; its settings also say how the policy was asked. A policy's system prompt is part of it."""
+    summary = read_summary(stage.folder / "summary.json")
+    asked = {key: stage.settings.get(key) for key in ASKED}
+    if policy in run.recipe.policies and run.recipe.policies[policy].system is not None:
+        asked["system"] = run.recipe.eval.system
+    asked = {key: value for key, value in asked.items() if value is not None}
+    return replace(summary, settings={**summary.settings, **asked})
 
 
-def overalls(evaluated: PolicySummaries) -> dict[str, Overall]:
-    """Average every policy over its benchmarks, and compare it with the base if that was evaluated."""
-    return {policy: combine(results, evaluated.get("base")) for policy, results in evaluated.items()}
+def results_table(
+    evaluated: PolicySummaries, group: str = "", older: Collection[str] = (), labels: Sequence[str] = ()
+) -> DataFrame:
+    """Tabulate every policy by benchmark and on average, compared with the base where both were asked the same.
 
-
-def policy_rows(
-    evaluated: PolicySummaries,
-    combined: Mapping[str, Overall] | None = None,
-    group: str = "",
-    stale: Collection[str] = (),
-) -> list[PolicyRow]:
-    """Make one row per policy, compared with the base if that was evaluated."""
-    combined = overalls(evaluated) if combined is None else combined
+    A policy that lacks a benchmark has no average. `labels` are the benchmarks, where others have more of them.
+    """
+    labels = labels or list(dict.fromkeys(one.label for results in evaluated.values() for one in results))
+    base = {one.label: one for one in evaluated.get("base", [])}
     rows = []
     for policy, results in evaluated.items():
-        overall = combined[policy]
-        aes = overall.comparison.average.aes if overall.comparison else None
-        rows.append(
-            PolicyRow(
-                policy=policy,
-                scores=tuple(BenchmarkScore(one.label, one.accuracy, one.tokens, one.samples) for one in results),
-                accuracy=overall.accuracy,
-                tokens=overall.tokens,
-                aes=aes.estimate if aes else None,
-                aes_low=aes.low if aes and policy != "base" else None,
-                aes_high=aes.high if aes and policy != "base" else None,
-                group=group,
-                stale=policy in stale,
+        row: dict[tuple[str, str], Any] = {("", "older"): policy in older}
+        by_label = {one.label: one for one in results}
+        differs = {name: differing(one, base[name]) for name, one in by_label.items() if name in base}
+        comparable = [by_label[name] for name, why in differs.items() if not why]
+        bases = [replace(base[one.label], benchmark=one.benchmark) for one in comparable]
+        comparison = combine(comparable, bases).comparison if comparable else None
+        measured: dict[str, Any] = {label: by_label[label] for label in labels if label in by_label}
+        scores = {one.label: comparison.benchmarks[one.benchmark].aes for one in comparable} if comparison else {}
+        if len(measured) == len(labels) and labels:
+            measured[AVERAGE] = combine(results)
+            if comparison is not None and len(comparable) == len(labels):
+                scores[AVERAGE] = comparison.average.aes
+        for part, one in measured.items():
+            aes = scores.get(part)
+            row |= {(part, key): getattr(one, key) for key in ("accuracy", "accuracy_error", "tokens", "tokens_error")}
+            row[part, "aes"] = math.nan if aes is None else aes.estimate
+            row[part, "aes_low"] = math.nan if aes is None or policy == "base" else aes.low
+            row[part, "aes_high"] = math.nan if aes is None or policy == "base" else aes.high
+        for label, one in by_label.items():
+            row |= {(label, "problems"): len(one.problems), (label, "samples"): one.samples}
+            row[label, "differs"] = differs.get(label) or math.nan
+        rows.append(row)
+    measures = ("accuracy", "accuracy_error", "tokens", "tokens_error", "aes", "aes_low", "aes_high")
+    further = ("problems", "samples", "differs")
+    columns = [("", "older"), *((label, key) for label in labels for key in (*measures, *further))]
+    columns += [(AVERAGE, key) for key in measures] if labels else []
+    index = pd.MultiIndex.from_tuples([(group, policy) for policy in evaluated], names=["group", "policy"])
+    table = DataFrame.from_records(rows, index=index) if rows else DataFrame(index=index)
+    return table.reindex(columns=pd.MultiIndex.from_tuples(columns))
+
+
+def task_results(run: Run) -> PolicyTasks:
+    """Read what another harness measured of the policies of a run, whichever command asked for it."""
+    by_policy: PolicyTasks = {}
+    for policy in known_policies(run):
+        section = run.recipe.policies.get(policy)
+        folders = []
+        for folder in sorted((run.directory / "eval" / policy).glob(f"{HARNESS}*")):
+            manifest = read_description(folder) or {"inputs": {}, "settings": {}}
+            if policy in run.recipe.compositions:
+                is_current = manifest["inputs"].get(f"train/{policy}") == run.stage("train", policy).fingerprint
+            else:
+                model = Checkpoint.from_section(section) if section is not None else run.student
+                is_current = manifest["settings"].get("model") == run.identity_of(model)
+            if "@" not in folder.name and is_current and all((folder / name).exists() for name in (MANIFEST, SUMMARY)):
+                folders.append(folder)
+        own = [run.stage("harness", policy, task) for task in run.recipe.harness.tasks]  # of the recipe: they win
+        for folder in [*folders, *(stage.folder for stage in own if stage.complete)]:
+            result = read_result(folder)
+            settings = (read_description(folder) or {})["settings"]
+            protocol = {key: value for key, value in settings["args"].items() if key not in MODEL_ARGS}
+            protocol |= {"harness": result.harness, "seed": settings["seed"], "include": settings.get("include")}
+            by_policy.setdefault(policy, {})[result.task] = (result, protocol)
+    return by_policy
+
+
+def with_tasks(
+    results: DataFrame, tasks: PolicyTasks, chosen: Mapping[str, str], every: Sequence[PolicyTasks] = ()
+) -> DataFrame:
+    """Add a column for every task that another harness measured: of its metrics the recipe's choice or the first.
+
+    `every` are the tasks of all students, which share the columns.
+    """
+    kinds: dict[str, Metric] = {}
+    for result in [result for policies in every or [tasks] for one in policies.values() for result, _ in one.values()]:
+        name = chosen.get(result.task)
+        fitting = [one for one in result.metrics if name is None or name in (one.name, one.name.partition(",")[0])]
+        if not fitting:
+            names = ", ".join(metric.name for metric in result.metrics) or "none"
+            raise InputError(f"harness.metrics.{result.task} = {name!r}: no such metric; there is {names}")
+        kinds.setdefault(result.task, fitting[0])
+    for task, kind in kinds.items():
+        cells = []  # value, standard error, difference to the base, its standard error, why there is none
+        for policy in results.index.get_level_values("policy"):
+            line: list[Any] = [math.nan] * 5
+            own, base = (tasks.get(name, {}).get(task) for name in (policy, "base"))
+            found, from_base = (
+                one and next((metric for metric in one[0].metrics if metric.name == kind.name), None)
+                for one in (own, base)
             )
-        )
-    return rows
+            if found:
+                line[:2] = found.value, math.nan if found.error is None else found.error
+            if own and base and found and from_base and policy != "base":
+                if differs := ", ".join(named_differences(sorted({**own[1], **base[1]}), own[1], base[1])):
+                    line[4] = differs
+                else:
+                    moved, error = difference(found, from_base)
+                    line[2:4] = moved, math.nan if error is None else error
+            cells.append(line)
+        column = f"{kind.name.partition(',')[0]}{'↓' if kind.lower_is_better else '↑'}"
+        for place, key in enumerate((column, "error", "difference", "difference_error", "task differs")):
+            results[task, key] = [line[place] for line in cells]
+    return results
 
 
-def points(steps: Steps, rows: Sequence[PolicyRow]) -> list[dict[str, Any]]:
-    """Make points.json: a list of policies with weights, alpha, accuracy, tokens and AES with its interval."""
-    return [_point(steps, row) for row in rows]
+def read_results(run: Run) -> DataFrame:
+    """Tabulate all policies evaluated so far, with what other harnesses measured."""
+    evaluated, tasks = summaries(run), task_results(run)
+    evaluated |= {policy: [] for policy in tasks if policy not in evaluated}
+    return with_tasks(results_table(evaluated, run.recipe.mark), tasks, run.recipe.harness.metrics)
 
 
-def tag_rows(steps: Steps, evaluated: PolicySummaries) -> list[PolicyRow]:
-    """Make one row per policy with a column per tag, over the problems of all benchmarks; none without tags."""
-    if steps.recipe.tags == Tags():
-        return []
-    section = steps.recipe.eval
+def tag_table(run: Run, evaluated: PolicySummaries) -> DataFrame:
+    """Tabulate every policy by the tag of the problem, over all benchmarks; empty without tags."""
+    if run.recipe.tags == Tags():
+        return DataFrame()
+    section = run.recipe.eval
     tags: dict[tuple[str, str], str] = {}
     for name in section.benchmarks:
-        benchmark = asked_benchmark(section, name)
-        problems = asked_problems(benchmark, steps.student.tokenizer, section)
-        tags |= {(benchmark.name, one.prompt.id): tag_of(steps.recipe, one) for one in problems}
+        benchmark = load_eval_benchmark(section, name)
+        problems = render_problems(benchmark, run.student.tokenizer, section, run.recipe.date)
+        tags |= {(benchmark.name, one.id): tag_of(run.recipe, one) for one in problems}
     rows = []
     for policy, results in evaluated.items():
-        by_tag: dict[str, list[tuple[float, float]]] = {}
-        for result in results:
-            for problem, right, tokens in zip(
-                result.problems, result.problem_accuracy, result.problem_tokens, strict=True
-            ):
-                by_tag.setdefault(tags[result.benchmark, problem], []).append((right, tokens))
-        means = {tag: np.mean(values, axis=0).tolist() for tag, values in sorted(by_tag.items())}
-        every = np.mean([value for values in by_tag.values() for value in values], axis=0).tolist()
-        scores = tuple(BenchmarkScore(tag, right, tokens) for tag, (right, tokens) in means.items())
-        group = steps.recipe.mark
-        rows.append(PolicyRow(policy=policy, scores=scores, accuracy=every[0], tokens=every[1], group=group))
-    return rows
+        for one in results:
+            for problem, *values in zip(one.problems, one.problem_accuracy, one.problem_tokens, strict=True):
+                if (one.benchmark, problem) in tags:
+                    rows.append((policy, tags[one.benchmark, problem], *values))
+    measured = DataFrame(rows, columns=["policy", "tag", "accuracy", "tokens"]).assign(problems=1)
+    sums = {"accuracy": "mean", "tokens": "mean", "problems": "sum"}
+    wide = measured.groupby(["policy", "tag"]).agg(sums).unstack("tag").swaplevel(axis=1).sort_index(axis=1, level=0)
+    wide = wide.loc[[policy for policy in evaluated if policy in wide.index]]
+    means = measured.groupby("policy").agg(sums)
+    for tag in dict.fromkeys(tag for tag, _ in wide.columns):
+        wide[tag, "samples"] = math.nan
+    for measure in ("accuracy", "tokens", "aes", "aes_low", "aes_high"):
+        wide[AVERAGE, measure] = means.get(measure, math.nan)
+    index = [(run.recipe.mark, policy) for policy in wide.index]
+    return wide.set_axis(pd.MultiIndex.from_tuples(index, names=["group", "policy"]))
 
 
-def _point(steps: Steps, row: PolicyRow) -> dict[str, Any]:
-    composition = steps.recipe.compositions.get(row.policy)
-    tasks = {one.task: _task_point(one) for one in row.tasks if not math.isnan(one.value)}
-    return {
-        "policy": row.policy,
-        "weights": (composition.by_tag or composition.weights) if composition else {},
-        "alpha": steps.alpha(row.policy) if composition else None,
-        "accuracy": _number(row.accuracy),
-        "tokens": _number(row.tokens),
-        "aes": _number(row.aes),
-        "aes_low": _number(row.aes_low if row.policy != "base" else row.aes),
-        "aes_high": _number(row.aes_high if row.policy != "base" else row.aes),
-        "benchmarks": {
-            one.benchmark: {"accuracy": _number(one.accuracy), "tokens": _number(one.tokens)} for one in row.scores
-        },
-        **({"tasks": tasks} if tasks else {}),
-    }
-
-
-def _task_point(score: TaskScore) -> dict[str, Any]:
-    parts = asdict(score)
-    return {key: parts[key] for key in ("metric", "value", "error", "difference", "difference_error")}
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else value
-
-
-def result_rows(steps: Steps, evaluated: PolicySummaries) -> list[PolicyRow]:
-    """Make one row per policy, with what other harnesses found beside our own benchmarks."""
-    tasks = task_results([steps])
-    labels = [result.label for result in next(iter(evaluated.values()), [])]
-    mark = steps.recipe.mark
-    rows = policy_rows(evaluated, group=mark)
-    columns = task_columns([tasks], steps.recipe.harness.metrics)
-    return with_tasks([*rows, *missing_rows(rows, tasks, labels, mark)], tasks, columns)
-
-
-def show_results(steps: Steps, out: Console) -> None:
-    """Print the table of all policies evaluated so far."""
-    evaluations = summaries(steps)
-    rows = result_rows(steps, evaluations)
+def describe(origins: Mapping[str, tuple[Run, str]]) -> DataFrame:
+    """Tabulate what each policy is by the recipe of its run: kind, weights, alpha, family of a sweep, ablation."""
+    rows = []
+    for run, policy in origins.values():
+        composition = run.recipe.compositions.get(policy)
+        row: dict[str, Any] = {"kind": "base" if policy == "base" else "other", "weights": {}, "alpha": None}
+        row |= {"used": (), "variant": "", "family": "", "share": 0.0}
+        if composition is not None:
+            objective = run.objective(policy)
+            is_own = composition.method == "joint" and objective == "tilted"
+            kind = "single" if len(composition.used) == 1 else "composition"
+            row |= {"kind": kind if is_own else "baseline", "alpha": run.alpha(policy)}
+            row |= {
+                "weights": composition.by_tag or composition.weights,
+                "used": tuple(sorted(composition.used.items())),
+            }
+            match composition:
+                case Sequential():
+                    row["variant"] = " → ".join(composition.sequence)
+                case Joint(refresh=parts) if parts > 1:
+                    row["variant"] = f"Refreshed ({parts} parts)"
+                case Joint():
+                    row["variant"] = VARIANTS.get(objective, objective)
+                case _:
+                    names = {"online": VARIANTS["online"], "mixture": "Data Mixture"}
+                    row["variant"] = names.get(composition.method, composition.method)
+            pair = list(run.recipe.anchors)[:2]
+            if is_own and isinstance(composition, Joint) and len(pair) == 2 and not composition.routes:
+                shares = [composition.weights.get(anchor, 0.0) for anchor in pair]
+                dose = (composition.alpha, composition.kl_budget, composition.epochs, f"{sum(shares):g}")
+                if composition.used.keys() <= set(pair):
+                    row |= {"family": str((*(pair_content(run, one) for one in pair), *dose)), "share": shares[1]}
+        rows.append(row)
+    table = DataFrame(rows, index=list(origins))
     if rows:
-        SAID.info(plain(rows).rstrip())
-        if out.is_terminal:
-            out.print(console(rows, width=out.width))
-            out.print("Bold: best. Underlined: second best. In brackets: 95 % interval.", highlight=False)
-            count = len(rows[0].scores)
-            if count > 1 and not fits(rows, out.width):
-                out.print(f"Means over {count} benchmarks; a wider terminal, or | cat, shows each.", highlight=False)
-        else:
-            out.print(
-                f"{plain(rows)}* best, + second best; in brackets: 95 % interval",
-                soft_wrap=True,
-                markup=False,
-                highlight=False,
-            )
-        if by_tag := tag_rows(steps, evaluations):
-            out.print(f"By tag of the problem:\n{plain(by_tag)}", soft_wrap=True, markup=False, highlight=False)
-        for policy, results in evaluations.items():
-            for result in results:
-                if result.error:
-                    text = f"error: {policy} on {result.label}: {result.error}"
-                    out.print(text, style="red", soft_wrap=True, markup=False, highlight=False)
-        out.print(f"Samples and summaries: {steps.store.run_dir / 'eval'}", soft_wrap=True, markup=False)
+        sizes = table.groupby("family")["family"].transform("size")
+        table["family"] = table["family"].where(sizes >= 3, "")  # a sweep has at least three points
+    return table
 
 
-def track_evaluation(steps: Steps, policy: str) -> None:
-    """Log what is known of a policy now, where its training was logged."""
-    if not steps.recipe.train.trackers:
+def pair_content(run: Run, anchor: str) -> tuple[str, ...]:
+    """Both sides of an anchor by content, what each reads, and the rules of its shift."""
+    sides = [
+        (run.identity_of(run.anchor(anchor, role)), str(run.recipe.anchors[anchor].context(role))) for role in ROLES
+    ]
+    return (*sides[0], *sides[1], str(ShiftRules.from_anchor(run.recipe.anchors[anchor])))
+
+
+def points(results: DataFrame, policies: DataFrame) -> list[dict[str, Any]]:
+    """Make points.json: a list of policies with weights, alpha, accuracy, tokens and AES with its interval."""
+
+    def number(value: Any) -> Any:
+        return None if value is None or math.isnan(value) else value
+
+    found = []
+    for (_, policy), row in results.iterrows():
+        own = policies.loc[policy]
+        average = {key: number(row.get((AVERAGE, key))) for key in ("accuracy", "tokens", "aes", "aes_low", "aes_high")}
+        if policy == "base":
+            average |= {"aes_low": average["aes"], "aes_high": average["aes"]}
+        benchmarks = {
+            name: {key: number(row[name, key]) for key in ("accuracy", "tokens")}
+            | {key: None if math.isnan(row[name, key]) else int(row[name, key]) for key in ("problems", "samples")}
+            for name in benchmarks_of(results)
+        }
+        tasks = {
+            task: {"metric": metric[:-1], "value": row[task, metric]}
+            | {key: number(row[task, key]) for key in ("error", "difference", "difference_error")}
+            for task, metric in tasks_of(results)
+            if not math.isnan(row[task, metric])
+        }
+        point = {"policy": policy, "weights": own["weights"], "alpha": number(own["alpha"]), **average}
+        found.append({**point, "benchmarks": benchmarks, **({"tasks": tasks} if tasks else {})})
+    return found
+
+
+def run_points(run: Run) -> list[dict[str, Any]]:
+    """The points of one run."""
+    results = read_results(run)
+    names = results.index.get_level_values("policy")
+    return points(results, describe({policy: (run, policy) for policy in names}))
+
+
+def show_results(run: Run, out: Console, base: str = "base") -> None:
+    """Print the table of all policies evaluated so far; `base` is the label of the student itself."""
+    evaluated = summaries(run)
+    results = read_results(run).rename(index={"base": base}, level="policy")
+    if results.empty:
         return
-    (row,) = [row for row in result_rows(steps, summaries(steps)) if row.policy == policy]
-    figures = {f"eval/{score.benchmark}/accuracy": score.accuracy for score in row.scores}
-    figures |= {f"eval/{score.benchmark}/tokens": score.tokens for score in row.scores}
-    if row.scores:
-        figures |= {"eval/accuracy": row.accuracy, "eval/tokens": row.tokens}
-    figures |= {"eval/aes": row.aes} if row.aes is not None else {}
-    figures |= {f"eval/{task.task}/{task.metric}": task.value for task in row.tasks}
-    for tracker in open_trackers(steps.recipe, _tracked(steps, policy)):
-        tracker.results({name: value for name, value in figures.items() if value == value})  # NaN: not measured
+    table = format_results(results)
+    RUN_LOG.info(plain(table).rstrip())
+    exact: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
+    if out.is_terminal:
+        out.print(console(table, width=out.width))
+        out.print("Bold: best. Underlined: second best. In brackets: 95 % interval.", highlight=False)
+        count = len(benchmarks_of(results))
+        if count > 1 and not fits(table, out.width):
+            out.print(f"Means over {count} benchmarks; a wider terminal, or | cat, shows each.", highlight=False)
+    else:
+        out.print(f"{plain(table)}* best, + second best; in brackets: 95 % interval", **exact)
+    for line in filter(None, [counts(results), *not_compared(results)]):
+        out.print(line, **exact)
+    by_tag = tag_table(run, evaluated)
+    if not by_tag.empty:
+        out.print(f"By tag of the problem:\n{plain(format_results(by_tag))}", **exact)
+    for policy, found in evaluated.items():
+        for result in found:
+            if result.error:
+                out.print(f"error: {policy} on {result.label}: {result.error}", style="red", **exact)
+    out.print(f"Samples and summaries: {run.directory / 'eval'}", soft_wrap=True, markup=False)
+
+
+def track_evaluation(run: Run, policy: str) -> None:
+    """Log the results of a policy where its training was logged."""
+    if not run.recipe.train.trackers:
+        return
+    results = read_results(run)
+    row = results.xs(policy, level="policy").iloc[0]
+    figures: dict[str, float] = {}
+    for part in [*benchmarks_of(results), *([AVERAGE] if benchmarks_of(results) else [])]:
+        name = "eval" if part == AVERAGE else f"eval/{part}"
+        figures |= {f"{name}/accuracy": row[part, "accuracy"], f"{name}/tokens": row[part, "tokens"]}
+    figures |= {"eval/aes": row[AVERAGE, "aes"]} if benchmarks_of(results) else {}
+    figures |= {f"eval/{task}/{metric[:-1]}": row[task, metric] for task, metric in tasks_of(results)}
+    for tracker in open_trackers(run.recipe, _tracked(run, policy)):
+        tracker.results({name: float(value) for name, value in figures.items() if value == value})  # NaN: not measured
         tracker.close()
 
 
-def track_figures(steps: Steps, folder: Path) -> None:
-    """Log the figures of a report, in a run of its own."""
+def track_figures(run: Run, folder: Path) -> None:
+    """Log the figures of a report, in a separate run of the tracker."""
     files = sorted((folder / "figures").glob("*.png"))
-    for tracker in open_trackers(steps.recipe, _tracked(steps, REPORT)) if files else ():
+    for tracker in open_trackers(run.recipe, _tracked(run, REPORT)) if files else ():
         tracker.images({file.stem: file for file in files})
         tracker.close()
 
 
-def _tracked(steps: Steps, policy: str) -> Tracked:
+def _tracked(run: Run, policy: str) -> TrackedRun:
     """The tracker's run of a policy: a composition's is that of its training."""
-    if policy in steps.recipe.compositions:
-        stage = steps.store.stage(steps.train(policy))
-        return Tracked(policy, stage.folder, stage.step.fingerprint)
-    folder = steps.store.run_dir / (policy if policy == REPORT else f"eval/{policy}")
-    what = {"run": steps.recipe.name, "student": steps.identity_of(steps.student), "policy": policy}
-    return Tracked(policy, folder, fingerprint(what))
+    if policy in run.recipe.compositions:
+        stage = run.stage("train", policy)
+        return TrackedRun(policy, stage.folder, stage.fingerprint)
+    folder = run.directory / (policy if policy == REPORT else f"eval/{policy}")
+    what = {"run": run.recipe.name, "student": run.identity_of(run.student), "policy": policy}
+    return TrackedRun(policy, folder, fingerprint(what))

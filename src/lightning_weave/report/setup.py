@@ -1,4 +1,4 @@
-"""What a run was made of: models, compositions, hyperparameters, dates, versions and commands."""
+"""How to reproduce a run: models, compositions, hyperparameters, dates, versions and commands."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,240 +6,161 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from pandas import DataFrame
+
 from lightning_weave.config import PromptContext, dump_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import duration
 from lightning_weave.report.tables import MISSING
-from lightning_weave.runs.scored import ROLES
-from lightning_weave.runs.settings import TRAIN_EXECUTION
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import ROLES, TRAIN_EXECUTION, Run
 
-SECTIONS = ("prompts", "rollout", "reference", "score", "train", "eval")
-EXECUTION = {"token_budget", "batch_size", "prompts_per_shard", "block", "python", "options", "parity", "unsafe_local"}
+SECTIONS = ("prompts", "engine", "rollout", "reference", "score", "train", "eval")
+EXECUTION = {"token_budget", "batch_size", "prompts_per_shard", "block", "python", "parity", "unsafe_local"}
 ELSEWHERE = {"objective", "benchmarks", "sources"}  # by composition, and in the table of results
 
 
 @dataclass(frozen=True)
-class Model:
-    """One checkpoint and what it is for."""
-
-    role: str
-    name: str
-    revision: str
-    identity: str  # the beginning of its content's
-    reads: str = ""  # what it is told, beside or in place of the prompt
-
-
-@dataclass(frozen=True)
-class Trained:
-    """One composition."""
-
-    name: str
-    method: str
-    weights: str
-    alpha: str
-    objective: str
-    epochs: int
-
-
-@dataclass(frozen=True)
-class KeyValue:
-    """A key of the recipe; `own` if it is not the default."""
-
-    key: str
-    value: str
-    own: bool
-
-
-@dataclass(frozen=True)
-class StageRun:
-    """When and on what a stage was made."""
-
-    stage: str
-    when: str
-    device_time: str
-    device: str
-    versions: str
-
-
-@dataclass(frozen=True)
 class Setup:
-    """Everything that someone needs to make the run again."""
+    """Everything that someone needs to reproduce a run."""
 
-    models: list[Model]
-    compositions: list[Trained]
-    settings: dict[str, list[KeyValue]]
-    stages: list[StageRun]
+    models: DataFrame
+    compositions: DataFrame
+    settings: Mapping[str, list[tuple[str, str, bool]]]  # by section: key, value, whether it is not the default
+    stages: DataFrame
     commands: list[tuple[str, str]]  # time, command
     recipe: str
 
 
-def setup(steps: Steps, ledger: list[dict[str, Any]]) -> Setup:
-    """Gather it from the recipe, the ledger and the log."""
+def setup(run: Run, ledger: list[dict[str, Any]]) -> Setup:
+    """Collect it from the recipe, the ledger and the log."""
+    settings = {}
+    for section in SECTIONS:
+        part = getattr(run.recipe, section)
+        left_out = EXECUTION | ELSEWHERE | (TRAIN_EXECUTION if section == "train" else set())
+        defaults = {key: field.get_default(call_default_factory=True) for key, field in type(part).model_fields.items()}
+        # A run records the engine that "auto" chose, so whether the user set it is not known.
+        chosen = {"rollout", "eval"} if section == "engine" else set()
+        settings[section] = [
+            (f"{section}.{key.rstrip('_')}", _value_text(value), value != defaults[key] and key not in chosen)
+            for key, value in part
+            if key not in left_out and value not in (None, [], {})
+        ]
+    compositions = []
+    for name, composition in run.recipe.compositions.items():
+        alpha, budget = run.alpha(name), getattr(composition, "kl_budget", None)
+        words = ("" if alpha is None else f"{alpha:.4g}", "" if budget is None else f"for {budget:g} nats")
+        by_tag = composition.by_tag or {"": composition.used}
+        weights = "; ".join(
+            (f"{tag}: " if tag else "") + ", ".join(f"{anchor} {weight:.3g}" for anchor, weight in shares.items())
+            for tag, shares in by_tag.items()
+        )
+        row = (name, composition.method, weights, " ".join(words).strip(), run.objective(name))
+        compositions.append((*row, run.train_section(name).epochs))
+    stages = []  # when and on what every stage was computed
+    kinds = {"time": float | int, "versions": dict, "device": str}
+    whole = [row for row in ledger if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]
+    for stage in dict.fromkeys(row["stage"] for row in whole):
+        rows = [row for row in whole if row["stage"] == stage]
+        first = datetime.fromtimestamp(min(row["time"] - row["device_seconds"] for row in rows), UTC)
+        last = datetime.fromtimestamp(max(row["time"] for row in rows), UTC)
+        end = f"{last:{'%H:%M' if first.date() == last.date() else '%Y-%m-%d %H:%M'}}"
+        versions = (", ".join(f"{name} {version}" for name, version in row["versions"].items()) for row in rows)
+        seconds = sum(row["device_seconds"] for row in rows)
+        devices = _distinct(row["device"] for row in rows)
+        stages.append((stage, f"{first:%Y-%m-%d %H:%M} to {end}", duration(seconds), devices, _distinct(versions)))
+    log = run.directory / "log.txt"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+
+    def table(rows: list[tuple[Any, ...]], *columns: str) -> DataFrame:
+        return DataFrame(rows, columns=columns).set_index(columns[0])
+
     return Setup(
-        models=_models(steps),
-        compositions=[_trained(steps, name) for name in steps.recipe.compositions],
-        settings={section: _settings(steps, section) for section in SECTIONS},
-        stages=_stages(ledger),
-        commands=_commands(steps),
-        recipe=re.sub(r"^runs = .*\n", "", dump_recipe(steps.recipe), flags=re.MULTILINE),  # where, not what
+        models=_models(run),
+        compositions=table(compositions, "Policy", "Method", "Weights", "Alpha", "Objective", "Epochs"),
+        settings=settings,
+        stages=table(stages, "Stage", "When (UTC)", "Device time", "Device", "Versions"),
+        commands=re.findall(r"^(\S+ \S+) \$ (.*)$", text, flags=re.MULTILINE),
+        recipe=re.sub(r"^runs = .*\n", "", dump_recipe(run.recipe), flags=re.MULTILINE),  # where, not what
     )
 
 
-def hyperparameters(steps: Steps) -> dict[str, str]:
-    """Name them as the paper does (tab. appendix-training-hyperparameters); where compositions differ, every value."""
-    recipe = steps.recipe
-    train = recipe.train
-    rollout = recipe.rollout
-    round_size = train.prompts_per_round * rollout.responses
-    manifests = [steps.store.stage(steps.train(name)).manifest() or {} for name in recipe.compositions]
-    updates = [manifest["updates"] for manifest in manifests if "updates" in manifest]
-    alphas = [steps.alpha(name) for name in recipe.compositions]
-    return {
-        "Replay rounds": _each(str(-(-count // train.updates_per_round)) for count in updates) or MISSING,
-        "Cached trajectories per round": f"{round_size:,}",
-        "Training epochs": _each(str(steps.train_section(name).epochs) for name in recipe.compositions),
-        "Maximum response length": f"{rollout.max_tokens:,}",
-        "Rollout temperature": f"{rollout.temperature:g}",
-        "Rollout top-p": f"{rollout.top_p:g}",
-        "alpha": _each(f"{alpha:.4g}" for alpha in alphas if alpha is not None) or MISSING,
-        "Global batch size": str(round_size // train.updates_per_round),
-        "Learning rate": f"{train.learning_rate:g}",
-        "LR schedule": train.decay + (f", {train.warmup} updates of warm-up" if train.warmup else ""),
-        "Optimizer": "AdamW",
-        "Adam betas": ", ".join(f"{beta:g}" for beta in train.betas),
-        "Weight decay": f"{train.weight_decay:g}",
-        "Gradient clipping": f"{train.clip:g}",
-    }
+def _models(run: Run) -> DataFrame:
+    """Every checkpoint with its role, the beginning of its content's hash, and what it reads besides the prompt."""
+    recipe = run.recipe
+    named = [("student", run.student, PromptContext())]
+    for anchor in recipe.anchors:
+        for role in ROLES:
+            named.append((f"{anchor}, {role}", run.anchor(anchor, role), recipe.anchors[anchor].context(role)))
+    for policy, section in recipe.policies.items():
+        named.append((policy, Checkpoint.from_section(section), PromptContext(system=section.system)))
+    rows = []
+    for name, checkpoint, context in named:
+        try:
+            identity = run.identity_of(checkpoint)[:12]
+        except InputError:  # it was never scored here and is not available now
+            identity = ""
+        reads = "; ".join(f"{part}: {text}" for part, text in context.model_dump(exclude_none=True).items())
+        model = f"{checkpoint.name}@{checkpoint.revision}" if checkpoint.revision else checkpoint.name
+        rows.append((name, model, identity, reads))
+    table = DataFrame(rows, columns=["Role", "Model", "Content", "Context"]).set_index("Role")
+    return table if table["Context"].any() else table.drop(columns="Context")
 
 
-def hyperparameter_lines(runs: Mapping[str, Steps], mark: str = "") -> list[list[str]]:
-    """Write them as a table of texts, its header first: one column where all runs are alike, else one for each."""
-    columns = {name: hyperparameters(steps) for name, steps in runs.items()}
+def hyperparameters(runs: Mapping[str, Run], mark: str = "") -> DataFrame:
+    """Tabulate them as the paper does (tab. appendix-training-hyperparameters): a column for each run that differs.
+
+    Where the compositions of a run differ, every value is given.
+    """
+    columns = {}
+    for name, run in runs.items():
+        recipe, train, rollout = run.recipe, run.recipe.train, run.recipe.rollout
+        round_size = train.prompts_per_round * rollout.responses
+        manifests = [run.stage("train", one).manifest() or {} for one in recipe.compositions]
+        updates = [manifest["updates"] for manifest in manifests if "updates" in manifest]
+        alphas = [run.alpha(one) for one in recipe.compositions]
+        columns[name] = {
+            "Replay rounds": _distinct(str(-(-count // train.updates_per_round)) for count in updates) or MISSING,
+            "Cached trajectories per round": f"{round_size:,}",
+            "Training epochs": _distinct(str(run.train_section(one).epochs) for one in recipe.compositions),
+            "Maximum response length": f"{rollout.max_tokens:,}",
+            "Rollout temperature": f"{rollout.temperature:g}",
+            "Rollout top-p": "1",
+            "alpha": _distinct(f"{alpha:.4g}" for alpha in alphas if alpha is not None) or MISSING,
+            "Global batch size": str(round_size // train.updates_per_round),
+            "Learning rate": f"{train.learning_rate:g}",
+            "LR schedule": train.decay + (f", {train.warmup} updates of warm-up" if train.warmup else ""),
+            "Optimizer": "AdamW",
+            "Adam betas": ", ".join(f"{beta:g}" for beta in train.optimizer.betas),
+            "Weight decay": f"{train.optimizer.weight_decay:g}",
+            "Gradient clipping": f"{train.optimizer.clip:g}",
+        }
     values = list(columns.values())
     if all(one == values[0] for one in values):
         columns = {"Value": values[0]}
-    head = f"Hyperparameter ({mark})" if mark else "Hyperparameter"
-    return [[head, *columns], *([key, *(column[key] for column in columns.values())] for key in values[0])]
+    return DataFrame(columns).rename_axis(f"Hyperparameter ({mark})" if mark else "Hyperparameter")
 
 
-def _models(steps: Steps) -> list[Model]:
-    recipe = steps.recipe
-    named = [("student", steps.student, PromptContext())]
-    for anchor in recipe.anchors:
-        for role in ROLES:
-            named.append((f"{anchor}, {role}", steps.anchor(anchor, role), recipe.side(anchor, role).context))
-    for policy, section in recipe.policies.items():
-        named.append((policy, Checkpoint.of(section), PromptContext(system=section.system)))
-    return [
-        Model(role, one.name, one.revision or "", _identity(steps, one), _reads(context))
-        for role, one, context in named
-    ]
-
-
-def _reads(context: PromptContext) -> str:
-    """Say in what a model is asked otherwise than the student."""
-    return "; ".join(f"{part}: {text}" for part, text in context.model_dump(exclude_none=True).items())
-
-
-def _identity(steps: Steps, checkpoint: Checkpoint) -> str:
-    try:
-        return steps.identity_of(checkpoint)[:12]
-    except InputError:  # it was never scored here, and is not here now
-        return ""
-
-
-def _trained(steps: Steps, name: str) -> Trained:
-    composition = steps.recipe.compositions[name]
-    alpha = steps.alpha(name)
-    budget = getattr(composition, "kl_budget", None)
-    words = ("" if alpha is None else f"{alpha:.4g}", "" if budget is None else f"for {budget:g} nats")
-    return Trained(
-        name=name,
-        method=composition.method,
-        weights="; ".join(f"{tag}: {_shares(shares)}" for tag, shares in composition.by_tag.items())
-        or _shares(composition.used),
-        alpha=" ".join(words).strip(),
-        objective=steps.objective(name),
-        epochs=steps.train_section(name).epochs,
-    )
-
-
-def _shares(weights: Mapping[str, float]) -> str:
-    """Name the weights of anchors.
-
-    >>> _shares({"acc": 2 / 3, "brief": 1 / 3})
-    'acc 0.667, brief 0.333'
-    """
-    return ", ".join(f"{anchor} {weight:.3g}" for anchor, weight in weights.items())
-
-
-def _settings(steps: Steps, section: str) -> list[KeyValue]:
-    """List the keys that decide what a stage makes."""
-    part = getattr(steps.recipe, section)
-    left_out = EXECUTION | ELSEWHERE | (TRAIN_EXECUTION if section == "train" else set())
-    defaults = {key: field.get_default(call_default_factory=True) for key, field in type(part).model_fields.items()}
-    return [
-        KeyValue(f"{section}.{key.rstrip('_')}", _shown(value), value != defaults[key])
-        for key, value in part
-        if key not in left_out and value not in (None, [], {})
-    ]
-
-
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Write a value as people read it.
 
-    >>> _shown(0.0005), _shown(True), _shown([0.9, 0.999]), _shown("hf")
+    >>> _value_text(0.0005), _value_text(True), _value_text([0.9, 0.999]), _value_text("hf")
     ('0.0005', 'true', '0.9, 0.999', 'hf')
     """
     match value:
         case bool():
             return str(value).lower()
         case list():
-            return ", ".join(map(_shown, value))
+            return ", ".join(map(_value_text, value))
         case dict():
-            return ", ".join(f"{key} = {_shown(item)}" for key, item in value.items())
+            return ", ".join(f"{key} = {_value_text(item)}" for key, item in value.items())
         case float():
             return f"{value:g}"
         case _ if hasattr(value, "model_dump"):
-            return _shown(value.model_dump(exclude_none=True))
+            return _value_text(value.model_dump(exclude_none=True))
         case _:
             return str(value)
 
 
-def _stages(ledger: list[dict[str, Any]]) -> list[StageRun]:
-    stages: dict[str, list[dict[str, Any]]] = {}
-    for row in ledger:
-        stages.setdefault(row["stage"], []).append(row)
-    return [
-        StageRun(
-            stage=stage,
-            when=_period([row["time"] - row["device_seconds"] for row in rows], [row["time"] for row in rows]),
-            device_time=duration(sum(row["device_seconds"] for row in rows)),
-            device=_each(row["device"] for row in rows),
-            versions=_each(", ".join(f"{name} {version}" for name, version in row["versions"].items()) for row in rows),
-        )
-        for stage, rows in stages.items()
-    ]
-
-
-def _period(starts: Iterable[float], ends: Iterable[float]) -> str:
-    """Say from when to when, in UTC.
-
-    >>> _period([0.0], [60.0]), _period([0.0], [86400.0])
-    ('1970-01-01 00:00 to 00:01', '1970-01-01 00:00 to 1970-01-02 00:00')
-    """
-    first, last = (datetime.fromtimestamp(time, UTC) for time in (min(starts), max(ends)))
-    return f"{first:%Y-%m-%d %H:%M} to {last:{'%H:%M' if first.date() == last.date() else '%Y-%m-%d %H:%M'}}"
-
-
-def _each(values: Iterable[str]) -> str:
+def _distinct(values: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(values))
-
-
-def _commands(steps: Steps) -> list[tuple[str, str]]:
-    """The commands that wrote to this run, from its log."""
-    path = steps.store.run_dir / "log.txt"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    return re.findall(r"^(\S+ \S+) \$ (.*)$", text, flags=re.MULTILINE)

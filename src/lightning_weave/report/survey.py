@@ -6,22 +6,115 @@ A *pull* is a shift minus its mean under the behaviour policy, r(a) - E_b[r]: it
 lowers the token's probability to first order, whatever constant the shift includes (corollary permutation-scale).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pandas import DataFrame
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_weave.cache.block import Block
+from lightning_weave.cache.reader import Cache
+from lightning_weave.checks.pairs import open_alignment
+from lightning_weave.errors import InputError
 from lightning_weave.maths import compose_shifts, shift_covariance, with_other
-from lightning_weave.report.kinds import KINDS, TokenKind, Vocabulary
-from lightning_weave.report.reading import Reading
-from lightning_weave.runs.alignment import Unread
+from lightning_weave.progress import Progress
+from lightning_weave.run import ROLES, Run
+from lightning_weave.stages.alignment import Alignment, Unread
+from lightning_weave.tokens.spelling import Origin, Spelling
 
+TokenKind = Literal["digits", "words", "punctuation", "whitespace", "end of thinking", "end of sequence", "special"]
+KINDS: tuple[TokenKind, ...] = get_args(TokenKind)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The student's tokens as text."""
+
+    spelling: Spelling
+    stop_ids: frozenset[int]
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any, stop_ids: Iterable[int]) -> "Vocabulary":
+        return cls(Spelling.from_tokenizer(tokenizer), frozenset(stop_ids))
+
+    def text(self, id: int) -> str:
+        """The token's text, invalid UTF-8 escaped."""
+        return self.spelling.text(id)
+
+    def kind(self, id: int) -> TokenKind:
+        """Classify a token."""
+        if id in self.stop_ids:
+            return "end of sequence"
+        bare = self.text(id).strip()
+        if bare == "</think>":
+            return "end of thinking"
+        if self.spelling.origins.get(id) == Origin.CONTROL:
+            return "special"
+        if not bare:
+            return "whitespace"
+        if any(char.isalpha() for char in bare):
+            return "words"
+        return "digits" if any(char.isdigit() for char in bare) else "punctuation"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How both sides of one anchor read the trajectories of a run; empty if their tokenizers are not available."""
+
+    sides: tuple[Alignment, ...] = ()  # none: its models are gone
+    untrained: NDArray[np.int64] | None = None  # tokens of the student that stand for an untrained one of pre
+
+    @classmethod
+    def from_run(cls, run: Run, anchor: str) -> "Reading":
+        """Open the tokenizers of an anchor, if they are still there."""
+        try:
+            sides = tuple(open_alignment(run, anchor, role, cached=True) for role in ROLES)
+        except InputError:
+            return cls()
+        masked = [id for side in sides for id in side.masked_ids]
+        ids_V = torch.arange(run.student.vocabulary)
+        untrained = [
+            ids_V[mapped_V & torch.isin(anchor_ids, torch.tensor([*side.masked_ids]))]
+            for side in sides
+            for anchor_ids, mapped_V in [side.tokens.candidate_map(ids_V)]
+        ]
+        return cls(sides, torch.cat(untrained).numpy() if masked else None)
+
+    def unread(self, block: Block, asked_P: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Why neither side, or only one, can read that far: for every position of rows with an asked one."""
+        found_P = np.full(len(asked_P), Unread.UNKNOWN if not self.sides else Unread.READ, np.int64)
+        rollouts = block.rollouts
+        offsets = rollouts.response_ids.offsets.tolist()
+        for row in range(len(block)):
+            places = slice(offsets[row], offsets[row + 1])
+            if self.sides and asked_P[places].any():
+                trajectory = (int(rollouts.prompt_R[row]), rollouts.prompt_ids[row], rollouts.response_ids[row])
+                found_P[places] = np.max([side.unread(*trajectory) for side in self.sides], axis=0)
+        return found_P
+
+    def why_masked(self, block: Block, anchor: int, stops: Collection[int]) -> NDArray[np.int64]:
+        """Give each position of a block an index into REASONS, for the anchor of this number in the block."""
+        ids_PC = block.candidates.ids.flat
+        mapped_PC, valid_P = block.mapped_KPC[anchor], block.valid_KP[anchor]
+        untrained_PC = np.isin(ids_PC, [] if self.untrained is None else self.untrained)
+        unread_P = self.unread(block, ~mapped_PC.any(axis=1))
+        masked_P = np.where((mapped_PC | np.isin(ids_PC, list(stops))).all(axis=1), NO_END_OF_TURN, NOT_ONE_TOKEN)
+        masked_P = np.where((mapped_PC | untrained_PC).all(axis=1), UNTRAINED, masked_P)
+        for unread, reason in UNREAD.items():
+            masked_P = np.where(~mapped_PC.any(axis=1) & (unread_P == unread), reason, masked_P)
+        masked_P = np.where(mapped_PC.all(axis=1), BY_RULE, masked_P)
+        masked_P = np.where(block.decided_P, masked_P, NOT_WRITTEN)
+        return np.where(valid_P, np.where(mapped_PC.all(axis=1), KEPT, PARTLY_KEPT), masked_P)
+
+
+TOKENS = ("sampled", "top")  # on which two anchors are compared
 CHUNK = 16_384  # decisions held as tensors at once
+SMALLEST_PUSH = 0.05  # tokens per 1,000 decisions
 REASONS = (
     "kept",
     "kept, some candidates without a shift",
@@ -33,10 +126,21 @@ REASONS = (
     "masked: after a token that the anchor cannot spell",
     "masked: a column of the context is missing",
     "masked: no candidate is a token, or not readable",
+    "masked: not written by the student",
 )
-KEPT, PARTLY_KEPT, NO_END_OF_TURN, NOT_ONE_TOKEN, OUT_OF_CONTEXT, BY_RULE, UNTRAINED, NOT_SPELT, NO_COLUMN, UNKNOWN = (
-    range(len(REASONS))
-)
+(
+    KEPT,
+    PARTLY_KEPT,
+    NO_END_OF_TURN,
+    NOT_ONE_TOKEN,
+    OUT_OF_CONTEXT,
+    BY_RULE,
+    UNTRAINED,
+    NOT_SPELT,
+    NO_COLUMN,
+    UNKNOWN,
+    NOT_WRITTEN,
+) = range(len(REASONS))
 UNREAD = {  # where no candidate is mapped: because it is not read there, or else for its candidates
     Unread.TOO_LONG: OUT_OF_CONTEXT,
     Unread.NOT_SPELT: NOT_SPELT,
@@ -47,31 +151,25 @@ UNREAD = {  # where no candidate is mapped: because it is not read there, or els
 
 @dataclass
 class PairSums:
-    """Sums over the decisions that two anchors can both score."""
+    """Sums over the decisions that two anchors can both score; of the sampled and the most likely token, by kind."""
 
     decisions: int = 0
     covariance: float = 0.0
-    variance_one: float = 0.0
-    variance_two: float = 0.0
-    agreed: dict[str, int] = field(default_factory=lambda: {"sampled": 0, "top": 0})
-    compared: dict[str, int] = field(default_factory=lambda: {"sampled": 0, "top": 0})
-    agreed_by_kind: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(KINDS), np.int64))
-    compared_by_kind: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(KINDS), np.int64))
+    variances: NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
+    agreed: NDArray[np.int64] = field(default_factory=lambda: np.zeros((len(TOKENS), len(KINDS)), np.int64))
+    compared: NDArray[np.int64] = field(default_factory=lambda: np.zeros((len(TOKENS), len(KINDS)), np.int64))
 
     @property
     def correlation(self) -> float:
         """Pool Cov_b over decisions: 1 = same direction, 0 = unrelated, -1 = opposite."""
-        scale = (self.variance_one * self.variance_two) ** 0.5
+        scale = float(self.variances.prod()) ** 0.5
         return self.covariance / scale if scale > 0 else float("nan")
 
-    def agreement(self, where: str) -> float:
-        """The share of sampled or top tokens that both pull in the same direction."""
-        return self.agreed[where] / self.compared[where] if self.compared[where] else float("nan")
-
-    def agreement_on(self, kind: TokenKind) -> float:
-        """The share of sampled tokens of this kind that both pull in the same direction."""
-        compared = self.compared_by_kind[KINDS.index(kind)]
-        return float(self.agreed_by_kind[KINDS.index(kind)] / compared) if compared else float("nan")
+    def agreement(self, token: str, kind: TokenKind | None = None) -> float:
+        """The share of sampled or top tokens, of this kind or all, that both pull in the same direction."""
+        where = TOKENS.index(token), slice(None) if kind is None else KINDS.index(kind)
+        compared = self.compared[where].sum()
+        return float(self.agreed[where].sum() / compared) if compared else float("nan")
 
 
 class Survey:
@@ -88,14 +186,13 @@ class Survey:
         self.readings = readings or {}
         self.compositions = {name: [weights.get(a, 0.0) for a in anchors] for name, weights in compositions.items()}
         self.vocabulary = vocabulary
-        kinds = [KINDS.index(vocabulary.kind(id)) for id in range(vocabulary.size)]
-        self._kind_V = np.array(kinds, dtype=np.int64)
+        size = max(vocabulary.spelling.strings, default=-1) + 1
+        self._kind_V = np.array([KINDS.index(vocabulary.kind(id)) for id in range(size)], dtype=np.int64)
         self._stops = np.array(sorted(vocabulary.stop_ids), dtype=np.int64)
         self.decisions = 0
         self.reasons_KR = np.zeros((len(self.anchors), len(REASONS)), np.int64)
         self.kept = dict.fromkeys(self.compositions, 0)
-        self.push_KV = np.zeros((len(self.anchors), vocabulary.size))
-        self.seen_V = np.zeros(vocabulary.size)
+        self.push_KV = np.zeros((len(self.anchors), size))
         self.size_KJ = np.zeros((len(self.anchors), len(KINDS)))  # summed |pull| on the sampled token, by kind
         self.count_KJ = np.zeros((len(self.anchors), len(KINDS)), np.int64)
         self.pairs = {(one, two): PairSums() for n, one in enumerate(self.anchors) for two in self.anchors[n + 1 :]}
@@ -107,7 +204,6 @@ class Survey:
                 self._add_chunk(chunk)
 
     def _add_chunk(self, chunk: Block) -> None:
-        ids_PC = chunk.candidates.ids.flat
         self.decisions += int(chunk.decided_P.sum())
         valid_KP = torch.from_numpy(chunk.valid_KP)
         for name, weights in self.compositions.items():
@@ -117,32 +213,29 @@ class Survey:
             torch.tensor(chunk.candidates.logp.flat), torch.tensor(chunk.candidates.other_logp.flat)
         ).double()
         b_PO = torch.softmax(log_b_PO, dim=-1)
-        np.add.at(self.seen_V, ids_PC.reshape(-1), b_PO[:, :-1].numpy().reshape(-1))
         r_KPC = torch.tensor(np.where(chunk.valid_KP[..., None], chunk.r_KPC, 0.0)).double()
-        pull_KPO = pull(b_PO, r_KPC)
+        r_KPO = pad(r_KPC, (0, 1))  # `other` has shift 0
+        pull_KPO = r_KPO - (b_PO * r_KPO).sum(dim=-1, keepdim=True)
         for anchor in range(len(self.anchors)):
-            self._add_reasons(anchor, chunk)
-            self._add_pushes(anchor, chunk, b_PO, pull_KPO[anchor])
+            self._add_anchor(anchor, chunk, b_PO, pull_KPO[anchor])
         for names, sums in self.pairs.items():
             pair = [self.anchors.index(name) for name in names]
             both_P = valid_KP[pair].all(dim=0)
             self._add_pair(sums, chunk, log_b_PO, r_2PC=r_KPC[pair], pull_2PO=pull_KPO[pair], both_P=both_P)
 
-    def _add_reasons(self, anchor: int, chunk: Block) -> None:
-        mapped_PC = chunk.mapped_KPC[anchor]
-        reading = self.readings.get(self.anchors[anchor], Reading())
-        unread_P = reading.unread(chunk, ~mapped_PC.any(axis=1))
+    def _add_anchor(self, anchor: int, chunk: Block, b_PO: Tensor, pull_PO: Tensor) -> None:
+        """Count why positions are masked, and add up b(a) (r(a) - E_b[r]) and |pull| on the sampled token.
+
+        The first is the change in the expected count of each token, per unit of weight / alpha.
+        """
         ids_PC = chunk.candidates.ids.flat
-        untrained_PC = np.isin(ids_PC, [] if reading.untrained is None else reading.untrained)
-        stops_PC = np.isin(ids_PC, self._stops)
-        reasons_P = why_masked(mapped_PC, chunk.valid_KP[anchor], stops_PC, untrained_PC, unread_P)
+        valid_P = chunk.valid_KP[anchor]
+        reading = self.readings.get(self.anchors[anchor], Reading())
+        reasons_P = reading.why_masked(chunk, anchor, self._stops)
         self.reasons_KR[anchor] += np.bincount(reasons_P[chunk.decided_P], minlength=len(REASONS))
 
-    def _add_pushes(self, anchor: int, chunk: Block, b_PO: Tensor, pull_PO: Tensor) -> None:
-        """Add up b(a) (r(a) - E_b[r]): the change in the expected count of each token, per unit of weight / alpha."""
-        valid_P = chunk.valid_KP[anchor]
         moved_PC = (b_PO * pull_PO)[:, :-1].numpy()
-        np.add.at(self.push_KV[anchor], chunk.candidates.ids.flat[valid_P].reshape(-1), moved_PC[valid_P].reshape(-1))
+        np.add.at(self.push_KV[anchor], ids_PC[valid_P].reshape(-1), moved_PC[valid_P].reshape(-1))
         size_P = _at_sampled(chunk, pull_PO).abs().numpy()
         kind_P = self._kind_V[chunk.sampled_P]
         np.add.at(self.size_KJ[anchor], kind_P[valid_P], size_P[valid_P])
@@ -155,22 +248,19 @@ class Survey:
         u_NC, v_NC = (r_PC[both_P] for r_PC in r_2PC)
         sums.decisions += int(both_P.sum())
         sums.covariance += shift_covariance(log_b_NO, u_NC, v_NC).sum().item()
-        sums.variance_one += shift_covariance(log_b_NO, u_NC, u_NC).sum().item()
-        sums.variance_two += shift_covariance(log_b_NO, v_NC, v_NC).sum().item()
+        sums.variances += [shift_covariance(log_b_NO, r_NC, r_NC).sum().item() for r_NC in (u_NC, v_NC)]
         top_P = log_b_PO[:, :-1].argmax(dim=-1, keepdim=True)
-        pulls = {
-            "sampled": [_at_sampled(chunk, pull_PO) for pull_PO in pull_2PO],
-            "top": [pull_PO.gather(1, top_P)[:, 0] for pull_PO in pull_2PO],
-        }
-        for where, (one_P, two_P) in pulls.items():
+        kind_P = self._kind_V[chunk.sampled_P]
+        for place, (one_P, two_P) in enumerate(
+            (
+                [_at_sampled(chunk, pull_PO) for pull_PO in pull_2PO],
+                [pull_PO.gather(1, top_P)[:, 0] for pull_PO in pull_2PO],
+            )
+        ):
             decided_P = both_P & (one_P != 0) & (two_P != 0)
             same_P = decided_P & ((one_P > 0) == (two_P > 0))
-            sums.compared[where] += int(decided_P.sum())
-            sums.agreed[where] += int(same_P.sum())
-            if where == "sampled":
-                kind_P = self._kind_V[chunk.sampled_P]
-                sums.compared_by_kind += np.bincount(kind_P[decided_P.numpy()], minlength=len(KINDS))
-                sums.agreed_by_kind += np.bincount(kind_P[same_P.numpy()], minlength=len(KINDS))
+            sums.compared[place] += np.bincount(kind_P[decided_P.numpy()], minlength=len(KINDS))
+            sums.agreed[place] += np.bincount(kind_P[same_P.numpy()], minlength=len(KINDS))
 
     def size_by_kind(self, anchor: str) -> dict[TokenKind, float]:
         """Mean size of an anchor's pull on the sampled token, in nats, for the kinds that occur."""
@@ -178,36 +268,52 @@ class Survey:
         counts = self.count_KJ[k]
         return {kind: float(self.size_KJ[k, j] / counts[j]) for j, kind in enumerate(KINDS) if counts[j]}
 
-    def largest_pushes(self, anchor: str, most: int = 10) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """The tokens that an anchor pushes up and down most: (id, change in expected count per unit dose)."""
-        push_V = self.push_KV[self.anchors.index(anchor)]
-        order = np.argsort(push_V, kind="stable")
-        up = [(int(id), float(push_V[id])) for id in order[::-1][:most] if push_V[id] > 0]
-        down = [(int(id), float(push_V[id])) for id in order[:most] if push_V[id] < 0]
-        return up, down
+    def pushes(self, most: int = 10) -> DataFrame:
+        """The tokens that every anchor pushes up and down most.
+
+        `amount` is the change in the expected count per 1,000 decisions that the anchor can score and per unit of
+        weight / alpha, `share` is relative to the largest of its list. What would print as 0.0 is left out.
+        """
+        rows = []
+        for anchor, push_V, count_J in zip(self.anchors, self.push_KV, self.count_KJ, strict=True):
+            order = np.argsort(push_V, kind="stable")
+            for side, ids, sign in (("up", order[::-1][:most], 1), ("down", order[:most], -1)):
+                largest = abs(push_V[ids[0]])
+                for id in ids[sign * push_V[ids] > 0].tolist():
+                    amount = 1000 * push_V[id] / count_J.sum()
+                    if abs(amount) >= SMALLEST_PUSH:
+                        rows.append((anchor, side, self.vocabulary.text(id), amount, abs(push_V[id]) / largest))
+        return DataFrame(rows, columns=["anchor", "side", "text", "amount", "share"])
+
+    def agreement(self) -> DataFrame:
+        """How far every two anchors agree: on the sampled and the most likely token, and their correlation."""
+        rows = [
+            (*names, sums.agreement("sampled"), sums.agreement("top"), sums.correlation, sums.decisions)
+            for names, sums in self.pairs.items()
+            if sums.decisions
+        ]
+        return DataFrame(rows, columns=["one", "two", "sampled", "top", "correlation", "decisions"])
 
 
-def pull(b_PO: Tensor, r_KPC: Tensor) -> Tensor:
-    """Subtract from each shift its mean under the behaviour policy; `other` has shift 0."""
-    r_KPO = pad(r_KPC, (0, 1))
-    return r_KPO - (b_PO * r_KPO).sum(dim=-1, keepdim=True)
+def survey_cache(run: Run, cache: Cache, vocabulary: Vocabulary, progress: Progress) -> Survey:
+    """Read the whole cache once, a shard at a time."""
+    readings = {anchor: Reading.from_run(run, anchor) for anchor in cache.names}
+    survey = Survey(cache.names, joint_weights(run, cache), vocabulary, readings)
+    with progress.bar("report: anchors", cache.rows.shards, "shard") as bar:
+        for shard in range(cache.rows.shards):
+            survey.add(cache.block(cache.shard_rows(shard)))
+            bar.advance()
+    return survey
 
 
-def why_masked(
-    mapped_PC: NDArray[np.bool_],
-    valid_P: NDArray[np.bool_],
-    stops_PC: NDArray[np.bool_],
-    untrained_PC: NDArray[np.bool_],
-    unread_P: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Give each position an index into REASONS; `unread_P` counts only where no candidate is mapped."""
-    unmapped_PC = ~mapped_PC
-    masked_P = np.where((mapped_PC | stops_PC).all(axis=1), NO_END_OF_TURN, NOT_ONE_TOKEN)
-    masked_P = np.where((mapped_PC | untrained_PC).all(axis=1), UNTRAINED, masked_P)
-    for unread, reason in UNREAD.items():
-        masked_P = np.where(~mapped_PC.any(axis=1) & (unread_P == unread), reason, masked_P)
-    masked_P = np.where(mapped_PC.all(axis=1), BY_RULE, masked_P)
-    return np.where(valid_P, np.where(unmapped_PC.any(axis=1), PARTLY_KEPT, KEPT), masked_P)
+def joint_weights(run: Run, cache: Cache) -> dict[str, dict[str, float]]:
+    """The weights of the joint compositions whose anchors are all in the cache, those by tag separately."""
+    return {
+        f"{name} ({tag})" if tag else name: weights
+        for name, composition in run.recipe.compositions.items()
+        if composition.method == "joint" and composition.used.keys() <= set(cache.names)
+        for tag, weights in (composition.by_tag or {"": composition.weights}).items()
+    }
 
 
 def _at_sampled(chunk: Block, value_PO: Tensor) -> Tensor:

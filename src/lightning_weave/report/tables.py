@@ -1,210 +1,291 @@
-"""Tables in the paper's layout: accuracy and tokens per benchmark, then averages and AES (table main-results).
+"""Tables as pandas DataFrames, and one renderer each for Markdown, LaTeX, CSV, plain text, the terminal and HTML.
 
-In every column the best value is bold and the second best underlined, within each group of rows or over the whole
-table. Values that print the same rank the same.
+A table of results has a row per policy, indexed by group and policy. Its columns are (part, measure): a part is a
+benchmark, their average, or a task of another harness. `format_results` and `format_costs` turn numbers into printed
+cells in the paper's layout (tables main-results and training-cost); the renderers take any table of cells or texts.
 """
 
-import csv
-import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pandas as pd
+from markupsafe import Markup
+from pandas import DataFrame
 
 from lightning_weave.errors import InputError
-from lightning_weave.report.grid import escape_latex, escape_markdown
-from lightning_weave.runs.steps import Steps
+from lightning_weave.run import Run
+from lightning_weave.stages.costs import SHARED, setting_costs
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-Mark = Literal["best", "second", ""]
-Scope = Literal["group", "table"]
+AVERAGE = "Average"
+HEADINGS = {"accuracy": "Acc.↑", "tokens": "#Tok.↓", "aes": "AES↑"}  # tasks name theirs: exact_match↑
+DIGITS = {"accuracy": 1, "tokens": 0, "aes": 2}
 MISSING = "–"
-SHORT = 100  # tokens
+SHORT = 100  # tokens: where no response is longer on average, one decimal is shown
+TRAINING = "Student-only training"
+COST_RULES = (2, 5)  # before these rows: what was measured, the parts of it
 
 
-@dataclass(frozen=True)
-class BenchmarkScore:
-    """The result of one policy on one benchmark."""
-
-    benchmark: str
-    accuracy: float
-    tokens: float
-    samples: int = 0  # per problem; 0: not said
-
-
-@dataclass(frozen=True)
-class TaskScore:
-    """The result of one policy on one task of another harness, and its difference to the base; NaN: not measured."""
-
-    task: str
-    metric: str
-    value: float
-    error: float | None = None
-    difference: float | None = None
-    difference_error: float | None = None
-    lower_is_better: bool = False
-
-    @property
-    def label(self) -> str:
-        """The head of its column."""
-        return f"{self.task} {self.metric}{'↓' if self.lower_is_better else '↑'}"
-
-    @property
-    def beside(self) -> str:
-        """What is printed beside the score: its standard error, and the difference with its own."""
-        error = f"±{self.error:.3f}" if self.error is not None else ""
-        if self.difference is None:
-            return error
-        own = f" ±{self.difference_error:.3f}" if self.difference_error is not None else ""
-        return f"{error} ({self.difference:+.3f}{own})".strip()
-
-
-@dataclass(frozen=True)
-class PolicyRow:
-    """One line of the table. Consecutive rows of a group are printed under its name, if it has one."""
-
-    policy: str
-    scores: tuple[BenchmarkScore, ...]
-    accuracy: float  # averages
-    tokens: float
-    aes: float | None = None
-    aes_low: float | None = None
-    aes_high: float | None = None
-    group: str = ""
-    stale: bool = False  # made by another recipe than the present one
-    tasks: tuple[TaskScore, ...] = ()  # of another harness: further columns
-
-    @property
-    def label(self) -> str:
-        """The policy as it is printed."""
-        return f"{self.policy} (stale)" if self.stale else self.policy
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A value as printed, and its mark in its column."""
+class Cell(NamedTuple):
+    """A value as printed, its mark ("best", "second" or "") and what follows it: an interval or a standard error."""
 
     text: str
-    mark: Mark = ""
+    mark: str = ""
     interval: str = ""
 
 
-@dataclass(frozen=True)
-class _Column:
-    values: Sequence[float | None]
-    digits: int
-    lower_is_better: bool = False
+def benchmarks_of(results: DataFrame) -> list[str]:
+    """The benchmarks of a table of results."""
+    return [part for part, measure in results.columns if measure == "accuracy" and part != AVERAGE]
 
 
-def markdown(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
-    """Write the table as GitHub Markdown."""
-    header = ["Policy", *_flat_header(rows)]
-    lines = [_pipe(map(escape_markdown, header)), _pipe([":---", *["---:"] * (len(header) - 1)])]
-    for group, members in _groups(rows, cells(rows, marks)):
-        if group:
-            lines.append(_pipe([f"***{escape_markdown(group)}***", *[""] * (len(header) - 1)]))
-        lines += [_pipe([escape_markdown(row.label), *map(_markdown_cell, line)]) for row, line in members]
-    return "\n".join(lines) + "\n"
+def tasks_of(results: DataFrame) -> list[tuple[str, str]]:
+    """The columns of another harness: task, and metric with its direction."""
+    return [(part, measure) for part, measure in results.columns if measure[-1] in "↑↓"]
 
 
-def latex(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
-    """Write the table as a LaTeX tabular; it only needs the booktabs package."""
-    benchmarks = _benchmarks(rows)
-    tasks = [task.task for task in rows[0].tasks]
-    averages = 3 if benchmarks else 0
-    width = 2 * len(benchmarks) + 1 + averages + len(tasks)
-    spans = [*((name, 2) for name in benchmarks), *([("Average", 3)] if benchmarks else []), *((t, 1) for t in tasks)]
-    heads = [rf"\multicolumn{{{span}}}{{c}}{{\textbf{{{escape_latex(name)}}}}}" for name, span in spans]
-    pair = [r"\textbf{Acc.}$\uparrow$", r"\textbf{\#Tok.}$\downarrow$"]
-    names = [r"\textbf{Policy}", *(pair * (len(benchmarks) + 1) + [r"\textbf{AES}$\uparrow$"] if benchmarks else [])]
-    names += [rf"\textbf{{{escape_latex(task.metric)}}}{_latex_arrow(task)}" for task in rows[0].tasks]
-    rules = [f"{2 * k + 2}-{2 * k + 3}" for k in range(len(benchmarks))]
-    first = 2 * len(benchmarks) + 2  # of the averages
-    rules += [f"{first}-{first + 2}"] if benchmarks else []
-    rules += [f"{first + averages + k}-{first + averages + k}" for k in range(len(tasks))]
-    lines = [rf"\begin{{tabular}}{{l{'c' * (width - 1)}}}", r"\toprule", _ampersand(["", *heads])]
-    lines += ["".join(rf"\cmidrule(lr){{{rule}}}" for rule in rules), _ampersand(names)]
-    for group, members in _groups(rows, cells(rows, marks)):
-        lines.append(r"\midrule")
-        if group:
-            lines.append(rf"\multicolumn{{{width}}}{{l}}{{\textbf{{\textit{{{escape_latex(group)}}}}}}} \\")
-        lines += [_ampersand([escape_latex(row.label), *map(_latex_cell, line)]) for row, line in members]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+def format_results(results: DataFrame) -> DataFrame:
+    """Round every value and mark the best and second best of each group, of those that are comparable.
+
+    Values that print the same rank the same.
+    """
+    if results.empty:
+        raise InputError("no policy has been evaluated. Run eval first")
+    benchmarks = benchmarks_of(results)
+    averages = [(AVERAGE, measure) for measure in HEADINGS] if benchmarks else []
+    shown = [*((part, measure) for part in benchmarks for measure in ("accuracy", "tokens")), *averages]
+    columns = {}
+    for part, measure in [*shown, *tasks_of(results)]:
+        values = results[part, measure].astype(float)
+        digits = DIGITS.get(measure, 3) + (measure == "accuracy" and part == AVERAGE)
+        digits += measure == "tokens" and values.max(skipna=True) < SHORT
+        texts = [round_text(value, digits) for value in values]
+        why = "task differs" if measure not in DIGITS else "differs"
+        differs = results[part, why] if (part, why) in results else [math.nan] * len(results)
+        pairs = zip(texts, differs, strict=True)
+        ranked = [float(text.replace(",", "")) if text and pd.isna(reason) else math.nan for text, reason in pairs]
+        printed = pd.Series(ranked, results.index)
+        groups = printed.groupby(level="group")
+        ranks = groups.rank(method="dense", ascending=(HEADINGS.get(measure, measure)[-1] == "↓"))
+        marks = ranks.where(groups.transform("nunique") > 1).map({1: "best", 2: "second"}).fillna("")
+        intervals = [_interval(row, part, measure) for _, row in results.iterrows()]
+        cells = [Cell(text or MISSING, *rest) for text, *rest in zip(texts, marks, intervals, strict=True)]
+        columns[part, HEADINGS.get(measure, measure)] = cells
+    older = results["", "older"].eq(True) if ("", "older") in results else [False] * len(results)
+    index = [
+        (group, f"{policy} (older recipe)" if is_older else policy)
+        for (group, policy), is_older in zip(results.index, older, strict=True)
+    ]
+    return DataFrame(columns, index=pd.MultiIndex.from_tuples(index, names=["Group", "Policy"]))
 
 
-def legend(rows: Sequence[PolicyRow]) -> str:
-    """Explain the marks and the columns of a table."""
-    where = " of its block" if any(row.group for row in rows) else ""
-    parts = [f"Bold: best{where}. Underlined: second best."] if len(rows) > 1 else []
-    if any(row.scores for row in rows):
-        parts.append("Acc.: accuracy in %. #Tok.: mean response tokens.")
-    if counts := sample_counts(rows):
-        each = ", ".join(f"{name} {text}" for name, text in counts.items())
-        parts.append(f"Samples per problem: {each if len(set(counts.values())) > 1 else min(counts.values())}.")
-    if any(not _is_missing(row.aes) for row in rows):
+def _interval(row: Any, part: str, measure: str) -> str:
+    """What follows a value: the interval of AES; the standard error of a task, and its difference to the base."""
+    if measure == "aes" and not row[[(part, "aes"), (part, "aes_low"), (part, "aes_high")]].isna().any():
+        return f"[{round_text(row[part, 'aes_low'], 2)}, {round_text(row[part, 'aes_high'], 2)}]"
+    if measure in DIGITS or math.isnan(row[part, measure]):
+        return ""
+    error, moved, moved_error = (row[part, key] for key in ("error", "difference", "difference_error"))
+    own = "" if math.isnan(error) else f"±{error:.3f}"
+    if math.isnan(moved):
+        return own
+    return f"{own} ({moved:+.3f}{'' if math.isnan(moved_error) else f' ±{moved_error:.3f}'})".strip()
+
+
+def round_text(value: float, digits: int) -> str:
+    """Round a value, without a negative zero; empty if it is missing."""
+    if math.isnan(value):
+        return ""
+    text = f"{value:,.{digits}f}"
+    return text.lstrip("-") if not text.strip("-0.") else text
+
+
+def legend(results: DataFrame) -> str:
+    """Explain the marks and the columns of a table of results, with the number of problems and samples."""
+    benchmarks = benchmarks_of(results)
+    where = " of its block" if any(group for group, _ in results.index) else ""
+    parts = [f"Bold: best{where}. Underlined: second best."] if len(results) > 1 else []
+    parts += ["Acc.: accuracy in %. #Tok.: mean response tokens."] if benchmarks else []
+    parts += [counts(results)] if counts(results) else []
+    if benchmarks and results[AVERAGE, "aes"].notna().any():
         parts.append(
             "AES: share of tokens saved plus three times the relative gain in accuracy (or minus five times the loss), "
-            "compared with the base" + " and averaged over benchmarks" * (len(_benchmarks(rows)) > 1) + "."
+            "compared with the base" + " and averaged over benchmarks" * (len(benchmarks) > 1) + "."
         )
-    if any(map(_interval, rows)):
+    if benchmarks and results[AVERAGE, "aes_low"].notna().any():
         parts.append("In brackets: 95 % interval, resampling problems for policy and base together.")
-    if any(row.tasks for row in rows):
+    if tasks_of(results):
         parts.append(
             "Columns of other harnesses: the score ± its standard error, and in parentheses the difference to the base "
-            "± its own, over the same questions where they are known."
+            "± its standard error, paired by question where the questions are known."
         )
-    if any(_is_missing(value) for row in rows for value in (row.accuracy, row.tokens, row.aes)):
+    if benchmarks and results[[(AVERAGE, measure) for measure in HEADINGS]].isna().any(axis=None):
         parts.append(f"{MISSING}: not measured, or undefined.")
     return " ".join(parts)
 
 
-def sample_counts(rows: Sequence[PolicyRow]) -> dict[str, str]:
-    """Say of every benchmark how many samples of a problem its column averages, and of which blocks if they differ."""
-    by_benchmark: dict[str, dict[int, dict[str, None]]] = {}  # benchmark -> samples -> blocks
-    for row in rows:
-        for score in row.scores:
-            if score.samples:
-                by_benchmark.setdefault(score.benchmark, {}).setdefault(score.samples, {})[row.group] = None
-    return {
-        name: " and ".join(
-            f"{samples} ({', '.join(filter(None, blocks))})" if len(counts) > 1 and any(blocks) else str(samples)
-            for samples, blocks in counts.items()
-        )
-        for name, counts in by_benchmark.items()
+def counts(results: DataFrame) -> str:
+    """State how many problems and samples every benchmark has, and in which groups where these differ."""
+    sentences = []
+    for title, measure in (("Problems", "problems"), ("Samples per problem", "samples")):
+        texts = {}
+        for name in benchmarks_of(results):
+            groups: dict[int, dict[str, None]] = {}
+            for (group, _), count in results[name, measure].dropna().items():
+                groups.setdefault(int(count), {})[group] = None
+            texts[name] = " and ".join(
+                f"{count:,} ({', '.join(filter(None, some))})" if len(groups) > 1 and any(some) else f"{count:,}"
+                for count, some in groups.items()
+            )
+        texts = {name: text for name, text in texts.items() if text}
+        if texts:
+            each = " on each benchmark" if measure == "problems" and len(texts) > 1 else ""
+            listed = ", ".join(f"{name} {text}" for name, text in texts.items())
+            sentences.append(f"{title}: {listed if len(set(texts.values())) > 1 else min(texts.values()) + each}.")
+    return " ".join(sentences)
+
+
+def not_compared(results: DataFrame) -> list[str]:
+    """Name every result that was not compared with the base, and the settings that differ."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for part, measure in results.columns:
+        if measure in ("differs", "task differs"):
+            for (_, policy), why in results[part, measure].items():
+                if pd.notna(why):
+                    reasons.setdefault((policy, why), []).append(part)
+    return [
+        f"{policy} on {', '.join(parts)} is not compared with the base: {why}."
+        for (policy, why), parts in reasons.items()
+    ]
+
+
+def student_names(students: Sequence[Sequence[Run]]) -> list[str]:
+    """Name each student by the last part of its model's name, or in full where two would be the same."""
+    full = [runs[0].recipe.student.model.rstrip("/") for runs in students]
+    short = [name.split("/")[-1] for name in full]
+    names = [one if short.count(one) == 1 else long for one, long in zip(short, full, strict=True)]
+    marks = [f" ({runs[0].recipe.mark})" if runs[0].recipe.mark else "" for runs in students]
+    return [name + mark for name, mark in zip(names, marks, strict=True)]
+
+
+def cost_table(run: Run, ledger: list[dict[str, Any]], student: str) -> DataFrame:
+    """Seconds of one composition for every set of anchors, the smallest first: by part, in total, and online."""
+    rows = []
+    for one in setting_costs(run, ledger):
+        parts = {**{SHARED[stage]: seconds for stage, seconds in one.cache.items()}, TRAINING: one.train}
+        offline = sum(parts.values())
+        ratio = one.online / offline if one.online is not None and offline else None
+        totals = {"online": one.online, "offline": offline, "ratio": ratio}
+        rows.append({"student": student, "anchors": one.anchors, **totals, **parts})
+    return DataFrame(rows)
+
+
+def format_costs(costs: DataFrame) -> DataFrame:
+    """Arrange costs as the paper does: a column for every set of anchors, in hours or seconds."""
+    unit, divisor = ("h", 3600.0) if costs["offline"].max() >= 360 else ("s", 1.0)
+
+    def numbers(key: str, divisor: float = divisor) -> list[str]:
+        return [round_text(value / divisor, 2) or MISSING for value in costs[key].astype(float)]
+
+    rows = {
+        "Anchors": [" + ".join(anchors) for anchors in costs["anchors"]],
+        "Number of anchors": [str(len(anchors)) for anchors in costs["anchors"]],
+        f"Online DOPD, {unit}": numbers("online"),
+        f"Lightning Weave, {unit}": numbers("offline"),
+        "Online/offline cost ratio": numbers("ratio", 1.0),
+        **{part: numbers(part) for part in (*SHARED.values(), TRAINING)},
     }
+    table = DataFrame.from_dict(rows, orient="index", columns=list(costs["student"]))
+    return table.rename_axis("Student")
 
 
-def to_csv(rows: Sequence[PolicyRow]) -> str:
-    """Write the values as CSV: unrounded, unmarked, missing ones empty."""
-    names = [f"{name} {what}" for name in (*_benchmarks(rows), "Average") for what in ("Acc.", "#Tok.")]
-    further = ("", " error", " difference", " difference error")
-    names += ["AES", "AES low", "AES high"]
-    names += [f"{task.task} {task.metric}{what}" for task in rows[0].tasks for what in further]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["Group", "Policy", *names])
-    for row in rows:
-        scores = [value for score in row.scores for value in (score.accuracy, score.tokens)]
-        values = [*scores, row.accuracy, row.tokens, row.aes, row.aes_low, row.aes_high]
-        values += [value for one in row.tasks for value in (one.value, one.error, one.difference, one.difference_error)]
-        writer.writerow([row.group, row.label, *("" if _is_missing(value) else value for value in values)])
-    return out.getvalue()
+def markdown(table: DataFrame) -> str:
+    """Write a table as GitHub Markdown."""
+    header = [table.index.names[-1], *_flat_names(table)]
+    lines = [[escape_markdown(name) for name in header], [":---", *["---:"] * (len(header) - 1)]]
+    marks = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
+    for group, rows in _groups(table):
+        if group:
+            lines.append([f"***{escape_markdown(group)}***", *[""] * (len(header) - 1)])
+        for name, cells in rows:
+            texts = [f"{marks[cell.mark].format(escape_markdown(cell.text))} {cell.interval}".strip() for cell in cells]
+            lines.append([escape_markdown(name), *texts])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def plain(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
+def latex(table: DataFrame, rules: Collection[int] = ()) -> str:
+    """Write a table as a LaTeX tabular, with further rules before these rows; it only needs the booktabs package."""
+    width = len(table.columns) + 1
+    if table.columns.nlevels == 1:
+        lines = [rf"\begin{{tabular}}{{@{{}}l{'r' * (width - 1)}@{{}}}}", r"\toprule"]
+        lines.append(" & ".join(map(escape_latex, [table.index.names[-1], *table.columns])) + r" \\")
+    else:
+        spans = _spans(table)
+        ends = [1 + sum(count for _, count in spans[: at + 1]) for at in range(len(spans))]
+        heads = [rf"\multicolumn{{{count}}}{{c}}{{\textbf{{{escape_latex(part)}}}}}" for part, count in spans]
+        arrows = {"↑": r"$\uparrow$", "↓": r"$\downarrow$"}
+        names = [rf"\textbf{{{escape_latex(name[:-1])}}}{arrows[name[-1]]}" for _, name in table.columns]
+        lines = [rf"\begin{{tabular}}{{l{'c' * (width - 1)}}}", r"\toprule", " & ".join(["", *heads]) + r" \\"]
+        lines.append("".join(rf"\cmidrule(lr){{{end - n + 1}-{end}}}" for end, (_, n) in zip(ends, spans, strict=True)))
+        lines.append(" & ".join([rf"\textbf{{{table.index.names[-1]}}}", *names]) + r" \\")
+    number = 0
+    for group, rows in _groups(table):
+        lines.append(r"\midrule")
+        if group:
+            lines.append(rf"\multicolumn{{{width}}}{{l}}{{\textbf{{\textit{{{escape_latex(group)}}}}}}} \\")
+        for name, cells in rows:
+            lines += [r"\midrule"] * (number in rules)
+            lines.append(" & ".join([escape_latex(name), *map(_latex_cell, cells)]) + r" \\")
+            number += 1
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _latex_cell(cell: Cell) -> str:
+    text = "--" if cell.text == MISSING else escape_latex(cell.text)
+    if re.fullmatch(r"-[\d.,]+", text):
+        text = rf"$\mathbf{{{text}}}$" if cell.mark == "best" else f"${text}$"  # a minus sign, not a hyphen
+    elif cell.mark == "best":
+        text = rf"\textbf{{{text}}}"
+    if cell.mark == "second":
+        text = rf"\underline{{{text}}}"
+    interval = cell.interval.replace("±", r"\pm ")
+    return rf"{text} {{\scriptsize ${interval}$}}" if interval else text
+
+
+def to_csv(table: DataFrame) -> str:
+    """Write a table as CSV. Numbers of results are neither rounded nor marked, and counts come last."""
+    if table.columns.nlevels == 1:
+        return str(table.to_csv(lineterminator="\n"))
+    names = {"accuracy": "Acc.", "tokens": "#Tok."}
+    columns = {"Group": [group for group, _ in table.index], "Policy": format_results(table).index.get_level_values(1)}
+    for part in [*benchmarks_of(table), AVERAGE] if (AVERAGE, "accuracy") in table else ():
+        columns |= {f"{part} {name}": table[part, measure] for measure, name in names.items()}
+    if (AVERAGE, "aes") in table:
+        columns |= {name: table[AVERAGE, name.lower().replace(" ", "_")] for name in ("AES", "AES low", "AES high")}
+    for task, metric in tasks_of(table):
+        columns[f"{task} {metric[:-1]}"] = table[task, metric]
+        further = ("error", "difference", "difference_error")
+        columns |= {f"{task} {metric[:-1]} {key.replace('_', ' ')}": table[task, key] for key in further}
+    for part in benchmarks_of(table):
+        columns |= {f"{part} {key}": table[part, key].astype("Int64") for key in ("problems", "samples")}
+    return str(DataFrame({key: list(values) for key, values in columns.items()}).to_csv(index=False))
+
+
+def plain(table: DataFrame) -> str:
     """Write aligned text for logs and pipes: * marks the best of a column, + the second best."""
+    table = _without_repetition(table)
     signs = {"best": "*", "second": "+", "": " "}
-    first, header = _text_columns(rows)
-    lines: list[list[str]] = [["Policy", *header]]
-    for group, members in _groups(rows, cells(rows, marks)):
+    lines = [[table.index.names[-1], *_flat_names(table)]]
+    for group, rows in _groups(table):
         lines += [[group]] if group else []
-        for row, line in members:
-            shown = line[first:]
-            texts = [f"{cell.text}{signs[cell.mark]}{' ' * bool(cell.interval)}{cell.interval}" for cell in shown]
-            lines.append([("  " if group else "") + row.label, *texts])
+        for name, cells in rows:
+            texts = [f"{cell.text}{signs[cell.mark]}{' ' * bool(cell.interval)}{cell.interval}" for cell in cells]
+            lines.append([("  " if group else "") + name, *texts])
     widths = [max(len(line[k]) for line in lines if len(line) > 1) for k in range(len(lines[0]))]
     padded = [
         [line[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=False))]
@@ -213,175 +294,126 @@ def plain(rows: Sequence[PolicyRow], marks: Scope = "group") -> str:
     return "\n".join("  ".join(line).rstrip() for line in padded) + "\n"
 
 
-def console(rows: Sequence[PolicyRow], marks: Scope = "group", width: int | None = None) -> "RichTable":
-    """Build the table for a terminal; if it is too narrow for every benchmark, only the averages are shown."""
+def fits(table: DataFrame, width: int) -> bool:
+    """Whether a terminal has room for every column."""
+    return max(map(len, plain(table).splitlines())) + 2 * len(table.columns) <= width
+
+
+def console(table: DataFrame, width: int | None = None, title: str | None = None) -> "RichTable":
+    """Build a table for a terminal; where it is too narrow for every benchmark, only the averages are shown."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
 
+    parts = [part for part, _ in table.columns] if table.columns.nlevels == 2 else []
+    if width is not None and len(benchmarks := parts[: parts.index(AVERAGE)] if AVERAGE in parts else []) > 2:
+        table = table if fits(table, width) else table.iloc[:, len(benchmarks) :]
+    table = _without_repetition(table)
     styles = {"best": "bold", "second": "underline", "": ""}
-    first, header = _text_columns(rows, averages=width is not None and not fits(rows, width, marks))
-    table = Table(box=SIMPLE)
-    for name in ["Policy", *header]:
-        table.add_column(name, justify="left" if name == "Policy" else "right", no_wrap=True)
-    for group, members in _groups(rows, cells(rows, marks)):
+    grid = Table(box=SIMPLE if title is None else None, title=title)
+    grid.add_column(table.index.names[-1], no_wrap=title is None, overflow="fold")
+    for name in _flat_names(table):
+        grid.add_column(name, justify="right", no_wrap=title is None)
+    for group, rows in _groups(table):
         if group:
-            table.add_row(Text(group, style="bold italic"))
-        for row, line in members:
-            shown = line[first:]
-            texts = [Text.assemble((cell.text, styles[cell.mark]), f" {cell.interval}".rstrip()) for cell in shown]
-            table.add_row(Text(row.label), *texts)
-    return table
+            grid.add_row(Text(group, style="bold italic"))
+        for name, cells in rows:
+            texts = [Text.assemble((cell.text, styles[cell.mark]), f" {cell.interval}".rstrip()) for cell in cells]
+            grid.add_row(Text(name), *texts)
+    return grid
 
 
-def fits(rows: Sequence[PolicyRow], width: int, marks: Scope = "group") -> bool:
-    """Say whether a terminal has room for every benchmark."""
-    return max(map(len, plain(rows, marks).splitlines())) + 2 * len(_columns(rows)) <= width
-
-
-def cells(rows: Sequence[PolicyRow], marks: Scope = "group") -> list[list[Cell]]:
-    """Round every value of the table for printing, and rank it within its group or the whole table."""
-    columns = _columns(rows)
-    texts = [[_show(value, column.digits) for value in column.values] for column in columns]
-    scopes = [row.group if marks == "group" else "" for row in rows]
-    ranked = [_rank(shown, scopes, column.lower_is_better) for shown, column in zip(texts, columns, strict=True)]
-    return [
-        [Cell(texts[k][r] or MISSING, ranked[k][r], beside) for k, beside in enumerate(_beside(row, len(columns)))]
-        for r, row in enumerate(rows)
-    ]
-
-
-def _columns(rows: Sequence[PolicyRow]) -> list[_Column]:
-    columns = []
-    for k in range(len(_benchmarks(rows))):
-        columns.append(_Column([row.scores[k].accuracy for row in rows], digits=1))
-        columns.append(_tokens_column([row.scores[k].tokens for row in rows]))
-    if columns:
-        columns.append(_Column([row.accuracy for row in rows], digits=2))
-        columns.append(_tokens_column([row.tokens for row in rows]))
-        columns.append(_Column([row.aes for row in rows], digits=2))
-    for k, task in enumerate(rows[0].tasks):
-        columns.append(_Column([row.tasks[k].value for row in rows], digits=3, lower_is_better=task.lower_is_better))
-    return columns
-
-
-def _beside(row: PolicyRow, columns: int) -> list[str]:
-    """What is printed beside each value of a row: the interval of AES, the errors of other harnesses' scores."""
-    own = columns - len(row.tasks)
-    return [*[""] * (own - 1), *([_interval(row)] if own else []), *(task.beside for task in row.tasks)]
-
-
-def _tokens_column(values: Sequence[float]) -> _Column:
-    """Print whole tokens like the paper; if all responses are short, with one decimal."""
-    short = max((value for value in values if not _is_missing(value)), default=0.0) < SHORT
-    return _Column(values, digits=1 if short else 0, lower_is_better=True)
-
-
-def _rank(texts: Sequence[str], scopes: Sequence[str], lower_is_better: bool) -> list[Mark]:
-    """Mark best and second best per scope, unless all values are equal."""
-    places: dict[str, list[float]] = {}
-    for text, scope in zip(texts, scopes, strict=True):
-        if text and _value(text) not in places.setdefault(scope, []):
-            places[scope].append(_value(text))
-    order = {scope: sorted(values, reverse=not lower_is_better) for scope, values in places.items() if len(values) > 1}
-    return [_place(text, order.get(scope, [])) for text, scope in zip(texts, scopes, strict=True)]
-
-
-def _place(text: str, order: list[float]) -> Mark:
-    if not text or not order:
-        return ""
-    place = order.index(_value(text))
-    return "best" if place == 0 else "second" if place == 1 else ""
-
-
-def _benchmarks(rows: Sequence[PolicyRow]) -> list[str]:
-    if not rows:
-        raise InputError("no policy has been evaluated. Run eval first")
-    names = [[score.benchmark for score in row.scores] for row in rows]
-    for row, evaluated in zip(rows, names, strict=True):
-        if evaluated != names[0]:
-            raise InputError(
-                f"{row.policy} was evaluated on {evaluated}, {rows[0].policy} on {names[0]}: they need separate tables"
+def html(
+    table: DataFrame,
+    label: str,
+    kind: str = "facts-table",
+    colour: Callable[[str], str] | None = None,
+    best: Any = None,
+) -> Markup:
+    """Write a table as HTML. `colour` gives the colour of a row by its name, and `best` is the index of one to mark."""
+    head = Markup("<tr>{}</tr>")
+    first = Markup('<th scope="col"{}>{}</th>').format(
+        Markup(' rowspan="2"') if table.columns.nlevels == 2 else "", table.index.names[-1]
+    )
+    if table.columns.nlevels == 2:
+        spans = Markup("").join(
+            Markup('<th colspan="{}" scope="colgroup">{}</th>').format(count, part) for part, count in _spans(table)
+        )
+        names = [name.replace("#Tok.", "Tokens").replace("↑", " ↑").replace("↓", " ↓") for _, name in table.columns]
+        lines = [head.format(first + spans)]
+    else:
+        names, lines = list(table.columns), []
+    columns = Markup("").join(Markup('<th scope="col">{}</th>').format(name) for name in names)
+    lines.append(head.format(columns if lines else first + columns))
+    marks = {"best": Markup("<b>{}</b>"), "second": Markup("<u>{}</u>"), "": Markup("{}")}
+    body, at = [], 0
+    for group, rows in _groups(table):
+        if group:
+            wide = len(table.columns) + 1
+            body.append(Markup('<tr class="group"><th colspan="{}" scope="rowgroup">{}</th></tr>').format(wide, group))
+        for name, cells in rows:
+            hue = colour(name.removesuffix(" (older recipe)")) if colour else ""
+            swatch = Markup('<i class="swatch" style="background: {}"></i>').format(hue) if colour else ""
+            texts = Markup("").join(
+                Markup("<td>{}{}</td>").format(
+                    marks[cell.mark].format(re.sub("^-(?=[0-9])", "−", cell.text)),
+                    Markup(' <small class="interval">{}</small>').format(cell.interval.replace("-", "−"))
+                    if cell.interval
+                    else "",
+                )
+                for cell in cells
             )
-    return names[0]
+            chosen = Markup(' class="subject" style="--own: {}"').format(hue) if at == best else ""
+            body.append(Markup('<tr{}><th scope="row">{}{}</th>{}</tr>').format(chosen, swatch, name, texts))
+            at += 1
+    return Markup(
+        '<div class="scroll" tabindex="0" role="region" aria-label="{}"><table class="{}">\n'
+        "<thead>{}</thead>\n<tbody>\n{}\n</tbody>\n</table></div>"
+    ).format(label, kind, Markup("").join(lines), Markup("\n").join(body))
 
 
-def _groups(rows: Sequence[PolicyRow], lines: list[list[Cell]]) -> list[tuple[str, list[tuple[PolicyRow, list[Cell]]]]]:
-    pairs = zip(rows, lines, strict=True)
-    return [(group, list(members)) for group, members in groupby(pairs, key=lambda pair: pair[0].group)]
+def _groups(table: DataFrame) -> Iterator[tuple[str, list[tuple[str, list[Cell]]]]]:
+    """The rows of a table by group, in its order."""
+    names = table.index if table.index.nlevels == 2 else [("", name) for name in table.index]
+    rows = [
+        (group, name, [cell if isinstance(cell, Cell) else Cell(str(cell)) for cell in cells])
+        for (group, name), cells in zip(names, table.to_numpy(object).tolist(), strict=True)
+    ]
+    for group, members in groupby(rows, key=lambda row: row[0]):
+        yield group, [(name, cells) for _, name, cells in members]
 
 
-def _flat_header(rows: Sequence[PolicyRow]) -> list[str]:
-    benchmarks = _benchmarks(rows)
-    own = [f"{name} {what}" for name in (*benchmarks, "Average") for what in ("Acc.↑", "#Tok.↓")] + ["AES↑"]
-    return [*(own if benchmarks else []), *(task.label for task in rows[0].tasks)]
+def _spans(table: DataFrame) -> list[tuple[str, int]]:
+    """The parts of a table of results with the number of their columns."""
+    return [(part, len(list(columns))) for part, columns in groupby(part for part, _ in table.columns)]
 
 
-def _text_columns(rows: Sequence[PolicyRow], averages: bool = False) -> tuple[int, list[str]]:
-    """Say with which column a text begins, and what they are called. Of one benchmark, the average says it all."""
-    benchmarks = _benchmarks(rows)
-    header = _flat_header(rows)
-    if len(benchmarks) == 1:
-        return 2, [*header[:2], *header[4:]]
-    first = 2 * len(benchmarks) if averages else 0
-    return first, header[first:]
+def _flat_names(table: DataFrame) -> list[str]:
+    if table.columns.nlevels == 1:
+        return list(table.columns)
+    return [name if name == HEADINGS["aes"] else f"{part} {name}" for part, name in table.columns]
 
 
-def _interval(row: PolicyRow) -> str:
-    if _is_missing(row.aes) or row.aes_low is None or row.aes_high is None or math.isnan(row.aes_low + row.aes_high):
-        return ""
-    return f"[{_show(row.aes_low, 2)}, {_show(row.aes_high, 2)}]"
+def _without_repetition(table: DataFrame) -> DataFrame:
+    """Leave out the columns of an only benchmark: its average is the same."""
+    parts = [part for part, _ in _spans(table)] if table.columns.nlevels == 2 else []
+    if AVERAGE not in parts or parts.index(AVERAGE) != 1:
+        return table
+    columns = [(parts[0] if part == AVERAGE else part, name) for part, name in table.columns[2:]]
+    table = table.iloc[:, 2:]
+    return table.set_axis(pd.MultiIndex.from_tuples(columns), axis=1)
 
 
-def _markdown_cell(cell: Cell) -> str:
-    text = {"best": f"**{cell.text}**", "second": f"<u>{cell.text}</u>", "": cell.text}[cell.mark]
-    return f"{text} {cell.interval}".strip()
+def escape_latex(text: str) -> str:
+    """Escape text for LaTeX."""
+    names = {"\\": "textbackslash", "~": "textasciitilde", "^": "textasciicircum", "<": "textless", ">": "textgreater"}
+    return re.sub(
+        r"[\\~^<>&%$#_{}]",
+        lambda hit: rf"\{names[hit[0]]}{{}}" if hit[0] in names else "\\" + hit[0],
+        " ".join(text.split()),
+    )
 
 
-def _latex_cell(cell: Cell) -> str:
-    text = "--" if cell.text == MISSING else cell.text
-    if text.startswith("-") and text != "--":
-        text = rf"$\mathbf{{{text}}}$" if cell.mark == "best" else f"${text}$"  # a minus sign, not a hyphen
-    elif cell.mark == "best":
-        text = rf"\textbf{{{text}}}"
-    if cell.mark == "second":
-        text = rf"\underline{{{text}}}"
-    beside = cell.interval.replace("±", r"\pm ")
-    return rf"{text} {{\scriptsize ${beside}$}}" if beside else text
-
-
-def _latex_arrow(task: TaskScore) -> str:
-    return r"$\downarrow$" if task.lower_is_better else r"$\uparrow$"
-
-
-def _pipe(texts: "Sequence[str] | map[str]") -> str:
-    return f"| {' | '.join(texts)} |"
-
-
-def _ampersand(texts: Sequence[str]) -> str:
-    return " & ".join(texts) + r" \\"
-
-
-def _value(text: str) -> float:
-    return float(text.replace(",", ""))
-
-
-def _is_missing(value: float | None) -> bool:
-    return value is None or math.isnan(value)
-
-
-def _show(value: float | None, digits: int) -> str:
-    """Round a value, without a negative zero; nothing if it is missing."""
-    if value is None or math.isnan(value):
-        return ""
-    text = f"{value:,.{digits}f}"
-    return text.lstrip("-") if not text.strip("-0.") else text
-
-
-def student_names(students: Sequence[Sequence[Steps]]) -> list[str]:
-    """Name each student by the last part of its model's name, or the whole where two would be the same."""
-    whole = [runs[0].recipe.student.model.rstrip("/") for runs in students]
-    short = [name.split("/")[-1] for name in whole]
-    names = [one if short.count(one) == 1 else long for one, long in zip(short, whole, strict=True)]
-    marks = [f" ({runs[0].recipe.mark})" if runs[0].recipe.mark else "" for runs in students]
-    return [name + mark for name, mark in zip(names, marks, strict=True)]
+def escape_markdown(text: str) -> str:
+    """Escape text for a Markdown table."""
+    return re.sub(r"([\\`*_{}\[\]<>|~])", r"\\\1", " ".join(text.split()))

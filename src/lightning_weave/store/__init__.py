@@ -3,6 +3,7 @@
 from lightning_weave.store.files import (
     TEMPORARY,
     append_line,
+    lock_run,
     make_directory,
     read_json,
     read_lines,
@@ -11,8 +12,23 @@ from lightning_weave.store.files import (
     write_atomic,
     write_json,
 )
-from lightning_weave.store.identity import RunIdentities, file_identities, file_identity, fingerprint, model_identity
-from lightning_weave.store.lock import lock_run
-from lightning_weave.store.rows import RowIndex
-from lightning_weave.store.run import ASIDE, MANIFEST, Stage, State, Step, Store, differences, recorded
-from lightning_weave.store.shards import Shard
+from lightning_weave.store.identity import (
+    RunIdentities,
+    file_identities,
+    file_identity,
+    fingerprint,
+    model_identity,
+    read_checked,
+    write_checked,
+)
+from lightning_weave.store.shards import RowIndex, Shard
+from lightning_weave.store.stage import (
+    BEGUN,
+    MANIFEST,
+    Stage,
+    State,
+    damaged_files,
+    differences,
+    read_description,
+    read_manifest,
+)

@@ -1,17 +1,23 @@
 """Files that are either whole or not there, and logs that survive a kill in the middle of a line."""
 
+import errno
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import socket
+import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
 from lightning_weave.errors import CorruptData, InputError, WeaveError
+from lightning_weave.ranks import is_main_process, is_single_process
 
 TEMPORARY = ".tmp-"
 
@@ -99,8 +105,10 @@ def read_json(path: Path) -> Any:
     """Read JSON, or say which file is broken."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptData(f"{path}: not valid JSON ({error}). Remove it and run the stage again") from None
+    except OSError as error:
+        raise CorruptData(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
@@ -125,19 +133,59 @@ def make_directory(path: Path, asked: str) -> None:
         raise InputError(f"{asked}: no directory can be made there ({error.strerror}). Name another") from None
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSONL log, passing over lines that a kill tore."""
+def read_lines(path: Path, **kinds: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a JSONL log that are whole: lines that a kill tore, or without these fields, are left out."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+            with suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict) and all(isinstance(row.get(name), kind) for name, kind in kinds.items()):
+                    yield row
 
 
 def sha256_file(path: Path) -> str:
     """Hash a file without loading it."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+HOLDER = ".holder"  # names the process that holds a run directory
+NO_FLOCK = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+
+
+@contextmanager
+def lock_run(directory: Path) -> Iterator[None]:
+    """Hold the run directory for this process, or name who does. Ranks other than 0 work under rank 0's lock."""
+    if not is_main_process():
+        yield
+        return
+    lock: BaseFileLock = FileLock(directory / ".lock", timeout=0)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a file system without flock, where filelock takes a file for the lock
+            try:
+                lock.acquire()
+            except OSError as error:
+                if error.errno not in NO_FLOCK:
+                    raise
+                lock = SoftFileLock(directory / ".lock-held", timeout=0)
+                lock.acquire()
+    except Timeout:
+        holder = directory / HOLDER
+        name = holder.read_text(errors="replace").strip() if holder.exists() else "another process"
+        remedy = f"; if it no longer runs, remove {lock.lock_file}" if isinstance(lock, SoftFileLock) else ""
+        raise InputError(f"{directory} is in use by {name}. Wait for it or stop it, then try again{remedy}") from None
+    except OSError as error:
+        raise WeaveError(f"{directory}: the run directory cannot be locked ({error.strerror})") from None
+    try:
+        if is_single_process():
+            remove_temporaries(directory, "")  # of killed holders
+        command = " ".join(["lweave", *sys.argv[1:]])
+        name = f"process {os.getpid()} on {socket.gethostname()} ({command})"
+        write_atomic(directory / HOLDER, name[:400].encode())
+        yield
+    finally:
+        lock.release()

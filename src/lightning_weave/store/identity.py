@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -36,6 +37,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.*",
 )
+CHECKSUM = "checksum"  # of the other keys of a JSON object
 _HUB_BLOB = re.compile(r"/blobs/[0-9a-f]{64}$")  # the hub's cache names large files by their sha256
 
 
@@ -49,10 +51,10 @@ class RunIdentities:
     @cached_property
     def remembered(self) -> dict[str, str]:
         """What earlier commands found."""
-        return read_json(self.file) if self.file.exists() else {}
+        return read_checked(self.file) if self.file.exists() else {}
 
     def identity(self, name: str, look: Callable[[], str]) -> str:
-        """Say what something is; where `look` cannot say it, what the run remembers."""
+        """Return the identity of something from `look`, or where that fails the one that the run remembers."""
         if name not in self.found:
             try:
                 self.found[name] = look()
@@ -66,12 +68,25 @@ class RunIdentities:
         """Remember what was found."""
         identities = {**self.remembered, **self.found}
         if identities != self.remembered:
-            write_json(self.file, identities)
+            write_checked(self.file, identities)
 
 
 def fingerprint(value: Mapping[str, Any]) -> str:
     """Hash plain data, the same for equal contents in any order."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+def write_checked(path: Path, table: Mapping[str, Any]) -> None:
+    """Write a JSON object with a checksum of its contents."""
+    write_json(path, {**table, CHECKSUM: fingerprint(table)})
+
+
+def read_checked(path: Path) -> dict[str, Any]:
+    """Read a JSON object that is as it was written, or say that it is not."""
+    table = read_json(path)
+    if not isinstance(table, dict) or table.pop(CHECKSUM, None) != fingerprint(table):
+        raise CorruptData(f"{path}: is damaged (not what was written). Remove it (rm {path}) and run the stage again")
+    return table
 
 
 def model_identity(directory: Path, absent: Mapping[str, str] | None = None) -> str:
@@ -108,7 +123,9 @@ def file_identities(paths: Sequence[Path]) -> list[str]:
             entry = new[key] = [stat.st_size, stat.st_mtime_ns, sha256_file(path)]
         digests.append(str(entry[2]))
     if new:
-        _remember(new)
+        known = {path: entry for path, entry in _load_cache().items() if os.path.exists(path)}
+        with suppress(Exception):  # a read-only home only costs time
+            write_atomic(_cache_file(), json.dumps({**known, **new}).encode())
     return digests
 
 
@@ -131,11 +148,3 @@ def _load_cache() -> dict[str, list[Any]]:
 def _read_cache(file: Path, *_stamp: int) -> dict[str, list[Any]]:
     cache = read_json(file)
     return cache if isinstance(cache, dict) else {}
-
-
-def _remember(new: Mapping[str, list[Any]]) -> None:
-    cache = {path: entry for path, entry in _load_cache().items() if os.path.exists(path)} | dict(new)
-    try:
-        write_atomic(_cache_file(), json.dumps(cache).encode())
-    except Exception:  # a read-only home only costs time
-        return

@@ -1,6 +1,6 @@
 """Shards: one dataclass of row arrays and ragged arrays per safetensors file, memory-mapped, a CRC for every row.
 
-A field that is a plain array has one entry per row; a `Ragged` field is stored flat beside its offsets. Reading one
+A field that is a plain array has one entry per row; a `Ragged` field is stored flat with its offsets. Reading one
 row touches only that row's bytes (and the small offsets), and checks its CRC.
 """
 
@@ -8,7 +8,7 @@ import json
 import mmap
 import zlib
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,10 +19,41 @@ from safetensors.numpy import save
 from lightning_weave.errors import CorruptData
 from lightning_weave.types import Ragged
 
+
+@dataclass(frozen=True)
+class RowIndex:
+    """Row numbers of a whole stage.
+
+    >>> index = RowIndex.of({"shards": [{"rows": 3}, {"rows": 2}]})
+    >>> len(index), index.find(2), index.find(3)
+    (5, (0, 2), (1, 0))
+    """
+
+    starts: NDArray[np.int64]  # of every shard, and the end
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> "RowIndex":
+        return cls(np.cumsum([0, *(entry["rows"] for entry in manifest["shards"])]))
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def shards(self) -> int:
+        return len(self.starts) - 1
+
+    def find(self, row: int) -> tuple[int, int]:
+        """Turn a row of the stage into (shard, row of the shard)."""
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return shard, row - int(self.starts[shard])
+
+
 T = TypeVar("T")
 FINGERPRINT = "fingerprint"
 CRC = "row_crc"
 OFFSETS = ".offsets"
+# What reading a damaged header raises: it may be any JSON, or none.
+BROKEN_HEADER = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 DTYPES = {"BOOL": "?", "U8": "u1", "I32": "<i4", "I64": "<i8", "U32": "<u4", "F32": "<f4", "F64": "<f8"}
 
 
@@ -38,8 +69,12 @@ def pack(shard: Any, fingerprint: str) -> bytes:
             tensors[field.name + OFFSETS] = np.ascontiguousarray(value.offsets, dtype=np.int64)
         else:
             tensors[field.name] = np.ascontiguousarray(value)
-    rows = _row_count(tensors, shard)
     names = _ordered(tensors)
+    counts = {
+        name: len(tensors[name + OFFSETS]) - 1 if name + OFFSETS in tensors else len(tensors[name]) for name in names
+    }
+    assert len(set(counts.values())) == 1, f"{type(shard).__name__}: unequal numbers of rows {counts}"
+    rows = counts[names[0]]
     tensors[CRC] = np.array([_row_crc(tensors, names, row) for row in range(rows)], dtype=np.uint32)
     # One key only: the library writes several in random order, and equal shards must be equal bytes.
     return save(tensors, {FINGERPRINT: fingerprint})
@@ -61,7 +96,7 @@ class Shard(Generic[T]):
             missing = expected - self._tensors.keys()
             if missing:
                 raise ValueError(f"no {', '.join(sorted(missing))}")
-        except (ValueError, KeyError, OverflowError, UnicodeDecodeError) as error:
+        except BROKEN_HEADER as error:
             raise CorruptData(f"{path}: not a whole shard ({error}). {_remedy(path)}") from None
 
     def __len__(self) -> int:
@@ -75,18 +110,18 @@ class Shard(Generic[T]):
         for row in range(start, stop):
             if _row_crc(self._tensors, self._names, row) != self._tensors[CRC][row]:
                 raise CorruptData(f"{self.path}: row {row} is damaged (its CRC does not match). {_remedy(self.path)}")
-        values = {}
+        values: dict[str, NDArray | Ragged | None] = {}
         for field in fields(self.kind):  # type: ignore[arg-type]
-            values[field.name] = self._range(field.name, start, stop) if field.name in self._tensors else None
+            flat = self._tensors.get(field.name)
+            offsets = self._tensors.get(field.name + OFFSETS)
+            if flat is None:
+                values[field.name] = None
+            elif offsets is None:
+                values[field.name] = flat[start:stop]
+            else:
+                window = offsets[start : stop + 1]
+                values[field.name] = Ragged(flat[window[0] : window[-1]], window - window[0])
         return self.kind(**values)
-
-    def _range(self, name: str, start: int, stop: int) -> NDArray | Ragged:
-        flat = self._tensors[name]
-        offsets = self._tensors.get(name + OFFSETS)
-        if offsets is None:
-            return flat[start:stop]
-        window = offsets[start : stop + 1]
-        return Ragged(flat[window[0] : window[-1]], window - window[0])
 
     @property
     def positions(self) -> int:
@@ -119,15 +154,6 @@ def _parse(data: mmap.mmap) -> tuple[dict[str, NDArray], str | None]:
 
 def _ordered(tensors: Mapping[str, NDArray]) -> list[str]:
     return sorted(name for name in tensors if not name.endswith(OFFSETS))
-
-
-def _row_count(tensors: Mapping[str, NDArray], shard: Any) -> int:
-    counts = {
-        name: len(tensors[name + OFFSETS]) - 1 if name + OFFSETS in tensors else len(tensors[name])
-        for name in _ordered(tensors)
-    }
-    assert len(set(counts.values())) == 1, f"{type(shard).__name__}: unequal numbers of rows {counts}"
-    return next(iter(counts.values()))
 
 
 def _row_crc(tensors: Mapping[str, NDArray], names: list[str], row: int) -> int:

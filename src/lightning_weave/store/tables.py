@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from lightning_weave.errors import InputError
 
@@ -67,6 +67,11 @@ def checked_rows(path: Path) -> Iterator[Row]:
     for row in table_rows(path):
         if isinstance(row, BadRow):
             raise InputError(f"{row.where}: {row.why}. Fix or remove this row.")
+        try:
+            json.dumps(row.values, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            text = "has half a surrogate pair, which is not a character. Fix or remove this row."
+            raise InputError(f"{row.where}: {text}") from None
         yield row
 
 
@@ -96,39 +101,34 @@ def plain_text(value: object) -> str:
 
 
 def _json_rows(path: Path) -> Iterator[Row | BadRow]:
-    try:
-        with path.open("rb") as file:
-            is_list = path.suffix == ".json" and file.peek().removeprefix(_BOM).lstrip().startswith(b"[")
-            yield from _list_rows(file, path) if is_list else _line_rows(file, path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}). Check the path and its permissions.") from error
-
-
-def _list_rows(file: BinaryIO, path: Path) -> Iterator[Row | BadRow]:
-    try:
-        items = _parse(file.read().removeprefix(_BOM))
-    except ValueError as error:
-        raise InputError(f"{path}: {error}. Write a list of JSON objects, in UTF-8.") from error
-    for index, item in enumerate(items):
-        yield _row(item, f"{path}[{index}]")
-
-
-def _line_rows(file: BinaryIO, path: Path) -> Iterator[Row | BadRow]:
+    """Read a JSON list, or one JSON object per line; a row is bad on its own, unless none can be read."""
     any_readable = False
     first_bad: BadRow | None = None
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = _row(_parse(line.removeprefix(_BOM) if number == 1 else line), where)
-        except ValueError as error:
-            row = BadRow(where, str(error))
-        if isinstance(row, Row):
-            any_readable = True
-        else:
-            first_bad = first_bad or row
-        yield row
+    try:
+        with path.open("rb") as file:
+            if path.suffix == ".json" and file.peek().removeprefix(_BOM).lstrip().startswith(b"["):
+                try:
+                    items = _parse(file.read().removeprefix(_BOM))
+                except ValueError as error:
+                    raise InputError(f"{path}: {error}. Write a list of JSON objects, in UTF-8.") from error
+                for index, item in enumerate(items):
+                    yield _row(item, f"{path}[{index}]")
+                return
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                where = f"{path}:{number}"
+                try:
+                    row = _row(_parse(line.removeprefix(_BOM) if number == 1 else line), where)
+                except ValueError as error:
+                    row = BadRow(where, str(error))
+                if isinstance(row, Row):
+                    any_readable = True
+                else:
+                    first_bad = first_bad or row
+                yield row
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}). Check the path and its permissions.") from error
     if first_bad and not any_readable:
         raise InputError(
             f"{path}: no line can be read; the first, {first_bad.where}, is {first_bad.why}. "
@@ -155,6 +155,7 @@ def _row(values: Any, where: str) -> Row | BadRow:
 
 
 def _parquet_rows(path: Path, columns: Collection[str] | None) -> Iterator[Row | BadRow]:
+    """Read Parquet a few rows at a time; text that is not UTF-8 makes one row bad."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -165,14 +166,13 @@ def _parquet_rows(path: Path, columns: Collection[str] | None) -> Iterator[Row |
             for batch in file.iter_batches(batch_size=_BATCH, columns=names):
                 for index in range(batch.num_rows):
                     number += 1
-                    yield _parquet_row(batch.slice(index, 1), f"{path} row {number}")
+                    where = f"{path} row {number}"
+                    try:
+                        values = batch.slice(index, 1).to_pylist()[0]
+                    except UnicodeDecodeError as error:
+                        yield BadRow(where, f"not UTF-8 ({error.reason})")
+                    else:
+                        yield Row(where, values)
     except (pa.ArrowException, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise InputError(f"{path}: broken Parquet after row {number} ({reason}). Write or copy it again.") from error
-
-
-def _parquet_row(one: Any, where: str) -> Row | BadRow:
-    try:
-        return Row(where, one.to_pylist()[0])
-    except UnicodeDecodeError as error:
-        return BadRow(where, f"not UTF-8 ({error.reason})")

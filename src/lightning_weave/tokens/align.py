@@ -35,13 +35,25 @@ class TokenMap:
         cls, student_tokenizer: Any, anchor_tokenizer: Any, aliases: Mapping[str, str] | None = None
     ) -> "TokenMap":
         """Align two tokenizers; `aliases` maps the text of a student token to that of the anchor token to score."""
-        student = Spelling.of(student_tokenizer)
-        anchor = Spelling.of(anchor_tokenizer)
+        student = Spelling.from_tokenizer(student_tokenizer)
+        anchor = Spelling.from_tokenizer(anchor_tokenizer)
         identical = same_spelling(student, anchor)
         if identical and not aliases:
             return cls(student, anchor, identical=True, table_V=None)
         image = {id: id for id in student.strings} if identical else atomic_ids(student, anchor)
-        _apply_aliases(image, student, anchor, aliases or {})
+        targets = {}
+        for text, target in (aliases or {}).items():
+            targets[text] = _find_id(student, text, "student"), _find_id(anchor, target, "anchor")
+        aliased = {id for id, _ in targets.values()}
+        owners = {other: id for id, other in image.items() if id not in aliased}
+        for text, (id, target_id) in targets.items():
+            if target_id in owners:
+                raise InputError(
+                    f"aliases: {text!r} -> {(aliases or {})[text]!r} is not one to one: the student's "
+                    f"{student.strings[owners[target_id]]!r} already maps to that anchor token. Remove one of the two."
+                )
+            owners[target_id] = id
+            image[id] = target_id
         table_V = torch.full((max(student.strings) + 2,), -1, dtype=torch.int64)
         table_V[torch.tensor(list(image))] = torch.tensor(list(image.values()))
         return cls(student, anchor, identical, table_V)
@@ -53,10 +65,10 @@ class TokenMap:
         `lossless_prefix` of them are valid.
         """
         if self.identical:
-            return _listed(ids), list(range(len(ids) + 1))
+            return _to_list(ids), list(range(len(ids) + 1))
         projected: list[int] = []
         boundaries = [0]
-        for id in _listed(ids):
+        for id in _to_list(ids):
             pieces = self._pieces_of(id)
             if pieces is None:
                 break
@@ -68,7 +80,7 @@ class TokenMap:
         """Count the leading tokens that project losslessly: decisions beyond it are invalid."""
         if self.identical:
             return len(ids)
-        return next((t for t, id in enumerate(_listed(ids)) if self._pieces_of(id) is None), len(ids))
+        return next((t for t, id in enumerate(_to_list(ids)) if self._pieces_of(id) is None), len(ids))
 
     def candidate_map(self, ids_TC: Tensor) -> tuple[Tensor, Tensor]:
         """Map each candidate to its anchor token (0 if it has none), and return which are mapped."""
@@ -84,15 +96,14 @@ class TokenMap:
         return anchor_ids_TC, mapped_TC.all(dim=-1)
 
     def _pieces_of(self, id: int) -> tuple[int, ...] | None:
+        """Find the anchor tokens that spell a student token, or None if there are none."""
         if id not in self._pieces:
-            self._pieces[id] = self._find_pieces(id)
+            pieces: tuple[int, ...] | None = None
+            if id in self.student.bytes_of:
+                same = counterparts(self.student, self.anchor, id)
+                pieces = (same[0],) if same else self.anchor.cut(self.student.bytes_of[id])
+            self._pieces[id] = pieces
         return self._pieces[id]
-
-    def _find_pieces(self, id: int) -> tuple[int, ...] | None:
-        if id not in self.student.bytes_of:
-            return None
-        same = counterparts(self.student, self.anchor, id)
-        return (same[0],) if same else self.anchor.cut(self.student.bytes_of[id])
 
 
 def counterparts(student: Spelling, anchor: Spelling, id: int) -> list[int]:
@@ -129,22 +140,7 @@ def same_spelling(student: Spelling, anchor: Spelling) -> bool:
     return student is anchor or (student.strings == anchor.strings and student.script == anchor.script)
 
 
-def _apply_aliases(image: dict[int, int], student: Spelling, anchor: Spelling, aliases: Mapping[str, str]) -> None:
-    """Map student tokens to other anchor tokens, each of which must be free."""
-    targets = [(_id_of(student, text, "student"), _id_of(anchor, aliases[text], "anchor")) for text in aliases]
-    aliased = {id for id, _ in targets}
-    owners = {other: id for id, other in image.items() if id not in aliased}
-    for text, (id, target) in zip(aliases, targets, strict=True):
-        if target in owners:
-            raise InputError(
-                f"aliases: {text!r} -> {aliases[text]!r} is not one to one: the student's "
-                f"{student.strings[owners[target]]!r} already maps to that anchor token. Remove one of the two."
-            )
-        owners[target] = id
-        image[id] = target
-
-
-def _id_of(spelling: Spelling, text: str, whose: str) -> int:
+def _find_id(spelling: Spelling, text: str, whose: str) -> int:
     """Find a token by its text or by its string in the vocabulary."""
     id = spelling.backend.token_to_id(text)
     ids = [id] if id is not None else spelling.ids_of.get(text.encode(), [])
@@ -156,5 +152,50 @@ def _id_of(spelling: Spelling, text: str, whose: str) -> int:
     raise InputError(f"aliases: {text!r} is not a token of the {whose}'s tokenizer.{hint}")
 
 
-def _listed(ids: Ids) -> list[int]:
+def _to_list(ids: Ids) -> list[int]:
     return ids.tolist() if isinstance(ids, np.ndarray | Tensor) else list(ids)
+
+
+def same_tokenizer(one: Any, other: Any) -> bool:
+    """Check whether every id is the same token in both tokenizers."""
+    return same_spelling(Spelling.from_tokenizer(one), Spelling.from_tokenizer(other))
+
+
+def atomic_share(tokens: TokenMap) -> float:
+    """Compute the share of the student's vocabulary that is a single anchor token."""
+    return 1 - len(_unmapped(tokens)) / len(tokens.student.strings)
+
+
+def unmapped_added_tokens(tokens: TokenMap) -> list[str]:
+    """List the student's special and other added tokens without an anchor token."""
+    origins = tokens.student.origins
+    return [tokens.student.strings[id] for id in _unmapped(tokens) if origins[id] <= Origin.ADDED]
+
+
+def unmapped_candidates(tokens: TokenMap, ids_TC: Tensor, most: int = 10) -> list[tuple[str, int]]:
+    """List the unmapped candidates that mask the most positions, with the number of positions of each."""
+    _, mapped_TC = tokens.candidate_map(ids_TC)
+    ids, counts = torch.unique(ids_TC[~mapped_TC], return_counts=True)
+    order = torch.argsort(counts, descending=True, stable=True)[:most]
+    return [(tokens.student.text(int(ids[n])), int(counts[n])) for n in order]
+
+
+def suggest_alias(student_tokenizer: Any, anchor_tokenizer: Any, stop_ids: Sequence[int]) -> tuple[str, str] | None:
+    """Find the alias that maps the student's end of turn to the anchor's end of sequence.
+
+    The first of `stop_ids` without an anchor token is aliased. None if all have one, or if the anchor has no end of
+    sequence that is free.
+    """
+    tokens = TokenMap.between(student_tokenizer, anchor_tokenizer)
+    end = getattr(anchor_tokenizer, "eos_token_id", None)
+    unmapped = set(_unmapped(tokens))
+    stops = [id for id in stop_ids if id in unmapped]
+    if not stops or end is None or tokens.table_V is None or bool((tokens.table_V == end).any()):
+        return None
+    return tokens.student.strings[stops[0]], tokens.anchor.strings[end]
+
+
+def _unmapped(tokens: TokenMap) -> list[int]:
+    ids = torch.tensor(sorted(tokens.student.strings))
+    _, mapped = tokens.candidate_map(ids)
+    return ids[~mapped].tolist()

@@ -4,7 +4,9 @@ A spelling (a token's bytes) does not depend on its position: a space that a tok
 the first token's spelling.
 """
 
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -14,7 +16,111 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 
 from lightning_weave.errors import InputError
-from lightning_weave.tokens.script import Script, script_of
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_NOT_TEXT = re.compile("([\udc80-\udcff])")  # how `surrogateescape` decodes an invalid byte
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """Map each byte to its character in byte-level vocabularies: itself if printable, else from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+_FROM_LATIN = {byte: ord(char) for byte, char in _ALPHABET.items()}
+# Characters outside the alphabet are mapped outside latin-1, so that encoding them fails.
+_TO_LATIN = dict.fromkeys(_ALPHABET, 65535) | {ord(char): byte for byte, char in _ALPHABET.items()}
+
+
+@dataclass(frozen=True)
+class Script:
+    """A way of writing bytes as strings.
+
+    >>> Script(byte_level=True).read("ĠÃ©")
+    b' \\xc3\\xa9'
+    >>> metaspace = Script(byte_fallback=True, replacements=(("▁", " "),))
+    >>> metaspace.read("▁▁the"), metaspace.read("<0x0A>")
+    (b'  the', b'\\n')
+    >>> list(metaspace.write(b" the\\xe6"))
+    ['▁the', b'\\xe6']
+    """
+
+    byte_level: bool = False
+    byte_fallback: bool = False
+    replacements: tuple[tuple[str, str], ...] = ()  # (in the vocabulary, in text)
+
+    def is_byte(self, token: str) -> bool:
+        return self.byte_fallback and _BYTE_TOKEN.fullmatch(token) is not None
+
+    def read(self, token: str) -> bytes:
+        """Convert a vocabulary string to bytes."""
+        if self.is_byte(token):
+            return bytes([int(token[3:5], 16)])
+        for written, meant in self.replacements:
+            token = token.replace(written, meant)
+        if self.byte_level:
+            try:
+                return token.translate(_TO_LATIN).encode("latin-1")
+            except UnicodeEncodeError:  # outside the alphabet, a string is itself
+                return token.encode()
+        return token.encode()
+
+    def write(self, spelling: bytes) -> Iterator[str | bytes]:
+        """Yield strings for the model to split, and single bytes that no string can represent."""
+        if self.byte_level:
+            yield spelling.decode("latin-1").translate(_FROM_LATIN)
+            return
+        for part in _NOT_TEXT.split(spelling.decode(errors="surrogateescape")):
+            if _NOT_TEXT.fullmatch(part):
+                yield part.encode(errors="surrogateescape")
+            elif part:
+                for written, meant in self.replacements:
+                    part = part.replace(meant, written)
+                yield part
+
+
+def _read_script(backend: Tokenizer) -> Script:
+    """Read the script from the decoder or, if there is none, from the pre-tokenizer."""
+    steps = list(_steps(backend.decoder))
+    if not steps:
+        steps = [step for step in _steps(backend.pre_tokenizer) if step["type"] in ("ByteLevel", "Metaspace")]
+    replacements: list[tuple[str, str]] = []
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": written}, "content": meant}:
+                replacements.append((written, meant))
+            case {"type": "Metaspace", "replacement": written}:
+                replacements.append((written, " "))
+            case {"type": "ByteLevel" | "ByteFallback" | "Fuse" | "Strip"}:  # the last two apply to whole texts
+                pass
+            case _:
+                raise _unreadable(f"decodes with a {step['type']} step")
+    for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if getattr(backend.model, affix, None):
+            raise _unreadable(f"marks parts of words with {getattr(backend.model, affix)!r}")
+    types = {step["type"] for step in steps}
+    return Script("ByteLevel" in types, "ByteFallback" in types, tuple(replacements))
+
+
+def _unreadable(why: str) -> InputError:
+    return InputError(
+        f"The tokenizer {why}, so the bytes of a single token are unknown. "
+        "Use a model whose tokenizer is byte-level or SentencePiece."
+    )
+
+
+def _steps(component: Any) -> list[dict[str, Any]]:
+    """Flatten a decoder or pre-tokenizer into its steps."""
+
+    def flat(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if state["type"] != "Sequence":
+            yield state
+        for nested in state.get("decoders", state.get("pretokenizers", [])):
+            yield from flat(nested)
+
+    return [] if component is None else list(flat(json.loads(component.__getstate__())))
 
 
 class Origin(IntEnum):
@@ -38,27 +144,30 @@ class Spelling:
     bytes_of: dict[int, bytes]  # only tokens with a lossless spelling
 
     @classmethod
-    def of(cls, tokenizer: Any) -> "Spelling":
+    def from_tokenizer(cls, tokenizer: Any) -> "Spelling":
         """Read a tokenizer; results are cached until tokens are added to it."""
-        backend = _backend(tokenizer)
-        spelling = _known.get(tokenizer)
-        if spelling is None or spelling.size != backend.get_vocab_size(with_added_tokens=True):
-            spelling = _known[tokenizer] = cls._read(backend)
-        return spelling
-
-    @classmethod
-    def _read(cls, backend: Tokenizer) -> "Spelling":
-        script = script_of(backend)
+        backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+        if not isinstance(backend, Tokenizer):
+            raise InputError(
+                f"The tokenizer is a {type(tokenizer).__name__}, whose vocabulary cannot be read. "
+                "Use a fast tokenizer: a model directory that holds a tokenizer.json."
+            )
+        size = backend.get_vocab_size(with_added_tokens=True)
+        known = _known.get(tokenizer)
+        if known is not None and known.size == size:
+            return known
+        script = _read_script(backend)
         added = backend.get_added_tokens_decoder()
         strings = {id: string for string, id in backend.get_vocab(with_added_tokens=True).items()}
         strings |= {id: token.content for id, token in added.items()}
         origins = {id: Origin.BYTE if script.is_byte(string) else Origin.PIECE for id, string in strings.items()}
         origins |= {id: Origin.CONTROL if token.special else Origin.ADDED for id, token in added.items()}
         bytes_of = {id: content for id, string in strings.items() if (content := script.read(string))}
-        size = backend.get_vocab_size(with_added_tokens=True)
         spelling = cls(backend, size, script, strings=strings, origins=origins, bytes_of=bytes_of)
         lossy = {id for id in added if not spelling._round_trips(id)}
-        return replace(spelling, bytes_of={id: bytes_of[id] for id in bytes_of if id not in lossy})
+        spelling = replace(spelling, bytes_of={id: bytes_of[id] for id in bytes_of if id not in lossy})
+        _known[tokenizer] = spelling
+        return spelling
 
     @cached_property
     def ids_of(self) -> dict[bytes, list[int]]:
@@ -81,14 +190,10 @@ class Spelling:
         """Split bytes into the tokenizer's own pieces, never into control tokens; None if that is impossible."""
         for attempt in (self._cut_text, self._cut_written, self._cut_bytes):
             ids = attempt(spelling)
-            if self._spells(ids, spelling):
+            is_text = all(id in self.bytes_of and self.origins[id] != Origin.CONTROL for id in ids)
+            if is_text and b"".join(self.bytes_of[id] for id in ids) == spelling:
                 return tuple(ids)
         return None
-
-    def _spells(self, ids: list[int], spelling: bytes) -> bool:
-        if any(id not in self.bytes_of or self.origins[id] == Origin.CONTROL for id in ids):
-            return False
-        return b"".join(self.bytes_of[id] for id in ids) == spelling
 
     def _cut_text(self, spelling: bytes) -> list[int]:
         """Split as the tokenizer does, words first; a normaliser or an added space may change the text."""
@@ -137,18 +242,8 @@ def spell(tokenizer: Any, id: int) -> bytes:
     """
     spelling = _known.get(tokenizer)
     if spelling is None or id not in spelling.bytes_of:
-        spelling = Spelling.of(tokenizer)
+        spelling = Spelling.from_tokenizer(tokenizer)
     if id not in spelling.bytes_of:
         what = f"token {id}, {spelling.strings[id]!r}," if id in spelling.strings else f"id {id}"
-        raise InputError(f"The tokenizer's {what} has no text of its own. Remove it from the ids.")
+        raise InputError(f"The tokenizer's {what} has no lossless spelling. Remove it from the ids.")
     return spelling.bytes_of[id]
-
-
-def _backend(tokenizer: Any) -> Tokenizer:
-    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if not isinstance(backend, Tokenizer):
-        raise InputError(
-            f"The tokenizer is a {type(tokenizer).__name__}, whose vocabulary cannot be read. "
-            "Use a fast tokenizer: a model directory that holds a tokenizer.json."
-        )
-    return backend

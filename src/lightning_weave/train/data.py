@@ -1,4 +1,4 @@
-"""How cached trajectories become a batch with its target. Composing costs little enough to be done while loading."""
+"""From cached trajectories to a batch with its target. Composing is cheap enough to be done while loading."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -9,8 +9,72 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_weave.cache.block import Block
-from lightning_weave.maths import compose_shifts, tilted_target, with_other
-from lightning_weave.models.packing import positions_of
+from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.targets import Targets, compute_targets
+from lightning_weave.config import ALPHA, Composition, Distilled, Mixture, Sequential
+from lightning_weave.errors import InputError
+from lightning_weave.maths import expected_kl, reverse_kl, solve_alpha_for_kl, tilted_target, with_other
+from lightning_weave.models.packing import packed_positions
+from lightning_weave.run import Run
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.train.schedule import Schedule, make_schedule
+
+SAMPLED_UPDATES = 8  # of the first epoch, on which a dose is measured
+
+
+@dataclass(frozen=True)
+class Dose:
+    """How far a composition moves the student, measured on a sample of the cache."""
+
+    alpha: float
+    per_anchor: dict[str, float]
+    target_kl: float  # KL(q || b), nats per token
+    start_kl: float  # KL(b || q): where training starts
+
+    def __str__(self) -> str:
+        dose = format_doses(self.per_anchor)
+        return f"alpha {self.alpha:.4g}, {dose}; the target is {self.target_kl:.4f} nats per token away"
+
+    def figures(self) -> dict[str, float]:
+        return {"alpha": self.alpha, "target_kl": self.target_kl, "start_kl": self.start_kl}
+
+
+def anchor_doses(composition: Composition, alpha: float) -> dict[str, float]:
+    """Give w / alpha of every anchor, which is all that a target depends on.
+
+    In a mixture, and in a sequence at full dose, each anchor acts alone at weight 1. A teacher's target has no dose.
+    """
+    match composition:
+        case Distilled():
+            return {}
+        case Mixture() | Sequential(dose="full"):
+            return dict.fromkeys(composition.used, 1 / alpha)
+        case _:
+            return {anchor: weight / alpha for anchor, weight in composition.used.items()}
+
+
+def format_doses(doses: dict[str, float]) -> str:
+    return "dose " + (", ".join(f"{anchor} {dose:g}" for anchor, dose in doses.items()) or "none")
+
+
+def find_dose(run: Run, name: str, cache: Cache, schedule: Schedule) -> Dose:
+    """Measure a composition's dose, solving for alpha where the recipe gives a KL budget."""
+    composition = run.recipe.compositions[name]
+    updates = min(SAMPLED_UPDATES, len(schedule))
+    rows = [number for update in range(updates) for number in schedule.rows(update)]
+    batch = compose(cache.block(rows), cache.weights, ALPHA)  # only behaviour and shift are read: any alpha will do
+    if composition.alpha is not None:
+        alpha = composition.alpha
+    else:
+        assert composition.kl_budget is not None, "a composition has alpha or kl_budget"
+        try:
+            alpha = solve_alpha_for_kl(batch.log_b_NO, batch.r_NC, composition.kl_budget)
+        except ValueError as error:
+            raise InputError(f"compositions.{name}.kl_budget = {composition.kl_budget:g}: {error}") from None
+    log_q_NO = tilted_target(batch.log_b_NO, batch.r_NC, alpha)
+    distances = expected_kl(log_q_NO, batch.log_b_NO), reverse_kl(batch.log_b_NO, log_q_NO, 1.0)
+    target_kl, start_kl = (float(kl_N.mean()) if len(batch) else 0.0 for kl_N in distances)
+    return Dose(alpha, anchor_doses(composition, alpha), target_kl, start_kl)
 
 
 @dataclass(frozen=True)
@@ -18,6 +82,7 @@ class Batch:
     """One micro-batch: its rows' tokens after one another, T in all. N kept decisions; C candidates, O = C + 1."""
 
     lengths: tuple[int, ...]  # tokens of each row, up to the last that is needed
+    whole: tuple[int, ...]  # tokens of each row, all of them
     input_ids_T: Tensor
     positions_T: Tensor  # of each token in its row
     states_N: Tensor  # index into the T hidden states: the token before each kept decision
@@ -33,12 +98,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.states_N)
 
-    def to(self, device: torch.device) -> "Batch":
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """Change every tensor, such as by `Tensor.pin_memory`."""
+        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return Batch(lengths=self.lengths, whole=self.whole, **tensors)
 
-    def pinned(self) -> "Batch":
-        """The same in memory that a GPU can copy from while it computes."""
-        return self._each(Tensor.pin_memory)
+    def to(self, device: torch.device) -> "Batch":
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def first(self, decisions: int) -> "Batch":
         """Keep the first few decisions and the tokens that they need. With none, a pass that adds nothing is left."""
@@ -46,76 +112,84 @@ class Batch:
         tokens = int(parts["states_N"].max()) + 1 if len(parts["states_N"]) else 1
         ends = np.minimum(np.cumsum(self.lengths), tokens)
         lengths = np.diff(ends, prepend=0)
+        lengths = lengths[lengths > 0]
         parts |= {"input_ids_T": self.input_ids_T[:tokens], "positions_T": self.positions_T[:tokens]}
-        return Batch(lengths=tuple(lengths[lengths > 0].tolist()), **parts)
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return Batch(lengths=self.lengths, **tensors)
+        return Batch(lengths=tuple(lengths.tolist()), whole=self.whole[: len(lengths)], **parts)
 
 
 _OF_DECISIONS = [field.name for field in fields(Batch) if field.name.endswith(("_N", "_NC", "_NO"))]
 
 
 def kept_decisions(block: Block, weights: Sequence[float]) -> NDArray[np.bool_]:
-    """Find the decisions at which every anchor that takes part is valid."""
-    takes_part_K = np.array(weights) != 0
-    return block.valid_KP[takes_part_K].all(axis=0)
-
-
-def tokens_needed(block: Block, weights: Sequence[float]) -> list[int]:
-    """Count the tokens of each row up to the last state that is learned from: nothing after it needs to be run."""
-    kept_P = kept_decisions(block, weights)
-    offsets = block.rollouts.response_ids.offsets
-    needed = []
-    for row, prompt_ids in enumerate(block.rollouts.prompt_ids):
-        places = np.flatnonzero(kept_P[offsets[row] : offsets[row + 1]])
-        needed.append(len(prompt_ids) + int(places[-1]) if len(places) else 1)
-    return needed
+    """Find the decisions at which every anchor of nonzero weight is valid."""
+    return block.valid_KP[np.array(weights) != 0].all(axis=0)
 
 
 def compose(block: Block, weights: Sequence[float], alpha: float) -> Batch:
-    """Weigh the shifts, intersect the masks, tilt the student: all that a composition is (composed-shift)."""
-    r_PC, valid_P = compose_shifts(
-        torch.from_numpy(block.r_KPC),
-        torch.from_numpy(block.valid_KP),
-        torch.tensor(weights, dtype=torch.float32),
-    )
-
-    kept_P = valid_P.numpy()
+    """Make a batch of the kept decisions of a block and their targets, with no token after the last one needed."""
+    targets = compute_targets(block, weights, alpha)
+    kept_P = targets.valid_P
 
     def kept(values: NDArray) -> Tensor:
         return torch.from_numpy(values[kept_P])
 
-    lengths = tokens_needed(block, weights)
+    offsets = block.rollouts.response_ids.offsets
+    tokens, lengths = [], []
+    for row, (prompt_ids, response_ids) in enumerate(
+        zip(block.rollouts.prompt_ids, block.rollouts.response_ids, strict=True)
+    ):
+        places = np.flatnonzero(kept_P[offsets[row] : offsets[row + 1]])
+        lengths.append(len(prompt_ids) + int(places[-1]) if len(places) else 1)  # nothing after it needs to be run
+        tokens.append(np.concatenate([prompt_ids, response_ids])[: lengths[-1]])
     starts_R = np.cumsum([0, *lengths[:-1]])
-    candidates = block.candidates
-    log_student_NO = with_other(kept(candidates.logp.flat), kept(candidates.other_logp.flat))
-    log_b_NO = log_student_NO
-    if block.proposal is not None:
-        log_b_NO = with_other(kept(block.proposal.logp.flat), kept(block.proposal.other_logp.flat))
-    r_NC = r_PC[valid_P]
     row_P = np.repeat(np.arange(len(block)), block.decisions_R)
-    place_P = np.arange(len(row_P)) - block.rollouts.response_ids.offsets[row_P]
+    place_P = np.arange(len(row_P)) - offsets[row_P]
     prompt_R = np.diff(block.rollouts.prompt_ids.offsets)
+    candidates = block.candidates
+    log_b_NO = kept(targets.log_b_PO)
+    if block.proposal is not None:  # another student sampled these rows
+        log_b_NO = with_other(kept(block.proposal.logp.flat), kept(block.proposal.other_logp.flat))
     return Batch(
         lengths=tuple(lengths),
-        input_ids_T=_tokens(block, lengths),
-        positions_T=positions_of(lengths),
+        whole=tuple((prompt_R + np.diff(offsets)).tolist()),
+        input_ids_T=torch.from_numpy(np.concatenate(tokens)).long(),
+        positions_T=packed_positions(lengths),
         # The state before a decision: the prompt's last token comes before the first.
         states_N=kept(starts_R[row_P] + prompt_R[row_P] - 1 + place_P),
         rows_N=kept(block.number_R[row_P]),
         places_N=kept(place_P),
         candidate_ids_NC=kept(candidates.ids.flat).long(),
         log_b_NO=log_b_NO,
-        log_q_NO=tilted_target(log_student_NO, r_NC, alpha),
-        r_NC=r_NC,
+        log_q_NO=kept(targets.log_q_PO),
+        r_NC=kept(targets.r_PC),
         sampled_ids_N=kept(block.sampled_P).long(),
         sampled_log_b_N=kept(candidates.sampled_logp.flat),
     )
 
 
-def _tokens(block: Block, lengths: Sequence[int]) -> Tensor:
-    rows = zip(block.rollouts.prompt_ids, block.rollouts.response_ids, lengths, strict=True)
-    cut = [np.concatenate([prompt_ids, response_ids])[:length] for prompt_ids, response_ids, length in rows]
-    return torch.from_numpy(np.concatenate(cut)).long()
+@dataclass(frozen=True)
+class TargetReader:
+    """The cache of a composition, read as targets."""
+
+    cache: Cache
+    alpha: float
+
+    def __call__(self, rows: Sequence[int]) -> Targets:
+        return compute_targets(self.cache.block(rows), self.cache.weights, self.alpha)
+
+
+def open_targets(run: Run, name: str) -> TargetReader:
+    """Open the cache of a composition."""
+    if name not in run.recipe.compositions:
+        raise InputError(f"{name!r}: no such composition; this recipe has {', '.join(run.recipe.compositions)}")
+    composition = run.recipe.compositions[name]
+    if composition.method in ("online", "sequential"):
+        raise InputError(f"compositions.{name} is {composition.method}: its targets are made while it trains")
+    if composition.samples:
+        raise InputError(
+            f"compositions.{name}.refresh: the targets of its later parts are made while it trains. For those of the "
+            "first part, set refresh = 1"
+        )
+    cache = open_cache(run, name)
+    schedule = make_schedule(run.recipe, len(cache) // run.recipe.rollout.responses, epochs=composition.epochs)
+    return TargetReader(cache, find_dose(run, name, cache, schedule).alpha)

@@ -1,31 +1,36 @@
-"""final/: a complete Hugging Face directory in the student's own dtype, with a card that says how it was made."""
+"""final/: a complete Hugging Face directory in the student's own dtype, with a model card."""
 
+import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_weave.config import Lora
+from lightning_weave import __version__
+from lightning_weave.config import Joint, Recipe, Sequential
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.maths import reverse_kl
-from lightning_weave.models.adapters import Update
+from lightning_weave.models.adapters import LowRankUpdate
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.files import weight_files
-from lightning_weave.models.layout import Layout
+from lightning_weave.models.hub import weight_files
+from lightning_weave.models.weights import Layout
+from lightning_weave.run import Run
 from lightning_weave.store import whole_directory, write_json
 from lightning_weave.store.identity import TOKENIZER_FILES
-from lightning_weave.train.data import Batch
-from lightning_weave.train.objectives import Trainee, whole_vocabulary
-from lightning_weave.train.parallel import Ranks, own_part, whole_weight
+from lightning_weave.train.data import Batch, anchor_doses
+from lightning_weave.train.objectives import Trainee, full_vocabulary
+from lightning_weave.train.parallel import Ranks, full_tensor
+from lightning_weave.train.student import student_weights
 
-# Taken from the student as they are: training changes none of them, and other programs read what they read before.
+TAG = "tags: [lightning-weave]"
+# Copied from the student: training changes none of them, and other programs keep reading what they read before.
 KEPT_FILES = (
     *TOKENIZER_FILES,
     "config.json",
@@ -34,86 +39,131 @@ KEPT_FILES = (
     "*.safetensors.index.json",
     "*.py",
 )
-ADAPTED = ".base_layer."  # how peft names what it puts an adapter beside
+MEASURED = {
+    "updates": ("updates", "{:g}"),
+    "KL(target, behaviour)": ("target_kl", "{:.4f} nats per token"),
+    "KL(behaviour, target), where training begins": ("start_kl", "{:.4f} nats per token"),
+    "KL(student, target) at the last update": ("reverse_kl", "{:.4f} nats per token"),
+    "KL(student, target) on held-out prompts": ("validation_reverse_kl", "{:.4f} nats per token"),
+    "loss at zero shift before training": ("zero_shift_loss", "{:.1e}"),
+    "positions kept at the last update": ("kept", "{:.1%}"),
+    "KL(exported, trained)": ("export_kl", "{:.1e} nats per token"),
+}
 
 
-def check_lora(student: Checkpoint, lora: Lora) -> None:
-    """Refuse LoRA settings that do not fit a model, from its configuration alone."""
-    with torch.random.fork_rng(devices=[]):
-        with_lora(student.skeleton(), lora, seed=0)
+def model_card(run: Run, name: str, figures: dict[str, Any], evaluation: str = "", metadata: str = "") -> str:
+    """State recipe, anchors, weights, alpha, cache fingerprint, figures and, if known, the evaluation.
 
-
-def with_lora(model: Any, lora: Lora, seed: int) -> Any:
-    """Wrap a model for low-rank training; only the adapters have gradients."""
-    try:
-        from peft import LoraConfig, get_peft_model
-        from peft.tuners.lora import LoraLayer
-    except ImportError:
-        raise InputError("train.lora needs the package peft: pip install peft") from None
-    names = [f".{name}" for name, _ in model.named_modules()]
-    named = [] if isinstance(lora.targets, str) else lora.targets
-    for target in named:  # peft itself accepts one that matches nothing, if another matches
-        if not any(name.endswith(f".{target}") for name in names):
-            layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-            listing = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-            raise InputError(f"train.lora.targets: no layer is called {target!r}; the student has {listing}")
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        use_rslora=lora.stabilised,
-        target_modules=lora.targets,
-        lora_dropout=0.0,
-    )
-    try:
-        wrapped = get_peft_model(model, config)
-    except ValueError as error:
-        raise InputError(f"train.lora.targets = {lora.targets}: {error}") from None
-    torch.manual_seed(seed)
-    for layer in wrapped.modules():
-        if isinstance(layer, LoraLayer):  # where the model has no memory yet, adapters have: alike on all ranks
-            for adapter in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
-                adapter.to_empty(device="cpu")
-            layer.reset_lora_parameters("default", init_lora_weights=True)
-    return wrapped
-
-
-def student_weights(trainee: Trainee, trained: bool = False) -> dict[str, Tensor]:
-    """All weights of the student, or those that training changes, under the names that they have in its architecture.
-
-    Adapters are none of them; a weight that has an adapter is changed when they are merged.
+    `metadata` is further YAML for the hub: licence, results.
     """
-    model = trainee.model.get_base_model() if hasattr(trainee.model, "get_base_model") else trainee.model
-    state = model.state_dict()
-    if trained:
-        weights = model.named_parameters(remove_duplicate=False)
-        changed = {name for name, weight in weights if weight.requires_grad or ADAPTED in name}
-        state = {name: tensor for name, tensor in state.items() if name in changed}
-    return {name.replace(ADAPTED, "."): tensor for name, tensor in state.items() if ".lora_" not in name}
+    recipe = run.recipe
+    composition = recipe.compositions[name]
+    alpha = figures.get("alpha", composition.alpha)  # only the legs of a sequence record one
+    assert alpha is not None, "a trained composition has an alpha"
+    doses = anchor_doses(composition, float(alpha))
+    lines = []
+    for anchor, weight in composition.used.items():
+        dose = f"{doses[anchor]:.4g}" if anchor in doses else "its own distribution"
+        cells = [anchor, f"{weight:g}", dose]
+        for model in (run.side(anchor, "post"), run.side(anchor, "pre")):
+            context = f" with {model.context}".replace("|", "\\|") if model.context else ""
+            cells.append(f"`{public_name(model.checkpoint.name)}`{context}")
+        lines.append(f"| {' | '.join(cells)} |")
+    anchors = "\n".join(lines)
+    method: str = composition.method
+    match composition:
+        case Sequential():
+            method += f", {' then '.join(composition.sequence)}"
+        case Joint(refresh=parts) if parts > 1:
+            method += f", on states of the current student in {parts} parts"
+    train = recipe.train
+    warmup = f", warm-up over {train.warmup} updates" if train.warmup else ""
+    decay = f", {train.decay} decay" if train.decay != "constant" else ""
+    facts = {
+        "method": method,
+        "objective": run.objective(name),
+        "alpha": f"{float(alpha):.4g}",
+        "learning rate": f"{train.learning_rate:g}{warmup}{decay}",
+        **{what: form.format(figures[key]) for what, (key, form) in MEASURED.items() if key in figures},
+        "cache": f"`{run.stage('reference').fingerprint}`",
+        "fingerprint": f"`{run.stage('train', name).fingerprint}`",
+    }
+    rows = "\n".join(f"| {what} | {value} |" for what, value in facts.items())
+    student = public_name(recipe.student.model)
+    # The hub expects hub names here, not local directories.
+    base = f"base_model: {student}\n" if student == recipe.student.model else ""
+    by_tag = "".join(f"\nWeights of the tag `{tag}`: {shares}.\n" for tag, shares in composition.by_tag.items())
+    mark = f"\n**This is a {recipe.mark}.**\n" if recipe.mark else ""
+    question = '[{"role": "user", "content": "..."}]' if recipe.prompts.chat else '"..."'
+    return f"""---
+{base}library_name: transformers
+pipeline_tag: text-generation
+{TAG}
+{metadata}---
+# {recipe.name}: {name}
+{mark}
+`{student}` trained towards a composition of policy shifts with Lightning Weave {__version__}.
+
+| anchor | weight | dose (weight / alpha) | post-trained | from |
+| --- | --- | --- | --- | --- |
+{anchors}
+{by_tag}
+| | |
+| --- | --- |
+{rows}
+{evaluation}
+## Use
+
+```python
+from transformers import pipeline
+
+student = pipeline("text-generation", model="PATH_OR_HUB_NAME")
+print(student({question}, max_new_tokens={recipe.eval.max_tokens or 4096})[0]["generated_text"])
+```
+
+The recipe, without its defaults (`recipe.toml` has all of it where the student was published):
+
+```toml
+{short_recipe(recipe, name).strip()}
+```
+"""
 
 
-@torch.no_grad()
-def read_weights(trainee: Trainee, layout: Layout, updates: Mapping[str, Update]) -> None:
-    """Read the student's weights from its files, each rank its own rows of them; an adapter is added to its base."""
-    parts = {name: own_part(tensor) for name, tensor in student_weights(trainee).items()}
-    slices = {name: rows for name, (part, rows) in parts.items() if part.numel()}
-    for name, tensor in layout.read(slices):
-        parts[name][0].copy_(tensor)
-    for name in slices.keys() & updates.keys():
-        part, rows = parts[name]
-        part.copy_(part.float() + updates[name].rows(rows, part.device))
+def public_name(model: str) -> str:
+    """Name a model or a file on a card: one of this machine by the last part of its path."""
+    is_local = len(model) < 1000 and "\0" not in model and os.path.exists(os.path.expanduser(model))
+    return Path(model).expanduser().resolve().name if is_local else model
+
+
+def short_recipe(recipe: Recipe, composition: str) -> str:
+    """Write what differs from the defaults, this composition with its anchors, and no path of this machine."""
+    data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+    used = recipe.compositions[composition].used
+    data["compositions"] = {composition: data["compositions"][composition]}
+    data["anchors"] = {name: anchor for name, anchor in data.get("anchors", {}).items() if name in used}
+    for part in ("runs", "policies", "report", "machine", "tracking", "harness"):
+        data.pop(part, None)
+
+    def without_paths(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_paths(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [without_paths(one) for one in value]
+        prefix = "file:" if isinstance(value, str) and value.startswith("file:") else ""
+        return prefix + public_name(value.removeprefix("file:")) if isinstance(value, str) else value
+
+    return tomli_w.dumps(without_paths(data))
 
 
 @torch.no_grad()
 def round_weights(trainee: Trainee, dtypes: Mapping[str, torch.dtype], batches: Sequence[Batch]) -> float:
-    """Merge adapters and round the weights to the dtypes of the export, in place, and say what that cost.
+    """Merge adapters and round the weights to the dtypes of the export, in place; all ranks together.
 
-    All ranks do so together, each with its own part. Returns KL(exported || trained) as the trainer computes both:
-    whole vocabulary, mean over the batches' decisions.
+    Returns KL(exported || trained) as the trainer computes both: full vocabulary, mean over the batches' decisions.
     """
 
     def log_probs() -> Tensor:
-        return torch.cat([trainee(batch, whole_vocabulary, 1.0)[1] for batch in batches])  # a row at a time
+        return torch.cat([trainee(batch, full_vocabulary, 1.0)[1] for batch in batches])  # a row at a time
 
     trainee.eval()
     trained_NV = log_probs()
@@ -125,110 +175,94 @@ def round_weights(trainee: Trainee, dtypes: Mapping[str, torch.dtype], batches: 
     return reverse_kl(log_probs(), trained_NV, 1.0).mean().item() if len(trained_NV) else 0.0
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """A trained low-rank update under the names that peft knows, with its peft settings."""
-
-    weights: dict[str, Tensor]
-    settings: dict[str, Any]
-
-    def write(self, folder: Path) -> None:
-        """Write it as peft does, so that engines can serve it over the student."""
-        folder.mkdir()
-        weights = {name.replace(".default.", "."): tensor.contiguous() for name, tensor in self.weights.items()}
-        save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
-        write_json(folder / "adapter_config.json", self.settings)
-
-
-def trained_adapter(trainee: Trainee, student: Checkpoint) -> Adapter | None:
-    """Gather the trained adapters, if there are any; all ranks ask together.
-
-    One over a student that is an adapter itself has no base that an engine could load, and is not written.
-    """
-    if not hasattr(trainee.model, "peft_config") or student.base is not None:
-        return None
-    weights = {name: tensor for name, tensor in trainee.model.state_dict().items() if ".lora_" in name}
-    settings = trainee.model.peft_config["default"].to_dict() | {
-        "base_model_name_or_path": student.name,
-        "inference_mode": True,
-    }
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
-    return Adapter({name: whole_weight(tensor, torch.float32) for name, tensor in weights.items()}, plain)
-
-
 def write_model(
     folder: Path,
     trainee: Trainee,
     layout: Layout,
     card: str,
     ranks: Ranks,
-    merged: Collection[str] = (),
-    adapter: Adapter | None = None,
-    beside: bool = False,
+    student: Checkpoint | None = None,
+    unmerged: bool = False,
 ) -> list[Path]:
     """Write the student's directory with the trained weights in their places; whole or not at all.
 
-    Of weights that were not trained, those are written into which the student's own adapter was `merged`. What training
-    has not touched, such as the vision tower of a multimodal student, is the student's to the bit. Adapters that lie
-    `beside` their weights are added to the student's own. All ranks gather one weight after another, and rank 0 writes.
+    Untrained weights are copied bit for bit, such as the vision tower of a multimodal student, unless an adapter of the
+    `student` itself was merged into them. Adapters that are still `unmerged` are added to the student's weights. With a
+    `student`, what was trained as an adapter is also written as peft does, for engines to serve. All ranks gather one
+    weight after another, and rank 0 writes.
     """
     weights = student_weights(trainee)
-    updates = _trained_updates(trainee, beside)
-    changed = {*student_weights(trainee, trained=True), *updates, *merged}
+    updates = _adapter_updates(trainee, unmerged)
+    changed = {*student_weights(trainee, trained=True), *updates, *(student.updates if student else ())}
+    adapter = _gather_adapter(trainee, student) if student else None
     try:
-        with whole_directory(folder) if ranks.first else nullcontext() as unfinished:
+        with whole_directory(folder) if ranks.is_main_process else nullcontext() as unfinished:
             if unfinished:
-                _copy_files(layout.folder, unfinished)
+                files = {file for pattern in KEPT_FILES for file in layout.folder.glob(pattern)}
+                for file in sorted(files | set(weight_files(layout.folder))):
+                    shutil.copyfile(file, unfinished / file.name)
                 (unfinished / "README.md").write_text(card, encoding="utf-8")
             for piece in (piece for piece in layout.pieces if changed & set(piece.names)):
-                ranks.wait()  # for rank 0's disk, without the clock of a GPU's group
-                if updates:
-                    gathered = _added(layout, piece.names, updates) if unfinished else {}
-                else:
-                    gathered = {name: whole_weight(weights[name], layout.dtypes[name]) for name in piece.names}
+                ranks.barrier()  # for rank 0's disk, without the timeout of a GPU's group
+                if not updates:
+                    gathered = {name: full_tensor(weights[name], layout.dtypes[name]) for name in piece.names}
+                elif unfinished:
+                    gathered = dict(layout.read(dict.fromkeys(piece.names, slice(None))))
+                    for name in updates.keys() & gathered.keys():
+                        gathered[name] = gathered[name].float() + updates[name].rows(slice(None), "cpu")
+                    gathered = {name: weight.to(layout.dtypes[name]) for name, weight in gathered.items()}
                 if unfinished:
                     layout.write(unfinished, piece, gathered)
-            if unfinished and adapter is not None:
-                adapter.write(unfinished / "adapter")
-                (unfinished / "adapter" / "adapter_model.safetensors").chmod(0o644)  # made for its owner only
+            if unfinished and adapter:
+                file = unfinished / "adapter" / "adapter_model.safetensors"
+                file.parent.mkdir()
+                save_file(adapter[0], file, {"format": "pt"})
+                file.chmod(0o644)  # safetensors makes it readable for its owner only
+                write_json(file.parent / "adapter_config.json", adapter[1])
     except (OSError, SafetensorError) as error:
         raise WeaveError(
             f"{folder}: cannot be written ({error}). The last checkpoint is kept: train again, and only this is done"
         ) from error
-    return sorted(path for path in folder.rglob("*") if path.is_file()) if ranks.first else []
+    return sorted(path for path in folder.rglob("*") if path.is_file()) if ranks.is_main_process else []
 
 
-def _trained_updates(trainee: Trainee, beside: bool) -> dict[str, Update]:
-    """What was trained beside weights, by their names: beside quantised ones, which never take it up, or any."""
+def _gather_adapter(trainee: Trainee, student: Checkpoint) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Gather the trained adapter under peft's names, with its settings, if there is one; all ranks together.
+
+    One over a student that is an adapter itself has no base that an engine could load, and is not written.
+    """
+    if not hasattr(trainee.model, "peft_config") or student.base is not None:
+        return None
+    weights = {
+        name.replace(".default.", "."): full_tensor(tensor, torch.float32).contiguous()
+        for name, tensor in trainee.model.state_dict().items()
+        if ".lora_" in name
+    }
+    settings = trainee.model.peft_config["default"].to_dict() | {
+        "base_model_name_or_path": student.name,
+        "inference_mode": True,
+    }
+    return weights, {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
+
+
+def _adapter_updates(trainee: Trainee, unmerged: bool) -> dict[str, LowRankUpdate]:
+    """Gather the updates of adapters by the weight that they are added to: all, or those that cannot be merged.
+
+    Weights that are quantised never are.
+    """
     if not hasattr(trainee.model, "peft_config"):
         return {}
     from peft.tuners.lora import LoraLayer
 
     updates = {}
     for place, layer in trainee.model.get_base_model().named_modules():
-        if isinstance(layer, LoraLayer) and (beside or not layer.get_base_layer().weight.is_floating_point()):
+        if isinstance(layer, LoraLayer) and (unmerged or not layer.get_base_layer().weight.is_floating_point()):
             if "default" not in layer.lora_A:
                 raise InputError(
                     f"train.lora.targets: {place} is an embedding, whose adapter cannot be given to vLLM while it is "
-                    'trained. Leave it out, or set rollout.engine = "hf"'
+                    'trained. Leave it out, or set engine.rollout = "hf"'
                 )
             factors = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
-            a_RI, b_OR = (whole_weight(factor.detach(), torch.float32) for factor in factors)
-            updates[f"{place}.weight"] = Update(a_RI, b_OR, layer.scaling["default"], layer.fan_in_fan_out)
+            a_RI, b_OR = (full_tensor(factor.detach(), torch.float32) for factor in factors)
+            updates[f"{place}.weight"] = LowRankUpdate(a_RI, b_OR, layer.scaling["default"], layer.fan_in_fan_out)
     return updates
-
-
-def _added(layout: Layout, names: Sequence[str], updates: Mapping[str, Update]) -> dict[str, Tensor]:
-    """The student's own weights of a piece, with what was trained added in float32."""
-    stored = dict(layout.read(dict.fromkeys(names, slice(None))))
-    added = {
-        name: weight.float() + updates[name].rows(slice(None), "cpu") if name in updates else weight
-        for name, weight in stored.items()
-    }
-    return {name: weight.to(layout.dtypes[name]) for name, weight in added.items()}
-
-
-def _copy_files(student: Path, folder: Path) -> None:
-    files = {file for pattern in KEPT_FILES for file in student.glob(pattern)}
-    for file in sorted(files | set(weight_files(student))):
-        shutil.copyfile(file, folder / file.name)

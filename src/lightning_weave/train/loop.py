@@ -1,37 +1,69 @@
-"""The training loop: one update is 64 trajectories, normalised over all their kept decisions, on all ranks."""
+"""Training: one update covers 64 trajectories by default, normalised over their kept decisions on all ranks."""
 
 import math
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_weave.cache.block import Block
-from lightning_weave.devices import copies_while_it_computes, make_current
-from lightning_weave.errors import StartAgain, WeaveError
-from lightning_weave.heads.tiles import checked_ids
+from lightning_weave.config import is_own_function
+from lightning_weave.devices import set_device, supports_async_copy
+from lightning_weave.errors import Mismatch, StartAgain, WeaveError
+from lightning_weave.heads.tiles import check_ids
 from lightning_weave.maths import log_residual_loss
-from lightning_weave.models.memory import free_memory, is_out_of_memory
-from lightning_weave.store import write_json
-from lightning_weave.store.ledger import peak_memory
-from lightning_weave.train.data import Batch, compose, kept_decisions
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.modules import free_memory, is_out_of_memory
+from lightning_weave.plugins import load_function
+from lightning_weave.progress import Progress
+from lightning_weave.run import Run
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.store import Stage, read_json, write_json
+from lightning_weave.store.ledger import Meter, measure, peak_memory
+from lightning_weave.train.checkpoint import CheckpointWriter, TrainingCheckpoints
+from lightning_weave.train.data import Batch, compose, find_dose, kept_decisions
+from lightning_weave.train.export import model_card, round_weights, write_model
+from lightning_weave.train.metrics import Metrics, Probe
 from lightning_weave.train.objectives import DISTANCES, Loss, Trainee, distances, without_dropout
-from lightning_weave.train.parallel import Ranks, can_recover, clip_gradients, recover
-from lightning_weave.train.schedule import deal_rows
+from lightning_weave.train.parallel import Ranks, can_recover, clip_gradients, recover, sync_copies
+from lightning_weave.train.schedule import Schedule, deal_rows, make_schedule, rate_share
+from lightning_weave.train.student import TrainContext, is_quantised, open_trainee
 
-T = TypeVar("T")
+AGREEMENT = 1e-4  # largest loss at zero shift with which trainer and cache count as equal
 BAD_ROWS = "bad_rows.json"
-ROUNDING = 100.0  # how much more a trainer in low precision may disagree with its cache
+LINE = "loss {loss:.4f}  KL {reverse_kl:.4f}  kept {kept:.1%}  |g| {grad_norm:.2f}  {tokens_per_s:,.0f} tok/s"
+TOKEN_BUDGET_FILE = "token_budget.json"
+LOW_PRECISION_FACTOR = 100.0  # on AGREEMENT, below float32
+EXPORT_ROWS = 4
+EXPORT_DECISIONS = 64  # of each row, where the exported weights are compared with the trained ones
+RECORDED = {  # in the manifest
+    "alpha",
+    "target_kl",
+    "start_kl",
+    "updates",
+    "zero_shift_loss",
+    "loss",
+    "reverse_kl",
+    "validation_reverse_kl",
+    "kept",
+    "export_kl",
+}
+
+# One update's micro-batches on this rank, in host memory, and counts of its rows. All ranks run equally many
+# micro-batches; a rank that runs out of rows gets empty ones.
+Prepared = tuple[list[Batch], Mapping[str, float]]
 
 
 class Rows(Protocol):
-    """Trajectories with shifts, by row number: cached, or made a moment ago."""
+    """Trajectories with shifts, by row number: from the cache, or sampled in this round."""
 
     @property
     def weights(self) -> list[float]: ...
@@ -39,16 +71,6 @@ class Rows(Protocol):
     def length(self, number: int) -> int: ...
 
     def block(self, rows: Sequence[int]) -> Block: ...
-
-
-@dataclass(frozen=True)
-class Work:
-    """One update's rows on this rank, ready to be run."""
-
-    numbers: tuple[int, ...]  # of the whole update, on all ranks
-    token_budget: int
-    batches: list[Batch]  # on the host; one without decisions where other ranks run more
-    counts: dict[str, float]
 
 
 @dataclass
@@ -60,39 +82,69 @@ class Fit:
     cache: Rows
     loss: Loss
     clip: float
-    token_budget: int  # as it is now
+    token_budget: int  # halved when memory runs out
     seed: int
     ranks: Ranks
     folder: Path
-    leave_budget: Callable[[int], None] = lambda smaller: None  # to the next start, where this one cannot go on
-    notes: list[str] = field(default_factory=list)  # what happened that a person should know
-    _noted: bool = False  # that an update had nothing to learn from
-    _reader: ThreadPoolExecutor | None = None
-    _ahead: Future[Work] | None = None
+    save_budget: Callable[[int], None] = lambda smaller: None  # for the restart after an out-of-memory error
+    notes: list[str] = field(default_factory=list)  # for people
+    _warned_empty: bool = False  # of an update without a valid decision
+    _prefetched: dict[Any, Future[Prepared]] = field(default_factory=dict)  # by rows and token budget
 
     def update(self, step: int, numbers: Sequence[int], upcoming: Sequence[int] = ()) -> dict[str, float]:
-        """Take one optimizer step on these rows, and read the upcoming ones meanwhile; returns what there is to watch.
+        """Take one optimizer step on these rows, and read the upcoming ones meanwhile; returns metrics.
 
-        `loading` is the share of the time in which nothing was computed because rows were not there yet.
+        `loading` is the share of the time in which the update waited for its rows.
         """
         started = time.perf_counter()
-        work = self._take(numbers)
-        loading = time.perf_counter() - started
+        ahead = self._prefetched.pop((tuple(numbers), self.token_budget), None)
+        batches, counts = ahead.result() if ahead else self.prepare(numbers)
+        self._prefetched.clear()
         if upcoming:
-            self._read_ahead(upcoming)
-        totals = self.ranks.total(work.counts)
-        if not totals["kept"]:
-            self._note_once(f"update {step} has no valid decision and changes nothing; lweave doctor says why")
-        sums = self._accumulate(step, work, totals["kept"])
-        loading += sums.pop("loading")
-        figures = self.ranks.total(sums)
-        norm = self._step(step, totals["kept"])
-        self._stop_unless_finite("gradient", norm, [{"row": row} for row in numbers] if self.ranks.first else [])
+            self._prefetched[tuple(upcoming), self.token_budget] = self._reader.submit(self.prepare, upcoming)
+        loading = time.perf_counter() - started
+        totals = self.ranks.all_reduce(counts)
+        if not totals["kept"] and not self._warned_empty:
+            self.notes.append(f"update {step} has no valid decision and changes nothing; lweave doctor says why")
+            self._warned_empty = True
+        normalizer = max(totals["kept"], 1) / self.ranks.world_size  # sharded gradients are averaged over ranks
+        loss: Tensor | None
+        while True:
+            # The dropout seed depends only on the update, so a resume needs no saved random state.
+            torch.manual_seed(int(np.random.SeedSequence([self.seed, step, self.ranks.rank]).generate_state(1)[0]))
+            watched: list[Tensor] = []
+            finite: list[Tensor] = []
+            try:
+                for number, composed in enumerate(batches, start=1):
+                    sync_copies(self.trainee, number == len(batches))  # gradients cross machines once per update
+                    began = time.perf_counter()
+                    batch = composed.to(self.ranks.device)
+                    loading += time.perf_counter() - began
+                    loss, log_pi_NO = self.trainee(batch, self.loss, normalizer)
+                    loss.backward()
+                    watched.append(torch.cat([loss.detach()[None], distances(log_pi_NO, batch)]))
+                    read = (log_pi_NO, batch.log_b_NO, batch.log_q_NO, batch.r_NC, batch.sampled_log_b_N[:, None])
+                    finite.append(torch.stack([values.isfinite().all(dim=1) for values in read]).all(dim=0))
+                values = np.array(torch.stack(watched).tolist())  # the only device synchronization
+                break
+            except (MemoryError, RuntimeError) as error:
+                self._lower_budget(error, numbers, f"at update {step}")
+            # Outside the except block, so that the traceback and the partial graph can be freed.
+            loss = None
+            free_memory()
+            recover(self.trainee)
+            batches, _ = self.prepare(numbers)
+        values[:, 0] /= self.ranks.world_size
+        bad = [_bad_rows(batches[at], finite[at].cpu()) for at in np.flatnonzero(~np.isfinite(values[:, 0]))]
+        figures = self.ranks.all_reduce(dict(zip(("loss", *DISTANCES), values.sum(axis=0).tolist(), strict=True)))
+        self._stop_unless_finite("loss", figures["loss"], [row for rows in bad for row in rows])
+        norm = self._step(step) if totals["kept"] else 0.0
+        self.optimizer.zero_grad(set_to_none=True)
+        self._stop_unless_finite("gradient", norm, [{"row": row} for row in numbers] if self.ranks.rank == 0 else [])
         seconds = time.perf_counter() - started
-        kept = max(totals["kept"], 1)
         return {
             "loss": figures.pop("loss"),
-            **{name: value / kept for name, value in figures.items()},
+            **{name: value / max(totals["kept"], 1) for name, value in figures.items()},
             "kept": totals["kept"] / max(totals["decisions"], 1),
             "rows_without": totals["rows_without"],
             "grad_norm": norm,
@@ -103,150 +155,84 @@ class Fit:
             "memory": peak_memory(),
         }
 
-    def _take(self, numbers: Sequence[int]) -> Work:
-        """Give an update's work: read ahead, or read now."""
-        work = self._ahead.result() if self._ahead else None
-        self._ahead = None
-        if work and (work.numbers, work.token_budget) == (tuple(numbers), self.token_budget):
-            return work
-        return self.prepare(numbers)
+    @cached_property
+    def _reader(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "read-ahead", initializer=set_device, initargs=(self.ranks.device,))
 
-    def _read_ahead(self, numbers: Sequence[int]) -> None:
-        """Read, compose and pin rows in a thread, one update ahead."""
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, "read-ahead", initializer=make_current, initargs=(self.ranks.device,))
-        self._ahead = self._reader.submit(self.prepare, numbers)
-
-    def prepare(self, numbers: Sequence[int]) -> Work:
+    def prepare(self, numbers: Sequence[int]) -> Prepared:
         """Read this rank's share of an update, compose it, and pin it where a GPU will copy it."""
-        token_budget = self.token_budget
-        dealt = self._dealt(numbers)
-        share = sorted(index for members in dealt for index in members)  # rows that follow one another are read at once
+        dealt = self._deal(numbers)
+        share = sorted(index for members in dealt for index in members)  # consecutive rows are read together
         block = self.cache.block([numbers[index] for index in share or [0]])
-        picked = [block.pick([share.index(index) for index in members]) if members else None for members in dealt]
-        batches = [self._compose(part, numbers[0]) for part in picked]
-        if copies_while_it_computes(self.ranks.device):
-            batches = [batch.pinned() for batch in batches]
-        return Work(tuple(numbers), token_budget, batches, self._counts(block if share else block.pick([])))
+        parts = [block.pick([share.index(index) for index in members]) if members else None for members in dealt]
+        batches = [self._compose(part, numbers[0]) for part in parts]
+        if supports_async_copy(self.ranks.device):
+            batches = [batch.map(Tensor.pin_memory) for batch in batches]
+        own = block if share else block.pick([])
+        kept_P = kept_decisions(own, self.cache.weights)
+        row_P = np.repeat(np.arange(len(own)), own.decisions_R)
+        kept_R = np.bincount(row_P[kept_P], minlength=len(own))
+        counts = {
+            "kept": int(kept_P.sum()),
+            "decisions": int(own.decided_P.sum()),
+            "rows_without": int((kept_R == 0).sum()),
+            "tokens": int(own.tokens_R.sum()),
+        }
+        return batches, counts
 
-    def _dealt(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The micro-batches of this rank, as indices into `numbers`."""
+    def _deal(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the micro-batches of this rank, as indices into `numbers`."""
         lengths = [self.cache.length(number) for number in numbers]
         width = self.trainee.head_description.weight_VD.shape[1]
-        ranks = deal_rows(lengths, self.ranks.world, self.token_budget, width=width, packed=self.trainee.packs)
+        ranks = deal_rows(lengths, self.ranks.world_size, self.token_budget, width=width, packed=self.trainee.packs)
         return ranks[self.ranks.rank]
 
-    def _counts(self, block: Block) -> dict[str, float]:
-        kept_P = kept_decisions(block, self.cache.weights)
-        row_P = np.repeat(np.arange(len(block)), block.decisions_R)
-        kept_R = np.bincount(row_P[kept_P], minlength=len(block))
-        return {
-            "kept": int(kept_P.sum()),
-            "decisions": len(kept_P),
-            "rows_without": int((kept_R == 0).sum()),
-            "tokens": int(block.tokens_R.sum()),
-        }
+    def _compose(self, block: Block | None, fallback: int) -> Batch:
+        """Compose a block into a batch; without a block, an empty batch, built from the fallback row."""
+        batch = compose(block or self.cache.block([fallback]), self.cache.weights, self.loss.alpha)
+        check_ids(batch.candidate_ids_NC, self.trainee.head_description.vocabulary)  # on the CPU, before the copy
+        return batch if block else batch.first(0)
 
-    def _accumulate(self, step: int, work: Work, kept: float) -> dict[str, float]:
-        """Run all micro-batches forward and backward; too little memory halves them and starts the update again."""
-        while True:
-            sums = self._in_memory(
-                lambda batches: self._run_micro_batches(step, batches, kept), work.batches, f"at update {step}"
-            )
-            if sums is not None:
-                return sums
-            work = self.prepare(work.numbers)
-
-    def _in_memory(self, run: Callable[[list[Batch]], T], batches: list[Batch], when: str) -> T | None:
-        """Run something; where memory runs out, halve the micro-batches and return None, or say that it cannot be."""
+    def _step(self, step: int) -> float:
+        """Clip the gradient and step, if it is finite; returns its norm."""
+        norm = clip_gradients(self.trainee, self.clip)
         try:
-            return run(batches)
+            if math.isfinite(norm):
+                self.optimizer.step()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            longest = max(max(batch.lengths) for batch in batches)
-            half = min(self.token_budget, max(self._tokens(batch) for batch in batches)) // 2
-            if self.token_budget <= longest or self.ranks.world > 1 or not can_recover(self.trainee):
-                raise self._out_of_memory(when, half if self.token_budget > longest else None) from error
-        # Here the error is gone, and with it the tensors that its frames held.
-        free_memory()
-        recover(self.trainee)
-        self.token_budget = half
-        self.notes.append(f"out of memory: train.token_budget halved to {self.token_budget}; the loss is the same")
-        return None
-
-    def _out_of_memory(self, when: str, smaller: int | None) -> WeaveError:
-        """Say what to do where this process cannot go on; with a smaller budget, where there is one, it can again."""
-        rank = f" on rank {self.ranks.rank}" if self.ranks.world > 1 else ""
-        what = f"out of memory{rank} {when} with train.token_budget = {self.token_budget}"
-        if smaller is None:
-            return WeaveError(
-                f"{what}. Its longest row alone is too much: set train.gradient_checkpointing = true, or use more ranks"
-            )
-        self.leave_budget(smaller)
-        return StartAgain(what, f"it resumes with {smaller} on every rank, and the loss is the same")
-
-    def _tokens(self, batch: Batch) -> int:
-        """Tokens that a batch puts through the model."""
-        return sum(batch.lengths) if self.trainee.packs else len(batch.lengths) * max(batch.lengths)
-
-    def _run_micro_batches(self, step: int, batches: Sequence[Batch], kept: float) -> dict[str, float]:
-        """Run forward and backward; what is watched stays on the device until all are done."""
-        # Dropout of a student that has any follows from the update, so nothing random needs to be kept for a resume.
-        torch.manual_seed(int(np.random.SeedSequence([self.seed, step, self.ranks.rank]).generate_state(1)[0]))
-        normalizer = max(kept, 1) / self.ranks.world  # sharded gradients are averaged over ranks
-        watched: list[Tensor] = []
-        finite: list[tuple[Tensor, Tensor, Tensor]] = []
-        loading = 0.0
-        for composed in batches:
-            started = time.perf_counter()
-            batch = composed.to(self.ranks.device)
-            loading += time.perf_counter() - started
-            loss, log_pi_NO = self.trainee(batch, self.loss, normalizer)
-            loss.backward()
-            watched.append(torch.cat([loss.detach()[None], distances(log_pi_NO, batch)]))
-            finite.append((composed.rows_N, composed.places_N, _finite(batch, log_pi_NO)))
-        values = np.array(torch.stack(watched).tolist())  # the only wait for the device
-        values[:, 0] /= self.ranks.world
-        sums = dict(zip(("loss", *DISTANCES), values.sum(axis=0).tolist(), strict=True))
-        bad = [row for at in np.flatnonzero(~np.isfinite(values[:, 0])) for row in _culprits(*finite[at])]
-        self._stop_unless_finite("loss", self.ranks.total({"loss": sums["loss"]})["loss"], bad)
-        return {**sums, "loading": loading}
-
-    def _step(self, step: int, kept: float) -> float:
-        """Clip and step, unless there was nothing to learn from; returns the gradient's norm."""
-        norm = clip_gradients(self.trainee, self.clip) if kept else 0.0
-        if kept and math.isfinite(norm):
-            try:
-                self.optimizer.step()
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise WeaveError(
-                    f"out of memory at update {step}: no room for the optimizer's state (two values per parameter). "
-                    "Use more ranks, or train.lora"
-                ) from error
-        self.optimizer.zero_grad(set_to_none=True)
+            raise WeaveError(
+                f"out of memory at update {step}: no room for the optimizer's state (two values per parameter). "
+                "Use more ranks, or train.lora"
+            ) from error
         return norm
 
-    def _note_once(self, note: str) -> None:
-        if not self._noted:
-            self.notes.append(note)
-        self._noted = True
-
-    def _compose(self, block: Block | None, some: int) -> Batch:
-        """The batch of a block; without one, a batch that has nothing to learn from, made from some row."""
-        batch = compose(block or self.cache.block([some]), self.cache.weights, self.loss.alpha)
-        checked_ids(batch.candidate_ids_NC, self.trainee.head_description.vocabulary)  # here, where no device waits
-        return batch if block else batch.first(0)
+    def _lower_budget(self, error: Exception, numbers: Sequence[int], when: str) -> None:
+        """Halve the token budget when memory ran out; raise other errors, and where this process cannot recover."""
+        if not is_out_of_memory(error):
+            raise error
+        lengths = [self.cache.length(number) for number in numbers]
+        rank = f" on rank {self.ranks.rank}" if self.ranks.world_size > 1 else ""
+        what = f"out of memory{rank} {when} with train.token_budget = {self.token_budget}"
+        if self.token_budget <= max(lengths):
+            raise WeaveError(
+                f"{what}. Its longest row alone is too much: set train.gradient_checkpointing = true, or use more ranks"
+            ) from error
+        half = min(self.token_budget, sum(lengths) // self.ranks.world_size) // 2
+        if self.ranks.world_size > 1 or not can_recover(self.trainee):
+            self.save_budget(half)
+            raise StartAgain(what, f"it resumes with {half} on every rank, and the loss is the same") from error
+        self.token_budget = half
+        self.notes.append(f"out of memory: train.token_budget halved to {half}; the loss is the same")
 
     def _stop_unless_finite(self, what: str, value: float, rows: list[dict[str, Any]]) -> None:
         """Stop on all ranks with the rows that caused it, before they can spoil the weights."""
         if math.isfinite(value):
             return
-        rows = self.ranks.gathered(rows)
+        rows = self.ranks.all_gather(rows)
         path = self.folder / BAD_ROWS
-        if self.ranks.first:
+        if self.ranks.is_main_process:
             write_json(path, {"what": what, "value": str(value), "rows": rows})
         names = ", ".join(str(row["row"]) for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
         raise WeaveError(
@@ -255,74 +241,46 @@ class Fit:
         )
 
     @torch.no_grad()
-    def disagreement(self, numbers: Sequence[int]) -> float:
-        """The loss at zero shift before training: how far trainer and cache disagree about the student itself."""
+    def measure(self, numbers: Sequence[int]) -> dict[str, float]:
+        """Compare the student with its targets on some rows, without dropout; averages over all kept decisions.
 
-        def loss(batch: Batch, log_pi_NO: Tensor) -> Tensor:
-            return log_residual_loss(log_pi_NO, batch.log_b_NO, batch.log_b_NO, self.loss.alpha).sum()[None]
-
-        return self._mean(numbers, ("loss",), loss)["loss"]
-
-    @torch.no_grad()
-    def distance(self, numbers: Sequence[int]) -> dict[str, float]:
-        """How far the student is from its target on some rows, on average over kept decisions."""
-        means = self._mean(numbers, DISTANCES, lambda batch, log_pi_NO: distances(log_pi_NO, batch))
-        return {name: means[name] for name in ("reverse_kl", "forward_kl", "total_variation")}
-
-    def _mean(
-        self, numbers: Sequence[int], names: Sequence[str], measure: Callable[[Batch, Tensor], Tensor]
-    ) -> dict[str, float]:
-        """Sum what is measured of every micro-batch, and divide by the kept decisions of all ranks."""
-        kept = 0
-        measured: list[Tensor] = []
-        for batch, log_pi_NO in self._look(numbers):
-            kept += len(batch)
-            measured.append(measure(batch, log_pi_NO))
-        sums = np.array(torch.stack(measured).tolist()).sum(axis=0).tolist()
-        total = self.ranks.total({**dict(zip(names, sums, strict=True)), "kept": kept})
-        return {name: total[name] / max(total["kept"], 1) for name in names}
-
-    def _look(self, numbers: Sequence[int]) -> Iterator[tuple[Batch, Tensor]]:
-        """Run rows forward only, a micro-batch at a time: their batches and the student's outcomes."""
-        with without_dropout(self.trainee):
-            for members in self._dealt(numbers):
-                block = self.cache.block([numbers[index] for index in members]) if members else None
-                yield from self._outcomes(block, numbers[0])
-
-    def _outcomes(self, block: Block | None, some: int) -> Iterator[tuple[Batch, Tensor]]:
-        """Run one micro-batch forward, in halves where it does not fit in memory."""
-        composed = self._compose(block, some)
-        rows = len(composed.lengths)
-        if rows == 1 or self._tokens(composed) <= self.token_budget:  # it may have been planned with a larger budget
-            batch = composed.to(self.ranks.device)
-            log_pi_NO = self._in_memory(
-                lambda batches: self.trainee(batches[0], self.loss, 1.0)[1], [batch], "before an update"
-            )
-            if log_pi_NO is not None:
-                yield batch, log_pi_NO
-                return
-        assert block is not None, "a batch without rows fits in memory"
-        for half in (range(rows // 2), range(rows // 2, rows)):
-            yield from self._outcomes(block.pick(half), some)
+        `zero_shift_loss` is the loss as if no anchor shifted anything. Before training it tells how far trainer and
+        cache disagree about the student.
+        """
+        while True:
+            kept = 0
+            sums: list[Tensor] = []
+            try:
+                with without_dropout(self.trainee):
+                    for members in self._deal(numbers):
+                        block = self.cache.block([numbers[index] for index in members]) if members else None
+                        batch = self._compose(block, numbers[0]).to(self.ranks.device)
+                        log_pi_NO = self.trainee(batch, self.loss, 1.0)[1]
+                        loss_N = log_residual_loss(log_pi_NO, batch.log_b_NO, batch.log_b_NO, self.loss.alpha)
+                        sums.append(torch.cat([loss_N.sum()[None], distances(log_pi_NO, batch)]))
+                        kept += len(batch)
+                break
+            except (MemoryError, RuntimeError) as error:
+                self._lower_budget(error, numbers, "before an update")
+            free_memory()
+            recover(self.trainee)
+        values = np.array(torch.stack(sums).tolist()).sum(axis=0).tolist()
+        total = self.ranks.all_reduce(dict(zip(("zero_shift_loss", *DISTANCES), values, strict=True)) | {"kept": kept})
+        count = max(total.pop("kept"), 1)
+        return {name: value / count for name, value in total.items()}
 
 
-def check_agreement(fit: Fit, numbers: Sequence[int], largest: float, dtype: torch.dtype) -> tuple[float, str | None]:
-    """Measure the loss at zero shift; also say what is wrong where trainer and cache see two different students.
-
-    The bound is for float32. Rounding to bfloat16 alone is worth more: 1.3e-3 on SmolLM2-135M.
-    """
-    loss = fit.disagreement(numbers)
-    bound = largest if dtype == torch.float32 else ROUNDING * largest
-    if loss <= bound:
-        return loss, None
-    return loss, (
-        f"before training, the loss at zero shift is {loss:.2e}, over {bound:g} (train.agreement): trainer and "
-        "reference/ disagree about the student (another dtype, checkpoint or engine?)"
-    )
+def _bad_rows(batch: Batch, finite_N: Tensor) -> list[dict[str, Any]]:
+    """Find the decisions at which something is not finite; if everything is, all rows of the batch are suspect."""
+    suspect_N = finite_N if finite_N.all() else ~finite_N
+    places: dict[int, list[int]] = {}
+    for row, place in zip(batch.rows_N[suspect_N].tolist(), batch.places_N[suspect_N].tolist(), strict=True):
+        places.setdefault(row, []).append(place)
+    return [{"row": row, "positions": positions} for row, positions in places.items()]
 
 
 def adam(trainee: Trainee, learning_rate: float, betas: Sequence[float], weight_decay: float) -> torch.optim.AdamW:
-    """Adam with decoupled weight decay, on matrices only: norms and biases have no scale to shrink towards."""
+    """Adam with decoupled weight decay, on matrices only, not on norms and biases."""
     trained = [parameter for parameter in trainee.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
@@ -332,23 +290,194 @@ def adam(trainee: Trainee, learning_rate: float, betas: Sequence[float], weight_
     return torch.optim.AdamW(nonempty_groups, learning_rate, (betas[0], betas[1]), fused=True)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Take the next steps with this learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+def make_fit(run: Run, name: str, trainee: Trainee, rows: Rows, *, alpha: float, ranks: Ranks) -> Fit:
+    """Put student, objective and optimizer together, with the token budget saved after running out of memory."""
+    train = run.recipe.train
+    objective = run.objective(name)
+    loss = Loss(objective, alpha, load_function(objective, run.trust) if is_own_function(objective) else None)
+    asked = train.token_budget
+    file = run.directory / TOKEN_BUDGET_FILE
+    left = read_json(file) if ranks.is_main_process and file.exists() else {}
+    budget = ranks.broadcast(int(left["smaller"]) if left.get("asked") == asked else asked)
+    note = f"train.token_budget is {budget}: {asked} was too much at an earlier start ({file})"
+    return Fit(
+        trainee=trainee,
+        optimizer=adam(trainee, train.learning_rate, train.optimizer.betas, train.optimizer.weight_decay),
+        cache=rows,
+        loss=loss,
+        clip=train.optimizer.clip,
+        token_budget=budget,
+        save_budget=lambda smaller: write_json(file, {"asked": asked, "smaller": smaller}),
+        seed=train.seed,
+        ranks=ranks,
+        folder=run.stage("train", name).folder,
+        notes=[note] if budget != asked else [],
+    )
 
 
-def _finite(batch: Batch, log_pi_NO: Tensor) -> Tensor:
-    """Tell at which decisions everything is finite."""
-    checked = (log_pi_NO, batch.log_b_NO, batch.log_q_NO, batch.r_NC, batch.sampled_log_b_N[:, None])
-    return torch.stack([values.isfinite().all(dim=1) for values in checked]).all(dim=0)
+@dataclass(frozen=True)
+class Training:
+    """The training of one composition: its updates, with checkpoints between them, and its export."""
+
+    run: Run
+    name: str
+    schedule: Schedule
+    fit: Fit
+    progress: Progress
+    before_round: Callable[[int], None] | None = None  # samples the round's trajectories, in online training
+
+    @property
+    def stage(self) -> Stage:
+        return self.run.stage("train", self.name)
+
+    @property
+    def checkpoints(self) -> TrainingCheckpoints:
+        return TrainingCheckpoints(self.stage.folder / "checkpoints", self.stage.fingerprint)
+
+    def say(self, message: str) -> None:
+        self.progress.say(f"train {self.name}: {message}")
+
+    def check(self, dtype: torch.dtype) -> dict[str, float]:
+        """Check before training that trainer and cache compute the same student.
+
+        The bound is for float32. Rounding to bfloat16 alone costs more: 1.3e-3 on SmolLM2-135M.
+        """
+        train = self.run.recipe.train
+        head = self.fit.trainee.head_description
+        if not head.plain and self.fit.loss.objective in ("tilted", "reverse-kl"):
+            parts = {"bias": head.bias_V is not None, "scale": head.scale != 1, "soft cap": head.softcap is not None}
+            named = " and ".join(f"a {part}" for part, there in parts.items() if there)
+            self.say(f"the student's head has {named}: the plain loss is used, which is slower than the one-pass loss")
+        if not self.fit.trainee.packs:
+            reason = (
+                "packing is off with train.compile"
+                if train.compile
+                else "packed rows would leak into each other in its layers"
+            )
+            self.say(f"the student's rows are padded to one length: {reason}")
+        loss = self.fit.measure(self.schedule.rows(0))["zero_shift_loss"]
+        bound = (AGREEMENT if isinstance(train.agreement, bool) else train.agreement) * (
+            1 if dtype == torch.float32 else LOW_PRECISION_FACTOR
+        )
+        if loss <= bound:
+            self.say(f"trainer and cache agree to {loss:.1e} at zero shift")
+        elif is_quantised(train):
+            self.say(f"the quantised student differs from the one that was cached: {loss:.1e} at zero shift")
+        else:
+            complaint = (
+                f"before training, the loss at zero shift is {loss:.2e}, over {bound:g} (train.agreement): the trainer "
+                "and reference/ give different log-probabilities for the student (another dtype, checkpoint or engine?)"
+            )
+            if train.agreement is not False:
+                raise Mismatch(f"{complaint}.\nRerun the reference, or set train.agreement = false")
+            self.say(complaint)
+        return {"zero_shift_loss": loss}
+
+    def restore(self) -> int:
+        """Begin the stage and restore the newest checkpoint that rank 0 sees; returns its update, or 0."""
+        self.stage.begin()
+        ranks = self.fit.ranks
+        start = ranks.broadcast((self.checkpoints.latest() or 0) if ranks.is_main_process else 0)
+        if ranks.is_main_process:
+            (self.stage.folder / BAD_ROWS).unlink(missing_ok=True)
+            if not start:
+                shutil.rmtree(self.checkpoints.folder, ignore_errors=True)
+        if start:
+            self.checkpoints.restore(start, self.fit.trainee, self.fit.optimizer)
+            self.say(f"resuming from update {start}")
+        return start
+
+    def run_updates(self, start: int, meter: Meter, end: int | None = None) -> dict[str, float]:
+        """Run all updates that are left, or those up to `end`; rank 0 returns the last metrics."""
+        train, fit, schedule, stage = self.run.recipe.train, self.fit, self.schedule, self.stage
+        total = len(schedule)
+        end = total if end is None else end
+        held_out = schedule.held_out()
+        metrics = None
+        if fit.ranks.is_main_process:
+            metrics = Metrics(self.run.recipe, self.name, stage.folder, start, stage.fingerprint)
+        probe = Probe(self.run) if train.eval_every else None
+        if probe and start == 0:
+            figures = probe.answer(fit.trainee, fit.ranks)
+            if metrics:
+                metrics.add(0, figures)
+        writer = CheckpointWriter(self.checkpoints, fit.ranks)
+        with writer, self.progress.bar(f"train {self.name}", end - start, "update") as bar:
+            for step in range(start + 1, end + 1):
+                this_round = schedule.round_of(step - 1)
+                if self.before_round and this_round[0] == step - 1:
+                    self.before_round(step - 1)
+                rate = train.learning_rate * rate_share(step, total, train.warmup, train.decay)
+                for group in fit.optimizer.param_groups:
+                    group["lr"] = rate
+                # An online round's rows do not exist before it begins.
+                can_prefetch = step != end and (not self.before_round or step in this_round)
+                figures = fit.update(step, schedule.rows(step - 1), schedule.rows(step) if can_prefetch else ())
+                if held_out and (step % train.checkpoint_every == 0 or step == total):
+                    measured = fit.measure(held_out)
+                    figures |= {f"validation_{key}": measured[key] for key in DISTANCES if key != "covered_mass"}
+                if probe and (step % train.eval_every == 0 or step == total):
+                    figures |= probe.answer(fit.trainee, fit.ranks, metrics.first if metrics else None)
+                    score = f", AES {figures['eval_aes']:.2f}" if "eval_aes" in figures else ""
+                    right = f"{figures['eval_accuracy']:.1f} % of {len(probe.requests)} problems right"
+                    self.say(f"update {step}: {right} with {figures['eval_tokens']:.0f} tokens{score}")
+                if metrics:
+                    metrics.add(step, figures | {"learning_rate": rate})
+                    meter.add(tokens=int(figures["tokens"]))  # of all ranks
+                while fit.notes:
+                    self.say(fit.notes.pop(0))
+                due = step % train.checkpoint_every == 0
+                if self.before_round:  # at the end of a round, since a resume samples the round again
+                    passed = [update for update in this_round if (update + 1) % train.checkpoint_every == 0]
+                    due = step == this_round[-1] + 1 and bool(passed)
+                if step == end or due:
+                    writer.save(step, fit.trainee, fit.optimizer)
+                bar.advance(note=LINE.format(**figures))
+        if metrics is None:
+            return {}
+        for tracker in metrics.trackers:
+            tracker.close()
+        return {**metrics.last, "updates": end}
+
+    def export(self, stage: Stage, updates: int, figures: dict[str, Any]) -> None:
+        """Round the weights to the student's dtypes and write final/.
+
+        Exported and trained weights are compared on a few decisions of the last update, row by row.
+        """
+        student, trainee, ranks, rows = self.run.student, self.fit.trainee, self.fit.ranks, self.fit.cache
+        layout = student.layout
+        if is_quantised(self.run.recipe.train):  # the adapter is added to the student's own weights
+            compared = "trained on quantised weights, added to the student's own"
+        else:
+            blocks = [rows.block([number]) for number in self.schedule.rows(updates - 1)[:EXPORT_ROWS]]
+            batches = [compose(block, rows.weights, self.fit.loss.alpha).first(EXPORT_DECISIONS) for block in blocks]
+            lost = round_weights(trainee, layout.dtypes, [batch.to(ranks.device) for batch in batches])
+            figures = {**figures, "export_kl": lost}
+            compared = f"KL exported || trained {lost:.1e} nats"
+        final = stage.folder / "final"
+        card = model_card(self.run, self.name, figures) if ranks.is_main_process else ""
+        files = write_model(final, trainee, layout, card, ranks, student)
+        if ranks.is_main_process:
+            stage.record(files, {key: value for key, value in figures.items() if key in RECORDED})
+            self.say(f"{final} ({compared})")
+        ranks.barrier()
 
 
-def _culprits(rows_N: Tensor, places_N: Tensor, finite_N: Tensor) -> list[dict[str, Any]]:
-    """Find the decisions at which something is not finite; where nothing is, all rows of the batch are suspect."""
-    finite_N = finite_N.cpu()
-    chosen_N = ~finite_N if not finite_N.all() else finite_N
-    places: dict[int, list[int]] = {}
-    for row, place in zip(rows_N[chosen_N].tolist(), places_N[chosen_N].tolist(), strict=True):
-        places.setdefault(row, []).append(place)
-    return [{"row": row, "positions": positions} for row, positions in places.items()]
+def train_offline(
+    run: Run, name: str, context: TrainContext, start: Checkpoint | None = None, prompts: range | None = None
+) -> None:
+    """Fit one composition to the cache; a leg of a sequential run starts from `start` and uses some of the prompts."""
+    composition = run.recipe.compositions[name]
+    cache = open_cache(run, name)
+    groups = prompts or range(len(cache) // run.recipe.rollout.responses)
+    schedule = make_schedule(run.recipe, groups, composition.epochs)
+    dose = find_dose(run, name, cache, schedule)
+    trainee = open_trainee(run, context, start)
+    fit = make_fit(run, name, trainee, cache, alpha=dose.alpha, ranks=context.ranks)
+    training = Training(run, name, schedule, fit, context.progress)
+    spent = {"method": composition.method, "fingerprint": training.stage.fingerprint}
+    with measure(run.directory, "train", name, **spent) as meter:
+        training.say(str(dose))
+        figures = dose.figures() | ({} if start else training.check(context.dtype))
+        figures |= training.run_updates(training.restore(), meter)
+        training.export(training.stage, len(schedule), figures)

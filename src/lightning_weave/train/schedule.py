@@ -38,11 +38,11 @@ class Schedule:
             )
 
     def __len__(self) -> int:
-        """All updates. A last round that is not full makes fewer of them, the last with fewer rows."""
+        """Count all updates. A last round that is not full makes fewer of them, the last with fewer rows."""
         return self.epochs * self._per_epoch
 
     def rows(self, update: int) -> list[int]:
-        """Row numbers of one update, counted from 0."""
+        """Give the row numbers of one update, counted from 0."""
         if not 0 <= update < len(self):
             raise IndexError(update)
         epoch, place = divmod(update, self._per_epoch)
@@ -52,18 +52,18 @@ class Schedule:
         return self._rows_of(order)[place * self._size : (place + 1) * self._size].tolist()
 
     def held_out(self) -> list[int]:
-        """Rows of the prompts that are kept for validation."""
+        """Give the rows of the prompts that are kept for validation."""
         return self._rows_of(self._held_out_groups()).tolist()
 
     def round_of(self, update: int) -> range:
-        """The updates that replay the same round as this one."""
+        """Give the updates that replay the same round as this one."""
         epoch, place = divmod(update, self._per_epoch)
         begin = place - place % self.updates_per_round
         end = min(begin + self.updates_per_round, self._per_epoch)
         return range(epoch * self._per_epoch + begin, epoch * self._per_epoch + end)
 
     def epoch_of(self, update: int) -> int:
-        """How often all prompts have been seen before."""
+        """Tell how often all prompts have been seen before."""
         return update // self._per_epoch
 
     def parts(self, count: int) -> list[range]:
@@ -78,12 +78,12 @@ class Schedule:
         return [range(first, last) for first, last in pairwise(cuts)]
 
     @property
-    def _size(self) -> int:
-        return self.prompts_per_round * self.responses // self.updates_per_round
-
-    @property
     def _per_epoch(self) -> int:
         return -(-(self.groups - len(self._held_out_groups())) * self.responses // self._size)
+
+    @property
+    def _size(self) -> int:  # rows of an update
+        return self.prompts_per_round * self.responses // self.updates_per_round
 
     def _held_out_groups(self) -> NDArray[np.int64]:
         count = max(1, round(self.groups * self.validation)) if self.validation else 0
@@ -93,21 +93,19 @@ class Schedule:
         return ((self.first + groups[:, None]) * self.responses + np.arange(self.responses)).ravel()
 
 
-def make_schedule(
-    recipe: Recipe, groups: int, part: tuple[float, float] = (0.0, 1.0), epochs: int | None = None
-) -> Schedule:
-    """The updates of a run: the same rows in the same order for every composition."""
+def make_schedule(recipe: Recipe, groups: int | range, epochs: int | None = None) -> Schedule:
+    """Give the updates of a run on so many prompts, or on a range of them: the same for every composition."""
+    prompts = range(groups) if isinstance(groups, int) else groups
     train = recipe.train
-    first = round(part[0] * groups)
     return Schedule(
-        groups=round(part[1] * groups) - first,
+        groups=len(prompts),
         responses=recipe.rollout.responses,
         epochs=epochs or train.epochs,
         prompts_per_round=train.prompts_per_round,
         updates_per_round=train.updates_per_round,
         seed=train.seed,
         validation=train.validation,
-        first=first,
+        first=prompts.start,
     )
 
 
@@ -155,14 +153,11 @@ def deal_rows(
     ranks: list[list[list[int]]] = [[] for _ in range(world)]
     spent = [0.0] * world
     for step in range(count):  # of those that run side by side, the dearest goes to the rank that has done least
-        for rank, members in zip(_ascending(spent), bins[step * world : (step + 1) * world], strict=True):
+        by_work = sorted(range(world), key=lambda rank: (spent[rank], rank))
+        for rank, members in zip(by_work, bins[step * world : (step + 1) * world], strict=True):
             ranks[rank].append(members)
             spent[rank] += sum(cost[index] for index in members)
     return ranks
-
-
-def _ascending(values: Sequence[float]) -> list[int]:
-    return sorted(range(len(values)), key=lambda place: (values[place], place))
 
 
 def row_cost(length: int, width: int) -> float:

@@ -1,79 +1,117 @@
-"""`lweave clean`: list and remove what no recipe needs. Results that a recipe names, stale ones too, are left."""
+"""`lweave clean`: list and remove what no recipe needs. The only command that deletes."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from lightning_weave.errors import InputError
-from lightning_weave.runs.costs import cost_of
-from lightning_weave.runs.discard import Doomed, agree, listing
-from lightning_weave.runs.steps import Steps
-from lightning_weave.runs.sweeps import with_sweep
-from lightning_weave.store import ASIDE, MANIFEST, TEMPORARY, lock_run, read_json, recorded, remove
+from lightning_weave.config import load_recipe
+from lightning_weave.directory import RECIPE, file_size, size_of
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.progress import duration
+from lightning_weave.ranks import is_single_process
+from lightning_weave.run import Run
+from lightning_weave.stages.costs import cost_of
+from lightning_weave.store import MANIFEST, TEMPORARY, lock_run, remove
 from lightning_weave.store.ledger import read_ledger
 
+NAMED = ("train", "eval", "preview")  # stages with a folder per policy
 
-def run(recipes: Sequence[Steps], console: Console, yes: bool) -> list[Path]:
+
+def run(recipes: Sequence[Run], console: Console, yes: bool) -> list[Path]:
     """Remove what none of these recipes of one run directory needs, after asking; returns what was removed."""
-    run_dir = recipes[0].store.run_dir
-    if other := [steps for steps in recipes if steps.store.run_dir.resolve() != run_dir.resolve()]:
-        raise InputError(f"{other[0].arguments} is a recipe of {other[0].store.run_dir}, not of {run_dir}")
-    if not run_dir.is_dir():
-        raise InputError(f"{run_dir}: there is no such run directory, so nothing to clean")
-    with lock_run(run_dir):
-        doomed = unneeded([with_sweep(steps) for steps in recipes])
-        if not doomed:
-            console.print(f"{run_dir}: nothing to remove.", soft_wrap=True, markup=False)
+    directory = recipes[0].directory
+    if other := [run for run in recipes if run.directory.resolve() != directory.resolve()]:
+        raise InputError(f"{other[0].arguments} is a recipe of {other[0].directory}, not of {directory}")
+    if not directory.is_dir():
+        raise InputError(f"{directory}: no such run directory")
+    with lock_run(directory):
+        unneeded = [*unneeded_folders(recipes), *leftovers(directory)]
+        unneeded = [path for path in unneeded if not set(unneeded).intersection(path.parents)]
+        if not unneeded:
+            console.print(f"{directory}: nothing to remove.", soft_wrap=True, markup=False)
             return []
-        lines = [f"No recipe given needs these in {run_dir}:", *listing(doomed, run_dir)]
-        agree(lines, yes, "Nothing was removed. To remove them: --yes. To keep those of another recipe: --also RECIPE")
-        for one in doomed:
-            remove(one.path)
-    console.print(f"{run_dir}: removed.", soft_wrap=True, markup=False)
-    return [one.path for one in doomed]
+        confirm(unneeded, directory, yes, "To keep those of another recipe: --also RECIPE")
+        for path in unneeded:
+            remove(path)
+        _remove_dangling_links(directory)
+    console.print(f"{directory}: removed.", soft_wrap=True, markup=False)
+    return unneeded
 
 
-def unneeded(recipes: Sequence[Steps]) -> list[Doomed]:
-    """Find what can go, each with the reason; nothing that lies within another of them."""
-    run_dir = recipes[0].store.run_dir
-    ledger = read_ledger(run_dir)
-    doomed = [Doomed(path, "no recipe names it", cost_of(path, run_dir, ledger)) for path in _unnamed(recipes)]
-    doomed += [Doomed(path, "set aside while its stage is rerun") for path in run_dir.rglob(f"{ASIDE}*")]
-    doomed += [Doomed(path, "left by a command that was stopped") for path in run_dir.rglob(f"{TEMPORARY}*")]
-    doomed += [Doomed(path, "the student is finished") for path in _spent_checkpoints(run_dir)]
-    doomed += [Doomed(path, "the evaluation is finished") for path in _merged_blocks(run_dir)]
-    paths = {one.path for one in doomed}
-    return [one for one in doomed if not paths.intersection(one.path.parents)]
+def unneeded_folders(recipes: Sequence[Run]) -> list[Path]:
+    """Find the stage folders that none of these recipes and not the directory's own recipe.toml names.
+
+    A student of another recipe, such as a sweep's, is needed as long as its plain name points at it.
+    """
+    directory = recipes[0].directory
+    recorded = directory / RECIPE
+    runs = list(recipes)
+    if recorded.exists():
+        place = directory.resolve()
+        recipe = load_recipe([str(recorded)]).model_copy(update={"runs": str(place.parent), "name": place.name})
+        runs.append(Run(recipe))
+    needed: set[Path] = set()
+    for one in runs:
+        try:
+            needed |= {stage.folder.resolve() for stage in one.everything()}
+        except WeaveError:  # a model or a file is gone: keep what its folders' names point at
+            needed |= {path.resolve() for path in directory.rglob("*") if path.is_symlink()}
+    own = {name for one in runs for name in (*one.policies, *one.score_names.values())}
+    for stage in NAMED:
+        links = [path for path in (directory / stage).glob("*") if path.name not in own]
+        needed |= {link.resolve() for path in links for link in (path, *path.glob("*")) if link.is_symlink()}
+    folders = [path for path in sorted(directory.rglob("*@*")) if path.is_dir() and not path.is_symlink()]
+    outer = [path for path in folders if not any("@" in parent.name for parent in path.relative_to(directory).parents)]
+    return [path for path in outer if path.resolve() not in needed and not path.name.startswith(TEMPORARY)]
 
 
-def _unnamed(recipes: Sequence[Steps]) -> Iterator[Path]:
-    """The folders of models, compositions and policies that are in no recipe."""
-    run_dir = recipes[0].store.run_dir
-    named = {
-        "score": {name for steps in recipes for name in steps.score_names.values()},
-        "train": {name for steps in recipes for name in steps.recipe.compositions},
-        "eval": {name for steps in recipes for name in steps.policies},
-        "preview": {name for steps in recipes for name in steps.policies},
-    }
-    for stage, names in named.items():
-        folders = sorted(path for path in (run_dir / stage).glob("[!.]*") if path.is_dir())
-        yield from (path for path in folders if path.name not in names)
+def leftovers(directory: Path) -> list[Path]:
+    """Find what finished or killed commands left: temporary files, checkpoints of finished students, merged blocks."""
+    done = [path.parent for path in directory.rglob(MANIFEST)]
+    inside = [path for folder in done for path in (folder / "checkpoints", *folder.glob("blocks-*")) if path.is_dir()]
+    return [*directory.rglob(f"{TEMPORARY}*"), *inside]
 
 
-def _spent_checkpoints(run_dir: Path) -> Iterator[Path]:
-    """Checkpoints of trainings whose student is there: nothing will resume from them."""
-    for folder in sorted((run_dir / "train").rglob("checkpoints")):
-        manifest = recorded(folder.parent) if (folder.parent / MANIFEST).exists() else None
-        positions = [read_json(path) for path in folder.glob("*/position.json")]
-        ours = manifest is not None and all(
-            position["fingerprint"] == manifest["fingerprint"] for position in positions
-        )
-        if ours and (folder.parent / "final").is_dir():
-            yield folder
+def forget(run: Run, policy: str, console: Console, yes: bool) -> None:
+    """Remove what was computed for one policy, by any recipe, after asking. The recipe may still name it."""
+    directory = run.directory
+    folders = [path for path in (directory / "train").glob(f"{policy}@*") if policy]
+    folders += [directory / stage / policy for stage in ("eval", "preview") if policy]
+    folders = [path for path in folders if path.is_dir()]
+    if not folders:
+        names = {path.name.partition("@")[0] for stage in NAMED for path in (directory / stage).glob("[!.]*")}
+        known = ", ".join(sorted(name for name in names if not name.endswith(".json"))) or "none"
+        raise InputError(f"--policy {policy}: nothing of it is in {directory}, which has {known}")
+    with lock_run(directory):
+        confirm(folders, directory, yes)
+        for folder in folders:
+            remove(folder)
+        _remove_dangling_links(directory)
+    console.print(f"{directory}: {policy} is removed.", soft_wrap=True, markup=False)
 
 
-def _merged_blocks(run_dir: Path) -> Iterator[Path]:
-    for folder in sorted((run_dir / "eval").glob("*/*/blocks-*")):
-        if (folder.parent / MANIFEST).exists():
-            yield folder
+def confirm(paths: Sequence[Path], directory: Path, yes: bool, hint: str = "") -> None:
+    """List what would be removed with its size and cost, and continue if the user agrees."""
+    ledger = read_ledger(directory)
+    lines = [f"This removes from {directory}:"]
+    for path in paths:
+        cost = cost_of(path, directory, ledger)
+        spent = f", {duration(cost.seconds)} of device time" if cost is not None else ""
+        lines.append(f"  {path.relative_to(directory)}  {file_size(size_of(path))}{spent}")
+    text = "\n".join([*lines, f"In all: {file_size(sum(map(size_of, paths)))}."])
+    if yes:
+        print(text, file=sys.stderr)
+        return
+    if not (is_single_process() and sys.stdin.isatty() and sys.stderr.isatty()):
+        raise InputError(f"{text}\nNothing was removed. To remove them: --yes. {hint}".rstrip())
+    print(text, "Continue? [y/N] ", sep="\n", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise InputError("nothing was removed")
+
+
+def _remove_dangling_links(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        if path.is_symlink() and not path.exists():
+            path.unlink()

@@ -1,26 +1,109 @@
 """`lweave export`: the targets of a composition as a Parquet data set, for other trainers and for analysis.
 
-One file per shard of the cache, each written whole: rerun it to resume. Beside the targets the rows have what
-`rollout.from` reads, so a data set can be taken back.
+One file per shard of the cache, each written atomically: rerun it to resume. The rows also have what `rollout.from`
+reads, so a data set can be the trajectories of another run.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from numpy.typing import NDArray
 
+from lightning_weave.bench.definitions import KNOWN
 from lightning_weave.cache.targets import Targets
+from lightning_weave.config import dump_recipe, slug
+from lightning_weave.directory import with_others
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
-from lightning_weave.prompts import read_prompts
-from lightning_weave.runs.steps import Steps
-from lightning_weave.store import Step, make_directory, read_json, write_atomic, write_json
-from lightning_weave.train.targets import TargetReader, open_targets
+from lightning_weave.report.results import results_table, summaries
+from lightning_weave.report.tables import format_results, legend, markdown, not_compared
+from lightning_weave.run import Run
+from lightning_weave.stages.prompts import load_prompts, prompt_line, used_columns
+from lightning_weave.store import Stage, make_directory, read_json, whole_directory, write_atomic, write_json
+from lightning_weave.train.data import open_targets
+from lightning_weave.train.export import TAG, model_card, public_name
 from lightning_weave.types import FINISH_REASONS, Prompt
+
+
+def card(run: Run, composition: str, out: Path | None, progress: Progress) -> Path:
+    """Copy final/ with the recipe and a card that has the evaluation; all of it or nothing."""
+    run = with_others(run)
+    if composition not in run.recipe.compositions:
+        names = ", ".join(run.recipe.compositions) or "none"
+        raise InputError(f"--composition {composition}: no such composition; this run has {names}")
+    stage = run.stage("train", composition)
+    figures = stage.require()
+    target = out or run.directory / "publish" / composition
+    if target.exists():  # replace only what an earlier call has made
+        readme = target / "README.md"
+        has_files = all((target / name).is_file() for name in ("config.json", "recipe.toml", "README.md"))
+        has_folders = target.is_dir() and any(path.is_dir() and path.name != "adapter" for path in target.iterdir())
+        if has_folders or not has_files or TAG not in readme.read_text(encoding="utf-8", errors="replace"):
+            raise InputError(f"--out {target}: exists and was not made by this command. Name another directory")
+    make_directory(target.parent, f"--out {target}")
+    card = model_card(run, composition, figures, evaluation(run, composition), metadata(run, composition))
+    with whole_directory(target) as unfinished:
+        shutil.copytree(stage.folder / "final", unfinished, dirs_exist_ok=True)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
+        for adapter in unfinished.glob("adapter/adapter_config.json"):
+            config = read_json(adapter)
+            write_json(adapter, {**config, "base_model_name_or_path": public_name(config["base_model_name_or_path"])})
+        (unfinished / "recipe.toml").write_text(dump_recipe(run.recipe), encoding="utf-8")
+    mark = run.recipe.mark
+    progress.say(f"{target}: " + (f"a {mark}" if mark else f"ready. Publish it with: hf upload OWNER/NAME {target}"))
+    return target
+
+
+def evaluation(run: Run, composition: str) -> str:
+    """Write the table of this student and its base, and how both were sampled."""
+    results = summaries(run)
+    if composition not in results:
+        return f"\nNot evaluated yet (`lweave eval RECIPE --only {composition}`).\n"
+    shown = {name: results[name] for name in ("base", composition) if name in results}
+    protocol = "; ".join(
+        f"{result.label}: {len(result.problems)} problems, "
+        + ", ".join(f"{key} {value}" for key, value in result.settings.items() if "\n" not in str(value))
+        for result in results[composition]
+    )
+    table = results_table(shown, run.recipe.mark)
+    notes = " ".join([legend(table), *not_compared(table)])
+    return f"\n## Evaluation\n\n{markdown(format_results(table)).strip()}\n\n{notes}\n\n{protocol}.\n"
+
+
+def metadata(run: Run, composition: str) -> str:
+    """Write what the hub reads: the student's licence, which its descendants inherit, and the results."""
+    readme = run.student.config_path / "README.md"
+    try:
+        header = (metadata_load(readme) if readme.is_file() else None) or {}
+    except ValueError:  # not the YAML of a card
+        header = {}
+    licence = {key: header[key] for key in ("license", "license_name", "license_link") if key in header}
+    results = [] if run.recipe.mark else summaries(run).get(composition, [])
+    measured = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=KNOWN[result.benchmark].repo if result.benchmark in KNOWN else slug(result.label),
+            dataset_name=result.label,
+            metric_type="accuracy",
+            metric_value=round(result.accuracy, 2),
+            metric_name=f"accuracy in %, mean of {result.samples} samples of {len(result.problems)} problems{error}, "
+            "one training seed",
+        )
+        for result in results
+        for error in ["" if math.isnan(result.accuracy_error) else f" ± {1.96 * result.accuracy_error:.1f} (95 %)"]
+    ]
+    if measured:
+        data = ModelCardData(**licence, model_name=f"{run.recipe.name}-{composition}", eval_results=measured)
+    else:
+        data = ModelCardData(**licence)
+    return f"{data.to_yaml()}\n" if licence or measured else ""
+
 
 MADE_FROM = "export.json"
 CARD = """---
@@ -38,7 +121,9 @@ Made by `lweave export`.
 | --- | --- |
 | `row`, `id`, `response` | the trajectory: its number, its prompt, which response to that |
 | `prompt_ids`, `response_ids`, `finish` | its tokens as they were sampled, and why it ended: stop or length |
+| `mask` | per response token: whether the student wrote it; the others of a logged run are context |
 | `answer` | the expected answer, where known |
+| `prompt_line` | its conversation, form and columns, for `rollout.from` |
 | `kept` | per response token: whether the composition has a target there |
 | `candidate_ids` | per response token: the {candidates} likeliest tokens of the student |
 | `behaviour`, `behaviour_other` | the student's log-probabilities of them, and of all other tokens together |
@@ -48,22 +133,36 @@ weights {weights}, alpha {alpha:g}. A decision about response token t is made af
 """
 
 
-def run(steps: Steps, composition: str, out: Path, progress: Progress) -> Path:
-    """Write what is missing of the data set."""
-    reader = open_targets(steps, composition)
-    made_from = _describe(steps, composition, reader)
-    _check_target(out, made_from)
+def run(run: Run, composition: str, out: Path, progress: Progress) -> Path:
+    """Write the files of the data set that are missing."""
+    reader = open_targets(run, composition)
+    trained = run.stage("train", composition)
+    settings = {key: value for key, value in trained.settings.items() if key not in ("train", "objective")}
+    data = Stage(run.directory, f"export/{composition}", {**settings, "alpha": reader.alpha}, trained.inputs)
+    made_from = {
+        "composition": composition,
+        "student": run.recipe.student.model,
+        "weights": dict(run.recipe.compositions[composition].weights),
+        "alpha": reader.alpha,
+        "candidates": run.recipe.reference.candidates,
+        "rows": len(reader.cache),
+        "fingerprint": data.fingerprint,  # changes with anything that changes a number in the data set
+    }
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        if not (out / MADE_FROM).is_file():
+            raise InputError(f"{out}: exists and was not made by this command. Name another directory")
+        if read_json(out / MADE_FROM).get("fingerprint") != data.fingerprint:
+            raise InputError(f"{out}: holds targets of another cache or composition. Name another directory")
     make_directory(out / "data", f"--out {out}")
     write_json(out / MADE_FROM, made_from)
-    prompts = read_prompts(steps.prompts_file)
+    prompts = load_prompts(run, used_columns(run.recipe))
     shards = reader.cache.rows.shards
     files = [out / "data" / f"train-{shard:05d}-of-{shards:05d}.parquet" for shard in range(shards)]
     pending = [shard for shard, file in enumerate(files) if not file.exists()]
     with progress.bar("export", len(pending), "shard") as bar:
         for shard in pending:
-            table = _table(reader(reader.cache.shard_rows(shard)), prompts)
             buffer = pa.BufferOutputStream()
-            pq.write_table(table, buffer, compression="zstd")
+            pq.write_table(_table(reader(reader.cache.shard_rows(shard)), prompts), buffer, compression="zstd")
             write_atomic(files[shard], buffer.getvalue().to_pybytes())
             bar.advance()
     write_atomic(out / "README.md", CARD.format(**made_from).encode())
@@ -72,41 +171,19 @@ def run(steps: Steps, composition: str, out: Path, progress: Progress) -> Path:
     return out
 
 
-def _describe(steps: Steps, name: str, reader: TargetReader) -> dict[str, Any]:
-    """Say what the data set is made from; its fingerprint changes with anything that changes a number in it."""
-    trained = steps.train(name)
-    settings = {key: value for key, value in trained.settings.items() if key not in ("train", "objective")}
-    step = Step(f"export/{name}", {**settings, "alpha": reader.alpha}, trained.inputs)
-    return {
-        "composition": name,
-        "student": steps.recipe.student.model,
-        "weights": dict(steps.recipe.compositions[name].weights),
-        "alpha": reader.alpha,
-        "candidates": steps.recipe.reference.candidates,
-        "rows": len(reader.cache),
-        "fingerprint": step.fingerprint,
-    }
-
-
-def _check_target(out: Path, made_from: Mapping[str, Any]) -> None:
-    """Continue only what an earlier call has begun, from the same cache with the same weights."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not (out / MADE_FROM).is_file():
-        raise InputError(f"{out}: exists and was not made by this command. Name another directory")
-    if read_json(out / MADE_FROM).get("fingerprint") != made_from["fingerprint"]:
-        raise InputError(f"{out}: holds targets of another cache or composition. Name another directory")
-
-
 def _table(targets: Targets, prompts: Sequence[Prompt]) -> pa.Table:
     block = targets.block
     rollouts = block.rollouts
     of_row = [prompts[number] for number in rollouts.prompt_R.tolist()]
-    offsets = rollouts.response_ids.offsets
-    prompt_ids = pa.ListArray.from_arrays(_int32(rollouts.prompt_ids.offsets), _int32(rollouts.prompt_ids.flat))
 
-    def each(values_P: pa.Array) -> pa.Array:
-        return pa.ListArray.from_arrays(_int32(offsets), values_P)
+    def int32(values: NDArray) -> pa.Array:
+        return pa.array(np.ascontiguousarray(values, dtype=np.int32))
+
+    def per_token(values: NDArray) -> pa.Array:
+        """One list for each row, of values or of lists of as many as there are candidates."""
+        flat = pa.array(np.ascontiguousarray(values).ravel())
+        inner = flat if values.ndim == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+        return pa.ListArray.from_arrays(int32(rollouts.response_ids.offsets), inner)
 
     return pa.table(
         {
@@ -115,21 +192,17 @@ def _table(targets: Targets, prompts: Sequence[Prompt]) -> pa.Table:
             "response": pa.array(rollouts.response_R, pa.int32()),
             "finish": pa.array([FINISH_REASONS[reason] for reason in rollouts.finish_R.tolist()], pa.string()),
             "answer": pa.array([prompt.answer for prompt in of_row], pa.string()),
-            "prompt_ids": prompt_ids,
-            "response_ids": each(_int32(rollouts.response_ids.flat)),
-            "kept": each(pa.array(targets.valid_P)),
-            "candidate_ids": each(_rows(block.candidates.ids.flat.astype(np.int32))),
-            "behaviour": each(_rows(targets.log_b_PO[:, :-1])),
-            "behaviour_other": each(pa.array(targets.log_b_PO[:, -1])),
-            "target": each(_rows(targets.log_q_PO[:, :-1])),
-            "target_other": each(pa.array(targets.log_q_PO[:, -1])),
+            "prompt_line": pa.array(
+                [prompt_line(number, prompts[number]) for number in rollouts.prompt_R.tolist()], pa.string()
+            ),
+            "prompt_ids": pa.ListArray.from_arrays(int32(rollouts.prompt_ids.offsets), int32(rollouts.prompt_ids.flat)),
+            "response_ids": per_token(rollouts.response_ids.flat.astype(np.int32)),
+            "mask": per_token(block.decided_P),
+            "kept": per_token(targets.valid_P),
+            "candidate_ids": per_token(block.candidates.ids.flat.astype(np.int32)),
+            "behaviour": per_token(targets.log_b_PO[:, :-1]),
+            "behaviour_other": per_token(targets.log_b_PO[:, -1]),
+            "target": per_token(targets.log_q_PO[:, :-1]),
+            "target_other": per_token(targets.log_q_PO[:, -1]),
         }
     )
-
-
-def _rows(values_PC: NDArray) -> pa.Array:
-    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(values_PC).ravel()), values_PC.shape[1])
-
-
-def _int32(values: NDArray) -> pa.Array:
-    return pa.array(np.ascontiguousarray(values, dtype=np.int32))

@@ -1,71 +1,212 @@
-"""`lweave status`: what is done, what is stale and why, what is missing, and what to type next."""
+"""`lweave status`: what is complete, what is missing and why, what it cost, and what to type next."""
 
 import json as json_format
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
+import pandas
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_weave.errors import WeaveError, first_line
-from lightning_weave.runs.changes import why_stale
-from lightning_weave.runs.discard import file_size
-from lightning_weave.runs.known import as_it_stands, neighbours, with_known
-from lightning_weave.runs.settings import ENGINES
-from lightning_weave.runs.steps import Steps
-from lightning_weave.store import Stage, State, Step
+from lightning_weave.directory import file_size, kept_threads, size_of, with_others
+from lightning_weave.errors import CorruptData, InputError, WeaveError, first_line
+from lightning_weave.progress import Progress, duration
+from lightning_weave.report.tables import console as console_table
+from lightning_weave.report.tables import cost_table, format_costs, student_names
+from lightning_weave.run import ENGINES, IDENTITIES, Run, explain_missing
+from lightning_weave.stages.costs import costs, read_spent, summary
+from lightning_weave.store import (
+    BEGUN,
+    MANIFEST,
+    Stage,
+    State,
+    damaged_files,
+    read_checked,
+    read_json,
+    read_manifest,
+)
 from lightning_weave.train.checkpoint import TrainingCheckpoints
 from lightning_weave.train.schedule import make_schedule
+from lightning_weave.views.clean import unneeded_folders
+
+CHECKED = (MANIFEST, BEGUN, IDENTITIES)  # files that contain a checksum
+
+
+def verify(run: Run, progress: Progress, console: Console) -> None:
+    """Check every file of every complete stage against its checksum, and whatever else commands read in a run."""
+    problems: list[str] = []
+    commands: dict[Path, str] = {}
+    try:
+        commands = {stage.folder: stage.command for stage in with_others(run).everything()}
+        unneeded_folders([run])  # reads recipe.toml
+        kept_threads(run)
+    except WeaveError as error:
+        problems.append(str(error))
+    folders = sorted(path.parent for path in run.directory.rglob(MANIFEST))
+    listed: set[Path] = set()
+    with progress.bar("verify", len(folders), "stage") as bar:
+        for folder in folders:
+            # A student is trained in parts or legs below its own folder: only the whole can be trained again.
+            outer = next((parent for parent in folder.parents if parent in commands), None)
+            try:
+                listed |= {folder / entry["file"] for entry in (read_manifest(folder) or {})["shards"]}
+                for path, what in damaged_files(folder).items():
+                    remove = outer or path
+                    remedy = f"Remove it (rm -r {remove}), then run" if remove.exists() else "Run"
+                    problems.append(f"{path} {what}. {remedy}: {commands.get(outer or folder, run.command('run'))}")
+            except CorruptData as error:
+                problems.append(str(error))
+            bar.advance()
+    for path in sorted(set(run.directory.rglob("*.json")) - listed):
+        try:
+            (read_checked if path.name in CHECKED else read_json)(path)
+        except CorruptData as error:
+            problems.append(str(error))
+    if problems:
+        raise CorruptData("\n".join(dict.fromkeys(problems)))
+    if not folders:
+        console.print(f"{run.directory}: no stage is complete yet, so there is nothing to check.", soft_wrap=True)
+        return
+    console.print(f"{len(listed)} files in {len(folders)} complete stages are as they were written.")
+
+
+def cost(runs: Sequence[Run], console: Console, json: bool = False) -> None:
+    """Print what every stage cost and what sharing the cache saves; of several runs, the paper's table."""
+    runs = [with_others(run) for run in runs]
+    spent = [read_spent(run.directory) for run in runs]
+    for run, one in zip(runs, spent, strict=True):
+        if not one.kept and not one.discarded:
+            raise InputError(f"{run.directory}: nothing measured yet. Start with: {run.command('run')}")
+    if len(runs) > 1:
+        tables = [cost_table(run, one.kept, *student_names([[run]])) for run, one in zip(runs, spent, strict=True)]
+        tables = [table for table in tables if not table.empty]
+        if not tables:
+            raise InputError("no composition is trained in any of these runs, so there is nothing to compare")
+        table = pandas.concat(tables)
+        if not json:
+            console.print(console_table(format_costs(table), title="Cost of one composition, device time"))
+            return
+        totals = ("student", "anchors", "online", "ratio")
+        columns = []
+        for row in table.astype(object).where(table.notna(), None).to_dict("records"):
+            parts = {key: value for key, value in row.items() if key not in (*totals, "offline")}
+            columns.append({**{key: row[key] for key in totals}, "parts": parts})
+        print(json_format.dumps(columns, indent=2))
+        return
+    kept, discarded = spent[0].kept, spent[0].discarded
+    if not json:
+        console.print(_cost_table(kept, "Cost"))
+        if discarded:
+            console.print(_cost_table(discarded, "Not counted: of other recipes, or removed since"))
+        for line in summary(runs[0], kept):
+            console.print(line, soft_wrap=True)
+        return
+    stages = [
+        [
+            {"stage": stage, "name": name, **asdict(one), "idle": one.idle}
+            for (stage, name), one in costs(rows, "stage", "name").items()
+        ]
+        for rows in (kept, discarded)
+    ]
+    document = {
+        "run": str(runs[0].directory),
+        "stages": stages[0],
+        "seconds": float(sum(row["device_seconds"] for row in kept)),
+        "discarded": stages[1],
+        "discarded_seconds": float(sum(row["device_seconds"] for row in discarded)),
+        "summary": summary(runs[0], kept),
+    }
+    print(json_format.dumps(document, indent=2))
+
+
+def _cost_table(rows: list[dict[str, Any]], title: str) -> Table:
+    by_name = costs(rows, "stage", "name")
+    engines = ["engine"] if any(cost.idle is not None for cost in by_name.values()) else []
+    columns = ("stage", "what", "device time", "tokens", "tokens/s", "written", "peak memory", *engines)
+    table = Table(*columns, title=title, box=None)
+    table.columns[1].overflow = "fold"  # names are never cut off
+    for (stage, name), cost in by_name.items():
+        rate = f"{cost.tokens / cost.seconds:,.0f}" if cost.tokens and cost.seconds else ""
+        size = file_size(cost.written) if cost.written else ""
+        memory = f"{cost.peak_memory / 1e9:.2f} GB"
+        cells = [stage, name, duration(cost.seconds), f"{cost.tokens:,}", rate, size, memory]
+        engine = "" if cost.idle is None else f"idle {cost.idle:.0%}, start {duration(cost.starting)}"
+        table.add_row(*cells, *([engine] if engines else []))
+    table.add_row("total", "", duration(sum(row["device_seconds"] for row in rows)), style="bold")
+    return table
 
 
 @dataclass(frozen=True)
 class Status:
-    """Where one step stands."""
+    """The state of one stage, its size or the reason why it is not complete, and the command that computes it."""
 
-    step: Step
+    path: str
     state: State
     why: str
+    command: str = ""
 
 
-def run(steps: Steps, console: Console, json: bool = False) -> list[Status]:
-    """Print where every step stands."""
-    statuses = look(steps)
-    others = _others(steps)
-    waiting = [status for status in statuses if status.state != "done"]
+def run(run: Run, console: Console, json: bool = False) -> list[Status]:
+    """Print the state of every stage, and what the directory holds that this recipe does not need."""
+    statuses = look(run)
+    pending = [status for status in statuses if status.state != "complete"]
+    unneeded = {path.relative_to(run.directory): size_of(path) for path in unneeded_folders([run])}
+    engines = {name: getattr(run.recipe.engine, name) for name in ENGINES}
     if json:
-        stages, also = (
-            [{"stage": one.step.path, "state": one.state, "why": one.why} for one in part]
-            for part in (statuses, others)
-        )
-        following = waiting[0].step.command if waiting else None
-        engines = {name: getattr(steps.recipe, name).engine for name in ENGINES}
-        run = {"run": str(steps.store.run_dir), "engines": engines}
-        document = {**run, "stages": stages, "others": also, "next": following}
+        document = {
+            "run": str(run.directory),
+            "engines": engines,
+            "stages": [{"stage": one.path, "state": one.state, "why": one.why} for one in statuses],
+            "unneeded": {str(path): size for path, size in unneeded.items()},
+            "next": pending[0].command if pending else None,
+        }
         print(json_format.dumps(document, indent=2))
         return statuses
-    table = Table("stage", "state", "", title=Text(str(steps.store.run_dir)), title_justify="left", box=None)
-    for status in (*statuses, *others):
-        table.add_row(status.step.path, status.state, Text(status.why))
+    table = Table("stage", "state", "", title=Text(str(run.directory)), title_justify="left", box=None)
+    for status in statuses:
+        table.add_row(status.path, status.state, Text(status.why))
     console.print(table)
-    if outside := [name for name in ENGINES if getattr(steps.recipe, name).engine == "vllm"]:
-        console.print(f"vLLM does {', '.join(outside)}, transformers the rest.", markup=False)
-    if waiting:
-        console.print(
-            f"{len(waiting)} of {len(statuses)} to do. Next: {waiting[0].step.command}", soft_wrap=True, markup=False
-        )
-        console.print(f"Everything: {steps.command('run')}", soft_wrap=True, markup=False)
+    lines = []
+    if "vllm" in engines.values():
+        names = ", ".join(name for name, engine in engines.items() if engine == "vllm")
+        lines.append(f"vLLM computes {names}, transformers the rest.")
+    if unneeded:
+        lines.append(f"Not needed by this recipe ({file_size(sum(unneeded.values()))}):")
+        lines += [f"  {path}  {file_size(size)}" for path, size in unneeded.items()]
+        lines.append(f"Show them: {run.command('report')}. Remove them: {run.command('clean')}")
+    if pending:
+        lines.append(f"{len(pending)} of {len(statuses)} to do. Next: {pending[0].command}")
+        lines.append(f"Everything: {run.command('run')}")
     else:
-        console.print("Everything is up to date.")
+        lines.append("Everything is up to date.")
+    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
     return statuses
 
 
-def overview(runs: Sequence[Steps], console: Console, json: bool = False) -> None:
-    """Print a line for each of several runs: how far it is, by the last recipe of its directory."""
-    lines = [_overview(steps) for steps in runs]
+def overview(runs: Sequence[Run], console: Console, json: bool = False) -> None:
+    """Print one line for each run: how far it is, by the last recipe of its directory."""
+    lines = []
+    for run in runs:
+        try:
+            states = Counter(status.state for status in look(run))
+            stages = ", ".join(f"{count} {state}" for state, count in states.items())
+        except WeaveError as error:  # a model or a file is missing, and stages cannot be named without it
+            stages = first_line(error)
+        last = max((path.stat().st_mtime for path in run.directory.iterdir()), default=0.0)
+        lines.append(
+            {
+                "run": os.path.relpath(run.directory),
+                "student": run.recipe.student.model,
+                "stages": stages,
+                "last written": datetime.fromtimestamp(last).strftime("%Y-%m-%d %H:%M"),
+            }
+        )
     if json:
         print(json_format.dumps(lines, indent=2))
         return
@@ -76,108 +217,49 @@ def overview(runs: Sequence[Steps], console: Console, json: bool = False) -> Non
     console.print("One of them: lweave status RUN. Its page: lweave report RUN", markup=False, highlight=False)
 
 
-def _overview(steps: Steps) -> dict[str, str]:
-    run_dir = steps.store.run_dir
-    try:
-        states = Counter(status.state for status in look(steps))
-        stages = ", ".join(f"{count} {state}" for state, count in states.items())
-    except WeaveError as error:  # a model or a file is gone, and with it what tells whether a stage is stale
-        stages = first_line(error)
-    last = max((path.stat().st_mtime for path in run_dir.iterdir()), default=0.0)
-    return {
-        "run": os.path.relpath(run_dir),
-        "student": steps.recipe.student.model,
-        "stages": stages,
-        "last written": datetime.fromtimestamp(last).strftime("%Y-%m-%d %H:%M"),
-    }
-
-
-def look(steps: Steps) -> list[Status]:
-    """Find out where every step stands."""
-    return [_look(step, steps) for step in steps.everything()]
-
-
-def _others(steps: Steps) -> list[Status]:
-    """What other commands made here: policies that this recipe does not name, and evaluations by other protocols."""
-    all_steps = as_it_stands(with_known(steps))
-    own = set(steps.policies)
-    others = [all_steps.train(name) for name in all_steps.recipe.compositions if name not in own]
-    others += [step for step in all_steps.made_by("eval") if step.path.split("/")[1] not in own]
-    statuses = [
-        Status(step, state, "not in this recipe") for step in others if (state := all_steps.store.stage(step).state())
-    ]
-    for step in all_steps.made_by("eval"):
-        stage = all_steps.store.stage(step)
-        for other, protocol in neighbours(stage):
-            path = str(other.folder.relative_to(all_steps.store.run_dir))
-            statuses.append(Status(replace(step, path=path), "done", protocol))
+def look(run: Run) -> list[Status]:
+    """List every stage with its state."""
+    statuses = []
+    for stage in run.everything():
+        state = stage.state()
+        if state == "complete":
+            manifest = stage.manifest() or {}
+            counts = [f"{manifest[name]:,} {name}" for name in ("rows", "positions") if name in manifest]
+            size = sum(entry["bytes"] for entry in manifest.get("shards", []))
+            why = ", ".join([*counts, file_size(size)])
+            if len(engines := manifest.get("engines", [])) > 1:
+                why += f"; made with {' and with '.join(engines)}"
+        else:
+            unfinished = [inner.path for inner in stage.inputs if not inner.complete]
+            waits = f"waits for {', '.join(unfinished)}" if unfinished else ""
+            why = "; ".join(filter(None, [_progress(stage, run), explain_missing(stage), waits]))
+        statuses.append(Status(stage.path, state, why, stage.command))
     return statuses
 
 
-def _look(step: Step, steps: Steps) -> Status:
-    stage = steps.store.stage(step)
-    state = stage.state()
-    so_far = _so_far(stage, steps, state)
-    if so_far and state in ("missing", "stale"):  # under way, for the recipe as it is now
-        state = "partial"
-    unfinished = [inner.path for inner in step.inputs if steps.store.stage(inner).state() != "done"]
-    match state:
-        case "done":
-            return Status(step, state, _size(stage.manifest() or {}))
-        case "stale":
-            return Status(step, state, why_stale(stage))
-        case _:
-            waits = f"waits for {', '.join(unfinished)}" if unfinished else ""
-            return Status(step, state, "; ".join(filter(None, [so_far, waits])))
-
-
-def _so_far(stage: Stage, steps: Steps, state: State) -> str:
-    """Say what an unfinished stage has by now: shards, updates of training, legs of a sequence, evaluated blocks."""
-    if state == "partial" and stage.manifest() is not None:
-        return _deleted(stage)
-    if updates := TrainingCheckpoints(stage.folder / "checkpoints", stage.step.fingerprint, keep=0).latest():
-        return f"{updates} of {_all_updates(stage.step, steps)} updates"
-    if blocks := len(list((stage.folder / f"blocks-{stage.step.fingerprint}").glob("[0-9]*.jsonl"))):
-        return f"{_count(blocks, 'block')} so far"
-    if state == "stale":  # what else is there is of an earlier recipe
-        return ""
-    if shards := len(list(stage.folder.glob("*.safetensors"))):
-        return f"{_count(shards, 'shard')} so far"
+def _progress(stage: Stage, run: Run) -> str:
+    """What there is of an unfinished stage: updates, shards, blocks or legs; or what a finished one has lost."""
+    if manifest := stage.manifest():
+        files = [entry["file"] for entry in manifest["shards"]]
+        lost = [name for name in files if not (stage.folder / name).exists()]
+        folders = {name.split("/")[0] for name in lost if "/" in name}
+        if gone := [f"{folder}/" for folder in sorted(folders) if not (stage.folder / folder).exists()]:
+            return f"was finished, but {', '.join(gone)} has been deleted"
+        if lost:
+            return f"was finished, but {len(lost)} of {len(files)} files have been deleted, {lost[0]} among them"
+        return "was finished, but a file is truncated"
+    if updates := TrainingCheckpoints(stage.folder / "checkpoints", stage.fingerprint).latest():
+        try:
+            groups = run.stage("prompts").require()["rows"]
+            epochs = run.recipe.compositions[stage.path.removeprefix("train/")].epochs
+            return f"{updates} of {len(make_schedule(run.recipe, groups, epochs=epochs))} updates"
+        except WeaveError:  # the prompts have been deleted
+            return f"{updates} updates"
+    for kind, folder, pattern in (
+        ("block", f"blocks-{stage.fingerprint}", "[0-9]*.jsonl"),
+        ("shard", ".", "*.safetensors"),
+    ):
+        if count := len(list((stage.folder / folder).glob(pattern))):
+            return f"{count} {kind}{'s' * (count != 1)} so far"
     legs = len(list(stage.folder.glob("leg-*")))
     return f"in leg {legs}" if legs else ""
-
-
-def _deleted(stage: Stage) -> str:
-    """Say what a finished stage has lost since."""
-    entries = (stage.manifest() or {})["shards"]
-    lost = [entry["file"] for entry in entries if not (stage.folder / entry["file"]).exists()]
-    folders = {name.split("/")[0] for name in lost if "/" in name}
-    gone = [f"{folder}/" for folder in sorted(folders) if not (stage.folder / folder).exists()]
-    if gone:
-        return f"was finished, but {', '.join(gone)} has been deleted"
-    if lost:
-        return (
-            f"was finished, but {len(lost)} of {_count(len(entries), 'file')} have been deleted, {lost[0]} among them"
-        )
-    return "was finished, but a file has been cut off since"
-
-
-def _all_updates(step: Step, steps: Steps) -> str:
-    name = step.path.removeprefix("train/")
-    try:
-        groups = steps.store.stage(steps.prompts).require()["rows"]
-        return str(len(make_schedule(steps.recipe, groups, epochs=steps.recipe.compositions[name].epochs)))
-    except WeaveError:  # the prompts are not there any more
-        return "?"
-
-
-def _size(manifest: dict) -> str:
-    parts = [f"{manifest[name]:,} {name}" for name in ("rows", "positions") if name in manifest]
-    size = sum(entry["bytes"] for entry in manifest.get("shards", []))
-    engines = manifest.get("engines", [])
-    mixed = [f"made with {' and with '.join(engines)}"] if len(engines) > 1 else []
-    return "; ".join([", ".join([*parts, file_size(size)]), *mixed])
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -1,1 +1,1 @@
-"""The tiny world of the demo: a task with a verifier, a corpus with habits and slips, and models made from scratch."""
+"""The demo and its tiny world: a student, pairs of models with other tokenizers, prompts and benchmarks."""

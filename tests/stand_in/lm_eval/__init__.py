@@ -16,7 +16,7 @@ def simple_evaluate(model: Model, tasks: list[str], **settings: Any) -> dict[str
     (task,) = tasks
     if task == "breaks":
         raise RuntimeError("the data are gone")
-    count = settings["limit"] or QUESTIONS
+    count = settings.get("limit") or QUESTIONS
     trained = Path(model.arguments["pretrained"]).name == "final"
     right = [float(n > 0 if trained else n % 2 == 0) for n in range(count)]
     samples = [

@@ -4,6 +4,7 @@
 
 const AGREE_FROM = 0.05; // nats: smaller pulls count as neutral
 const MOST_CHANGED = 8;
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g; // not shown as they are
 
 function decode(base64, Type) {
   const raw = atob(base64);
@@ -15,7 +16,7 @@ function decode(base64, Type) {
 function make(tag, className, text) {
   const element = document.createElement(tag);
   if (className) element.className = className;
-  if (text !== undefined) element.textContent = text;
+  if (text !== undefined) element.textContent = text.replace(HIDDEN, "\ufffd");
   return element;
 }
 
@@ -176,7 +177,7 @@ class Loom {
     this.alphaSlider = this.slider("alpha", 3, 0.01, (value) => { this.alpha = Number((2 ** value).toFixed(3)); }, -3);
     right.append(...this.sliders.map((slider) => slider.box));
     if (this.cache.anchors.length > 1) right.append(this.sumBox());
-    right.append(this.alphaSlider.box);
+    right.append(this.alphaSlider.box, this.recipeBox());
     box.append(left, right);
     this.showSliders();
     return box;
@@ -247,6 +248,34 @@ class Loom {
     return box;
   }
 
+  // The lines of a recipe that train on what the sliders show.
+  recipeBox() {
+    const box = make("div", "recipe-lines"), button = make("button", "copy", "Copy as composition");
+    this.lines = make("pre", "composition");
+    this.lines.tabIndex = 0;
+    button.type = "button";
+    button.addEventListener("click", () => {
+      const range = document.createRange();
+      range.selectNodeContents(this.lines);
+      getSelection().removeAllRanges();
+      getSelection().addRange(range);
+      const copied = document.execCommand("copy"); // works in pages that are opened from disk
+      button.textContent = copied ? "Copied" : "Selected: press Ctrl+C";
+      setTimeout(() => { button.textContent = "Copy as composition"; }, 2000);
+    });
+    box.append(button, this.lines);
+    return box;
+  }
+
+  composition() {
+    const key = (name) => (/^[\w-]+$/.test(name) ? name : JSON.stringify(name));
+    const number = (value) => Number(value.toFixed(4)).toString();
+    const used = this.cache.anchors.map((anchor, k) => [anchor, Number(number(this.weights[k]))]).filter(([, weight]) => weight !== 0);
+    const total = used.reduce((sum, [, weight]) => sum + weight, 0), exact = Math.abs(total - 1) < 1e-6;
+    const weights = used.map(([anchor, weight]) => `${key(anchor)} = ${number(weight)}`).join(", ");
+    return `[compositions.NAME]\nweights = { ${weights} }\nalpha = ${number(this.alpha)}\n${exact ? "" : "normalize = false\n"}`;
+  }
+
   setWeight(k, value) {
     const total = this.weights.reduce((sum, weight) => sum + weight, 0);
     const rest = total - this.weights[k], left = Math.max(total - value, 0);
@@ -268,6 +297,7 @@ class Loom {
     if (this.alphaSlider.input !== held) this.alphaSlider.input.value = Math.log2(this.alpha);
     this.alphaSlider.output.textContent = this.alpha.toFixed(2);
     this.alphaSlider.input.ariaValueText = this.alpha.toFixed(2);
+    this.lines.textContent = this.composition();
   }
 
   soon() {

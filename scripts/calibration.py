@@ -1,0 +1,143 @@
+"""Fit the constants of `lweave plan` to the paper's table of GPU hours (tab. training-cost).
+
+The table has four settings. `leave_one_out` predicts each of them with constants fitted to the other three; the package
+has the constants fitted to all four. The paper's online training repeats all work in every round at a fraction of the
+offline costs, and loses a fixed time per round switching between sampling, scoring and training.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_weave.plan.architecture import CALIBRATED, find_shape
+from lightning_weave.plan.costs import HOUR, Constants, Hours, PlannedMachine, Workload, offline_hours
+
+# 3,200 prompts x 4 responses of at most 2,048 tokens, which thinking models nearly always reach. The paper does not
+# state the length of its prompts; 150 tokens is typical of DAPO.
+PAPER_LOAD = Workload(
+    trajectories=12800, prompt_tokens=150, response_tokens=2048, epochs=2, rounds=100, trajectories_per_round=256
+)
+PAPER_MACHINE = PlannedMachine(CALIBRATED, gpus=8)
+KLEAR = ("Kwai-Klear/Klear-Reasoner-8B", "Qwen/Qwen3-8B-Base")
+DECS = ("pixas/DECS_1.5B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B")
+MIMO = ("XiaomiMiMo/MiMo-7B-RL-0530", "XiaomiMiMo/MiMo-7B-Base")
+
+
+@dataclass(frozen=True)
+class PaperSetting:
+    """One column of the table, in GPU hours."""
+
+    student: str
+    models: tuple[str, ...]
+    rollout: float
+    reference: float
+    score: float
+    train: float
+    total: float
+    online: float
+
+    def predict(self, constants: Constants) -> Hours:
+        """Predict the column."""
+        models = [find_shape(model) for model in self.models]
+        return offline_hours(find_shape(self.student), models, PAPER_LOAD, PAPER_MACHINE, constants)
+
+
+PAPER = tuple(
+    PaperSetting(*column)
+    for column in (  # student, models, hours of rollout, reference, scoring, training, total, online
+        ("Qwen/Qwen3-1.7B", KLEAR + DECS, 1.59, 0.49, 2.93, 2.17, 7.17, 15.65),
+        ("Qwen/Qwen3-4B", KLEAR, 3.50, 0.62, 1.76, 2.43, 8.31, 15.49),
+        ("Qwen/Qwen3-4B", KLEAR + DECS, 3.50, 0.62, 2.93, 2.53, 9.58, 17.64),
+        ("Qwen/Qwen3-4B", KLEAR + DECS + MIMO, 3.50, 0.62, 4.95, 2.48, 11.55, 19.66),
+    )
+)
+
+
+def online_hours(offline: Hours, load: Workload, constants: Constants, machine: PlannedMachine) -> float:
+    """Predict the same composition trained online by the paper's program, as in its table."""
+    caches = load.rounds * load.trajectories_per_round / load.trajectories  # every round makes its own cache
+    lost = load.rounds * constants.online_seconds_per_round * CALIBRATED.peak / machine.gpu.peak / HOUR
+    return lost + constants.online_share * (caches * offline.cache + offline.train)
+
+
+def calibrate(settings: Sequence[PaperSetting] = PAPER) -> Constants:
+    """Fit the constants stage by stage, weighting every figure by its relative error."""
+
+    def fit_line(x: Sequence[float], ones: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+        """Least squares of a x ones + b x over relative errors; returns a, b."""
+        target = np.array(y)
+        scale = max(x)  # FLOPs are of the order of 1e17
+        columns = np.stack([np.array(ones) / target, np.array(x) / scale / target], axis=1)
+        a, b = np.linalg.lstsq(columns, np.ones(len(target)), rcond=None)[0]
+        return float(a), float(b) / scale
+
+    def mean_ratio(measured: Sequence[float], predicted: Sequence[float]) -> float:
+        """Geometric mean of measured / predicted."""
+        return float(np.exp(np.mean(np.log(np.array(measured) / np.array(predicted)))))
+
+    # Forward passes, a + b x FLOPs: the student's, and all anchors of a setting together.
+    figures: list[tuple[float, float, float]] = []  # FLOPs, passes, measured hours
+    for setting in settings:
+        scoring = sum(PAPER_LOAD.forward_flops(find_shape(model)) for model in setting.models)
+        figures.append((PAPER_LOAD.forward_flops(find_shape(setting.student)), 1, setting.reference))
+        figures.append((scoring, len(setting.models), setting.score))
+    fixed, hours_per_flop = fit_line(*zip(*figures, strict=True))
+    sampled = PAPER_LOAD.trajectories * PAPER_LOAD.response_tokens
+    constants = Constants(
+        forward_seconds_per_token=fixed * HOUR / PAPER_LOAD.tokens,
+        forward_utilisation=1 / (hours_per_flop * HOUR * CALIBRATED.peak),
+        passes_per_epoch=1.0,
+        sampling_seconds=mean_ratio(
+            [setting.rollout * HOUR for setting in settings],
+            [sampled * find_shape(setting.student).active for setting in settings],
+        ),
+        online_share=1.0,
+        online_seconds_per_round=0.0,
+    )
+    one_pass = [setting.predict(constants).train for setting in settings]
+    constants = replace(constants, passes_per_epoch=mean_ratio([setting.train for setting in settings], one_pass))
+    # With a share of 1 and no time lost, online training costs what the same work costs offline.
+    work = [online_hours(setting.predict(constants), PAPER_LOAD, constants, PAPER_MACHINE) for setting in settings]
+    lost, share = fit_line(work, [1.0] * len(work), [setting.online for setting in settings])
+    return replace(constants, online_share=share, online_seconds_per_round=lost * HOUR / PAPER_LOAD.rounds)
+
+
+def leave_one_out() -> list[tuple[PaperSetting, Hours, float]]:
+    """Predict every setting, offline and online, by constants fitted to the others."""
+    predictions = []
+    for setting in PAPER:
+        constants = calibrate([other for other in PAPER if other is not setting])
+        hours = setting.predict(constants)
+        predictions.append((setting, hours, online_hours(hours, PAPER_LOAD, constants, PAPER_MACHINE)))
+    return predictions
+
+
+def calibration_page() -> str:
+    """Write the tables of docs/appendix/plan.md."""
+
+    def row(setting: PaperSetting, *figures: tuple[float, float]) -> str:
+        label = f"{setting.student.split('/')[1]}, {len(setting.models) // 2}"
+        cells = [f"{predicted:.2f} / {paper:.2f} ({predicted / paper - 1:+.0%})" for predicted, paper in figures]
+        return f"| {' | '.join([label, *cells])} |"
+
+    stages = ["| setting | rollout | reference | anchor scoring | training |", "| --- | --- | --- | --- | --- |"]
+    totals = ["| setting | offline | online | ratio |", "| --- | --- | --- | --- |"]
+    for paper, hours, online in leave_one_out():
+        measured = [paper.rollout, paper.reference, paper.score, paper.train]
+        predicted = [hours.rollout, hours.reference, sum(hours.score), hours.train]
+        stages.append(row(paper, *zip(predicted, measured, strict=True)))
+        ratio = online / hours.total, paper.online / paper.total
+        totals.append(row(paper, (hours.total, paper.total), (online, paper.online), ratio))
+    constants = calibrate()
+    fitted = {
+        "forward pass, fixed time per token": f"{constants.forward_seconds_per_token * 1e6:.1f} µs",
+        "forward pass, utilisation of the peak": f"{constants.forward_utilisation:.1%}",
+        "training, forward passes per epoch": f"{constants.passes_per_epoch:.2f}",
+        "sampling, per token and 10⁹ parameters": f"{constants.sampling_seconds * 1e15:.0f} µs",
+        "online, cost relative to the same work offline": f"{constants.online_share:.2f}",
+        "online, lost per round": f"{constants.online_seconds_per_round:.0f} GPU seconds",
+    }
+    lines = ["| constant, fitted to all four | |", "| --- | --- |"]
+    lines += [f"| {name} | {value} |" for name, value in fitted.items()]
+    return "\n".join([*stages, "", *totals, "", *lines]) + "\n"

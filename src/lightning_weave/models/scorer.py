@@ -1,0 +1,243 @@
+"""Score trajectories: one forward pass per row through a model's body, and only the needed positions through its head.
+
+The body is a transformers model in this process (`HFBody`) or a vLLM engine (`vllm.py`); the head is always ours.
+Letters as in `lightning_weave.types`; N needed positions of a batch, D width.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_weave.errors import InputError, WeaveError, logits_not_finite
+from lightning_weave.heads import Head, candidate_logprobs, find_head, hidden_states, separate_sampled, top_candidates
+from lightning_weave.models.modules import context_limit, free_memory, is_out_of_memory
+from lightning_weave.models.packing import rotate_by_row, separate_rows
+from lightning_weave.progress import show_rows
+from lightning_weave.types import Request, Response, SamplingSettings
+
+
+class Sampler(Protocol):
+    """Draws one response per request, in the order of the requests."""
+
+    def sample(self, requests: Sequence[Request], settings: SamplingSettings) -> list[Response]: ...
+
+    def close(self) -> None:
+        """Release the model; the sampler cannot be used afterwards."""
+
+
+log = logging.getLogger(__name__)
+
+Tokens = Sequence[int] | NDArray[np.int32]
+RowCandidates = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
+RowScores = tuple[NDArray[np.float32], NDArray[np.float32]]
+HeadFunction = Callable[[Tensor, list["Context"]], tuple[Tensor, ...]]  # from hidden states (N, D) of a batch
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """One trajectory in the tokens of the model that scores it."""
+
+    ids: NDArray[np.int32]  # prompt and response
+    positions_T: NDArray[np.int64]  # index into ids of the token whose hidden state predicts decision t
+    candidate_ids_TC: NDArray[np.int32]
+    mapped_TC: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The tokens of one row, and the positions whose hidden states are needed."""
+
+    row: int
+    name: str  # of the row, for messages
+    ids: Tensor
+    positions_T: Tensor
+    whole: int  # tokens of the row, with those after the last position, which are not run
+
+
+class Body(Protocol):
+    """A causal language model up to its final norm, wherever it runs, and its head."""
+
+    name: str  # of the checkpoint, for messages
+    head: Head
+    limit: int | None  # longest context
+    embedded: int  # ids that it takes
+
+    def hidden(self, batch: list[Context]) -> Tensor:
+        """Compute the hidden states of the needed positions (N, D), row after row."""
+
+    def close(self) -> None:
+        """Release the model; the body cannot be used afterwards."""
+
+
+class HFBody:
+    """A transformers model on its own device, in its own dtype.
+
+    Rows are padded on the right with tokens that nothing before them can see, in recurrent layers as in attention, so
+    no mask is needed.
+    """
+
+    def __init__(self, model: Any, vocabulary: int) -> None:
+        rotate_by_row(model)
+        self.model = model
+        self.name = model.name_or_path
+        self.limit = context_limit(model.config)
+        self.embedded = model.get_input_embeddings().num_embeddings
+        self.head = find_head(model, vocabulary)
+
+    def hidden(self, batch: list[Context]) -> Tensor:
+        ids_BT = torch.nn.utils.rnn.pad_sequence([context.ids for context in batch], batch_first=True)
+        row_N = torch.cat([torch.full_like(context.positions_T, b) for b, context in enumerate(batch)])
+        position_N = torch.cat([context.positions_T for context in batch])
+        device = self.model.device
+        lengths = [len(context.ids) for context in batch]
+        with separate_rows(lengths, [context.whole for context in batch]):
+            hidden_BTD = hidden_states(self.model, ids_BT.to(device))
+        return hidden_BTD[row_N.to(device), position_N.to(device)]
+
+    def close(self) -> None:
+        """Do nothing: the model is freed with its last user."""
+
+
+class Scorer:
+    """Scores with a causal language model. Rows of similar length share a batch; the head's maths is float32."""
+
+    def __init__(self, body: Body, token_budget: int = 16384) -> None:
+        self.body = body
+        self.head = body.head
+        self.limit = body.limit
+        self.close = body.close
+        self.token_budget = token_budget  # tokens of a batch
+
+    @classmethod
+    def from_model(cls, model: Any, vocabulary: int, token_budget: int = 16384) -> "Scorer":
+        """Score with a transformers model in this process."""
+        return cls(HFBody(model, vocabulary), token_budget)
+
+    def candidates(
+        self,
+        rows: Sequence[tuple[Tokens, Tokens]],
+        count: int,
+        names: Sequence[str] | None = None,
+        given: Sequence[NDArray[np.int32]] | None = None,
+    ) -> list[RowCandidates]:
+        """Find each decision's likeliest tokens: ids_TC, logp_TC, other_logp_T and the sampled token's logp_T.
+
+        A row is (prompt ids, response ids); `names` are what messages call the rows. If candidates are `given` (ids_TC
+        of each row), these are scored instead of the likeliest.
+        """
+        contexts = []
+        names = names if names is not None else [f"row {row}" for row in range(len(rows))]
+        for row, (prompt, response) in enumerate(rows):
+            self._check_ids(names[row], response, self.head.vocabulary)
+            positions_T = np.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
+            contexts += self._context(row, names[row], np.concatenate([prompt, response]), positions_T)
+
+        def through_head(hidden_ND: Tensor, batch: list[Context]) -> tuple[Tensor, ...]:
+            sampled = torch.cat([torch.from_numpy(np.array(rows[context.row][1])) for context in batch])
+            sampled_N = sampled.long().to(hidden_ND.device)
+            if given is None:
+                ids_NC, *logps = top_candidates(hidden_ND, self.head, sampled_N, count)
+            else:
+                ids_NC = torch.from_numpy(np.concatenate([given[context.row] for context in batch])).long()
+                wanted_NA = torch.cat([ids_NC.to(sampled_N.device), sampled_N[:, None]], dim=1)
+                logp_NA, rest_N = candidate_logprobs(hidden_ND, self.head, wanted_NA)
+                logps = list(separate_sampled(logp_NA, rest_N, wanted_NA))
+            return ids_NC.int(), *(logp.float() for logp in logps)
+
+        empty = np.zeros((0, count), np.float32)
+        results: list[RowCandidates] = [(empty.astype(np.int32), empty, empty[:, 0], empty[:, 0]) for _ in rows]
+        for row, arrays in self._run(contexts, through_head).items():
+            results[row] = (arrays[0], arrays[1], arrays[2], arrays[3])
+        return results
+
+    def score(self, rows: Sequence[ScoreRow], names: Sequence[str] | None = None) -> list[RowScores]:
+        """Compute logp_TC of the mapped candidates (0 elsewhere) and mass_T, the model's total probability on them."""
+        contexts = []
+        masks = [row.mapped_TC.any(axis=1) for row in rows]
+        names = names if names is not None else [f"row {row}" for row in range(len(rows))]
+        for index, row in enumerate(rows):
+            self._check_ids(names[index], row.candidate_ids_TC[row.mapped_TC], self.head.vocabulary)
+            contexts += self._context(index, names[index], row.ids, row.positions_T[masks[index]])
+
+        def through_head(hidden_ND: Tensor, batch: list[Context]) -> tuple[Tensor, ...]:
+            mapped = np.concatenate([rows[context.row].mapped_TC[masks[context.row]] for context in batch])
+            ids = np.concatenate([rows[context.row].candidate_ids_TC[masks[context.row]] for context in batch])
+            ids_NC = torch.from_numpy(np.where(mapped, ids, 0)).long().to(hidden_ND.device)
+            logp_NC, _ = candidate_logprobs(hidden_ND, self.head, ids_NC)
+            mapped_NC = torch.from_numpy(mapped).to(hidden_ND.device)
+            mass_N = (logp_NC.exp() * mapped_NC).sum(dim=-1)
+            return logp_NC.float().masked_fill(~mapped_NC, 0), mass_N.float()
+
+        results: list[RowScores] = [
+            (np.zeros(row.mapped_TC.shape, np.float32), np.zeros(len(row.mapped_TC), np.float32)) for row in rows
+        ]
+        for index, (logp_TC, mass_T) in self._run(contexts, through_head).items():
+            results[index][0][masks[index]] = logp_TC
+            results[index][1][masks[index]] = mass_T
+        return results
+
+    def _context(self, row: int, name: str, ids: Tokens, positions_T: NDArray[np.int64]) -> list[Context]:
+        """Cut a row after its last needed position; a row without any is not run at all."""
+        if len(positions_T) == 0:
+            return []
+        if positions_T.min() < 0 or positions_T.max() >= len(ids):
+            raise InputError(f"{name}: the prompt is empty. Every prompt needs at least one token")
+        inputs = np.asarray(ids)[: positions_T.max() + 1]
+        self._check_ids(name, inputs, self.body.embedded)
+        if self.limit is not None and len(inputs) > self.limit:
+            model = f" ({self.body.name})" if self.body.name else ""
+            raise InputError(
+                f"{name}: {len(inputs)} tokens are more than the {self.limit} of the model that scores them{model}. "
+                "Leave out or shorten such rows"
+            )
+        inputs_T, positions_T = inputs.astype(np.int64), positions_T.astype(np.int64)
+        return [Context(row, name, torch.from_numpy(inputs_T), torch.from_numpy(positions_T), len(ids))]
+
+    def _check_ids(self, name: str, ids: Tokens, size: int) -> None:
+        outside = [token for token in (np.min(ids, initial=0), np.max(ids, initial=0)) if not 0 <= token < size]
+        if outside:
+            raise InputError(
+                f"{name}: token id {outside[0]} is not in the model's vocabulary of {size}. "
+                "Were these tokens made with another tokenizer?"
+            )
+
+    @torch.inference_mode()
+    def _run(self, contexts: list[Context], through_head: HeadFunction) -> dict[int, tuple[NDArray, ...]]:
+        """Run every context, longest first, so that a token budget that is too large shows at once."""
+        results: dict[int, tuple[NDArray, ...]] = {}
+        pending = sorted(contexts, key=lambda context: (-len(context.ids), context.row))
+        while pending:
+            length = len(pending[0].ids)
+            batch = pending[: max(1, self.token_budget // length)]
+            arrays: list[NDArray] | None = None
+            try:
+                arrays = [array.cpu().numpy() for array in through_head(self.body.hidden(batch), batch)]
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            if arrays is None:  # only now is the memory of the failed batch free
+                free_memory()
+                if len(batch) == 1:
+                    raise WeaveError(
+                        f"{batch[0].name}: its {length} tokens alone do not fit in memory. Use a smaller dtype, a "
+                        "larger device, or leave out long rows"
+                    )
+                self.token_budget = len(batch) * length // 2
+                log.warning(
+                    "out of memory with %d tokens: the token budget is now %d", len(batch) * length, self.token_budget
+                )
+                continue
+            ends = np.cumsum([len(context.positions_T) for context in batch])[:-1]
+            for context, *parts in zip(batch, *(np.split(array, ends) for array in arrays), strict=True):
+                if not all(np.isfinite(part).all() for part in parts):
+                    raise logits_not_finite(context.name, self.body.name)
+                results[context.row] = tuple(parts)
+            pending = pending[len(batch) :]
+            show_rows(len(results), len(contexts))
+        return results

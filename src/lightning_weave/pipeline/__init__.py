@@ -1,1 +1,0 @@
-"""One file per verb: read, call, write. Stages never call each other; they meet on disk."""

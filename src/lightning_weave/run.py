@@ -1,0 +1,689 @@
+"""`Run`, a recipe and its directory: the settings, models and inputs of every stage, and the command that computes it.
+
+Execution settings (batch sizes, token budgets, ranks, threads) are not part of a fingerprint.
+"""
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from datetime import date
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, assert_never
+
+from lightning_weave.bench.definitions import KNOWN, load_benchmark
+from lightning_weave.config import (
+    HARNESS,
+    STUDENT,
+    Composition,
+    Distilled,
+    Joint,
+    Mixture,
+    Objective,
+    Online,
+    PromptContext,
+    Recipe,
+    Role,
+    SelfDistilled,
+    Sequential,
+    StageEngine,
+    Train,
+    benchmark_folder,
+    is_own_function,
+    slug,
+)
+from lightning_weave.devices import sees_gpu
+from lightning_weave.errors import InputError
+from lightning_weave.grading.graders import choose_grading
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.store import RunIdentities, Stage, differences, file_identities, file_identity, fingerprint
+
+ROLES: tuple[Role, Role] = ("post", "pre")
+UNWEIGHTED = {"direct-opd", "reverse-kl", "reverse-kl-full"}  # objectives whose loss is not weighted by b
+DUMP: Any = {"mode": "json", "by_alias": True, "exclude_none": True}  # how pydantic writes tables of a recipe
+ENGINES = ("rollout", "reference", "score", "eval")  # sections that name one
+NUMERIC_OPTIONS = ("quantization", "kv_cache_dtype")  # of vLLM: the others only change its speed and memory
+IDENTITIES = "identities.json"
+# Not part of the settings of an evaluation: the benchmark and its grader are there by content.
+EVAL_EXECUTION = {"benchmarks", "sources", "graders", "batch_size", "unsafe_local", "adapters"}
+TRAIN_EXECUTION = {
+    "shard_ranks",
+    "token_budget",
+    "checkpoint_every",
+    "gradient_checkpointing",
+    "compile",
+    "eval_every",
+    "eval_problems",
+    "agreement",
+    "trackers",
+    "keep_anchors",
+    "objective",  # the composition's own, resolved
+}
+Kind = Literal["prompts", "rollout", "proposal", "reference", "score", "train", "eval", "harness"]
+RESULTS = ("train", "eval")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of an anchor: a checkpoint in a context. Scored once, however many pairs share it."""
+
+    checkpoint: Checkpoint
+    aliases: tuple[tuple[str, str], ...]
+    checks_aliases: bool  # pre side with aliases: look for untrained output rows
+    untrained: Literal["keep", "mask"] | None  # of a pre-anchor with aliases; None elsewhere
+    bos: bool
+    prompt: Literal["student", "native"]
+    template: Checkpoint | None  # the checkpoint whose chat template both sides use natively: post
+    context: PromptContext  # empty: the prompt as it is
+    masks_missing: bool  # a row without a column that the context names is masked, not refused
+    engine: Literal["hf", "vllm"] | None = None  # None: engine.score
+    options: tuple[tuple[str, bool | int | float | str], ...] = ()
+    url: str | None = None  # of a server that runs it
+
+    @property
+    def reads_own_prompts(self) -> bool:
+        """Whether it reads something other than the student's prompt."""
+        return self.prompt == "native" or bool(self.context)
+
+    def without_own_prompts(self) -> "Side":
+        """The same checkpoint with the student's prompts: usable before its own prompts exist."""
+        return replace(self, prompt="student", template=None, context=PromptContext(), masks_missing=False)
+
+
+def explain_missing(stage: Stage) -> str:
+    """Name the keys of the recipe by which a stage differs from the nearest folder that exists; empty if none does."""
+    siblings = stage.siblings()
+    if not siblings:
+        return ""
+    changes = [dict(differences(dict(other.settings), dict(stage.settings))) for other in siblings]
+    nearest = min(range(len(siblings)), key=lambda index: len(changes[index]))
+    if changes[nearest]:
+        reasons = dict.fromkeys(explain_change(stage.path, key, what) for key, what in changes[nearest].items())
+        return f"{'; '.join(reasons)} ({siblings[nearest].folder.name} is kept)"
+    causes = [cause for inner in stage.inputs if not inner.complete and (cause := explain_missing(inner))]
+    inputs = (siblings[nearest].manifest() or {}).get("inputs", {})
+    changed = [inner.path for inner in stage.inputs if inputs.get(inner.path) != inner.fingerprint]
+    return causes[0] if causes else f"another {', '.join(changed)}" if changed else ""
+
+
+def explain_change(path: str, setting: str, what: str) -> str:
+    """Name the recipe's key of a setting that changed, and how.
+
+    >>> explain_change("rollout", "max_tokens", "12 -> 10")
+    'rollout.max_tokens: 12 -> 10'
+    >>> explain_change("train/even", "weights.acc", "0.5 -> 0.7")
+    'compositions.even.weights.acc: 0.5 -> 0.7'
+    >>> explain_change("train/even", "anchors.acc.post.model", "has changed")
+    'anchors.acc.post has changed'
+    """
+    stage, _, name = path.partition("/")
+    first = setting.split(".")[0]
+    if first in ("tf32", "date"):
+        key = {"tf32": "machine.tf32"}.get(first, first)
+    elif first == "student" or (stage == "eval" and name.startswith("base/") and first == "model"):
+        key = "student.model"
+    elif stage in ENGINES and setting in ("engine", "dtype", *NUMERIC_OPTIONS):
+        key = {"engine": f"engine.{stage}", "dtype": "engine.dtype"}.get(setting, f"engine.options.{setting}")
+    elif stage == "train" and first == "anchors":
+        key = re.sub(r"\.(post|pre)\.(aliases|untrained|bos|prompt)\b", r".\2", setting).removesuffix(".model")
+    elif stage == "train" and first not in ("train", "rollout"):
+        key = f"compositions.{name}.{setting}"
+    elif stage in ("train", "score"):
+        key = setting
+    elif stage == "eval" and first in ("model", "benchmark"):
+        key = f"policies.{name.split('/')[0]}.model" if first == "model" else "the benchmark's file"
+    elif stage == "eval" and f"/{HARNESS}" in name:
+        key = f"harness.{setting}"
+    else:
+        key = f"{stage}.{setting}"
+    return f"{key}: {what}" if "->" in what else f"{key} {what}"
+
+
+def without_anchor_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the names of anchors by their content: renaming an anchor changes no result."""
+    digests = {name: fingerprint(anchor) for name, anchor in settings["anchors"].items()}
+
+    def rename(weights: Mapping[str, float]) -> list[list[Any]]:
+        return sorted([digests.get(name, name), weight] for name, weight in weights.items())
+
+    key = {**settings, "anchors": sorted(digests.values()), "weights": rename(settings["weights"])}
+    if "sequence" in key:
+        key["sequence"] = [digests[name] for name in key["sequence"]]
+    if "routes" in key:
+        by_tag = {tag: rename(weights) for tag, weights in key["routes"]["weights"].items()}
+        key["routes"] = {**key["routes"], "weights": by_tag}
+    return key
+
+
+def choose_engines(recipe: Recipe) -> dict[str, tuple[str, str]]:
+    """Resolve engine = "auto" for every stage, with the reason. A run directory keeps its first choice."""
+    chosen = {}
+    before = resolved_recipe(recipe).get("engine")
+    for name in [name for name in ENGINES if getattr(recipe.engine, name) == "auto"]:
+        models: list[str | None] = [recipe.student.model]
+        if name == "score":
+            models += [model for one in recipe.anchors.values() for model in (one.post, one.pre, one.model)]
+        if name == "eval":
+            models += [policy.model for policy in recipe.policies.values()]
+        if isinstance(before, dict) and before.get(name) in ("hf", "vllm"):
+            chosen[name] = (before[name], "as the run has it")
+        elif not sees_gpu(recipe.machine.device):
+            chosen[name] = ("hf", "no GPU for vLLM")
+        elif recipe.engine.python is None and find_spec("vllm") is None:
+            chosen[name] = ("hf", "vLLM is not installed")
+        elif any((Path(model).expanduser() / "adapter_config.json").exists() for model in models if model):
+            chosen[name] = ("hf", "vLLM reads no LoRA adapter")
+        else:
+            chosen[name] = ("vllm", "it is installed and there is a GPU")
+    return chosen
+
+
+def resolved_recipe(recipe: Recipe) -> dict[str, Any]:
+    """Read the recipe in the run directory; empty before its first command."""
+    with suppress(OSError, ValueError):
+        return tomllib.loads((Path(recipe.runs) / recipe.name / "recipe.toml").read_text(encoding="utf-8"))
+    return {}
+
+
+def engine_settings(engine: StageEngine) -> dict[str, Any]:
+    """Return the engine settings that change results."""
+    options = {name: engine.options[name] for name in NUMERIC_OPTIONS if name in engine.options}
+    return {"engine": engine.engine, "dtype": engine.dtype, **(options if engine.engine != "hf" else {})}
+
+
+def method_settings(recipe: Recipe, composition: Composition, objective: Objective) -> dict[str, Any]:
+    """Return the fingerprint settings that depend on the training method."""
+    rollout = recipe.rollout.model_dump(mode="json", include={"temperature", "max_tokens", "seed"})
+    rollout |= engine_settings(recipe.engine_of("rollout"))
+    settings: dict[str, Any] = {}
+    match composition:
+        case Joint():
+            settings = {"refresh": composition.refresh, "rollout": rollout} if composition.refresh > 1 else {}
+            settings |= {} if composition.kl_budget is None else {"kl_budget": composition.kl_budget}
+        case Mixture():
+            settings = {"method": "mixture", "kl_budget": composition.kl_budget}
+        case Distilled():
+            settings = {"method": "teacher"}
+        case SelfDistilled():
+            settings = {"method": "self", "sharpen": composition.sharpen}
+        case Online():
+            rollout["responses"] = recipe.rollout.responses  # for other methods the cache determines it
+            settings = {"method": "online", "rollout": rollout, "candidates": recipe.reference.candidates}
+        case Sequential():
+            order = {"sequence": composition.sequence, "dose": composition.dose, "resample": composition.resample}
+            settings = {"method": "sequential", **order, "rollout": rollout}
+        case _:
+            assert_never(composition)
+    # The student that samples differs from the student of the target, so the loss is weighted by the sampler. In a leg
+    # of a sequential run both are the same.
+    if composition.samples and composition.method != "sequential" and objective not in UNWEIGHTED:
+        settings["loss_weights"] = "sampler"
+    return settings
+
+
+def own_content(function: str, where: str) -> dict[str, str]:
+    """Name a user's own function by its name and by what is in its file."""
+    path, _, name = function.rpartition(":")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise InputError(f"{where} = {function!r}: no such file. Give FILE.py:NAME")
+    return {"function": name, "content": file_identity(file)}
+
+
+def template_files(checkpoint: Checkpoint) -> list[Path]:
+    """List the files that can hold the chat template of a checkpoint."""
+    folder = checkpoint.config_path
+    return sorted([*folder.glob("chat_template*"), *folder.glob("tokenizer_config.json")])
+
+
+@dataclass(eq=False)
+class Run:
+    """A recipe and its run directory. `stage` returns a stage with all that it depends on.
+
+    `arguments` is the recipe as typed on the command line, for messages; None from Python.
+    """
+
+    recipe: Recipe
+    arguments: str | None = "RECIPE"
+    trust: bool = False  # whether programs and code that the recipe names may run: the command decides, not the recipe
+    existing: bool = False  # use the newest complete folder where the recipe's own is not complete
+    sampler: Checkpoint | None = None  # samples instead of the student (refreshed training)
+    trains_in: Path | None = None  # where training writes, if not the run directory: for the legs of a sequence
+    _identities: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._code = {} if self.trust else self.recipe.code
+        if self._code:
+            self.recipe = self.recipe.without_remote_code()
+        if engines := {name: engine for name, (engine, _) in choose_engines(self.recipe).items()}:
+            section = self.recipe.engine.model_copy(update=engines)
+            self.recipe = self.recipe.model_copy(update={"engine": section})
+        if self.recipe.date is None:
+            day = resolved_recipe(self.recipe).get("date", date.today().isoformat())
+            self.recipe = self.recipe.model_copy(update={"date": str(day)})
+        self._stages: dict[tuple[Any, ...], Stage] = {}
+
+    def derive(self, **changes: Any) -> "Run":
+        """Copy this run with some fields changed. (dataclasses.replace fails on subclasses.)"""
+        return Run(**{one.name: changes.get(one.name, getattr(self, one.name)) for one in fields(Run)})
+
+    def check_trust(self) -> None:
+        """Refuse a recipe that names code or programs unless the command trusts it. Recipes are shared."""
+        if self._code:
+            key, value = next(iter(self._code.items()))
+            more = f" (also: {', '.join(others)})" if (others := list(self._code)[1:]) else ""
+            raise InputError(
+                f"{key} = {json.dumps(value, ensure_ascii=False)} runs code or a program with your permissions{more}. "
+                "If you have read what it runs, add --trust to the command; from Python: Run(..., trust=True)"
+            )
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.recipe.runs) / self.recipe.name
+
+    def stage(self, kind: Kind, *names: Any) -> Stage:
+        """One stage: prompts, rollout, proposal, reference, score (of a side), train (of a composition), eval and
+        harness (of a policy and a benchmark or task)."""
+        if (kind, *names) not in self._stages or self.existing:  # what exists may change
+            stage: Stage = getattr(self, f"_{kind}")(*names)
+            self._stages[(kind, *names)] = stage
+            if self.existing and not stage.complete:
+                inputs = {one.path: one.fingerprint for one in stage.inputs}
+                is_result = stage.path.split("/")[0] in RESULTS
+                for other in stage.siblings():  # newest first; an older cache only with the same inputs
+                    if is_result or (other.manifest() or {}).get("inputs") == inputs:
+                        return other
+        return self._stages[(kind, *names)]
+
+    @cached_property
+    def student(self) -> Checkpoint:
+        return Checkpoint.from_section(self.recipe.student)
+
+    def policy(self, name: str) -> Checkpoint:
+        """The checkpoint of anything that can be evaluated: the student, a composition that is trained, another."""
+        if name in self.recipe.compositions:
+            stage = self.stage("train", name)
+            stage.require()
+            return self.student.at(stage.folder / "final")
+        return Checkpoint.from_section(self.recipe.policies[name]) if name in self.recipe.policies else self.student
+
+    def identity_of(self, checkpoint: Checkpoint) -> str:
+        """Identify a model by content. Stand-ins of a rehearsal are accepted only in rehearsals."""
+
+        def look() -> str:
+            if checkpoint.is_double and not self.recipe.rehearsal:
+                raise InputError(
+                    f"{checkpoint}: made by a rehearsal, of random weights. Give the checkpoint that it stands for"
+                )
+            return checkpoint.identity
+
+        return self._known.identity(str(checkpoint), look)
+
+    def _data_identity(self, source: str, key: str) -> str:
+        """Identify data by content if it is a file or a directory, by name on a hub."""
+
+        def look() -> str:
+            path = Path(source).expanduser()
+            if path.is_file():
+                return file_identity(path)
+            if path.is_dir():
+                files = sorted(file for file in path.rglob("*") if file.is_file())
+                return hashlib.sha256("".join(file_identities(files)).encode()).hexdigest()
+            if source in self._known.remembered:  # a directory that is gone would be taken for a hub name
+                return self._known.remembered[source]
+            if path.suffix in {".jsonl", ".json", ".parquet"} or source.startswith((".", "/", "~")):
+                text = f"{key} = {source!r}: no such file. Give a JSONL or Parquet file, a directory or a hub name"
+                raise InputError(text)
+            return source
+
+        return self._known.identity(source, look)
+
+    def check_data(self) -> None:
+        """Refuse prompts and benchmarks that are missing, before heavy imports; data of finished stages may be gone."""
+        recipe = self.recipe
+        errors = []
+        try:
+            if recipe.compositions and recipe.prompts.source and recipe.rollout.from_ is None:
+                self._data_identity(recipe.prompts.source, "prompts.source")
+        except InputError as error:
+            errors.append(str(error))
+        for name in recipe.eval.benchmarks:
+            file = name.removeprefix("file:")
+            is_file = name != file and (Path(file).expanduser().exists() or file in self._known.remembered)
+            if not is_file and name not in KNOWN:
+                try:
+                    load_benchmark(name)
+                except InputError as error:
+                    errors.append(f"eval.benchmarks: {error}")
+        if errors:
+            raise InputError("\n".join([*errors, "Nothing was run."]))
+
+    def _dated(self, checkpoint: Checkpoint) -> dict[str, str]:
+        """The date of the run, where a chat template writes it."""
+
+        def look() -> str:
+            writes = any(b"strftime_now" in file.read_bytes() for file in template_files(checkpoint))
+            return "writes a date" if writes else "writes no date"
+
+        known = self._known.identity(f"chat template of {checkpoint}", look)
+        return {"date": str(self.recipe.date)} if known == "writes a date" else {}
+
+    @cached_property
+    def _known(self) -> RunIdentities:
+        return RunIdentities(self.directory / IDENTITIES, self._identities)
+
+    def remember(self) -> None:
+        """Keep the identities of this run's models and data, so that they may be moved once they are not needed."""
+        self._known.keep()
+
+    @property
+    def prompts_file(self) -> Path:
+        """Where the prompts of the run are."""
+        return self.stage("prompts").folder / "prompts.jsonl"
+
+    def _prompts(self) -> Stage:
+        recipe = self.recipe
+        section = recipe.prompts
+        if recipe.rollout.from_ is not None:
+            source = self._data_identity(recipe.rollout.from_, "rollout.from")
+            settings: dict[str, Any] = {"from": source, "responses": recipe.rollout.responses}
+        elif section.source is None:
+            raise InputError("prompts.source is missing: a JSONL or Parquet file, a dataset directory or a hub name")
+        else:
+            settings = section.model_dump(mode="json", exclude_none=True)
+            settings["source"] = self._data_identity(section.source, "prompts.source")
+            screened = [self._data_identity(name, "prompts.screen_against") for name in section.screen_against]
+            settings["screen_against"] = screened
+        settings["student"] = self.identity_of(self.student)
+        if section.chat or recipe.rollout.from_ is not None:
+            settings |= self._dated(self.student)
+        return Stage(self.directory, "prompts", settings, (), self.command("rollout" if self.needs_cache else "train"))
+
+    def _rollout(self) -> Stage:
+        section = self.recipe.rollout
+        if section.from_ is not None:
+            settings = section.model_dump(mode="json", include={"responses", "prompts_per_shard"})
+        else:
+            settings = section.model_dump(mode="json", exclude={"from_", "batch_size"})
+            settings |= engine_settings(self.recipe.engine_of("rollout"))
+        settings["student"] = self.identity_of(self.sampler or self.student)
+        return Stage(self.directory, "rollout", settings, (self.stage("prompts"),), self.command("rollout"))
+
+    def _proposal(self) -> Stage:
+        """The candidates of the sampler."""
+        assert self.sampler is not None, "the student proposes its own"
+        return self._candidates("proposal", self.sampler, self.stage("rollout"))
+
+    def _reference(self) -> Stage:
+        return self._candidates("reference", self.student, self.stage("proposal" if self.sampler else "rollout"))
+
+    def _candidates(self, path: str, model: Checkpoint, before: Stage) -> Stage:
+        settings = {
+            "candidates": self.recipe.reference.candidates,
+            **engine_settings(self.recipe.engine_of("reference")),
+            "tf32": self.recipe.machine.tf32,
+            "student": self.identity_of(model),
+        }
+        return Stage(self.directory, path, settings, (before,), self.command("reference"))
+
+    def _score(self, side: Side) -> Stage:
+        settings = {
+            **engine_settings(self.scoring(side)),
+            **({"engine": "vllm server"} if side.url else {}),
+            "model": self.identity_of(side.checkpoint),
+            "aliases": dict(side.aliases),
+            "untrained": side.untrained,
+            "bos": side.bos,
+            "prompt": side.prompt,
+            "tf32": self.recipe.machine.tf32,
+        }
+        if side.template is not None:
+            files = template_files(side.template)
+            settings["template"] = hashlib.sha256("".join(file_identities(files)).encode()).hexdigest()[:16]
+            settings |= self._dated(side.template)
+        if side.context:
+            settings["context"] = side.context.model_dump(exclude_none=True)
+            settings["missing"] = "mask" if side.masks_missing else "refuse"
+        name = self.score_names[side]
+        return Stage(self.directory, f"score/{name}", settings, (self.stage("reference"),), self.command("score", name))
+
+    def scoring(self, side: Side) -> StageEngine:
+        """The engine of scoring, or that of this side of an anchor."""
+        engine: Literal["hf", "vllm"] | None = "vllm" if side.url else side.engine
+        shared = self.recipe.engine_of("score")
+        return shared if engine is None else replace(shared, engine=engine, options=dict(side.options))
+
+    @cached_property
+    def score_names(self) -> dict[Side, str]:
+        """Folder names of the sides: the model's name, or ANCHOR.ROLE if it has a context or the name is taken."""
+        names: dict[Side, str] = {}
+        for anchor in self.recipe.anchors:
+            for role in ROLES:
+                side = self.side(anchor, role)
+                name = slug(side.checkpoint.name)
+                if side not in names:
+                    names[side] = f"{anchor}.{role}" if side.context or name in names.values() else name
+        return names
+
+    def side(self, anchor: str, role: Role) -> Side:
+        """One of the two sides of an anchor, as it is scored."""
+        section = self.recipe.anchors[anchor]
+        context = section.context(role)
+        return Side(
+            checkpoint=self.anchor(anchor, role),
+            aliases=tuple(sorted(section.aliases.items())),
+            checks_aliases=role == "pre" and bool(section.aliases),
+            untrained=section.untrained if role == "pre" and section.aliases else None,
+            bos=section.bos,
+            prompt=section.prompt,
+            template=self.anchor(anchor, "post") if section.prompt == "native" else None,
+            context=context,
+            masks_missing=section.missing == "mask" and bool(context.columns),
+            engine=section.own_engine(role),
+            options=tuple(sorted(section.options.items())),
+            url=section.server(role),
+        )
+
+    def anchor(self, name: str, role: Role) -> Checkpoint:
+        """One of the two models of an anchor. The base of an adapter is remembered, so the adapter may be deleted."""
+        model = self.recipe.anchor_model(name, role)
+        if model is not None:
+            trust = self.recipe.student if self.recipe.anchors[name].model == STUDENT else self.recipe.anchors[name]
+            return Checkpoint(*model, trust.trust_remote_code)
+        adapter = self.anchor(name, "post")
+
+        def look() -> str:
+            base = adapter.base
+            return json.dumps(base and [base.name, base.revision])
+
+        base = json.loads(self._known.identity(f"base of {adapter}", look))
+        if base is None:
+            raise InputError(
+                f"anchors.{name}.pre is missing: {adapter.name} is not a LoRA adapter that names its base model. "
+                "Give the checkpoint that post was trained from"
+            )
+        return replace(adapter, name=base[0], revision=base[1])
+
+    def has_shift(self, anchor: str) -> bool:
+        """Whether the two sides of an anchor differ: another model, or another context."""
+        post, pre = (self.side(anchor, role) for role in ROLES)
+        return post.context != pre.context or self.identity_of(post.checkpoint) != self.identity_of(pre.checkpoint)
+
+    def scores_of(self, anchor: str) -> tuple[Stage, Stage]:
+        """The stages of a pair: post, then pre."""
+        return self.stage("score", self.side(anchor, "post")), self.stage("score", self.side(anchor, "pre"))
+
+    def _train(self, name: str) -> Stage:
+        composition = self.recipe.compositions[name]
+        objective = self.objective(name)
+        used = sorted(composition.used)
+        shifts = {}
+        for anchor in used:
+            section = self.recipe.anchors[anchor]
+            post, pre = (dict(stage.settings) for stage in self.scores_of(anchor))
+            rules = section.shift.model_dump(mode="json", exclude_defaults=True)
+            shifts[anchor] = {"post": post, "pre": pre, "validity": section.validity, **rules}
+        settings = {
+            "train": self.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION),
+            "objective": own_content(objective, f"objective of compositions.{name}")
+            if is_own_function(objective)
+            else objective,
+            "weights": {anchor: composition.weights.get(anchor, 0.0) for anchor in used},
+            "alpha": composition.alpha,
+            "anchors": shifts,
+            "student": self.identity_of(self.student),
+            **method_settings(self.recipe, composition, objective),
+            "tf32": self.recipe.machine.tf32,
+        }
+        if composition.routes:
+            tags = self.recipe.tags.model_dump(mode="json", exclude_defaults=True)
+            settings["routes"] = {"tags": tags, "weights": composition.by_tag}
+        if composition.method == "online":
+            inputs: tuple[Stage, ...] = (self.stage("prompts"),)
+        else:
+            scores = {stage.fingerprint: stage for anchor in used for stage in self.scores_of(anchor)}
+            inputs = (self.stage("reference"), *scores.values())
+        anchors = {anchor: self.recipe.anchors[anchor].model_dump(**DUMP) for anchor in used}
+        leg = PurePosixPath(name).name  # COMPOSITION/leg-2 is trained in train/COMPOSITION@.../leg-2/train/leg-2@...
+        return Stage(
+            self.directory if self.trains_in is None else self.trains_in / leg,
+            f"train/{leg}",
+            settings,
+            inputs,
+            self.command("train", name),
+            key=without_anchor_names(settings),
+            definition={"compositions": {name: composition.model_dump(**DUMP)}, "anchors": anchors},
+        )
+
+    def train_section(self, name: str) -> Train:
+        """[train] with the overrides of a composition."""
+        epochs = self.recipe.compositions[name].epochs
+        return self.recipe.train if epochs is None else self.recipe.train.model_copy(update={"epochs": epochs})
+
+    def objective(self, name: str) -> Objective:
+        """What a composition minimises: its own choice, or the recipe's; online direct-opd."""
+        composition = self.recipe.compositions[name]
+        return composition.objective or (
+            "direct-opd" if composition.method == "online" else self.recipe.train.objective
+        )
+
+    def alpha(self, name: str) -> float | None:
+        """The alpha of a composition: as given, or as training solved it for kl_budget; None before that."""
+        alpha = self.recipe.compositions[name].alpha
+        if alpha is not None:
+            return alpha
+        stage = self.stage("train", name)
+        return float(stage.require()["alpha"]) if stage.complete else None
+
+    @property
+    def policies(self) -> list[str]:
+        """Everything that can be evaluated: the student, every composition, every other checkpoint."""
+        return ["base", *self.recipe.compositions, *self.recipe.policies]
+
+    @property
+    def lora_rank(self) -> int | None:
+        """The LoRA rank if students are evaluated as adapters of one vLLM engine, else None."""
+        lora = self.recipe.train.lora
+        return lora.rank if lora and self.recipe.eval.adapters and self.recipe.engine.eval == "vllm" else None
+
+    def _eval(self, policy: str, benchmark: str) -> Stage:
+        section = self.recipe.asked(policy)
+        settings = section.model_dump(mode="json", exclude_none=True, exclude=EVAL_EXECUTION)
+        settings |= engine_settings(self.recipe.engine_of("eval"))
+        rule = choose_grading(self.recipe.eval, benchmark)
+        settings["profile"] = str(rule)
+        if rule.function is not None:  # a user's own, by its content
+            own = own_content(rule.function, f"eval.graders.{benchmark_folder(benchmark)}")
+            settings["profile"] = {"kind": rule.kind, **own}
+        if policy in self.recipe.compositions and self.lora_rank is not None:
+            settings["adapters"] = True
+        source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
+        key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
+        settings["benchmark"] = self._data_identity(source, key)
+        if section.chat:
+            named = self.recipe.policies.get(policy)
+            settings |= self._dated(self.student if named is None else Checkpoint.from_section(named))
+        return self._evaluation(policy, benchmark_folder(benchmark), settings, self.command("eval", policy))
+
+    def _harness(self, policy: str, task: str) -> Stage:
+        """A task of another harness. Its version and data are that environment's, and not known before it runs."""
+        section = self.recipe.harness
+        settings = {"benchmark": f"lm-eval:{task}", "args": section.args, "seed": self.recipe.eval.seed}
+        if section.include is not None:
+            settings["include"] = self._data_identity(section.include, "harness.include")
+        return self._evaluation(policy, f"{HARNESS}{slug(task)}", settings, self.command("harness", policy))
+
+    def _evaluation(self, policy: str, folder: str, settings: dict[str, Any], command: str) -> Stage:
+        """Describe the evaluation of a policy on one benchmark or task."""
+        inputs: tuple[Stage, ...] = ()
+        definition = {}
+        if policy in self.recipe.compositions:
+            inputs = (self.stage("train", policy),)
+        elif policy in self.recipe.policies:
+            settings["model"] = self.identity_of(Checkpoint.from_section(self.recipe.policies[policy]))
+            definition = {"policies": {policy: self.recipe.policies[policy].model_dump(**DUMP)}}
+        else:
+            settings["model"] = self.identity_of(self.student)
+        return Stage(self.directory, f"eval/{policy}/{folder}", settings, inputs, command, definition=definition)
+
+    def everything(self) -> list[Stage]:
+        """All stages in the order in which they can be computed."""
+        verbs = [*(("rollout", "reference", "score") if self.needs_cache else ()), "train", "eval"]
+        stages = [stage for verb in verbs for stage in self.stages(verb)]
+        return list({(stage.path, stage.fingerprint): stage for stage in stages}.values())
+
+    def stages(self, verb: str, only: Sequence[str] | None = None) -> list[Stage]:
+        """The stages that a verb computes; `only` names models, compositions or policies, as its option does."""
+
+        def wanted(name: str) -> bool:
+            return only is None or name in only
+
+        match verb:
+            case "rollout":
+                return [self.stage("prompts"), self.stage("rollout")]
+            case "reference":
+                return [*([self.stage("proposal")] if self.sampler else []), self.stage("reference")]
+            case "score":
+                scores = [self.stage("score", side) for side, name in self.score_names.items() if wanted(name)]
+                return list({stage.fingerprint: stage for stage in scores}.values())
+            case "train":
+                trains = [self.stage("train", name) for name in self.recipe.compositions if wanted(name)]
+                return [*([self.stage("prompts")] if "online" in self.methods(only) else []), *trains]
+            case "eval":
+                own = [
+                    self.stage("eval", policy, name)
+                    for policy in filter(wanted, self.policies)
+                    for name in self.recipe.eval.benchmarks
+                ]
+                return [*own, *self.stages("harness", only)]
+            case "harness":
+                return [
+                    self.stage("harness", policy, task)
+                    for policy in filter(wanted, self.policies)
+                    for task in self.recipe.harness.tasks
+                ]
+            case _:
+                raise AssertionError(verb)
+
+    def methods(self, only: Sequence[str] | None = None) -> set[str]:
+        """The methods of these compositions, or of all."""
+        named = self.recipe.compositions.items()
+        return {composition.method for name, composition in named if only is None or name in only}
+
+    @property
+    def needs_cache(self) -> bool:
+        """Online training alone needs none; neither does a recipe that only evaluates."""
+        methods = self.methods()
+        return methods != {"online"} if methods else bool(self.recipe.anchors)
+
+    def command(self, verb: str, only: str = "") -> str:
+        """Return what to type: a command, or from Python a method of the run."""
+        if self.arguments is None:
+            return f"run.{verb}({only!r})" if only else f"run.{verb}()"
+        words = {"harness": f"eval {self.arguments} --harness lm-eval"}.get(verb, f"{verb} {self.arguments}")
+        return f"lweave {words} --only {only}" if only else f"lweave {words}"

@@ -1,0 +1,1 @@
+"""One module per stage of a run, and what stages share."""

@@ -1,0 +1,491 @@
+"""`lweave forecast`: what a composition's target is worth, from the cache alone, before anything is trained.
+
+A cached response y has the weight prod_t q_T(y_t) / b(y_t): q_T is the target, sampled as the evaluation samples, and b
+the student as the rollout sampled it. Weighted means over all responses estimate accuracy and tokens under the target.
+There is one normalisation over all prompts: within the few responses to one prompt it would be biased towards the
+student. A response cut off at rollout.max_tokens counts as it is.
+Letters as in `lightning_weave.types`; A aims, G prompts, B bootstrap resamples.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_weave.bench.statistics import TAIL, FloatArray
+from lightning_weave.bench.summary import combine, read_summary
+from lightning_weave.cache.block import Block
+from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.targets import compute_targets
+from lightning_weave.config import Composition, Distilled, Joint, Recipe, SelfDistilled
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.maths import expected_kl, with_other
+from lightning_weave.maths.metrics import aes, pareto_front
+from lightning_weave.progress import Progress
+from lightning_weave.run import Run
+from lightning_weave.stages.caches import anchor_pair, open_cache
+from lightning_weave.stages.grades import grade_rows
+from lightning_weave.stages.sweep import Planned, extend, is_same, plan_sweep, usual_alpha
+from lightning_weave.train.data import find_dose
+from lightning_weave.train.schedule import make_schedule
+
+TRUSTED = 50  # effective samples; a working value, not calibrated
+RESAMPLES = 1000
+DECISIONS = 1 << 17  # read at a time, about
+RUNGS = 14  # larger alphas that are tried where a point is not trusted, each by a factor of sqrt(2)
+NOT_FORECAST = {
+    "mixture": "each prompt is trained on one anchor alone; what the student makes of all of them is in no target",
+    "sequential": "the target of a later part depends on the student that the part before trains",
+    "online": "it is trained on states that are sampled while it trains; a joint composition has the same target",
+}
+
+
+# Estimator
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How tokens are drawn from a distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A target on a cache: the weights of its sources, the same for all rows or row by row, and alpha."""
+
+    weights: Sequence[float]
+    alpha: float
+    weight_RK: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """All that is kept of the rows of a cache. The first of the A policies is the student itself, then the aims."""
+
+    log_weight_AR: FloatArray
+    kl_A: FloatArray  # mean KL(q || b) over the valid decisions, nats
+    tokens_R: FloatArray  # that the student wrote
+    prompt_R: NDArray[np.int64]
+
+
+def sampled_logp(log_p_PO: Tensor, outcome_P: Tensor, decoding: Decoding) -> Tensor:
+    """Compute the log-probability of drawing each sampled outcome; -inf outside of the nucleus of top_p.
+
+    The last outcome, `other`, is treated as one token. In the nucleus it comes last: a token of it is less likely than
+    any candidate.
+    """
+    if decoding.temperature == 0:
+        return torch.where(log_p_PO[:, :-1].argmax(dim=1) == outcome_P, 0.0, -torch.inf)
+    if decoding.temperature != 1:
+        log_p_PO = torch.log_softmax(log_p_PO / decoding.temperature, dim=1)
+    logp_P = log_p_PO.gather(1, outcome_P[:, None])[:, 0]
+    if decoding.top_p < 1:
+        logp_PC = torch.from_numpy(np.sort(log_p_PO[:, :-1].numpy(), axis=1)).flip(1)  # faster than torch's for few
+        mass_PC = logp_PC.exp().cumsum(dim=1)
+        whole_P = mass_PC[:, -1] < decoding.top_p  # the candidates do not reach top_p: everything is in
+        last_P1 = (mass_PC < decoding.top_p).sum(dim=1, keepdim=True).clamp(max=mass_PC.shape[1] - 1)
+        is_candidate_P = outcome_P < mass_PC.shape[1]
+        inside_P = whole_P | (is_candidate_P & (logp_P >= logp_PC.gather(1, last_P1)[:, 0]))
+        log_mass_P = torch.where(whole_P, 0.0, mass_PC.gather(1, last_P1)[:, 0].log())
+        logp_P = torch.where(inside_P, logp_P - log_mass_P, -torch.inf)
+    return logp_P
+
+
+def weigh_block(
+    block: Block, aims: Sequence[Aim], decoding: Decoding, behaviour: Decoding
+) -> tuple[FloatArray, FloatArray, NDArray[np.int64]]:
+    """Compute each row's log-weight, and of each policy the sum of KL(q || b) and the decisions that it is over."""
+    candidates = block.candidates
+    hit_PC = candidates.ids.flat == block.sampled_P[:, None]
+    outcome_P = torch.from_numpy(np.where(hit_PC.any(axis=1), hit_PC.argmax(axis=1), hit_PC.shape[1]))
+    log_b_PO = with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat))
+    log_b_P = sampled_logp(log_b_PO, outcome_P, behaviour)
+    row_P = np.repeat(np.arange(len(block)), block.decisions_R)
+    log_weight_AR = np.zeros((1 + len(aims), len(block)))
+    kl_A, decisions_A = np.zeros(1 + len(aims)), np.zeros(1 + len(aims), np.int64)
+    for place in range(1 + len(aims)):
+        log_q_PO = log_b_PO
+        if place:
+            aim = aims[place - 1]
+            rows = block if aim.weight_RK is None else block.with_row_weights(aim.weight_RK[block.number_R])
+            targets = compute_targets(rows, aim.weights, aim.alpha)
+            log_q_PO, valid_P = torch.from_numpy(targets.log_q_PO), torch.from_numpy(targets.valid_P)
+            kl_A[place] = expected_kl(log_q_PO, log_b_PO)[valid_P].double().sum()
+            decisions_A[place] = valid_P.sum()
+        ratio_P = (sampled_logp(log_q_PO, outcome_P, decoding) - log_b_P).double().numpy()
+        ratio_P = np.where(block.decided_P, ratio_P, 0.0)
+        log_weight_AR[place] = np.bincount(row_P, ratio_P, minlength=len(block))
+    return log_weight_AR, kl_A, decisions_A
+
+
+def weigh(cache: Cache, aims: Sequence[Aim], decoding: Decoding, behaviour: Decoding, longest: int = 2048) -> Weighted:
+    """Weigh every row of a cache for the student itself and for every aim, in one pass, a few rows at a time."""
+    policies = 1 + len(aims)
+    log_weight_AR = np.zeros((policies, len(cache)))
+    kl_A, decisions_A = np.zeros(policies), np.zeros(policies, np.int64)
+    tokens_R, prompt_R = np.zeros(len(cache)), np.zeros(len(cache), np.int64)
+    step = max(1, DECISIONS // longest)
+    for shard in range(cache.rows.shards):
+        numbers = cache.shard_rows(shard)
+        for rows in (numbers[start : start + step] for start in range(0, len(numbers), step)):
+            block = cache.block(rows)
+            here = slice(rows.start, rows.stop)
+            log_weight_AR[:, here], kl, decisions = weigh_block(block, aims, decoding, behaviour)
+            kl_A, decisions_A = kl_A + kl, decisions_A + decisions
+            row_P = np.repeat(np.arange(len(block)), block.decisions_R)
+            tokens_R[here] = np.bincount(row_P, block.decided_P, minlength=len(block))
+            prompt_R[here] = block.rollouts.prompt_R
+    return Weighted(log_weight_AR, kl_A / np.maximum(decisions_A, 1), tokens_R, prompt_R)
+
+
+def weights_of(log_weight_AR: FloatArray) -> FloatArray:
+    """Scale the weights of each policy to a largest of 1; all are 0 where no response can be drawn."""
+    most_A1 = log_weight_AR.max(axis=1, keepdims=True)
+    return np.exp(log_weight_AR - np.where(np.isfinite(most_A1), most_A1, 0.0))
+
+
+def effective_samples(weight_AR: FloatArray) -> FloatArray:
+    """Compute Kish's (sum w)^2 / sum w^2: of so many equally weighted responses the estimate would be as precise."""
+    squares_A = np.maximum((weight_AR**2).sum(axis=1), np.finfo(float).tiny)
+    return np.asarray(weight_AR.sum(axis=1) ** 2 / squares_A)
+
+
+def bootstrap(
+    weight_AR: FloatArray, value_R: FloatArray, prompt_R: NDArray[np.int64], resamples: int = RESAMPLES, seed: int = 0
+) -> FloatArray:
+    """Compute self-normalised means of a value: (A, 1 + B), the first as measured, the others over resampled prompts.
+
+    A value of NaN is left out. All policies, and all values of the same prompts, share the resampled prompts.
+    """
+    known_R = ~np.isnan(value_R)
+    _, group_R = np.unique(prompt_R, return_inverse=True)
+    groups = int(group_R.max()) + 1
+    parts = [weight_AR * known_R, weight_AR * np.where(known_R, value_R, 0.0)]
+    below_AG, above_AG = (np.stack([np.bincount(group_R, row, groups) for row in part]) for part in parts)
+    rng = np.random.default_rng(seed)
+    means_BA = []
+    for number in range(1 + resamples):
+        drawn = rng.integers(groups, size=groups) if number else np.arange(groups)
+        count_G = np.bincount(drawn, minlength=groups).astype(float)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            means_BA.append((above_AG @ count_G) / (below_AG @ count_G))
+    return np.stack(means_BA, axis=1)
+
+
+# Points
+
+
+@dataclass(frozen=True)
+class TrustedDose:
+    """The largest dose of a direction that is trusted, and what one more nat of KL per decision does there."""
+
+    alpha: float
+    accuracy: float | None
+    tokens: float
+    kl: float
+    effective_samples: float
+    points_per_nat: float | None  # of accuracy
+    tokens_per_nat: float
+
+
+@dataclass(frozen=True)
+class ForecastPoint:
+    """One point: what the target of a composition is worth. Intervals are 95 %, over resampled prompts."""
+
+    policy: str
+    weights: Mapping[str, Any]
+    alpha: float | None
+    accuracy: float | None  # percent; None without known answers
+    accuracy_low: float | None
+    accuracy_high: float | None
+    tokens: float
+    tokens_low: float
+    tokens_high: float
+    aes: float | None
+    aes_low: float | None
+    aes_high: float | None
+    kl: float  # KL(target || student), nats per decision
+    effective_samples: float
+    trusted: bool
+    anchored: bool  # at the measured evaluation of the base: accuracy and tokens are those of the benchmarks
+    largest_trusted: TrustedDose | None = None  # with the same weights, where the point itself is not trusted
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what --json prints."""
+        return asdict(self)
+
+
+def plan_forecast(
+    recipe: Recipe,
+    shares: Sequence[float] | None = None,
+    anchor: str | None = None,
+    alphas: Sequence[float] | None = None,
+    kl_budgets: Sequence[float] | None = None,
+    tag: str | None = None,
+    grid: int | None = None,
+) -> list[Planned]:
+    """List the compositions of the recipe, then a grid: weights (its own, shares or a simplex) by alphas or budgets."""
+    if wrong := [one for one in (*(alphas or ()), *(kl_budgets or ())) if not 0 < one < float("inf")]:
+        raise InputError(f"--alphas, --kl-budgets: {wrong[0]:g} must be greater than 0")
+    planned = [Planned(name, one, True) for name, one in recipe.compositions.items()]
+    bases = [one for one in planned if isinstance(one.composition, Joint)]
+    if shares is not None:
+        bases = plan_sweep(recipe, shares, anchor, None, tag)
+    elif grid is not None:
+        bases = _simplex(recipe, grid)
+    doses: list[dict[str, Any]] = [{"alpha": float(alpha)} for alpha in alphas or ()]
+    doses += [{"kl_budget": float(budget)} for budget in kl_budgets or ()]
+    for base in bases:
+        joint = base.composition
+        assert isinstance(joint, Joint)
+        rules: dict[str, Any] = {"normalize": joint.normalize, "allow_negative": joint.allow_negative}
+        for dose in doses or [{}]:
+            label = [f"{key.removesuffix('_budget')}-{value:g}" for key, value in dose.items()]
+            one = Joint(weights=joint.weights, routes=joint.routes, **rules, **dose) if dose else joint
+            if not any(is_same(other.composition, one) for other in planned):
+                planned.append(Planned("-".join([base.name, *label]), one, False))
+    names = [one.name for one in planned]
+    if taken := [name for name in names if names.count(name) > 1 or name in recipe.policies]:
+        raise InputError(f"{taken[0]} is the name of something else in this recipe; rename that")
+    return planned
+
+
+def _simplex(recipe: Recipe, steps: int) -> list[Planned]:
+    """All weights of all anchors in multiples of 1 / steps."""
+    names = list(recipe.anchors)
+    if steps < 1 or not names:
+        raise InputError(f"--grid {steps}: give a number of steps of 1 or more, and anchors to weigh")
+    tables: list[list[int]] = [[]]
+    for _ in names[1:]:
+        tables = [[*table, part] for table in tables for part in range(steps + 1 - sum(table))]
+    planned = []
+    for table in tables:
+        parts = zip(names, [steps - sum(table), *table], strict=True)
+        weights = {name: part / steps for name, part in parts}
+        label = "-".join(f"{name}-{weight:.3g}" for name, weight in weights.items() if weight)
+        planned.append(Planned(label, Joint(weights=weights, alpha=usual_alpha(recipe)), False))
+    return planned
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Estimates of A policies, the student itself first: as measured, then over B resamples of the prompts."""
+
+    accuracy_AB: FloatArray | None  # percent
+    tokens_AB: FloatArray
+    aes_AB: FloatArray | None
+    samples_A: FloatArray
+    kl_A: FloatArray
+
+
+def estimate(weighted: Weighted, grade_R: FloatArray | None, measured: tuple[float, float] | None) -> Estimates:
+    """Average over the weighted rows, with intervals, and score against the student itself.
+
+    With the measured accuracy and tokens of the student, accuracies are moved by its error in points, and tokens by its
+    factor: prompts and benchmarks differ, but what the target changes carries over.
+    """
+    weight_AR = weights_of(weighted.log_weight_AR)
+    tokens_AB = bootstrap(weight_AR, weighted.tokens_R, weighted.prompt_R)
+    accuracy_AB = None if grade_R is None else bootstrap(weight_AR, 100 * grade_R, weighted.prompt_R)
+    if measured is not None:
+        tokens_AB = measured[1] * tokens_AB / tokens_AB[:1]
+    if measured is not None and accuracy_AB is not None:
+        accuracy_AB = np.clip(measured[0] + accuracy_AB - accuracy_AB[:1], 0.0, 100.0)
+    aes_AB = None
+    if accuracy_AB is not None:
+        base = np.broadcast_to(accuracy_AB[0], accuracy_AB.shape), np.broadcast_to(tokens_AB[0], tokens_AB.shape)
+        with np.errstate(invalid="ignore"):  # a policy that can draw none of the responses
+            aes_AB = np.vectorize(aes, otypes=[float])(accuracy_AB, tokens_AB, *base)
+    return Estimates(accuracy_AB, tokens_AB, aes_AB, effective_samples(weight_AR), weighted.kl_A)
+
+
+def measured_base(run: Run) -> tuple[float, float] | None:
+    """Read the base's accuracy and tokens, averaged over all benchmarks, if it is evaluated on all of them."""
+    with suppress(InputError):  # a benchmark is gone
+        stages = [run.stage("eval", "base", name) for name in run.recipe.eval.benchmarks]
+        if stages and all(stage.complete for stage in stages):
+            overall = combine([read_summary(stage.folder / "summary.json") for stage in stages])
+            return overall.accuracy, overall.tokens
+    return None
+
+
+def not_forecast(composition: Composition) -> str | None:
+    """Explain why a composition cannot be forecast; None if it can."""
+    return NOT_FORECAST.get(composition.method)
+
+
+def forecast(
+    run: Run,
+    planned: Sequence[Planned] | None = None,
+    progress: Progress | None = None,
+    decoding: Decoding | None = None,
+) -> list[ForecastPoint]:
+    """ForecastPoint the student itself and every planned composition that has a target, or those of the recipe.
+
+    Reads rollout, reference and scores; the cached responses are graded if they are not yet.
+    """
+    recipe = run.recipe
+    planned = [one for one in planned or plan_forecast(recipe) if not_forecast(one.composition) is None]
+    decoding = decoding or Decoding(recipe.eval.temperature, recipe.eval.top_p)
+    behaviour = Decoding(recipe.rollout.temperature)
+    if behaviour.temperature == 0:
+        raise InputError("rollout.temperature = 0: of a response that is always the same nothing can be forecast")
+    extended = extend(run, planned)
+    joints = [one for one in planned if isinstance(one.composition, Joint)]
+    anchors = sorted({anchor for one in joints for anchor in one.composition.used})
+    cache = Cache(run.stage("rollout"), run.stage("reference"), [anchor_pair(run, anchor) for anchor in anchors])
+    grade_R = grade_rows(run, progress or Progress(quiet=True))
+    measured = measured_base(run)
+
+    def look(cache: Cache, aims: Sequence[Aim]) -> Estimates:
+        weighted = weigh(cache, aims, decoding, behaviour, recipe.rollout.max_tokens)
+        return estimate(weighted, grade_R, measured)
+
+    aims = [_aim(extended, one.name, anchors) for one in joints]
+    found = look(cache, aims)
+    points = {"base": _point("base", {}, None, found, 0, measured is not None)}
+    directions: dict[str, list[Aim]] = {}  # of points that are not trusted
+    for place, (one, aim) in enumerate(zip(joints, aims, strict=True), start=1):
+        weights = one.composition.by_tag or one.composition.weights
+        points[one.name] = _point(one.name, weights, aim.alpha, found, place, measured is not None)
+        if not points[one.name].trusted and points["base"].trusted:
+            directions.setdefault(str(weights), []).append(aim)
+    for key, asked in directions.items():
+        first = min(asked, key=lambda aim: aim.alpha)
+        rungs = [replace(first, alpha=first.alpha * 2 ** (rung / 2)) for rung in range(1, RUNGS + 2)]
+        dose = _largest_trusted(rungs, look(cache, rungs))
+        for name, point in points.items():
+            if str(point.weights) == key and not point.trusted:
+                points[name] = replace(point, largest_trusted=dose)
+    for one in planned:
+        if isinstance(one.composition, Distilled | SelfDistilled):
+            own = open_cache(extended, one.name)
+            found = look(own, [Aim(own.weights, one.composition.alpha)])
+            weights = dict(one.composition.weights)
+            points[one.name] = _point(one.name, weights, one.composition.alpha, found, 1, measured is not None)
+    return [points[name] for name in ("base", *(one.name for one in planned))]
+
+
+def _aim(run: Run, name: str, anchors: Sequence[str]) -> Aim:
+    """Find the weights of a composition over these anchors, by row where it has routes, and its alpha."""
+    composition = run.recipe.compositions[name]
+    assert isinstance(composition, Joint)
+    weights = [composition.used.get(anchor, 0.0) for anchor in anchors]
+    weight_RK = None
+    alpha = composition.alpha
+    if composition.routes or alpha is None:
+        cache = open_cache(run, name)
+        if alpha is None:  # as training will solve it
+            schedule = make_schedule(run.recipe, len(cache) // run.recipe.rollout.responses, epochs=composition.epochs)
+            alpha = find_dose(run, name, cache, schedule).alpha
+        if cache.weight_RK is not None:
+            weight_RK = np.zeros((len(cache), len(anchors)), np.float32)
+            weight_RK[:, [anchors.index(one) for one in cache.names]] = cache.weight_RK
+            weights = [1.0] * len(anchors)
+    return Aim(weights, alpha, weight_RK)
+
+
+def _point(
+    name: str, weights: Mapping[str, Any], alpha: float | None, found: Estimates, place: int, anchored: bool
+) -> ForecastPoint:
+    """Describe one policy of the estimates."""
+    figures: dict[str, Any] = {}
+    for key, values_AB in (("accuracy", found.accuracy_AB), ("tokens", found.tokens_AB), ("aes", found.aes_AB)):
+        values_B = None if values_AB is None else values_AB[place]
+        bounds = (
+            None
+            if values_B is None or np.isnan(values_B[1:]).all()
+            else np.nanpercentile(values_B[1:], [TAIL, 100 - TAIL])
+        )
+        figures[key] = None if values_B is None or np.isnan(values_B[0]) else float(values_B[0])
+        figures[f"{key}_low"], figures[f"{key}_high"] = (None, None) if bounds is None else map(float, bounds)
+    samples = float(found.samples_A[place])
+    trusted = min(samples, float(found.samples_A[0])) >= TRUSTED
+    return ForecastPoint(
+        name,
+        weights,
+        alpha,
+        kl=float(found.kl_A[place]),
+        effective_samples=samples,
+        trusted=trusted,
+        anchored=anchored,
+        **figures,
+    )
+
+
+def _largest_trusted(rungs: Sequence[Aim], found: Estimates) -> TrustedDose | None:
+    """Find the first rung that is trusted, with the slope between it and the next; None if none is."""
+    for place, rung in enumerate(rungs[:-1], start=1):
+        if found.samples_A[place] >= TRUSTED:
+            nats = found.kl_A[place] - found.kl_A[place + 1]
+            accuracy = found.accuracy_AB
+            return TrustedDose(
+                rung.alpha,
+                None if accuracy is None else float(accuracy[place, 0]),
+                float(found.tokens_AB[place, 0]),
+                float(found.kl_A[place]),
+                float(found.samples_A[place]),
+                None if accuracy is None else float((accuracy[place, 0] - accuracy[place + 1, 0]) / nats),
+                float((found.tokens_AB[place, 0] - found.tokens_AB[place + 1, 0]) / nats),
+            )
+    return None
+
+
+# Choosing
+
+FACTORS = (0.25, 0.5, 1.0, 2.0)  # of the recipe's own alpha, tried where none are given
+GRID = 8  # steps of the weights of two anchors, 4 of more
+
+
+def plan_promising(
+    run: Run,
+    count: int,
+    shares: Sequence[float] | None = None,
+    anchor: str | None = None,
+    alphas: Sequence[float] | None = None,
+    tag: str | None = None,
+    progress: Progress | None = None,
+) -> list[Planned]:
+    """Choose the points of a grid that are worth training: the forecast frontier by AES, then the others by AES."""
+    recipe = run.recipe
+    grid = (GRID if len(recipe.anchors) == 2 else GRID // 2) if shares is None else None
+    alphas = alphas or [usual_alpha(recipe) * factor for factor in FACTORS]
+    planned = {one.name: one for one in plan_forecast(recipe, shares, anchor, alphas, None, tag, grid)}
+    points = [point for point in forecast(run, list(planned.values()), progress) if point.policy in planned]
+    trusted = [(point, point.accuracy, point.aes) for point in points if point.trusted]
+    known = [
+        (point, accuracy, score) for point, accuracy, score in trusted if accuracy is not None and score is not None
+    ]
+    if not known:
+        raise WeaveError("--forecast: no point is trusted and has a known accuracy. Give --shares instead")
+    front = pareto_front([(accuracy, point.tokens) for point, accuracy, _ in known])
+    order = sorted(range(len(known)), key=lambda place: (place not in front, -known[place][2]))
+    return [planned[known[place][0].policy] for place in order[:count]]
+
+
+def suggest_alpha(run: Run) -> str | None:
+    """Describe the alpha with the best forecast AES for the recipe's own weights; None if the cache cannot tell."""
+    try:
+        joints = {name: one for name, one in run.recipe.compositions.items() if isinstance(one, Joint) and one.alpha}
+        alphas = sorted({one.alpha * factor for one in joints.values() if one.alpha for factor in FACTORS})
+        points = forecast(run, plan_forecast(run.recipe, alphas=alphas)) if joints else []
+    except WeaveError:  # nothing is cached yet, or a part is gone
+        return None
+    scored = [(point.aes, point) for point in points[1:] if point.trusted and point.aes is not None]
+    if not scored:
+        return None
+    score, best = max(scored, key=lambda pair: pair[0])
+    own = max((found for found, point in scored if point.policy in joints), default=None)
+    others = "" if own is None else f" (the best as the recipe has them: {own:+.2f})"
+    weights = ", ".join(f"{name} {weight}" for name, weight in best.weights.items())
+    return (
+        f"forecast from the cache: alpha {best.alpha:.4g} with {weights} has the best AES, {score:+.2f}{others}; "
+        f"{best.accuracy:.1f} % in {best.tokens:,.1f} tokens"
+    )

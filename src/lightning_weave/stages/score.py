@@ -1,0 +1,269 @@
+"""`lweave score`: every anchor model's log-probabilities of the cached candidates, each checkpoint and context once."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_weave.cache.block import Block
+from lightning_weave.cache.shifts import ShiftRules, pair_shift
+from lightning_weave.checks.findings import Finding, pending_anchors
+from lightning_weave.checks.models import attempt, check_engine, check_model, check_package, check_student
+from lightning_weave.checks.pairs import find_same_model, judge_positions, judge_stops, open_alignment
+from lightning_weave.checks.sample import take_sample
+from lightning_weave.checks.watch import Watch, check_scores, warn
+from lightning_weave.errors import InputError, Mismatch
+from lightning_weave.models.adapters import attach_adapter, using_adapter
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.scorer import Scorer
+from lightning_weave.models.weights import untrained_rows, untrained_special_tokens
+from lightning_weave.progress import Progress
+from lightning_weave.run import ROLES, Run, Side
+from lightning_weave.stages.alignment import Alignment, check_template, masked_aliases, own_prompts, row_names
+from lightning_weave.stages.engines import Engines, borrowed, gpus_of, note_engine
+from lightning_weave.stages.prompts import load_prompts, planned_prompts
+from lightning_weave.stages.work import LOCAL, ComputeShards, Executor, Job, ShardStats, set_up
+from lightning_weave.types import Candidates, Prompt, Ragged, Rollouts, Scores
+
+LoadedModels = dict[Checkpoint, Any]  # each with the adapters that were attached to it
+
+
+def score(
+    run: Run,
+    progress: Progress,
+    only: Sequence[str] | None = None,
+    executor: Executor = LOCAL,
+    watch: Watch = warn,
+    engines: Engines | None = None,
+) -> None:
+    """Score the cached candidates under every anchor model. Resumable: finished shards are skipped."""
+    names = run.score_names
+    if unknown := sorted(set(only or ()) - set(names.values())):
+        raise InputError(f"{unknown[0]!r}: no such model; this recipe scores {', '.join(names.values())}")
+    is_new = any(not run.stage("score", side).complete for side in names)
+    # One load serves all contexts of a checkpoint and all adapters of a base.
+    by_model: dict[Checkpoint, list[Side]] = {}
+    for side, name in names.items():
+        if only is None or name in only:
+            try:
+                model = side.checkpoint.base or side.checkpoint
+            except InputError:  # gone since it was scored
+                model = side.checkpoint
+            by_model.setdefault(model, []).append(side)
+    shards = len(run.stage("reference").require()["shards"])
+    loaded: LoadedModels = {}
+    with borrowed(engines) as engines:
+        jobs: list[Job] = []
+        for model in sorted(by_model, key=lambda one: one != run.student):  # first: its engine may still be running
+            for side in by_model[model]:
+                stage = run.stage("score", side)
+                is_planned = any(job.fingerprint == stage.fingerprint for job in jobs)  # the same model elsewhere
+                job = Job(
+                    "score",
+                    names[side],
+                    "shard",
+                    [] if is_planned else stage.pending(shards),
+                    partial(open_model, side=side, loaded=loaded, engines=engines),
+                    fingerprint=stage.fingerprint,
+                    devices=gpus_of(run.scoring(side)),
+                    finish=partial(stage.finish, Scores, shards),
+                )
+                jobs.append(job)
+        executor.run_jobs(jobs, run, progress)
+    watch(lambda: check_scores(run), is_new, progress)
+
+
+@contextmanager
+def open_model(run: Run, side: Side, loaded: LoadedModels, engines: Engines) -> Iterator[ComputeShards]:
+    """Load one anchor model and drop the previous one; it is kept for further contexts and adapters."""
+    model = side.checkpoint.base or side.checkpoint
+    for other in loaded.keys() - {model}:
+        del loaded[other]
+    scorer = AnchorScorer.open(run, side, loaded, engines)
+    stage = run.stage("score", side)
+    note_engine(run, stage, model, run.scoring(side), side.url)
+
+    def compute_shards(shards: Sequence[int]) -> Iterator[ShardStats]:
+        for shard in shards:
+            rows = run.stage("rollout").open(Rollouts, shard).read()
+            candidates = run.stage("reference").open(Candidates, shard).read()
+            scores = scorer.score(rows, candidates)
+            tokens = len(rows.prompt_ids.flat) + len(rows.response_ids.flat)
+            yield ShardStats(tokens, stage.write(shard, scores))
+
+    yield compute_shards
+
+
+@dataclass(frozen=True)
+class AnchorScorer:
+    """One anchor model that scores the student's trajectories in its own tokens."""
+
+    scorer: Scorer
+    alignment: Alignment
+    model: Any  # shared by the scorers of its adapters; None if an engine holds it
+    adapter: str | None  # the adapter that is active while this scorer runs
+
+    @classmethod
+    def open(cls, run: Run, side: Side, loaded: LoadedModels, engines: Engines | None) -> "AnchorScorer":
+        """Load the model with the engine that the recipe gives it, and align its tokenizer with the student's.
+
+        `loaded` is a cache of models. Without `engines`, transformers loads it in any case.
+        """
+        section = run.scoring(side)
+        checkpoint = side.checkpoint
+        model = None
+        adapter = None if checkpoint.base is None else hashlib.sha256(str(checkpoint).encode()).hexdigest()[:12]
+        if engines is not None and section.engine != "hf":
+            scorer = engines.scorer(run, checkpoint, section, side.url)
+        else:
+            if engines is not None:
+                engines.close()  # a running engine would leave no GPU memory for the model
+            device = set_up(run)
+            base = checkpoint.base or checkpoint
+            if base not in loaded:
+                loaded[base] = base.load(base.compute_dtype(section.dtype, device), device)
+            model = loaded[base]
+            if adapter is not None:
+                attach_adapter(model, adapter, checkpoint.adapter_path)
+            scorer = Scorer.from_model(model, checkpoint.vocabulary, section.token_budget)
+        masked: frozenset[int] = frozenset()
+        if side.checks_aliases:
+            special = sorted(checkpoint.tokenizer.added_tokens_decoder)
+            masked = masked_aliases(side, untrained_rows(scorer.head.weight_VD, special))
+        return cls(scorer, Alignment.open(run, side, scorer.limit, masked), model, adapter)
+
+    def score(self, rows: Rollouts, candidates: Candidates) -> Scores:
+        """Score candidates at the student's token boundaries (cross-tokenizer-shift)."""
+        trajectory_R = rows.trajectories()
+        if not np.array_equal(trajectory_R, candidates.trajectory_R):
+            raise Mismatch("reference/ and rollout/ hold different trajectories. Rerun the reference")
+        prompts = zip(rows.prompt_R.tolist(), rows.prompt_ids, rows.response_ids, candidates.ids, strict=True)
+        aligned = [self.alignment.align(*row) for row in prompts]
+        if rows.decided is not None:  # skip tokens that the student did not write (agent logs)
+            pairs = zip(aligned, rows.decided, strict=True)
+            aligned = [replace(row, mapped_TC=row.mapped_TC & decided_T[:, None]) for row, decided_T in pairs]
+        with using_adapter(self.model, self.adapter):
+            scored = self.scorer.score(aligned, row_names(rows))
+        return Scores(
+            trajectory_R,
+            logp=Ragged.of([logp_TC for logp_TC, _ in scored]),
+            mapped=Ragged.of([row.mapped_TC for row in aligned]),
+            mass=Ragged.of([mass_T for _, mass_T in scored]),
+        )
+
+
+@dataclass
+class LiveAnchors:
+    """The anchors of one composition, loaded: they compute what a cache would hold."""
+
+    run: Run
+    weights: dict[str, float]  # of the anchors that take part
+    keep: bool = True  # all models in memory, or one at a time
+    loaded: dict[Side, AnchorScorer] = field(default_factory=dict)
+    prompts: Sequence[Prompt] | None = None  # None: the prompts of the run
+    # Weights of each prompt, by tag; None: the same for all.
+    weights_of: Callable[[Sequence[Prompt]], NDArray[np.float32]] | None = None
+    _weight_GK: NDArray[np.float32] | None = None
+    _models: LoadedModels = field(default_factory=dict)
+    _with_prompts: dict[Side, AnchorScorer] = field(default_factory=dict)
+
+    def set_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Set the prompts that the rows after this refer to by number."""
+        self.prompts = prompts
+        self._weight_GK = None if self.weights_of is None else self.weights_of(prompts)
+        self._with_prompts = {}
+
+    def load(self) -> None:
+        """Load every side now."""
+        for anchor in self.weights:
+            for role in ROLES:
+                self._open(self.run.side(anchor, role))
+
+    def block(self, numbers: Sequence[int], rows: Rollouts, candidates: Candidates) -> Block:
+        """Score rows under every anchor."""
+        shifts = []
+        for anchor in self.weights:
+            post, pre = (self._open(self.run.side(anchor, role)).score(rows, candidates) for role in ROLES)
+            rules = ShiftRules.from_anchor(self.run.recipe.anchors[anchor])
+            shifts.append(pair_shift(post, pre, candidates, rules))
+        block = Block.from_shifts(numbers, rows, candidates, shifts)
+        return block if self._weight_GK is None else block.with_row_weights(self._weight_GK[rows.prompt_R])
+
+    def _open(self, side: Side) -> AnchorScorer:
+        """Return a side, loaded once; one that reads its own prompts is aligned to the current ones."""
+        if self.prompts is not None and side.reads_own_prompts:
+            if side not in self._with_prompts:
+                plain = self._open(side.without_own_prompts())
+                limit = plain.alignment.limit
+                alignment = Alignment.open(self.run, side, limit, plain.alignment.masked_ids, self.prompts)
+                self._with_prompts[side] = replace(plain, alignment=alignment)
+            return self._with_prompts[side]
+        if side in self.loaded:
+            return self.loaded[side]
+        # transformers only: these models share the GPU with the trainee.
+        scorer = AnchorScorer.open(self.run, side, self._models if self.keep else {}, engines=None)
+        if self.keep:
+            self.loaded[side] = scorer
+        return scorer
+
+
+def validate(run: Run) -> Iterator[Finding]:
+    """Check the models of every pending anchor, their engines, and what makes a pair unusable."""
+    anchors = pending_anchors(run)
+    if not anchors:
+        return
+    of_student = check_student(run, "score")
+    yield from of_student
+    for name in anchors:
+        section = run.recipe.anchors[name]
+        faults = list(of_student)
+        for role in ROLES:
+            engine = run.recipe.scored_by(name, role)
+            yield from check_engine(run, "score", engine)
+            try:
+                found = list(check_model(f"anchors.{name}.{role}", run.anchor(name, role), "score", engine))
+            except InputError as error:  # the adapter does not name its base
+                found = [Finding(f"anchors.{name}.{role}", "checkpoint", "error", str(error))]
+            yield from found
+            faults += found
+        if section.post and section.pre is None:
+            yield from check_package(f"anchors.{name}.post", "peft")
+        if not faults:
+            yield from validate_anchor(run, name)
+
+
+def validate_anchor(run: Run, name: str) -> Iterator[Finding]:
+    """Check the aliases, the chat template and the contexts of an anchor, and that its sides differ."""
+    about = f"anchors.{name}"
+    pre = run.side(name, "pre")
+    try:
+        for role in ROLES:
+            open_alignment(run, name, role, cached=False)
+        if pre.checks_aliases and pre.untrained is None:
+            masked_aliases(pre, untrained_special_tokens(pre.checkpoint))
+        stops = judge_stops(run, name)
+    except InputError as error:
+        yield Finding(about, "aliases", "error", str(error))
+        return
+    yield stops
+    with suppress(InputError):  # prompts that cannot be read are reported by their stage
+        yield judge_positions(run, name, take_sample(run))
+    yield from attempt(about, "chat template", check_template, run.side(name, "post"))
+    yield from find_same_model(run, name)
+    for role in ROLES:
+        side = run.side(name, role)
+        if side.reads_own_prompts:
+            try:
+                prompts = planned_prompts(run)[0]
+            except InputError:  # reported with the prompts
+                return
+            try:
+                own_prompts(run, side, load_prompts(run, side.context.columns, prompts))
+            except InputError as error:
+                where = f"{about}.{role}_prompt" if side.context else f"{about}.prompt"
+                yield Finding(where, "context", "error", str(error))

@@ -1,0 +1,319 @@
+"""A stage of a run: a folder of shards or files with a manifest that is written last.
+
+A folder is named after its fingerprint (`train/even@3f2a91c4`), which hashes everything that decides its content, so a
+changed recipe never replaces anything: it computes another folder. `train/even` is a relative symlink to the folder
+that the last command used.
+"""
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, TypeVar
+
+from lightning_weave.errors import CorruptData, InputError
+from lightning_weave.ranks import is_main_process, is_single_process
+from lightning_weave.store.files import (
+    TEMPORARY,
+    append_line,
+    read_lines,
+    remove_temporaries,
+    sha256_file,
+    write_atomic,
+)
+from lightning_weave.store.identity import fingerprint, read_checked, write_checked
+from lightning_weave.store.shards import BROKEN_HEADER, FINGERPRINT, Shard, pack
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+State = Literal["complete", "partial", "missing"]
+LATE = 60.0  # seconds until a shared disk shows what another machine has written: as long as NFS keeps a look-up
+FORMAT = 2  # of shards and manifests; part of every fingerprint
+MANIFEST = "manifest.json"
+BEGUN = "stage.json"  # what an unfinished stage will be; the manifest takes its place
+ENGINES = "engines.jsonl"  # the engines of an unfinished stage; the manifest lists them in the end
+DIGITS = 8  # of the fingerprint in a folder's name
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What decides the content of one stage, and the folder that holds it."""
+
+    directory: Path  # of the run
+    path: str  # below it, without the fingerprint, for example score/Qwen3-8B-Base
+    settings: Mapping[str, Any]  # what decides the content, model identities included
+    inputs: tuple["Stage", ...] = ()
+    command: str = ""  # what a user types to make it
+    key: Mapping[str, Any] | None = None  # hashed in place of the settings: without the names of anchors
+    definition: Mapping[str, Any] = field(default_factory=dict)  # the tables of the recipe that name it; not hashed
+    found: str = ""  # the fingerprint of an existing folder that is used whatever the recipe says
+
+    @cached_property
+    def fingerprint(self) -> str:
+        if self.found:
+            return self.found
+        inputs = sorted(stage.fingerprint for stage in self.inputs)
+        kind = self.path.split("/")[0]
+        settings = self.settings if self.key is None else self.key
+        return fingerprint({"format": FORMAT, "stage": kind, "settings": settings, "inputs": inputs})
+
+    @property
+    def folder(self) -> Path:
+        """Where it is: under its own name or, where another name has the same content already, under that one."""
+        folder = self.directory / f"{self.path}@{self.fingerprint[:DIGITS]}"
+        if folder.exists():
+            return folder
+        kind, *names = PurePosixPath(self.path).parts
+        others = "/".join([kind, *["[!.]*"] * len(names)])
+        return next(self.directory.glob(f"{others}@{self.fingerprint[:DIGITS]}"), folder)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path: a model, a composition, a benchmark."""
+        return PurePosixPath(self.path).name
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.folder / MANIFEST
+
+    def shard_path(self, index: int) -> Path:
+        return self.folder / f"{index:05d}.safetensors"
+
+    def manifest(self) -> dict[str, Any] | None:
+        """Read the manifest, if there is one."""
+        manifest = read_manifest(self.folder)
+        if manifest is not None and manifest["fingerprint"] != self.fingerprint:
+            raise CorruptData(f"{self.manifest_path} is of another stage. Remove it, then run: {self.command}")
+        return manifest
+
+    def state(self) -> State:
+        """Look at the folder: complete with its manifest and all of its files, partial, or missing."""
+        manifest = self.manifest()
+        if manifest is not None:
+            files = [(self.folder / entry["file"], entry["bytes"]) for entry in manifest["shards"]]
+            whole = all(path.exists() and path.stat().st_size == size for path, size in files)
+            return "complete" if whole else "partial"
+        if not self.folder.is_dir():
+            return "missing"
+        others = (name for name in os.listdir(self.folder) if not name.startswith(TEMPORARY))
+        return "partial" if any(name not in (BEGUN, ENGINES) for name in others) else "missing"
+
+    @property
+    def complete(self) -> bool:
+        return self.state() == "complete"
+
+    def begin(self) -> None:
+        """Create the folder, when its first file is about to be written. Beginning again changes nothing."""
+        if not self.manifest_path.exists() and not (self.folder / BEGUN).exists():
+            write_checked(self.folder / BEGUN, self._description())
+        self.link()
+
+    def link(self) -> None:
+        """Point the plain name at this folder."""
+        link = self.directory / self.path
+        target = os.path.relpath(self.folder, link.parent)
+        if is_main_process() and not (link.is_symlink() and os.readlink(link) == target):
+            temporary = link.with_name(f"{TEMPORARY}{link.name}")  # a killed command's is replaced by the next
+            try:
+                link.parent.mkdir(parents=True, exist_ok=True)
+                temporary.unlink(missing_ok=True)
+                os.symlink(target, temporary)
+                os.replace(temporary, link)
+            except OSError as error:  # a file system without symlinks, or a copy that followed them
+                log.debug("no link %s: %s", link, error)
+                temporary.unlink(missing_ok=True)
+
+    def siblings(self) -> list["Stage"]:
+        """List the other complete folders with this plain name, newest first."""
+        others = []
+        for folder in self.folder.parent.glob(f"{self.name}@*"):
+            manifest = read_manifest(folder) if folder != self.folder else None
+            if manifest is not None:
+                other = replace(self, settings=manifest["settings"], found=manifest["fingerprint"])
+                if other.folder == folder and other.complete:
+                    others.append(other)
+        return sorted(others, key=lambda other: other.manifest_path.stat().st_mtime_ns, reverse=True)
+
+    def missing(self, shards: Iterable[int]) -> list[int]:
+        """List those shards that are not there as this machine sees it now."""
+        self._refresh()
+        return [index for index in shards if not self._is_ours(self.shard_path(index))]
+
+    def pending(self, shards: int) -> list[int]:
+        """List the shards that still have to be computed.
+
+        A shard that the manifest lists may exist without being visible here yet (NFS): look again before it is computed
+        a second time.
+        """
+        missing = self.missing(range(shards))
+        if missing and not is_single_process() and self.manifest() is not None:
+            self._look_until(lambda: self.complete)
+            missing = self.missing(missing)
+        return missing
+
+    def _look_until(self, seen: Callable[[], bool]) -> None:
+        """Look again until `seen()`, at most as long as a network file system may take to show a file."""
+        end = time.monotonic() + LATE
+        while not seen() and time.monotonic() < end:
+            time.sleep(0.1)
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """List the folder, which makes a client of NFS ask the server again for names that it has not seen."""
+        if not is_single_process() and self.folder.exists():
+            os.listdir(self.folder)
+
+    def write(self, index: int, shard: Any) -> int:
+        """Write one shard atomically; returns its size in bytes. A manifest for shards that were deleted is removed."""
+        self.begin()
+        path = self.shard_path(index)
+        data = pack(shard, self.fingerprint)
+        if not self._is_ours(path):
+            self.manifest_path.unlink(missing_ok=True)  # it lists a shard that was lost
+        write_atomic(path, data)
+        return len(data)
+
+    def open(self, kind: type[T], index: int) -> Shard[T]:
+        """Map one shard for reading."""
+        path = self.shard_path(index)
+        if not path.exists():
+            raise CorruptData(f"{path} is missing. Rerun: {self.command}")
+        shard = Shard(kind, path)
+        if shard.fingerprint != self.fingerprint:
+            raise CorruptData(f"{path} belongs to another stage. Remove it, then run: {self.command}")
+        return shard
+
+    def finish(self, kind: type[Any], shards: int, extra: Mapping[str, Any] | None = None) -> bool:
+        """Write the manifest if every shard is there, else return False. All ranks may call it: same bytes."""
+        if self.complete:  # no need to read and hash it all again
+            self.settle()
+            return True
+        if self.missing(range(shards)):
+            return False
+        # All shards are there, so none is being written; but another rank may be writing this manifest.
+        remove_temporaries(self.folder, "" if is_single_process() else ".safetensors")
+        counts = []
+        for path in map(self.shard_path, range(shards)):
+            shard = Shard(kind, path)
+            counts.append({"rows": len(shard), "positions": shard.positions})
+        totals = {name: sum(each[name] for each in counts) for name in ("rows", "positions")}
+        self.record([self.shard_path(index) for index in range(shards)], {**totals, **(extra or {})}, counts)
+        return True
+
+    def record(
+        self,
+        files: Sequence[Path],
+        extra: Mapping[str, Any] | None = None,
+        counts: Sequence[Mapping[str, int]] | None = None,
+    ) -> None:
+        """Write the manifest of these files, with the counts of each if there are any."""
+        entries: list[dict[str, Any]] = []
+        for number, path in enumerate(files):
+            entry = {"file": str(path.relative_to(self.folder)), "sha256": sha256_file(path)}
+            entries.append({**entry, "bytes": path.stat().st_size, **(counts[number] if counts else {})})
+        engines = {"engines": names} if (names := self.engines()) else {}
+        document = {**self._description(), "shards": entries, **engines, **(extra or {})}
+        write_checked(self.manifest_path, document)
+        self.settle()
+
+    def settle(self) -> None:
+        """Remove the notes of an unfinished stage, which a killed command may have left, and point the link here."""
+        for name in (BEGUN, ENGINES):
+            (self.folder / name).unlink(missing_ok=True)
+        self.link()
+
+    def note_engine(self, name: str) -> list[str]:
+        """Write down for the manifest which engine computes this stage; returns the others that took part."""
+        self.begin()
+        engines = self.engines()
+        noted = {row["engine"] for row in read_lines(self.folder / ENGINES, engine=str)}
+        for each in sorted({*engines, name} - noted):  # a manifest goes when one of its shards is computed again
+            append_line(self.folder / ENGINES, {"engine": each})
+        return [each for each in engines if each != name]
+
+    def engines(self) -> list[str]:
+        """The engines that computed this stage, by version and dtype. They are not part of its fingerprint."""
+        noted = [
+            row["engine"] for row in read_lines(self.folder / ENGINES, engine=str)
+        ]  # read first: writing a manifest deletes it
+        return sorted({*(self.manifest() or {}).get("engines", []), *noted})
+
+    def _description(self) -> dict[str, Any]:
+        inputs = {stage.path: stage.fingerprint for stage in self.inputs}
+        own = {"fingerprint": self.fingerprint, "settings": dict(self.settings), "inputs": inputs}
+        return own | ({"definition": dict(self.definition)} if self.definition else {})
+
+    def require(self) -> dict[str, Any]:
+        """Return the manifest, or refuse a stage that is not complete with the command that makes it."""
+        if not is_main_process() and not self.complete:  # another rank may just have finished it
+            self._look_until(lambda: self.complete)
+        state = self.state()
+        if state != "complete":
+            word = "is not finished" if state == "partial" else "is not there yet"
+            raise InputError(f"{self.directory / self.path} {word}. Make it with: {self.command}")
+        manifest = self.manifest()
+        assert manifest is not None
+        return manifest
+
+    def _is_ours(self, path: Path) -> bool:
+        """Whether a shard is there, not cut off, and of this stage. Only its header is read."""
+        with suppress(OSError, *BROKEN_HEADER), open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, 1 << 20)))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            is_whole = path.stat().st_size == 8 + size + max(ends, default=0)
+            return is_whole and header.get("__metadata__", {}).get(FINGERPRINT) == self.fingerprint
+        return False
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Read the manifest of a folder, if there is one."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    manifest = read_checked(path)
+    files = [PurePosixPath(entry["file"]) for entry in manifest["shards"]]
+    if any(file.is_absolute() or ".." in file.parts for file in files):
+        raise CorruptData(f"{path}: names files outside of its folder. Remove it and run the stage again")
+    return manifest
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """Read what a folder holds, or will hold once it is finished: fingerprint, settings, inputs; empty if unknown."""
+    if (manifest := read_manifest(folder)) is not None:
+        return manifest
+    return read_checked(folder / BEGUN) if (folder / BEGUN).exists() else {}
+
+
+def damaged_files(folder: Path) -> dict[Path, str]:
+    """Find the files that are not what the manifest of a folder says, and what is wrong with each."""
+    faults = {}
+    for entry in (read_manifest(folder) or {}).get("shards", []):
+        path = folder / entry["file"]
+        if not path.exists():
+            faults[path] = "is missing"
+        elif sha256_file(path) != entry["sha256"]:
+            faults[path] = "is damaged (its sha256 is not the manifest's)"
+    return faults
+
+
+def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Name what differs between two settings, however deep it lies. A hash says only that something changed."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in sorted({*old, *new}):
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+    elif old != new:
+        if isinstance(old, Mapping) or isinstance(new, Mapping):
+            yield key, "is gone" if new is None else "is new"
+        elif any(isinstance(value, str) and re.fullmatch("[0-9a-f]{16,}", value) for value in (old, new)):
+            yield key, "has changed"
+        else:
+            values = ["unset" if value is None else value for value in (old, new)]
+            shown = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+            yield key, " -> ".join(shown)

@@ -1,0 +1,211 @@
+"""`lweave forecast`: print the points, choose a composition by a goal, and add it to a recipe."""
+
+import json
+import math
+import operator
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.run import Run
+from lightning_weave.stages.forecast import NOT_FORECAST, TRUSTED
+from lightning_weave.store import write_atomic
+
+ForecastRow = dict[str, Any]  # as `run.forecast()` returns it
+COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+BETTER = {"aes": 1, "accuracy": 1, "tokens": -1, "kl": -1}  # whether more is better
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One part of a goal: a figure to make as good as possible or, with a comparison, a limit for it."""
+
+    figure: str
+    comparison: str = ""
+    value: float = 0.0
+    relative: bool = False  # to the base: tokens as a share of the base's, others as a difference
+
+    def is_met(self, point: ForecastRow, base: ForecastRow) -> bool:
+        """Compare the forecast of a point with the limit."""
+        limit = self.value
+        if self.relative:
+            limit = base[self.figure] * limit if self.figure == "tokens" else base[self.figure] + limit
+        return bool(COMPARE[self.comparison](point[self.figure], limit))
+
+
+def parse_goals(texts: Sequence[str]) -> list[Goal]:
+    """Read goals as they are typed.
+
+    >>> parse_goals(["aes and tokens <= 0.6"])[1]
+    Goal(figure='tokens', comparison='<=', value=0.6, relative=True)
+    >>> parse_goals(["accuracy >= base - 1"])
+    [Goal(figure='accuracy', comparison='>=', value=-1.0, relative=True)]
+    """
+    goals = []
+    for text in (part.strip() for typed in texts for part in re.split(r"\band\b|,", typed)):
+        found = re.fullmatch(
+            r"(aes|accuracy|tokens|kl)(?:\s*(<=|>=|<|>)\s*(base)?\s*(?:([+-])?\s*(\d*\.?\d+)\s*%?)?)?", text
+        )
+        if found is None or (found[2] and not found[3] and not found[5]) or (found[3] and found[5] and not found[4]):
+            raise InputError(
+                f"--goal {text!r}: must be aes, accuracy, tokens or kl, alone or with a limit, such as "
+                '"tokens <= 0.6" (of the base), "accuracy >= base - 1" or "kl <= 0.1"'
+            )
+        figure, comparison, base, sign, number = found.groups()
+        value = float(number or 0) * (-1 if sign == "-" else 1)
+        if figure == "tokens" and base:
+            raise InputError(f'--goal {text!r}: write tokens as a share of the base, such as "tokens <= 0.6"')
+        goals.append(Goal(figure, comparison or "", value, bool(base) or (figure == "tokens" and bool(comparison))))
+    return goals
+
+
+def best(points: Sequence[ForecastRow], goals: Sequence[Goal]) -> ForecastRow:
+    """Choose the trusted point that meets all limits and is best by the first goal without one.
+
+    If all goals are limits: the most accurate if they limit tokens, the shortest if they limit accuracy, else by AES.
+    """
+    base, *others = points
+    limited = {goal.figure for goal in goals if goal.comparison}
+    implied = "accuracy" if "tokens" in limited and "accuracy" not in limited else "aes"
+    implied = "tokens" if limited == {"accuracy"} or base["accuracy"] is None else implied
+    order = next((goal.figure for goal in goals if not goal.comparison), implied)
+    if base["accuracy"] is None and {order, *limited} & {"accuracy", "aes"}:
+        raise InputError("--goal: no prompt has a known answer, so only tokens and kl are forecast")
+    trusted = [point for point in others if point["trusted"]]
+    fitting = [point for point in trusted if all(goal.is_met(point, base) for goal in goals if goal.comparison)]
+    if not fitting:
+        raise WeaveError(
+            f"none of {len(trusted)} trusted points of {len(others)} meets the goal. Try others: --grid 8, --alphas "
+            "0.5,1,2,4"
+        )
+    return max(fitting, key=lambda point: BETTER[order] * point[order])
+
+
+def composition_toml(point: ForecastRow) -> str:
+    """Write the lines of a recipe that make a point a composition."""
+
+    def inline(value: Any) -> str:
+        if not isinstance(value, dict):
+            return repr(value)
+        entries = [f"{_key(key)} = {inline(part)}" for key, part in value.items()]
+        return f"{{ {', '.join(entries)} }}"
+
+    alpha = float(f"{point['alpha']:.6g}")
+    return f"[compositions.{_key(point['policy'])}]\nweights = {inline(point['weights'])}\nalpha = {alpha!r}\n"
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
+
+
+def choose(points: Sequence[ForecastRow], goals: Sequence[Goal], recipe: str | None, console: Console) -> ForecastRow:
+    """Print the best composition as lines to paste, and add them to a recipe file if one is given."""
+    point = best(points, goals)
+    lines = composition_toml(point)
+    console.print(f"\nBest by this goal: {_sentence(point)}\n\n{lines}", markup=False, highlight=False, soft_wrap=True)
+    if recipe is not None:
+        added = add_composition(Path(recipe), point["policy"], lines)
+        text = "added to" if added else "already in"
+        console.print(f"compositions.{point['policy']} is {text} {recipe}", markup=False, soft_wrap=True)
+    return point
+
+
+def add_composition(recipe: Path, name: str, lines: str) -> bool:
+    """Append a composition to a recipe file, leaving the rest of it as it is; False if the file has it already."""
+    text = recipe.read_text(encoding="utf-8")
+    before = tomllib.loads(text).get("compositions", {})
+    wanted = tomllib.loads(lines)["compositions"][name]
+    if name in before:
+        own = dict(before[name])
+        if {"alpha": 2.0, "method": "joint", **own} == {"method": "joint", **wanted}:
+            return False
+        raise InputError(f"{recipe}: compositions.{name} exists with other content. Rename it, or remove it")
+    longer = f"{text.rstrip()}\n\n{lines}"
+    try:
+        tomllib.loads(longer)
+    except tomllib.TOMLDecodeError:
+        raise InputError(f"{recipe}: compositions are written in one line, so nothing can be added. Paste it") from None
+    write_atomic(recipe, longer.encode())
+    return True
+
+
+def _sentence(point: ForecastRow) -> str:
+    known = "" if point["accuracy"] is None else f"{point['accuracy']:.1f} % in "
+    score = "" if point["aes"] is None else f", AES {point['aes']:+.2f}"
+    return f"{point['policy']}: {known}{point['tokens']:,.1f} tokens{score}"
+
+
+def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: bool) -> None:
+    """Print the points as a table, with notes about what cannot be trusted or forecast; or as JSON."""
+    if as_json:
+        print(json.dumps(points, indent=1, default=float))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("Policy")
+    for name in ("Weights", "Alpha", "Accuracy", "Tokens", "AES", "KL", "Samples"):
+        table.add_column(name, justify="left" if name == "Weights" else "right", no_wrap=name != "Weights")
+    for point in points:
+        table.add_row(
+            point["policy"],
+            _weights(point["weights"]),
+            "" if point["alpha"] is None else f"{point['alpha']:.4g}",
+            _with_interval(point, "accuracy", ".1f"),
+            _with_interval(point, "tokens", ",.1f"),
+            _with_interval(point, "aes", ".2f"),
+            f"{point['kl']:.3g}",
+            f"{point['effective_samples']:,.0f}{'' if point['trusted'] else ' ?'}",
+        )
+    console.print(table, markup=False)
+    lines = ["In brackets: 95 % interval. KL: nats per decision. Samples: effective; ? means not trusted."]
+    base = points[0]
+    if base["anchored"]:
+        lines.append("Accuracy and tokens are anchored at the base's evaluation; differences to it are forecast.")
+    if base["accuracy"] is None:
+        lines.append("No prompt has a known answer: only tokens and KL are forecast.")
+    section = run.recipe.rollout
+    if not base["trusted"]:
+        lines.append(
+            f"Nothing is trusted: sampled as the evaluation samples, even the base has only "
+            f"{base['effective_samples']:.0f} effective samples of the cache ({TRUSTED} are needed). Try --temperature "
+            f"{section.temperature:g} --top-p 1, as the cache was sampled, and read the differences to the base"
+        )
+    seen = set()
+    for point in points[1:]:
+        dose, direction = point["largest_trusted"], _weights(point["weights"])
+        if dose is not None and direction not in seen:
+            seen.add(direction)
+            points_moved = "" if dose["points_per_nat"] is None else f"{dose['points_per_nat']:+.1f} points and "
+            moved = f"{points_moved}{dose['tokens_per_nat']:+,.1f} tokens per nat there"
+            known = "" if dose["accuracy"] is None else f"{dose['accuracy']:.1f} % in "
+            what = f"{known}{dose['tokens']:,.1f} tokens at KL {dose['kl']:.3g}"
+            lines.append(f"{direction}: trusted down to alpha {dose['alpha']:.3g}, {what}; {moved}")
+    for name, composition in run.recipe.compositions.items():
+        if why := NOT_FORECAST.get(composition.method):
+            lines.append(f"{name} ({composition.method}) is not forecast: {why}")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _weights(weights: dict[str, Any]) -> str:
+    """Write weights in short, by tag where they differ.
+
+    >>> _weights({"a": 0.5, "b": 0.5}), _weights({"code": {"a": 1.0}})
+    ('a 0.5, b 0.5', 'code: a 1')
+    """
+    if any(isinstance(value, dict) for value in weights.values()):
+        return "; ".join(f"{tag}: {_weights(table)}" for tag, table in weights.items())
+    return ", ".join(f"{name} {weight:.4g}" for name, weight in weights.items() if weight)
+
+
+def _with_interval(point: ForecastRow, key: str, form: str) -> str:
+    value, low, high = (point[name] for name in (key, f"{key}_low", f"{key}_high"))
+    if value is None or math.isnan(value):
+        return ""
+    interval = f"{low:{form}}, {high:{form}}"
+    return f"{value:{form}}" if f"{value:{form}}, {value:{form}}" == interval else f"{value:{form}} [{interval}]"

@@ -1,0 +1,512 @@
+"""Forecasts against enumeration of all sequences, against sampling, and through the program."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+
+import oracle
+from lightning_weave.cache.block import Block
+from lightning_weave.cache.shifts import Shift
+from lightning_weave.config import load_recipe
+from lightning_weave.errors import InputError
+from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.forecast import (
+    Aim,
+    Decoding,
+    ForecastPoint,
+    Weighted,
+    bootstrap,
+    effective_samples,
+    estimate,
+    forecast,
+    plan_forecast,
+    plan_promising,
+    weigh,
+    weigh_block,
+    weights_of,
+)
+from lightning_weave.types import Candidates, Ragged, Rollouts
+from lightning_weave.views.forecast import Goal, add_composition, best, composition_toml, parse_goals
+from pipeline.scored import make_scored
+from tiny import run_of
+from train.cached import make_run
+
+VOCABULARY, LONGEST, END = 4, 4, 0
+ANCHORS = 2
+WEIGHTS = (0.75, 0.25)
+
+
+class Chain:
+    """A policy whose next token depends on the last one, two shifts of it, and all of its sequences."""
+
+    def __init__(self, candidates: int, least_stays_least: bool = False) -> None:
+        rng = np.random.default_rng(3)
+        self.candidates = candidates
+        self.b = [oracle.softmax(rng.normal(0, 1, VOCABULARY).tolist()) for _ in range(VOCABULARY)]
+        self.top = [sorted(range(VOCABULARY), key=lambda token: -row[token])[:candidates] for row in self.b]
+        shifts = rng.normal(0, 1.5, (ANCHORS, VOCABULARY, VOCABULARY))
+        shifts = np.abs(shifts) if least_stays_least else shifts
+        for state in range(VOCABULARY):  # tokens that are not candidates have no shift
+            shifts[:, state, [token for token in range(VOCABULARY) if token not in self.top[state]]] = 0
+        self.shifts = shifts
+        ended = [(*body, END) for length in range(LONGEST) for body in product(range(1, VOCABULARY), repeat=length)]
+        self.sequences = [*ended, *product(range(1, VOCABULARY), repeat=LONGEST)]  # the last are cut off
+
+    def states(self, sequence: tuple[int, ...]) -> list[int]:
+        return [END, *sequence[:-1]]
+
+    def probability(self, sequence: tuple[int, ...], policy: list[list[float]]) -> float:
+        steps = zip(self.states(sequence), sequence, strict=True)
+        return math.prod(policy[state][token] for state, token in steps)
+
+    def target(self, weights: tuple[float, ...], alpha: float, decoding: Decoding) -> list[list[float]]:
+        """The target over the whole vocabulary, as it is sampled, in slow loops."""
+        rows = []
+        for state in range(VOCABULARY):
+            r_V = oracle.compose(self.shifts[:, state].tolist(), weights)
+            rows.append(sampled(oracle.tilt(self.b[state], r_V, alpha), decoding))
+        return rows
+
+    def block(self, sequences: list[tuple[int, ...]], valid: bool = True, decided: Ragged | None = None) -> Block:
+        offsets = np.cumsum([0, *map(len, sequences)])
+        states = [state for sequence in sequences for state in self.states(sequence)]
+        ids = np.array([self.top[state] for state in states], np.int32)
+        logp = np.log([[self.b[state][token] for token in self.top[state]] for state in states]).astype(np.float32)
+        rest = [sum(p for token, p in enumerate(self.b[s]) if token not in self.top[s]) for s in states]
+        other = np.log(rest).astype(np.float32)
+        rows = len(sequences)
+        flat = np.array([token for sequence in sequences for token in sequence], np.int32)
+        rollouts = Rollouts(
+            np.arange(rows, dtype=np.int32),
+            np.zeros(rows, np.int32),
+            np.zeros(rows, np.uint8),
+            Ragged.of([np.array([7], np.int32)] * rows),
+            Ragged(flat, offsets),
+            decided,
+        )
+        parts = [Ragged(values, offsets) for values in (ids, logp, other, other)]
+        shifts = []
+        for anchor in range(ANCHORS):
+            r_PC = np.array([[self.shifts[anchor, s, token] for token in self.top[s]] for s in states], np.float32)
+            shifts.append(Shift(r_PC, np.ones(r_PC.shape, bool), np.full(len(states), valid)))
+        return Block.from_shifts(range(rows), rollouts, Candidates(rollouts.trajectories(), *parts), shifts)
+
+    def draw(self, rows: int, seed: int, policy: list[list[float]]) -> list[tuple[int, ...]]:
+        rng = np.random.default_rng(seed)
+        chances = np.array([self.probability(sequence, policy) for sequence in self.sequences])
+        return [self.sequences[place] for place in rng.choice(len(chances), size=rows, p=chances / chances.sum())]
+
+
+def sampled(p_V: list[float], decoding: Decoding) -> list[float]:
+    """Temper and cut to the nucleus, in plain loops."""
+    if decoding.temperature == 0:
+        return [float(p == max(p_V)) for p in p_V]
+    powers = [p ** (1 / decoding.temperature) for p in p_V]
+    p_V = [power / sum(powers) for power in powers]
+    kept, mass = [0.0] * len(p_V), 0.0
+    for token in sorted(range(len(p_V)), key=lambda token: -p_V[token]):
+        if mass < decoding.top_p:
+            kept[token] = p_V[token]
+            mass += p_V[token]
+    return [p / mass for p in kept]
+
+
+def is_right(sequence: tuple[int, ...]) -> float:
+    return float(sum(sequence) % 3 == 0)
+
+
+CASES = {
+    "temperature 1": (3, Decoding(), Decoding()),
+    "several others": (2, Decoding(), Decoding()),
+    "colder": (3, Decoding(0.6), Decoding()),
+    "a warm rollout": (3, Decoding(0.6), Decoding(1.3)),
+    "top-p": (3, Decoding(0.6, 0.9), Decoding()),
+    "top-p that needs all candidates": (2, Decoding(1.0, 0.999), Decoding()),
+    "greedy": (3, Decoding(0.0), Decoding()),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_weights_of_all_sequences_give_the_target_exactly(case: str) -> None:
+    """With the behaviour's exact probabilities instead of samples, nothing is left to chance."""
+    candidates, decoding, behaviour = CASES[case]
+    chain = Chain(candidates, least_stays_least=decoding.top_p < 1 or decoding.temperature == 0)
+    block = chain.block(chain.sequences)
+    log_weight_AR, _, _ = weigh_block(block, [Aim(WEIGHTS, 0.7)], decoding, behaviour)
+    drawn_from = [sampled(row, behaviour) for row in chain.b]
+    log_b_R = np.log([chain.probability(sequence, drawn_from) for sequence in chain.sequences])
+    weight_AR = np.exp(log_weight_AR + log_b_R)
+    truths = [[sampled(row, decoding) for row in chain.b], chain.target(WEIGHTS, 0.7, decoding)]
+    for place, policy in enumerate(truths):
+        chances = np.array([chain.probability(sequence, policy) for sequence in chain.sequences])
+        for value in (is_right, len):
+            expected = sum(p * value(sequence) for p, sequence in zip(chances, chain.sequences, strict=True))
+            value_R = np.array([float(value(sequence)) for sequence in chain.sequences])
+            found = weight_AR[place] @ value_R / weight_AR[place].sum()
+            assert found == pytest.approx(expected, abs=1e-6, rel=1e-6)
+        assert weight_AR[place].sum() == pytest.approx(1, abs=1e-5)  # it is a distribution already
+
+
+def test_samples_estimate_the_target_within_their_interval() -> None:
+    chain, decoding = Chain(3), Decoding(0.8)
+    policy = chain.target(WEIGHTS, 1.0, decoding)
+    chances = np.array([chain.probability(sequence, policy) for sequence in chain.sequences])
+    truth = 100 * float(chances @ np.array([is_right(one) for one in chain.sequences]))
+    covered = 0
+    for seed in range(40):
+        drawn = chain.draw(600, seed, chain.b)
+        log_weight_AR, _, _ = weigh_block(chain.block(drawn), [Aim(WEIGHTS, 1.0)], decoding, Decoding())
+        right_R = np.array([100 * is_right(one) for one in drawn])
+        values = bootstrap(weights_of(log_weight_AR), right_R, np.arange(600), resamples=200)[1]
+        low, high = np.percentile(values[1:], [2.5, 97.5])
+        covered += int(low <= truth <= high)
+    assert covered >= 34  # of 40: fewer have a chance below 0.02 % at 95 %
+
+
+def test_kl_is_the_mean_over_the_states() -> None:
+    chain = Chain(3)
+    _, kl_A, decisions_A = weigh_block(chain.block(chain.sequences), [Aim(WEIGHTS, 0.7)], Decoding(), Decoding())
+    q = chain.target(WEIGHTS, 0.7, Decoding())
+    each = [sum(p * math.log(p / b) for p, b in zip(q[s], chain.b[s], strict=True)) for s in range(VOCABULARY)]
+    states = [state for sequence in chain.sequences for state in chain.states(sequence)]
+    assert decisions_A.tolist() == [0, len(states)]
+    assert kl_A[1] == pytest.approx(sum(each[state] for state in states), rel=1e-5)
+
+
+def test_without_a_shift_every_response_counts_once() -> None:
+    chain = Chain(3)
+    chain.shifts[:] = 0
+    drawn = chain.draw(50, 0, chain.b)
+    for decoding in (Decoding(), Decoding(0.7)):
+        log_weight_AR, _, _ = weigh_block(chain.block(drawn), [Aim(WEIGHTS, 2.0)], decoding, decoding)
+        assert (log_weight_AR[0] == 0).all()
+        assert effective_samples(weights_of(log_weight_AR))[0] == 50
+        assert np.abs(log_weight_AR[1]).max() < 1e-5  # float32: the target is normalised again
+
+
+def test_masked_decisions_keep_the_student_but_are_sampled_as_the_evaluation_samples() -> None:
+    chain = Chain(3)
+    block = chain.block(chain.sequences, valid=False)
+    log_weight_AR, kl_A, _ = weigh_block(block, [Aim(WEIGHTS, 0.5)], Decoding(0.6), Decoding())
+    assert np.array_equal(log_weight_AR[0], log_weight_AR[1])
+    assert kl_A[1] == 0
+    assert np.abs(log_weight_AR[0]).max() > 0.1
+
+
+def test_only_what_the_student_wrote_counts() -> None:
+    """Rows of a log whose later tokens are context weigh as much as the rows cut before them."""
+    chain = Chain(3)
+    long = [one for one in chain.sequences if len(one) > 2]
+    offsets = np.cumsum([0, *map(len, long)])
+    decided = Ragged(np.concatenate([[True, True, *[False] * (len(one) - 2)] for one in long]), offsets)
+    aims = [Aim(WEIGHTS, 0.5)]
+    logged, _, decisions_A = weigh_block(chain.block(long, decided=decided), aims, Decoding(0.6), Decoding())
+    plain, _, _ = weigh_block(chain.block([one[:2] for one in long]), aims, Decoding(0.6), Decoding())
+    assert np.allclose(logged, plain, atol=1e-5)
+    assert decisions_A[1] == 2 * len(long)
+
+
+def test_rows_have_the_weights_of_their_tag() -> None:
+    chain = Chain(3)
+    block = chain.block(chain.sequences)
+    rows = len(chain.sequences)
+    tables = np.array([[1.0, 0.0], [0.25, 0.75]], np.float32)
+    weight_RK = tables[np.arange(rows) % 2]
+    aims = [Aim([1.0, 1.0], 1.0, weight_RK), Aim(tables[0].tolist(), 1.0), Aim(tables[1].tolist(), 1.0)]
+    _, routed, first, second = weigh_block(block, aims, Decoding(), Decoding())[0]
+    assert np.allclose(routed, np.where(np.arange(rows) % 2, second, first), atol=1e-6)
+
+
+def test_a_cache_in_parts_weighs_as_one_block(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    cache = open_cache(run, "both")
+    aims = [Aim([0.5, 0.5], 2.0), Aim([1.0, 0.0], 0.5)]
+    settings = Decoding(0.6, 0.95), Decoding()
+    whole, kl_A, decisions_A = weigh_block(cache.block(range(len(cache))), aims, *settings)
+    for longest in (1, 1 << 20):  # many rows at a time, and one
+        found = weigh(cache, aims, *settings, longest)
+        assert np.allclose(found.log_weight_AR, whole, atol=1e-5)
+        assert np.allclose(found.kl_A[1:], kl_A[1:] / decisions_A[1:], rtol=1e-5)
+    assert found.tokens_R.tolist() == cache.block(range(len(cache))).decisions_R.tolist()
+
+
+def test_the_bootstrap_resamples_prompts_not_responses() -> None:
+    """Responses to one prompt that are all alike tell no more than one."""
+    rng = np.random.default_rng(0)
+    value_G = rng.normal(size=50)
+    one = bootstrap(np.ones((1, 50)), value_G, np.arange(50))[0]
+    four = bootstrap(np.ones((1, 200)), np.repeat(value_G, 4), np.repeat(np.arange(50), 4))[0]
+    assert np.allclose(one, four)
+    assert one[1:].std() == pytest.approx(value_G.std() / math.sqrt(50), rel=0.2)
+
+
+def test_a_measured_base_anchors_points_and_factors() -> None:
+    rows = 40
+    log_weight_AR = np.zeros((2, rows))
+    log_weight_AR[1, : rows // 2] = math.log(3)
+    tokens_R = np.repeat([10.0, 30.0], rows // 2)
+    grade_R = np.repeat([1.0, 0.0], rows // 2)
+    weighted = Weighted(log_weight_AR, np.array([0, 0.1]), tokens_R, np.arange(rows))
+    plain, anchored = estimate(weighted, grade_R, None), estimate(weighted, grade_R, (60.0, 200.0))
+    assert plain.accuracy_AB is not None
+    assert anchored.accuracy_AB is not None
+    assert anchored.aes_AB is not None
+    assert plain.accuracy_AB[:, 0].tolist() == pytest.approx([50, 75])
+    assert plain.tokens_AB[:, 0].tolist() == pytest.approx([20, 15])
+    assert anchored.accuracy_AB[:, 0].tolist() == pytest.approx([60, 85])
+    assert anchored.tokens_AB[:, 0].tolist() == pytest.approx([200, 150])
+    assert anchored.aes_AB[1, 0] == pytest.approx(0.25 + 3 * 25 / 60)
+    unknown = estimate(weighted, None, None)
+    assert unknown.accuracy_AB is unknown.aes_AB is None
+
+
+# Through the stages
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    recipe = make_scored(tmp_path_factory.mktemp("forecast"))
+    return {**recipe, "eval": {"temperature": 1.0, "top_p": 1.0, "format": "question-answer", "chat": False}}
+
+
+GRADER = """
+import os, signal
+from pathlib import Path
+
+here = Path(__file__).parent
+
+def grade(response, answer):
+    with open(here / "calls", "a") as file:
+        file.write(".")
+    if (here / "fatal").exists() and len((here / "calls").read_text()) > 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return len(response) % 2 == 0
+"""
+
+
+def own_grader(scored: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Random models are never right: grade by a rule of our own, which counts its calls."""
+    (folder / "my.py").write_text(f"# {folder}\n{GRADER}")  # grades are cached by its content
+    (folder / "bench.jsonl").write_text('{"id": "1", "problem": "1+1", "answer": "2"}\n')
+    named = {"benchmarks": [f"file:{folder / 'bench.jsonl'}"], "graders": {"bench": f"{folder / 'my.py'}:grade"}}
+    return {**scored, "eval": {**scored["eval"], **named}}
+
+
+def by_name(points: list[ForecastPoint]) -> dict[str, ForecastPoint]:
+    return {point.policy: point for point in points}
+
+
+def test_every_kind_of_target_is_forecast_and_the_others_are_named(scored: dict[str, Any]) -> None:
+    half = {"acc": 0.5, "brief": 0.5}
+    tables = {"product": {"acc": 1.0}, "default": half}
+    run = run_of(
+        {
+            **scored,
+            "tags": {"rules": {"product": r"\*"}},
+            "compositions": {
+                "even": {"weights": half},
+                "gentle": {"weights": half, "alpha": 1e6},
+                "budget": {"weights": half, "kl_budget": 0.02},
+                "routed": {"weights": tables},
+                "one-table": {"weights": {"product": half, "default": half}},
+                "plain": {"method": "self", "sharpen": 1.0},
+                "teacher": {"method": "teacher", "weights": {"acc": 1.0}},
+                "dealt": {"method": "mixture", "weights": half},
+                "live": {"method": "online", "weights": half},
+            },
+        }
+    )
+    points = by_name(forecast(run))
+    rows = run.stage("rollout").require()["rows"]
+    assert list(points) == ["base", "even", "gentle", "budget", "routed", "one-table", "plain", "teacher"]
+    assert points["base"].effective_samples == rows
+    for name in ("gentle", "plain"):
+        assert points[name].effective_samples == pytest.approx(rows, rel=1e-3)
+        assert points[name].tokens == pytest.approx(points["base"].tokens, rel=1e-3)
+    assert points["budget"].kl == pytest.approx(0.02, rel=0.1)  # alpha is solved on the first updates, as in training
+    assert points["one-table"].tokens == pytest.approx(points["even"].tokens)
+    assert points["routed"].weights == tables
+    assert points["routed"].kl != pytest.approx(points["even"].kl)
+    assert {point.accuracy is not None for point in points.values()} == {True}
+
+
+def test_without_answers_length_and_kl_are_forecast(scored: dict[str, Any], tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.stage("prompts").begin()
+    prompts = [{"id": str(n), "messages": [], "text": "", "token_ids": [3]} for n in range(6)]
+    run.prompts_file.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    run.stage("prompts").record([run.prompts_file], {"rows": 6})
+    base, both = forecast(run, decoding=Decoding())
+    assert base.accuracy is both.accuracy is both.aes is both.accuracy_low is None
+    assert both.kl > 0
+    assert both.tokens_low <= both.tokens <= both.tokens_high
+
+
+def test_a_point_that_is_not_trusted_comes_with_the_largest_dose_that_is(
+    scored: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_weave.stages.forecast.TRUSTED", 20)  # of 24 responses
+    run = run_of({**scored, "compositions": {"even": {"weights": {"acc": 0.5, "brief": 0.5}}}})
+    strong, weak = (by_name(forecast(run, plan_forecast(run.recipe, alphas=[a]))) for a in (0.001, 1e6))
+    assert weak["even-alpha-1e+06"].trusted
+    point = strong["even-alpha-0.001"]
+    assert not point.trusted
+    dose = point.largest_trusted
+    if dose is not None:  # the ladder is finite
+        assert dose.effective_samples >= 20
+        again = by_name(forecast(run, plan_forecast(run.recipe, alphas=[dose.alpha])))
+        assert again[f"even-alpha-{dose.alpha:g}"].kl == pytest.approx(dose.kl, rel=1e-4)
+
+
+def test_a_grid_has_every_weight_once(scored: dict[str, Any]) -> None:
+    recipe = run_of(scored).recipe
+    tables = [dict(one.composition.weights) for one in plan_forecast(recipe, grid=4)]
+    assert len(tables) == len({tuple(sorted((k, v) for k, v in table.items() if v)) for table in tables})
+    assert {"acc": 0.25, "brief": 0.75} in tables
+    third = {**scored, "anchors": {**scored["anchors"], "more": scored["anchors"]["acc"]}, "compositions": {}}
+    planned = plan_forecast(run_of(third).recipe, grid=4)
+    assert len(planned) == 15
+    assert all(sum(one.composition.weights.values()) == 1 for one in planned)
+
+
+def test_a_sweep_takes_the_best_trusted_points(
+    scored: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_weave.stages.forecast.TRUSTED", 1)
+    run = run_of(own_grader(scored, tmp_path), trust=True)
+    points = by_name(forecast(run, plan_forecast(run.recipe, [0.0, 0.5, 1.0], alphas=[1.0, 2.0])))
+    chosen = plan_promising(run, 2, [0.0, 0.5, 1.0], alphas=[1.0, 2.0])
+    assert len(chosen) == 2
+    ours = points[chosen[0].name]
+    assert not any(
+        other.accuracy >= ours.accuracy and other.tokens < ours.tokens  # type: ignore[operator]
+        for name, other in points.items()
+        if name != "base"
+    )
+
+
+# Choosing
+
+
+def point(policy: str, accuracy: float, tokens: float, aes: float, trusted: bool = True) -> dict[str, Any]:
+    values = {"policy": policy, "accuracy": accuracy, "tokens": tokens, "aes": aes, "kl": 0.1, "trusted": trusted}
+    return {**values, "weights": {"acc": 0.5, "brief": 0.5}, "alpha": 1.0}
+
+
+POINTS = [
+    point("base", 70, 100, 0.0),
+    point("long", 95, 120, 0.8),
+    point("short", 72, 50, 0.6),
+    point("shortest", 60, 40, -0.1),
+    point("dream", 99, 10, 5.0, trusted=False),
+]
+
+
+@pytest.mark.parametrize(
+    ("goal", "chosen"),
+    [
+        (["aes"], "long"),
+        (["tokens <= 0.6"], "short"),
+        (["accuracy >= base"], "short"),
+        (["accuracy >= base - 15"], "shortest"),
+        (["tokens"], "shortest"),
+        (["aes and tokens < 1"], "short"),
+        (["tokens <= 0.6", "accuracy >= 65"], "short"),
+    ],
+)
+def test_goals_choose_among_trusted_points(goal: list[str], chosen: str) -> None:
+    assert best(POINTS, parse_goals(goal))["policy"] == chosen
+
+
+@pytest.mark.parametrize("goal", ["speed", "tokens <=", "accuracy >= base 3", "tokens <= base", "aes >> 1", ""])
+def test_a_goal_that_cannot_be_read_is_refused(goal: str) -> None:
+    with pytest.raises(InputError, match="--goal"):
+        parse_goals([goal])
+
+
+def test_goal_is_relative_to_the_base() -> None:
+    assert parse_goals(["accuracy >= base + 2"]) == [Goal("accuracy", ">=", 2.0, True)]
+    assert parse_goals(["accuracy >= 80"]) == [Goal("accuracy", ">=", 80.0, False)]
+
+
+def test_the_written_composition_is_the_forecast_one(tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    text = '# mine\nname = "r"\n\n[student]\nmodel = "s"  # small\n'
+    for anchor in ("acc", "brief"):
+        text += f'[anchors.{anchor}]\npost = "{anchor}+"\npre = "{anchor}-"\n'
+    file.write_text(text)
+    chosen = point("even-alpha-0.5", 80, 50, 1.0)
+    assert add_composition(file, chosen["policy"], composition_toml(chosen))
+    assert file.read_text().startswith(text)  # nothing else has changed
+    loaded = load_recipe(file).compositions[chosen["policy"]]
+    assert (loaded.weights, loaded.alpha) == (chosen["weights"], chosen["alpha"])
+    assert not add_composition(file, chosen["policy"], composition_toml(chosen))
+    with pytest.raises(InputError, match="other content"):
+        add_composition(file, chosen["policy"], composition_toml({**chosen, "alpha": 3.0}))
+    file.write_text("compositions = { a = { weights = { acc = 1.0 } } }\n")
+    with pytest.raises(InputError, match=r"r\.toml"):
+        add_composition(file, chosen["policy"], composition_toml(chosen))
+
+
+def test_by_tag_is_written_by_tag(tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text("")
+    tables = {"code": {"acc": 1.0}, "default": {"brief": 1.0}}
+    add_composition(file, "x", composition_toml({**POINTS[1], "policy": "x", "weights": tables}))
+    assert "code = { acc = 1.0 }" in file.read_text()
+
+
+# The program
+
+KEYS = {"policy", "weights", "alpha", "accuracy", "tokens", "aes", "kl", "effective_samples", "trusted", "anchored"}
+KEYS |= {f"{key}_{end}" for key in ("accuracy", "tokens", "aes") for end in ("low", "high")} | {"largest_trusted"}
+
+
+def lweave(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_weave.cli", *words]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr
+    return ended
+
+
+@pytest.mark.slow
+def test_the_program_prints_points_and_resumes_grading_after_a_kill(scored: dict[str, Any], tmp_path: Path) -> None:
+    """Shards that were graded before the kill are not graded again, and a third command grades nothing."""
+    file = tmp_path / "r.toml"
+    file.write_text(tomli_w.dumps(own_grader(scored, tmp_path)))
+    assert "--trust" in lweave("forecast", str(file), code=2).stderr
+    (tmp_path / "fatal").touch()
+    lweave("forecast", str(file), "--trust", code=-signal.SIGKILL)
+    (tmp_path / "fatal").unlink()
+    before = len((tmp_path / "calls").read_text())
+    points = json.loads(lweave("forecast", str(file), "--trust", "--json").stdout)
+    again = len((tmp_path / "calls").read_text()) - before
+    rows = 24
+    assert rows - before <= again < rows
+    lweave("forecast", str(file), "--trust")
+    assert len((tmp_path / "calls").read_text()) == before + again
+    assert {frozenset(one) for one in points} == {frozenset(KEYS)}
+    assert points[0]["policy"] == "base"
+    assert all(0 <= one["accuracy"] <= 100 for one in points)
+
+
+@pytest.mark.slow
+def test_the_program_refuses_what_it_cannot_do(scored: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text(tomli_w.dumps({**scored, "runs": str(tmp_path / "none")}))
+    assert "lweave rollout" in lweave("forecast", str(file), code=2).stderr
+    file.write_text(tomli_w.dumps(scored))
+    for words in (["--write"], ["--goal", "speed"], ["--alphas", "0"]):
+        lweave("forecast", str(file), *words, code=2)
+    assert "meets the goal" in lweave("forecast", str(file), "--goal", "tokens <= 0.001", code=1).stderr
+    file.write_text(tomli_w.dumps({**scored, "rollout": {**scored["rollout"], "temperature": 0.0}}))
+    lweave("forecast", str(file), code=2)
