@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import mannwhitneyu, spearmanr
 
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Cache
 from lightning_weave.checks.findings import Bounds, Finding, Level, percent
 from lightning_weave.checks.sample import spread
 from lightning_weave.config import Threshold

@@ -23,7 +23,7 @@ from lightning_weave.prompts import CHAT_MODES, detect_chat_mode
 from lightning_weave.run import Run
 from lightning_weave.stages.engines import refuse_adapter
 from lightning_weave.stages.work import choose_device
-from lightning_weave.store.identity import TOKENIZER_FILES
+from lightning_weave.store.files import TOKENIZER_FILES
 
 
 def attempt(about: str, check: str, rule: Callable[..., object], *arguments: Any) -> Iterator[Finding]:

@@ -8,10 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Block, Cache, compute_targets
 from lightning_weave.cache.shifts import PairSource, ShiftRules, entropy
-from lightning_weave.cache.targets import compute_targets
 from lightning_weave.config import ALPHA
 from lightning_weave.maths import expected_kl
 from lightning_weave.run import Run

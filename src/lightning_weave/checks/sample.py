@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Cache
 from lightning_weave.run import Run
 from lightning_weave.stages.prompts import planned_prompts
 from lightning_weave.store import RowIndex

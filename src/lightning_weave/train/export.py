@@ -23,7 +23,7 @@ from lightning_weave.models.hub import weight_files
 from lightning_weave.models.weights import Layout
 from lightning_weave.run import Run
 from lightning_weave.store import whole_directory, write_json
-from lightning_weave.store.identity import TOKENIZER_FILES
+from lightning_weave.store.files import TOKENIZER_FILES
 from lightning_weave.train.data import Batch, anchor_doses
 from lightning_weave.train.objectives import Trainee, full_vocabulary
 from lightning_weave.train.parallel import Ranks, full_tensor

@@ -11,7 +11,7 @@ from lightning_weave.grading.graders import Grader
 from lightning_weave.maths import aes
 from lightning_weave.models.sampler import HFSampler
 from lightning_weave.run import Run
-from lightning_weave.stages.sampling import render_problems, sampling_settings
+from lightning_weave.stages.prompts import render_problems, sampling_settings
 from lightning_weave.store import append_line, read_lines, write_atomic
 from lightning_weave.trackers import TrackedRun, open_trackers
 from lightning_weave.train.objectives import Trainee, without_dropout
