@@ -31,6 +31,7 @@ MOVED = {
     "cost": "lweave status RECIPE --cost",
     "card": "lweave export RECIPE --composition NAME --as student",
     "forget": "lweave clean RECIPE --policy NAME",
+    "world": "scripts/build-world DIR",
 }
 DEBUG = False
 # What the system says of a path that the user gave.

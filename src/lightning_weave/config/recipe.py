@@ -16,6 +16,7 @@ from lightning_weave.config.composition import DEFAULT_TAG, METHODS, STUDENT, An
 from lightning_weave.config.evaluation import Checks, Eval, Harness, Report
 from lightning_weave.config.fields import (
     FORMATS,
+    KEPT_CHECKPOINTS,
     Day,
     EngineStage,
     Name,
@@ -240,25 +241,56 @@ class Recipe(Strict):
 Loc = tuple[int | str, ...]
 # A later file replaces these tables as a whole: half of one set of weights and half of another is never meant.
 WHOLE_TABLES = frozenset({"weights", "aliases"})
-# Keys that people may remember, each with the key to write, or with what to do.
+# Keys of earlier recipes, each with the key to write instead, or with what to do. VALUE and NAME are what was written.
+_STAGES = get_args(EngineStage)
+_REVISION = 'append it to the model: {} = "owner/name@REVISION"'
+_CHECKED = [key for key in Checks.model_fields if key != "swapped"]
 MOVED: dict[str, str] = {
-    **{f"{stage}.engine": f"engine.{stage}" for stage in get_args(EngineStage)},
-    **{f"{stage}.{key}": f"engine.{key}" for stage in get_args(EngineStage) for key in ("python", "dtype", "options")},
-    **{f"train.{key}": f"train.optimizer.{key}" for key in ("betas", "weight_decay", "clip")},
-    "student.revision": 'append it to the model: student.model = "owner/name@REVISION"',
-    "policies.NAME.revision": 'append it to the model: policies.NAME.model = "owner/name@REVISION"',
-    "anchors.NAME.post_revision": 'append it to the model: anchors.NAME.post = "owner/name@REVISION"',
-    "anchors.NAME.pre_revision": 'append it to the model: anchors.NAME.pre = "owner/name@REVISION"',
-    "prompts.revision": 'append it to the source: prompts.source = "owner/name@REVISION"',
+    **{f"{stage}.{key}": f"engine.{key}" for stage in _STAGES for key in ("python", "parity")},
+    **{f"{stage}.engine": f"engine.{stage}" for stage in _STAGES},
+    **{f"{stage}.options": f"engine.options.{stage}" for stage in _STAGES},
+    **{
+        f"{stage}.dtype": f"write engine.dtype = VALUE, or for this stage alone engine.dtype = {{ {stage} = VALUE }}"
+        for stage in _STAGES
+    },
+    "student.revision": _REVISION.format("student.model"),
+    "policies.NAME.revision": _REVISION.format("policies.NAME.model"),
+    "prompts.revision": _REVISION.replace("model", "data").format("prompts.source"),
+    **{f"anchors.NAME.{role}_revision": _REVISION.format(f"anchors.NAME.{role}") for role in get_args(Role)},
+    **{
+        f"anchors.NAME.{role}_url": f"write anchors.NAME.engine = {{ {role} = VALUE }}, or one URL for post and pre"
+        for role in get_args(Role)
+    },
+    **{f"anchors.NAME.{key}": f"anchors.NAME.shift.{key}" for key in ("temperature", "only_above", "mass_floor")},
+    "anchors.NAME.shift_clip": "anchors.NAME.shift.clip",
     "prompts.template": "prompts.format",
     "prompts.seed": "remove it: prompts are always drawn with seed 42",
     "eval.template": "eval.format",
     "rollout.top_p": "remove it: trajectories are sampled from the student's whole distribution (top_p 1)",
     "reference.token_budget": "score.token_budget",
+    **{f"train.{key}": f"train.optimizer.{key}" for key in ("betas", "weight_decay", "clip")},
+    "train.validate_every": "train.checkpoint_every",
+    "train.keep": f"remove it: the newest {KEPT_CHECKPOINTS} checkpoints are kept",
+    "train.allow_disagreement": "write train.agreement = false to train in spite of a difference",
     "harness.engine": "harness.args.model",
     "harness.options": "harness.args.model_args",
+    "harness.dtype": "harness.args.model_args.dtype",
     "harness.fewshot": "harness.args.num_fewshot",
     "harness.limit": "harness.args.limit",
+    "harness.generation": "harness.args.gen_kwargs",
+    "harness.batch_size": "harness.args.batch_size",
+    "harness.chat": "harness.args.apply_chat_template",
+    "harness.seed": "remove it: the seed is eval.seed, unless harness.args has random_seed and its like",
+    **{f"report.{key}": "remove it: what the loom shows is fixed" for key in ("trajectories", "seed", "megabytes")},
+    **{
+        f"report.cases.NAME.{key}": "remove it: how responses are drawn and cut is fixed"
+        for key in ("seed", "beginning", "end")
+    },
+    **{f"checks.{key}_stop": f'write checks.{key} = VALUE, or "warn" where it was false' for key in _CHECKED},
+    **{f"checks.{key}_warn": f"remove it: it is fixed; checks.{key} = false warns of nothing" for key in _CHECKED},
+    "checks.separation_stop": "checks.swapped",
+    "checks.longer_stop": "remove it: it is fixed; checks.swapped = false switches it off",
+    **{f"checks.empty_{key}": "remove it: checks.unanswered is also for empty responses" for key in ("stop", "warn")},
 }
 MOST_BYTES = 10 << 20  # of a recipe file
 
@@ -410,9 +442,9 @@ def _explain_unknown(loc: Loc, value: str, data: Mapping[str, Any]) -> str:
     path = _written(loc, data)
     key = ".".join(map(str, path))
     if new := MOVED.get(pattern):
-        names = [str(part) for part in path if str(part) not in pattern.split(".")]
-        new = new.replace("NAME", names[0]) if names else new
-        return f"{key} = {value}: " + (new if " " in new else f"write {new} = {value}")
+        name = str(path[pattern.split(".").index("NAME")]) if "NAME" in pattern else ""
+        answer = new if " " in new else f"write {new} = VALUE"
+        return f"{key} = {value}: {answer.replace('NAME', name).replace('VALUE', value)}"
     keys = [] if section is None else [field.alias or name for name, field in section.model_fields.items()]
     alike = keys
     if section in METHODS.values():
