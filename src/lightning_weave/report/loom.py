@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.reader import Cache
-from lightning_weave.checks.rules import rule_effects
+from lightning_weave.checks.shifts import rule_effects
 from lightning_weave.maths import RESIDUAL_FLOOR
 from lightning_weave.models.scorer import Scorer, ScoreRow
 from lightning_weave.progress import Progress
