@@ -108,7 +108,7 @@ WRONG = [
     ("tracking.name='{seed}'", ["tracking", "{run} and {policy}"]),
     ("prompts.dedup='fuzzy'", ["prompts.dedup", "'exact'"]),
     ("train.learning_rate=0", ["train.learning_rate = 0", "greater than 0"]),
-    ("train.optimizer.betas=[0.9, 1.0]", ["train.optimizer.betas", "below 1"]),
+    ("train.optimizer.betas=[0.9, 1.0]", ["train.optimizer.betas.1 = 1.0", "less than 1"]),
     ("train.validation=1.0", ["train.validation", "less than 1"]),
     ("train.updates_per_round=3", ["train.updates_per_round is 3", "256 trajectories"]),
     ("eval.samples=0", ["eval.samples = 0"]),
@@ -161,7 +161,7 @@ WRONG = [
         ["compositions.both.weights", "weights by tag are for joint training; mixture"],
     ),
     ("tags={column='kind', rules={math='x'}}", ["tags", "leave one of them out"]),
-    ("tags.rules={math='('}", ["tags", "rules.math = '(' is not a regular expression"]),
+    ("tags.rules={math='('}", ["tags.rules.math", "'(' is not a regular expression"]),
     # names that do not fit together
     ("compositions.both.weights={acc=0.5, klear=0.5}", ["'klear'", "known anchors: acc, brief"]),
     ("policies.base.model='x'", ["policies.base", "the student itself"]),

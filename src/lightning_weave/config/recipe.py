@@ -10,7 +10,6 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
 
 from lightning_weave.config.composition import DEFAULT_TAG, METHODS, STUDENT, Anchor, Composition
 from lightning_weave.config.evaluation import Checks, Eval, Harness, Report
@@ -335,12 +334,22 @@ def merge_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     """Apply `key=value` overrides from left to right. One weight (`compositions.x.weights.a=0.7`) keeps the others."""
     merged = dict(data)
     for override in overrides:
-        parsed = parse_override(override)
-        entered: set[str] = set()  # the tables that its dotted key leads into: they are merged, not replaced
-        inner: Any = tomllib.loads(f"{override.partition('=')[0].strip()} = 0")
+        key, equals, value = override.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise InputError(f"--set {override}: must look like key=value, for example --set train.learning_rate=1e-5")
+        try:
+            inner: Any = tomllib.loads(f"{key} = 0")
+        except ValueError:
+            raise InputError(f"--set {override}: {key!r} is not a dotted key such as train.learning_rate") from None
+        try:
+            parsed = tomllib.loads(f"{key} = {value}")
+        except ValueError:  # not a TOML value: a bare string
+            parsed = tomllib.loads(f"{key} = {json.dumps(value)}")
+        entered: set[str] = set()  # the tables that the dotted key leads into: they are merged, not replaced
         while isinstance(inner, dict):
-            ((key, inner),) = inner.items()
-            entered |= {key} if isinstance(inner, dict) else set()
+            ((name, inner),) = inner.items()
+            entered |= {name} if isinstance(inner, dict) else set()
         merged = merge_tables(merged, parsed, WHOLE_TABLES - entered)
     return merged
 
@@ -382,58 +391,42 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: broken TOML: {reason}") from None
 
 
-def parse_override(override: str) -> dict[str, Any]:
-    key, equals, value = override.partition("=")
-    if not equals or not key.strip():
-        raise InputError(f"--set {override}: must look like key=value, for example --set train.learning_rate=1e-5")
-    for text in (value, json.dumps(value)):  # a TOML value, else a bare string
-        try:
-            return tomllib.loads(f"{key.strip()} = {text}")
-        except ValueError:
-            continue
-    raise InputError(f"--set {override}: {key.strip()!r} is not a dotted key such as train.learning_rate")
-
-
 def explain(error: ValidationError, data: Mapping[str, Any], where: str) -> str:
     """Explain the first error and name the others. A misspelt key comes before the one that is missing for it."""
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
-    first = _explain_one(details[0], data)
-    others = dict.fromkeys(".".join(map(str, _written(tuple(detail["loc"]), data))) for detail in details[1:])
-    more = [key for key in others if key not in first]  # the correct spelling of a misspelt key is there already
-    return f"{where}: {first}" + f" (also wrong or missing: {', '.join(more)})" * bool(more)
-
-
-def _explain_one(detail: ErrorDetails, data: Mapping[str, Any]) -> str:
+    detail = details[0]
     loc = tuple(part for part in detail["loc"] if part != "[key]")
     path = _written(loc, data)
     key = ".".join(map(str, path))
     shown = _show(detail["input"])
     match detail["type"]:
         case "extra_forbidden":
-            return _explain_unknown(loc, shown, data)
+            first = _explain_unknown(loc, shown, data)
         case "missing":
             section, _ = _locate(loc)
             field = section.model_fields.get(str(loc[-1])) if section else None
-            return f"{key} is missing" + (f": {field.description}" if field and field.description else "")
+            first = f"{key} is missing" + (f": {field.description}" if field and field.description else "")
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"{key} = {shown}: must be a table"
+            first = f"{key} = {shown}: must be a table"
         case "union_tag_invalid":
             *others, last = METHODS
             allowed = f"{', '.join(map(repr, others))} or {last!r}"
-            return f"{key}.method = {_show(detail['input']['method'])}: must be {allowed}"
+            first = f"{key}.method = {_show(detail['input']['method'])}: must be {allowed}"
         case "value_error":
             written: Any = data  # pydantic gives what another validator has made of it
             for part in path:
                 written = written[part]
             message = str(detail["ctx"]["error"])
-            return message if not path else f"{key} = {_show(written)}: {message}"
+            first = f"{key} = {_show(written)}: {message}" if path else message
         case "string_type" if path[:2] == ("eval", "graders"):
-            return (
-                f'{key} = {shown}: must be one text, such as "exact", "numeric:0.01", "regex:#### (.*)", "my.py:grade"'
-            )
+            examples = '"exact", "numeric:0.01", "regex:#### (.*)", "my.py:grade"'
+            first = f"{key} = {shown}: must be one text, such as {examples}"
         case _:
             message = detail["msg"].replace("Input should be", "must be")
-            return f"{key} = {shown}: {message[0].lower()}{message[1:]}"
+            first = f"{key} = {shown}: {message[0].lower()}{message[1:]}"
+    keys = dict.fromkeys(".".join(map(str, _written(tuple(other["loc"]), data))) for other in details[1:])
+    more = [other for other in keys if other not in first]  # the correct spelling of a misspelt key is there already
+    return f"{where}: {first}" + f" (also wrong or missing: {', '.join(more)})" * bool(more)
 
 
 def _explain_unknown(loc: Loc, value: str, data: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from lightning_weave.config import Recipe, load_recipe
 from lightning_weave.config.composition import ALPHA, METHODS
 from lightning_weave.config.fields import Inline
-from lightning_weave.config.recipe import parse_override, read_toml, sections_in
+from lightning_weave.config.recipe import merge_overrides, read_toml, sections_in
 from lightning_weave.errors import InputError
 
 WIDEST = 60  # longest `key = value` with which remarks are aligned
@@ -176,7 +176,7 @@ def sources_of(recipe: Recipe, files: Sequence[str | Path], overrides: Sequence[
     """The resolved recipe as tables, and where each value comes from: a file, --set, or the default."""
     resolved = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
     layers = [(str(file), read_toml(Path(file))) for file in files]
-    layers += [("--set", parse_override(override)) for override in overrides]
+    layers += [("--set", merge_overrides({}, [override])) for override in overrides]
     written: dict[str, str] = {}
     for where, table in layers:
         written |= dict.fromkeys((key for text, key in _lines(table, "") if key and not text.startswith("[")), where)
