@@ -17,7 +17,6 @@ from lightning_weave.cli.options import (
     Trust,
     load_run,
     open_console,
-    open_progress,
     writing,
 )
 from lightning_weave.errors import InputError
@@ -106,7 +105,7 @@ def preview(
     from lightning_weave.stages.preview import preview as preview_targets
 
     with writing(run, keep_recipe=True):
-        preview_targets(run, open_progress(), open_console(), problems, only)
+        preview_targets(run, run.progress, open_console(), problems, only)
 
 
 @app.command(hidden=True)
@@ -119,9 +118,10 @@ def interpolate(
     """Interpolate the weights of two checkpoints; name OUT in [policies] to evaluate it."""
     from lightning_weave.models.hub import resolve_model
     from lightning_weave.models.weights import interpolate as mix
+    from lightning_weave.progress import Progress
 
     differing = mix(resolve_model(first), resolve_model(second), share, Path(out))
-    progress = open_progress()
+    progress = Progress()
     if differing:
         progress.say(f"note: config.json differs in {', '.join(differing)}; {out} uses that of {first}")
     progress.say(f"{out}: {1 - share:g} x {first} + {share:g} x {second}")
@@ -257,7 +257,7 @@ def report(
     from lightning_weave.report import report as stage
 
     names = [name for one in only for name in one.split(",")] if only else None
-    stage.run(runs, open_progress(), Path(out) if out else None, benchmark, names)
+    stage.run(runs, runs[0].progress, Path(out) if out else None, benchmark, names)
 
 
 def _load_runs(recipe: list[str], others: list[str] | None, sets: list[str] | None, trust: bool = False) -> "list[Run]":
@@ -302,7 +302,7 @@ def export(
     from lightning_weave.views import export as stage
 
     if kind == "student":
-        stage.card(run, composition, Path(out) if out else None, open_progress())
+        stage.card(run, composition, Path(out) if out else None, run.progress)
     else:
         run.export(composition, out or run.directory / "targets" / composition)
 
@@ -337,7 +337,7 @@ def status(
         stage.cost(runs, open_console(), json)
     if verify:
         for run in runs:
-            stage.verify(run, open_progress(), open_console())
+            stage.verify(run, run.progress, open_console())
     if cost or verify:
         return
     if is_directory_of_runs:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
     from lightning_weave.api import Run
     from lightning_weave.config import Recipe
-    from lightning_weave.progress import Progress
     from lightning_weave.run import Run as BaseRun
 
 Files = Annotated[list[str], typer.Argument(metavar="RECIPE", help="recipe files (TOML); a later one overrides")]
@@ -57,12 +56,6 @@ def open_console(stderr: bool = False) -> "Console":
 
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr) if stream.isatty() else Console(width=140, stderr=stderr)
-
-
-def open_progress() -> "Progress":
-    from lightning_weave.progress import Progress
-
-    return Progress()
 
 
 def writing(run: "BaseRun", keep_recipe: bool = False) -> AbstractContextManager[None]:

@@ -17,7 +17,6 @@ from lightning_weave.cli.options import (
     as_command,
     load_run,
     open_console,
-    open_progress,
     writing,
 )
 from lightning_weave.errors import InputError
@@ -190,10 +189,11 @@ def rehearse(
 @app.command()
 def demo(set_: Sets = None, trust: Trust = False) -> None:
     """Run the whole method on a tiny world, in minutes."""
+    from lightning_weave.progress import Progress
     from lightning_weave.world import demo as stage
     from lightning_weave.world.layout import lay_out_world
 
     lay_out_world()
     run = stage.load_demo(set_ or (), trust)
     with writing(run):
-        stage.run(run, open_progress(), open_console())
+        stage.run(run, Progress(), open_console())
