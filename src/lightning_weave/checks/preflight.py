@@ -52,30 +52,24 @@ MORE_MEMORY = "use a machine with more memory, more GPUs (lweave plan tells how 
 def preflight(run: Run) -> list[Finding]:
     """Validate every pending stage, and the machine for them. Nothing is repeated that two stages report."""
     run.check_trust()
-    for known in (known_fault, open_benchmarks, prompts.planned_prompts, take_sample, align_sample):
+    for known in (known_fault, open_benchmarks, planned_prompts, take_sample, align_sample):
         known.cache_clear()
     found = [finding for stage in STAGES for finding in stage.validate(run)]
     findings = list({(finding.about, finding.check, finding.text): finding for finding in found}.values())
     if any(finding.about == "student" and finding.check == "checkpoint" for finding in findings):
         return findings
-    return [*findings, *check_resources(run)]
-
-
-def check_resources(run: Run) -> Iterator[Finding]:
-    """Check disk, memory and GPUs for the stages that are pending."""
     compositions = pending_compositions(run)
-    try:
+    with suppress(InputError):  # prompts or models that cannot be read are reported by their stages
         if needs_prompts(run):
-            yield check_disk(run, len(planned_prompts(run)[0]), compositions)
-    except InputError:  # prompts or models that cannot be read are reported by their stages
-        pass
+            findings.append(check_disk(run, len(planned_prompts(run)[0]), compositions))
     anchors = pending_anchors(run)
     sampling = run.needs_cache and is_pending(run, "rollout")
     pending = {"rollout": sampling, "reference": sampling, "score": anchors, "train": compositions}
     evaluates = any(is_pending(run, "eval", one, name) for one in run.policies for name in run.recipe.eval.benchmarks)
     if any(pending.values()) or evaluates:
-        yield from check_memory(run, {stage for stage, is_one in pending.items() if is_one}, anchors)
-        yield from check_idle_gpus(run.recipe)
+        findings += check_memory(run, {stage for stage, is_one in pending.items() if is_one}, anchors)
+        findings += check_idle_gpus(run.recipe)
+    return findings
 
 
 def check_disk(run: Run, prompts: int | None = None, trainings: Sequence[str] = ()) -> Finding:

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lightning_weave import __version__
-from lightning_weave.cli import look, pipeline
+from lightning_weave.cli import commands
 from lightning_weave.errors import InputError, WeaveError, explain_error, printable
 from lightning_weave.ranks import check_ranks, is_main_process
 
@@ -74,12 +74,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for part in (pipeline.app, look.app):
-    app.add_typer(part)
-app.add_typer(look.recipe_app, name="recipe")
-for group in (pipeline.app, look.app, look.recipe_app):
-    for command in group.registered_commands:
-        command.cls = _PlainHelp
+app.add_typer(commands.app)
+app.add_typer(commands.recipe_app, name="recipe")
+for command in (*commands.app.registered_commands, *commands.recipe_app.registered_commands):
+    command.cls = _PlainHelp
 
 
 class _Stopped(BaseException):
