@@ -135,8 +135,7 @@ def _show_version(wanted: bool) -> None:
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
     version: Annotated[
-        bool,
-        typer.Option("--version", help="print the version", callback=_show_version, is_eager=True),
+        bool, typer.Option("--version", help="print the version", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     global DEBUG

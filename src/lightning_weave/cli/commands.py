@@ -27,8 +27,7 @@ recipe_app = typer.Typer(help="Print a recipe, or list the keys of recipes.", no
 Files = Annotated[list[str], Argument(metavar="RECIPE", help="recipe files (TOML); a later one overrides")]
 Runs = Annotated[list[str], Argument(metavar="RECIPE", help="recipe files (TOML), merged into one; or run directories")]
 OtherRuns = Annotated[
-    list[str] | None,
-    Option("--run", metavar="RECIPE", help="another run, by recipe or directory; may be repeated"),
+    list[str] | None, Option("--run", metavar="RECIPE", help="another run, by recipe or directory; may be repeated")
 ]
 Sets = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="override one key of the recipe; may be repeated")

@@ -30,11 +30,7 @@ _MOST = 0.9  # of the rows must be usable with a column
 
 
 def read_rows(
-    source: str | Path,
-    *,
-    split: str | None = None,
-    name: str | None = None,
-    columns: Collection[str] | None = None,
+    source: str | Path, *, split: str | None = None, name: str | None = None, columns: Collection[str] | None = None
 ) -> Iterator[Row | BadRow]:
     """Read a file, a directory of a Hugging Face dataset, or a dataset by its hub name.
 
