@@ -483,8 +483,8 @@ def positions(survey: Survey) -> Figure:
     """Draw the decisions kept and masked: by anchor and reason, and by the anchors of each composition."""
     shared = "masked by one of its anchors"
     rows: dict[str, dict[str, float]] = {}
-    for anchor, counts in zip(survey.anchors, survey.reasons_KR, strict=True):
-        rows[anchor] = dict(zip(REASONS, counts.tolist(), strict=True))
+    for anchor, counts in zip(survey.anchors, survey.reasons, strict=True):
+        rows[anchor] = {reason: counts[reason] for reason in REASONS}
     for name, kept in survey.kept.items():  # compositions of the same anchors have the same mask
         used = [anchor for anchor, weight in zip(survey.anchors, survey.compositions[name], strict=True) if weight]
         if len(used) > 1:
