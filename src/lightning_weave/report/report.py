@@ -23,7 +23,7 @@ from lightning_weave.report import figures, tables
 from lightning_weave.report.cases import case_groups, check_cases, example_groups, latex_panels, named_policies
 from lightning_weave.report.figures import Figure, Hues, inline, policy_hues, save
 from lightning_weave.report.loom import loom_data
-from lightning_weave.report.page import Page, RunView, render
+from lightning_weave.report.page import Page, RunView, hyperparameters, render, setup
 from lightning_weave.report.results import (
     VARIANTS,
     PolicySummaries,
@@ -39,7 +39,6 @@ from lightning_weave.report.results import (
     track_figures,
     with_tasks,
 )
-from lightning_weave.report.setup import hyperparameters, setup
 from lightning_weave.report.survey import Vocabulary, survey_cache
 from lightning_weave.report.tables import AVERAGE, SHORT, benchmarks_of, student_names
 from lightning_weave.run import Run
@@ -412,7 +411,7 @@ def _write_setup(folder: Folder, students: Sequence[StudentResults], runs: Mappi
     if costs:
         folder.table("cost", tables.format_costs(pd.concat(costs)), rules=tables.COST_RULES)
     if trained := {name: run for name, run in runs.items() if run.recipe.compositions}:
-        folder.table("hyperparameters", hyperparameters(trained, next(iter(trained.values())).recipe.mark))
+        folder.table("hyperparameters", hyperparameters(trained))
 
 
 def result_figures(
