@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
@@ -16,7 +17,7 @@ from pandas import DataFrame
 
 from lightning_weave.errors import InputError
 from lightning_weave.run import Run
-from lightning_weave.stages.costs import SHARED, setting_costs
+from lightning_weave.stages.costs import SHARED, offline_cost, training_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -173,14 +174,28 @@ def student_names(students: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def cost_table(run: Run, ledger: list[dict[str, Any]], student: str) -> DataFrame:
-    """Seconds of one composition for every set of anchors, the smallest first: by part, in total, and online."""
+    """Seconds of one composition for every set of anchors, the smallest first: by part, in total, and online.
+
+    Training is the mean over the compositions of these anchors.
+    """
+    trained: dict[tuple[str, ...], dict[str, list[float]]] = {}  # by anchors and method
+    for method in ("joint", "online"):
+        for name, seconds in training_seconds(run, ledger, method).items():
+            if name in run.recipe.compositions:
+                used = run.recipe.compositions[name].used
+                anchors = tuple(one for one in run.recipe.anchors if one in used)
+                trained.setdefault(anchors, {}).setdefault(method, []).append(seconds)
     rows = []
-    for one in setting_costs(run, ledger):
-        parts = {**{SHARED[stage]: seconds for stage, seconds in one.cache.items()}, TRAINING: one.train}
-        offline = sum(parts.values())
-        ratio = one.online / offline if one.online is not None and offline else None
-        totals = {"online": one.online, "offline": offline, "ratio": ratio}
-        rows.append({"student": student, "anchors": one.anchors, **totals, **parts})
+    for anchors, by_method in sorted(trained.items(), key=lambda item: len(item[0])):
+        offline = offline_cost(run, ledger, anchors)
+        if offline is not None and "joint" in by_method:
+            parts = {SHARED[stage]: seconds for stage, seconds in offline.cache.items()}
+            parts[TRAINING] = fmean(by_method["joint"])
+            total = sum(parts.values())
+            online = fmean(by_method["online"]) if "online" in by_method else None
+            ratio = online / total if online is not None and total else None
+            totals = {"online": online, "offline": total, "ratio": ratio}
+            rows.append({"student": student, "anchors": anchors, **totals, **parts})
     return DataFrame(rows)
 
 
