@@ -26,17 +26,10 @@ from lightning_weave.config import PromptContext, dump_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import duration
+from lightning_weave.report import tables
 from lightning_weave.report.cases import CaseGroup, excerpt
 from lightning_weave.report.figures import Figure, Hue, Hues, crowd
-from lightning_weave.report.tables import (
-    AVERAGE,
-    MISSING,
-    benchmarks_of,
-    format_results,
-    grouped_rows,
-    legend,
-    spans,
-)
+from lightning_weave.report.tables import AVERAGE, MISSING
 from lightning_weave.run import ROLES, TRAIN_EXECUTION, Run
 
 TEMPLATES = files("lightning_weave.report") / "templates"
@@ -234,19 +227,19 @@ def render(page: Page) -> str:
     results, tagged, benchmarks = DataFrame(), DataFrame(), []
     first, largest = "", 0
     if not page.results.empty:
-        benchmarks = benchmarks_of(page.results)
-        results = format_results(page.results)
+        benchmarks = tables.benchmarks_of(page.results)
+        results = tables.format_results(page.results)
         first, largest = page.results.index[0][0], page.results.groupby(level="group").size().max()
         count = 2 * len(benchmarks)  # the averages and tasks come first, then each of several benchmarks
         results = results.iloc[:, [*range(count, results.shape[1]), *(range(count) if len(benchmarks) > 1 else ())]]
         if len(benchmarks) == 1:
             results = results.rename(columns={AVERAGE: benchmarks[0]}, level=0)
     if not page.by_tag.empty:
-        tagged = format_results(page.by_tag).drop(columns=AVERAGE, level=0).droplevel(0)
+        tagged = tables.format_results(page.by_tag).drop(columns=AVERAGE, level=0).droplevel(0)
     environment = Environment(
         loader=FunctionLoader(read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.globals |= {"hue": hue, "grouped_rows": grouped_rows, "spans": spans}
+    environment.globals |= {"hue": hue, "grouped_rows": tables.grouped_rows, "spans": tables.spans}
     environment.filters |= {
         "embed": embed,
         "visible": visible,
@@ -265,7 +258,7 @@ def render(page: Page) -> str:
         best=(first, page.subject),
         wide=len(benchmarks) > 1,
         crowd=round(crowd(largest), 2),
-        legend="" if page.results.empty else legend(page.results).replace("#Tok.", "Tokens"),  # as on the page
+        legend="" if page.results.empty else tables.legend(page.results).replace("#Tok.", "Tokens"),  # as on the page
         style=Markup(read("page.css")),
         script=Markup(script),
         script_hash=Markup(f"'sha256-{digest}'"),

@@ -13,26 +13,27 @@ from pandas import DataFrame
 from rich.console import Console
 
 from lightning_weave.bench.definitions import load_eval_benchmark
-from lightning_weave.bench.harness import SUMMARY, Metric, TaskResult, difference, read_result
-from lightning_weave.bench.summary import ASKED, Summary, combine, differing, named_differences, read_summary
+from lightning_weave.bench.summary import (
+    ASKED,
+    SUMMARY,
+    Metric,
+    Summary,
+    TaskResult,
+    combine,
+    difference,
+    differing,
+    named_differences,
+    read_result,
+    read_summary,
+)
 from lightning_weave.cache.shifts import ShiftRules
 from lightning_weave.config import HARNESS, Joint, Sequential, Tags
 from lightning_weave.directory import known_policies, older_stages
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import RUN_LOG
-from lightning_weave.report.tables import (
-    AVERAGE,
-    benchmarks_of,
-    console,
-    counts,
-    fits,
-    format_results,
-    not_compared,
-    plain,
-    student_names,
-    tasks_of,
-)
+from lightning_weave.report import tables
+from lightning_weave.report.tables import AVERAGE, benchmarks_of, tasks_of
 from lightning_weave.run import ROLES, Run
 from lightning_weave.stages.prompts import tag_of
 from lightning_weave.stages.sampling import render_problems
@@ -269,7 +270,7 @@ def read_evaluations(
     further = [results_table(policies, label) for label, policies in others.items()]
     further = [one for one in further if benchmarks_of(one) == benchmarks_of(results)]
     results = pd.concat([results, *further]) if further else results
-    notes += not_compared(results)
+    notes += tables.not_compared(results)
     for run, found in zip(runs, evaluated, strict=True):
         if waiting := [policy for policy in run.policies if policy not in found]:
             notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: {run.command('eval')}")
@@ -301,7 +302,7 @@ def read_students(
     labels = list(dict.fromkeys(one.label for some, _ in joined for found in some.values() for one in found))
     metrics = {task: metric for run in runs for task, metric in run.recipe.harness.metrics.items()}
     students = []
-    each = zip(student_names(members), members, joined, joined_tasks, strict=True)
+    each = zip(tables.student_names(members), members, joined, joined_tasks, strict=True)
     for name, own_runs, (policies, origins), own_tasks in each:
         results = results_table(policies, name if len(members) > 1 else group, older, labels)
         results = with_tasks(results, own_tasks, metrics, joined_tasks)
@@ -510,22 +511,22 @@ def show_results(run: Run, out: Console, base: str = "base") -> None:
     results = read_results(run).rename(index={"base": base}, level="policy")
     if results.empty:
         return
-    table = format_results(results)
-    RUN_LOG.info(plain(table).rstrip())
+    table = tables.format_results(results)
+    RUN_LOG.info(tables.plain(table).rstrip())
     exact: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
     if out.is_terminal:
-        out.print(console(table, width=out.width))
+        out.print(tables.console(table, width=out.width))
         out.print("Bold: best. Underlined: second best. In brackets: 95 % interval.", highlight=False)
         count = len(benchmarks_of(results))
-        if count > 1 and not fits(table, out.width):
+        if count > 1 and not tables.fits(table, out.width):
             out.print(f"Means over {count} benchmarks; a wider terminal, or | cat, shows each.", highlight=False)
     else:
-        out.print(f"{plain(table)}* best, + second best; in brackets: 95 % interval", **exact)
-    for line in filter(None, [counts(results), *not_compared(results)]):
+        out.print(f"{tables.plain(table)}* best, + second best; in brackets: 95 % interval", **exact)
+    for line in filter(None, [tables.counts(results), *tables.not_compared(results)]):
         out.print(line, **exact)
     by_tag = tag_table(run, evaluated)
     if not by_tag.empty:
-        out.print(f"By tag of the problem:\n{plain(format_results(by_tag))}", **exact)
+        out.print(f"By tag of the problem:\n{tables.plain(tables.format_results(by_tag))}", **exact)
     for policy, found in evaluated.items():
         for result in found:
             if result.error:
