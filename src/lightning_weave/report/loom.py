@@ -172,7 +172,7 @@ def pack(threads: Sequence[Thread], anchors: Sequence[str], vocabulary: Vocabula
         "anchors": list(anchors),
         "floor": RESIDUAL_FLOOR,
         "candidates": ids_PC.shape[1],
-        "texts": [vocabulary.text(int(id)) for id in ids],
+        "texts": [vocabulary.spelling.text(int(id)) for id in ids],
         "threads": [
             {"name": thread.name, "prompt": thread.prompt, "tokens": thread.tokens, "finish": thread.finish,
              "shown": len(thread.block.sampled_P)}
