@@ -15,9 +15,8 @@ from lightning_weave.config import Dtype, EngineStage
 from lightning_weave.errors import InputError
 from lightning_weave.grading.sandbox import open_sandbox
 from lightning_weave.heads import describe_head
-from lightning_weave.models.adapters import check_adapter
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.hub import check_weights, checkpoint_json, indexed_files
+from lightning_weave.models.hub import check_adapter, check_weights, checkpoint_json, indexed_files
 from lightning_weave.models.weights import check_shapes, find_output_matrix
 from lightning_weave.prompts import CHAT_MODES, detect_chat_mode
 from lightning_weave.run import Run
