@@ -15,7 +15,6 @@ from lightning_weave.config import EngineStage
 from lightning_weave.errors import InputError
 from lightning_weave.grading.sandbox import open_sandbox
 from lightning_weave.heads import describe_head
-from lightning_weave.models.adapters import check_adapter
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.hub import check_weights, checkpoint_json, indexed_files
 from lightning_weave.models.weights import check_shapes
