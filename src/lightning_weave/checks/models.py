@@ -16,7 +16,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.grading.sandbox import open_sandbox
 from lightning_weave.heads import describe_head
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.hub import check_weights, checkpoint_json, indexed_files
+from lightning_weave.models.hub import check_adapter, check_weights, checkpoint_json, indexed_files
 from lightning_weave.models.weights import check_shapes
 from lightning_weave.run import Run
 from lightning_weave.stages.engines import refuse_adapter
