@@ -33,7 +33,7 @@ from lightning_weave.run import Run
 from lightning_weave.stages.work import ComputeShards, Executor, Job, RankWork, ShardStats, set_threads
 from lightning_weave.store import MANIFEST
 from lightning_weave.store.ledger import EngineClock, Meter, engine_clock
-from lightning_weave.train.checkpoint import POSITION
+from lightning_weave.train.schedule import POSITION
 
 MOST_TRIES = 3  # of one shard whose worker dies
 MOST_DEATHS = 3  # of ranks, one after another, without a new checkpoint or shard
