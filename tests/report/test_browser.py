@@ -79,7 +79,7 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     loom = pack(threads, ["acc", "brief"], Vocabulary.from_tokenizer(tokenizer, []))
     loom |= {"settings": settings, "start": "both"}
-    page = Page("t", "both", "weaves.", "", [RunView("r", loom)])
+    page = Page("t", "both", "weaves.", "", [RunView("r", loom=loom)])
     path = tmp_path_factory.mktemp("page") / "index.html"
     path.write_text(render(page), encoding="utf-8")
     return path

@@ -95,7 +95,7 @@ def hostile_page() -> Page:
         facts=[(HOSTILE, HOSTILE, HOSTILE)],
         results=results_of(result_row(HOSTILE, scores, (1.0, 2.0, -0.5, -1.0, 0.0), group=HOSTILE)),
         by_tag=results_of(result_row(HOSTILE, scores, (1.0, 2.0))),
-        runs=[RunView(HOSTILE, {"texts": [HOSTILE]}, anchors=[HOSTILE], pushes=pushes,
+        runs=[RunView(HOSTILE, loom={"texts": [HOSTILE]}, anchors=[HOSTILE], pushes=pushes,
                       notes=[HOSTILE], cost_lines=[HOSTILE], setup=hostile_setup(),
                       findings=[Finding(HOSTILE, HOSTILE, "warning", HOSTILE, bounds=Bounds(0.5, False))],
                       examples=[CaseGroup(HOSTILE, HOSTILE, [Panel("better", "b", "p", 0, HOSTILE, "", shown)])])],
