@@ -15,8 +15,8 @@ from lightning_weave.bench.samples import Sample
 from lightning_weave.checks.findings import Bounds, Finding
 from lightning_weave.config import check_recipe
 from lightning_weave.report.cases import CaseGroup, Panel
-from lightning_weave.report.loom import longest_that_fits
 from lightning_weave.report.page import Page, RunView, embed, render, setup, token, visible
+from lightning_weave.report.survey import longest_that_fits
 from lightning_weave.run import Run
 from report.evaluated import result_row, results_of
 

@@ -21,7 +21,6 @@ from lightning_weave.progress import Progress, duration
 from lightning_weave.report import figures, tables
 from lightning_weave.report.cases import case_groups, check_cases, example_groups, latex_panels, named_policies
 from lightning_weave.report.figures import Figure, Hues, inline, policy_hues, save
-from lightning_weave.report.loom import loom_data
 from lightning_weave.report.page import Page, RunView, hyperparameters, render, setup
 from lightning_weave.report.results import (
     StudentResults,
@@ -33,7 +32,7 @@ from lightning_weave.report.results import (
     tag_table,
     track_figures,
 )
-from lightning_weave.report.survey import Vocabulary, survey_cache
+from lightning_weave.report.survey import Vocabulary, loom_data, survey_cache
 from lightning_weave.report.tables import AVERAGE, SHORT, benchmarks_of
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_scored
