@@ -12,7 +12,7 @@ from pandas import DataFrame
 
 from lightning_weave import __version__
 from lightning_weave.checks.findings import Finding
-from lightning_weave.checks.rules import rule_effects
+from lightning_weave.checks.shifts import rule_effects
 from lightning_weave.checks.watch import check_results, check_rollouts, check_scores
 from lightning_weave.config import slug
 from lightning_weave.directory import as_found, with_others

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.reader import Cache
 from lightning_weave.checks.pairs import open_alignment
-from lightning_weave.checks.rules import rule_effects
+from lightning_weave.checks.shifts import rule_effects
 from lightning_weave.errors import InputError
 from lightning_weave.maths import RESIDUAL_FLOOR, compose_shifts, shift_covariance, with_other
 from lightning_weave.models.scorer import Scorer, ScoreRow

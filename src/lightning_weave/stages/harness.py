@@ -12,10 +12,9 @@ from lightning_weave import bench
 from lightning_weave.bench.summary import SUMMARY, read_harness
 from lightning_weave.checks.findings import Finding, is_pending
 from lightning_weave.checks.models import find_lack
-from lightning_weave.devices import own_gpus
+from lightning_weave.devices import free_memory, own_gpus
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.modules import free_memory
 from lightning_weave.models.worker_process import WorkerProcess, WorkerProgram
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_main_process
