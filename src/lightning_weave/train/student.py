@@ -71,11 +71,11 @@ def open_trainee(run: Run, context: TrainContext, start: Checkpoint | None = Non
         with explain_out_of_memory(checkpoint.path, ranks.device):
             materialize(trainee, ranks.device)
             read_weights(trainee, layout, checkpoint.updates)
-    trainee.look(pack=not section.compile)  # compiled layers would be compiled again for every new set of lengths
+    trainee.look()
     reshard(trainee)
     if section.compile and not quantised:
         for block in decoder:
-            block.compile()
+            block.compile(dynamic=True)  # once for passes with gradients, once without, whatever the lengths of rows
     return trainee
 
 
