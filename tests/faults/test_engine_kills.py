@@ -12,7 +12,7 @@ from forked import Fault, Forked
 from lightning_weave.config import load_recipe
 from lightning_weave.models.vllm import request_seed
 from lightning_weave.run import Run
-from lightning_weave.stages.sampling import Journal
+from lightning_weave.stages.rollout import Journal
 from lightning_weave.types import Request, Rollouts
 from programs import write_program
 from tiny import make_world, save_prompts
@@ -36,7 +36,7 @@ for line in sys.stdin:
             states.extend((ids[place] * 7 + place * 3 + d) % 11 / 11 for place in places for d in range(width))
         with open(job["file"], "wb") as file:
             states.tofile(file)
-        print(json.dumps({"count": len(states) // width}), flush=True)
+        print(json.dumps({"count": len(states) // width, "dtype": "float32"}), flush=True)
     elif "rows" in job:
         print(json.dumps({"logprobs": [[0.0] * (len(ids) - 1) for ids in job["rows"]]}), flush=True)
     else:

@@ -15,13 +15,12 @@ from lightning_weave.config import EngineStage
 from lightning_weave.errors import InputError
 from lightning_weave.grading.sandbox import open_sandbox
 from lightning_weave.heads import describe_head
-from lightning_weave.models.adapters import check_adapter
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.hub import check_weights, checkpoint_json, indexed_files
+from lightning_weave.models.hub import check_adapter, check_weights, checkpoint_json, indexed_files
 from lightning_weave.models.weights import check_shapes
 from lightning_weave.run import Run
 from lightning_weave.stages.engines import refuse_adapter
-from lightning_weave.store.identity import TOKENIZER_FILES
+from lightning_weave.store.files import TOKENIZER_FILES
 
 
 def attempt(about: str, check: str, rule: Callable[..., object], *arguments: Any) -> Iterator[Finding]:
