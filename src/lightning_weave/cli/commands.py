@@ -42,6 +42,8 @@ Trust = Annotated[
     bool, Option("--trust", help="allow the code and the programs that the recipe names; read them first")
 ]
 Json = Annotated[bool, Option("--json", help="print JSON")]
+VariedAnchor = Annotated[str | None, Option(metavar="NAME", help="anchor whose share varies; default: the last one")]
+VariedTag = Annotated[str | None, Option(metavar="TAG", help="vary only the weights of this tag")]
 
 
 def load_run(files: list[str], sets: list[str] | None = None, **options: Any) -> "Run":
@@ -356,13 +358,11 @@ def _show_results(run: "Run", base: str = "base") -> None:
 def forecast(
     recipe: Files,
     shares: Annotated[str | None, Option(metavar="S,S,...", help="also shares of one anchor, from 0 to 1")] = None,
-    anchor: Annotated[
-        str | None, Option(metavar="NAME", help="anchor whose share varies; default: the last one")
-    ] = None,
+    anchor: VariedAnchor = None,
     grid: Annotated[int | None, Option(metavar="N", help="also all weights of all anchors in steps of 1/N")] = None,
     alphas: Annotated[str | None, Option(metavar="A,A,...", help="vary alpha over these values")] = None,
     kl_budgets: Annotated[str | None, Option(metavar="K,K,...", help="vary kl_budget over these values")] = None,
-    tag: Annotated[str | None, Option(metavar="TAG", help="vary only the weights of this tag")] = None,
+    tag: VariedTag = None,
     temperature: Annotated[
         float | None, Option(min=0, metavar="T", help="of sampling; default: eval.temperature")
     ] = None,
@@ -424,11 +424,9 @@ def sweep(
     forecast: Annotated[
         int | None, Option(min=1, metavar="N", help="train only the N points that the cache forecasts as best")
     ] = None,
-    anchor: Annotated[
-        str | None, Option(metavar="NAME", help="anchor whose share varies; default: the last one")
-    ] = None,
+    anchor: VariedAnchor = None,
     alphas: Annotated[str | None, Option(metavar="A,A,...", help="also vary alpha over these values")] = None,
-    tag: Annotated[str | None, Option(metavar="TAG", help="vary only the weights of this tag")] = None,
+    tag: VariedTag = None,
     set_: Sets = None,
     trust: Trust = False,
     cluster: Cluster = None,
