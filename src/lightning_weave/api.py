@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.console import Console
 
-    from lightning_weave.cache.reader import Cache
-    from lightning_weave.cache.targets import Targets
+    from lightning_weave.cache.block import Cache, Targets
     from lightning_weave.stages.work import Executor
     from lightning_weave.train.data import TargetReader
     from lightning_weave.views.inspect import Decision
@@ -210,7 +209,7 @@ class Run(runs.Run):
             plan = plan_sweep(self.recipe, shares or (), anchor, alphas, tag)
         else:
             from lightning_weave.stages.forecast import plan_promising
-            from lightning_weave.stages.pipeline import make_cache
+            from lightning_weave.stages.score import make_cache
 
             with self._hold("sweep"):
                 make_cache(self, self.progress, self.executor())
@@ -238,7 +237,7 @@ class Run(runs.Run):
         `alphas` and `kl_budgets`. `compute` makes rollout, reference and scores if they are missing.
         """
         from lightning_weave.stages.forecast import Decoding, forecast, plan_forecast
-        from lightning_weave.stages.pipeline import make_cache
+        from lightning_weave.stages.score import make_cache
 
         planned = plan_forecast(self.recipe, shares, anchor, alphas, kl_budgets, tag, grid)
         section = self.recipe.eval
@@ -342,7 +341,7 @@ class Run(runs.Run):
             from lightning_weave.stages.work import LOCAL
 
             return LOCAL
-        from lightning_weave.cluster.shards import connect
+        from lightning_weave.cluster import connect
 
         return connect(self.address)
 

@@ -27,8 +27,8 @@ from lightning_weave.run import Run
 from lightning_weave.stages import engines, prompts, rollout
 from lightning_weave.stages import eval as eval_stage
 from lightning_weave.stages.engines import Engines, longest_context, score_a_few
-from lightning_weave.stages.pipeline import make_cache
-from lightning_weave.stages.sampling import render_problems
+from lightning_weave.stages.prompts import render_problems
+from lightning_weave.stages.score import make_cache
 from lightning_weave.store import read_lines
 from lightning_weave.types import Prompt, Rollouts
 from pipeline.scored import make_scored

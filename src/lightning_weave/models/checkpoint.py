@@ -28,7 +28,7 @@ from lightning_weave.models.hub import (
     resolve_model,
 )
 from lightning_weave.store import model_identity
-from lightning_weave.store.identity import fingerprint
+from lightning_weave.store.files import fingerprint
 
 if TYPE_CHECKING:
     import torch

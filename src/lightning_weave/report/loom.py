@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Block, Cache
 from lightning_weave.checks.shifts import rule_effects
 from lightning_weave.maths import RESIDUAL_FLOOR
 from lightning_weave.models.scorer import Scorer, ScoreRow

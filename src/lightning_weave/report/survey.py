@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from pandas import DataFrame
 from torch.nn.functional import pad
 
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Block, Cache
 from lightning_weave.checks.pairs import open_alignment
 from lightning_weave.errors import InputError
 from lightning_weave.maths import compose_shifts, shift_covariance, with_other

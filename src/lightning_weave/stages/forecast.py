@@ -19,9 +19,7 @@ from torch import Tensor
 
 from lightning_weave.bench.statistics import TAIL, FloatArray
 from lightning_weave.bench.summary import combine, read_summary
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.reader import Cache
-from lightning_weave.cache.targets import compute_targets
+from lightning_weave.cache.block import Block, Cache, compute_targets
 from lightning_weave.config import Composition, Distilled, Joint, Recipe, SelfDistilled
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.maths import expected_kl, with_other

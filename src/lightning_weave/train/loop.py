@@ -30,7 +30,7 @@ from lightning_weave.plugins import load_function
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_cache
-from lightning_weave.stages.sampling import render_problems, sampling_settings
+from lightning_weave.stages.prompts import render_problems, sampling_settings
 from lightning_weave.store import Stage, append_line, read_json, read_lines, write_atomic, write_json
 from lightning_weave.store.ledger import Meter, measure, peak_memory
 from lightning_weave.trackers import TrackedRun, open_trackers
