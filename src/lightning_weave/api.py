@@ -250,6 +250,12 @@ class Run(runs.Run):
                 make_cache(self, self.progress, self.executor())
         return Records(point.to_dict() for point in forecast(self, planned, self.progress, decoding))
 
+    def realised(self) -> Records:
+        """Compare every trained composition with its target and its forecast; scores a few cached rows once."""
+        from lightning_weave.stages.realised import realise
+
+        return Records(one.to_dict() for one in realise(self, self.progress))
+
     def report(self) -> Path:
         """Draw the page; returns its path."""
         from lightning_weave.report import report as stage
