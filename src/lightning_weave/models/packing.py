@@ -168,8 +168,11 @@ def _attend_packed(
     ):
         return _attend_row_by_row(module, query, key, value, attention_mask, **kwargs)
     longest, offsets = attention_mask.longest, attention_mask.offsets
-    output = varlen_attn(
-        *(heads[0].transpose(0, 1) for heads in (query, key, value)),  # (1, H, T, D) -> (T, H, D)
+    q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))  # (1, H, T, D) -> (T, H, D)
+    output: Any = varlen_attn(  # a tensor, as no auxiliary output is asked for
+        q,
+        k,
+        v,
         offsets,
         offsets,
         longest,
