@@ -1,15 +1,15 @@
 """What training made of a target: against the trainer's own measurement, and the verdict."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lightning_weave as lw
 from lightning_weave.errors import InputError
 from lightning_weave.stages import realised
-from lightning_weave.stages.forecast import ForecastPoint
-from lightning_weave.stages.realised import judge, realise, realised_table
+from lightning_weave.stages.forecast import ForecastPoint, forecast, read_points
+from lightning_weave.stages.realised import judge, measure_all, realise, realised_table
 from lightning_weave.stages.run import make_students
 from pipeline.scored import HALF, QUIET, make_scored
 from tiny import run_of
@@ -25,14 +25,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "compositions": {"even": {"weights": HALF, "alpha": 0.3}, "dealt": {"method": "mixture", "weights": HALF}},
     }
     with pytest.raises(InputError, match="no composition with a target is trained"):
-        realise(run_of(recipe), QUIET)
+        measure_all(run_of(recipe), QUIET)
     make_students(run_of(recipe), QUIET)
+    assert realise(run_of(recipe), []) == []
     return recipe
 
 
 def test_what_is_left_is_what_the_trainer_measured_on_held_out_rows(trained: dict[str, Any]) -> None:
     run = run_of(trained)
-    (one,) = realise(run, QUIET)  # a mixture has no single target
+    measure_all(run, QUIET)
+    (one,) = realise(run, forecast(run))  # a mixture has no single target
     assert one.policy == "even"
     assert one.held_out
     metrics = (run.stage("train", "even").folder / "metrics.jsonl").read_text().splitlines()
@@ -54,11 +56,11 @@ def test_what_is_left_is_what_the_trainer_measured_on_held_out_rows(trained: dic
 
 
 def test_it_is_measured_once_and_kept(trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    first = realise(run_of(trained), QUIET)
+    run = lw.Run(run_of(trained).recipe)
+    first = run.realised()
+    assert read_points(run) == forecast(run)  # for the report
     monkeypatch.setattr(realised, "find_candidates", None)
-    again = realise(run_of(trained), QUIET)
-    assert [one.to_dict() for one in again] == [one.to_dict() for one in first]
-    assert Path(run_of(trained).stage("train", "even").folder / realised.FILE).exists()
+    assert run.realised() == first
 
 
 def point(aes: float, low: float, trusted: bool = True) -> ForecastPoint:
@@ -66,7 +68,7 @@ def point(aes: float, low: float, trusted: bool = True) -> ForecastPoint:
 
 
 @pytest.mark.parametrize(
-    ("forecast", "measured", "closed", "verdict"),
+    ("expected", "measured", "closed", "verdict"),
     [
         (point(0.5, 0.3), 0.45, 0.8, "as forecast"),
         (point(0.5, 0.3), 0.25, 0.3, "as forecast"),  # within the error of the evaluation
@@ -78,5 +80,5 @@ def point(aes: float, low: float, trusted: bool = True) -> ForecastPoint:
         (None, 0.0, 0.9, "unknown"),
     ],
 )
-def test_verdicts(forecast: ForecastPoint | None, measured: float | None, closed: float, verdict: str) -> None:
-    assert judge(forecast, None if measured is None else {"aes": measured, "aes_error": 0.1}, closed) == verdict
+def test_verdicts(expected: ForecastPoint | None, measured: float | None, closed: float, verdict: str) -> None:
+    assert judge(expected, None if measured is None else {"aes": measured, "aes_error": 0.1}, closed) == verdict

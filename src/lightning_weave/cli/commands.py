@@ -404,7 +404,7 @@ def forecast(
     from lightning_weave.views import forecast as stage
 
     if realised:
-        stage.show_realised(run, open_console(), json)
+        stage.show_realised(run, run.realised(), open_console(), json)
         return
     goals = stage.parse_goals(goal or ())
     sampled: Any = {"temperature": temperature, "top_p": top_p}

@@ -32,6 +32,7 @@ from lightning_weave.run import Run
 from lightning_weave.stages.caches import anchor_pair, open_cache
 from lightning_weave.stages.grades import grade_rows
 from lightning_weave.stages.sweep import Planned, extend, is_same, plan_sweep, usual_alpha
+from lightning_weave.store import read_json, write_json
 from lightning_weave.train.data import find_dose
 from lightning_weave.train.schedule import make_schedule
 
@@ -39,6 +40,7 @@ TRUSTED = 30  # effective samples: with fewer, 95 % intervals cover in less than
 RESAMPLES = 1000
 DECISIONS = 1 << 17  # read at a time, about
 RUNGS = 14  # larger alphas that are tried where a point is not trusted, each by a factor of sqrt(2)
+FILE = "forecast.json"  # in the run directory: the points that were forecast last, for the report
 NOT_FORECAST = {
     "mixture": "each prompt is trained on one anchor alone; what the student makes of all of them is in no target",
     "sequential": "the target of a later part depends on the student that the part before trains",
@@ -400,6 +402,28 @@ def forecast(
             found = look(own, [Aim(own.weights, one.composition.alpha)])
             describe(one.name, dict(one.composition.weights), one.composition.alpha, found, 1)
     return [points[name] for name in ("base", *(one.name for one in planned))]
+
+
+def keep_points(run: Run, points: Sequence[ForecastPoint]) -> None:
+    """Write points to the run directory, in place of those with the same name, for the report."""
+    kept = {point.policy: point for point in [*read_points(run), *points]}
+    write_json(
+        run.directory / FILE,
+        {"cache": run.stage("reference").fingerprint, "points": [point.to_dict() for point in kept.values()]},
+    )
+
+
+def read_points(run: Run) -> list[ForecastPoint]:
+    """Read the points that were forecast last from the present cache; none if there are none."""
+    path = run.directory / FILE
+    found = read_json(path) if path.exists() else {}
+    if not found or found["cache"] != run.stage("reference").fingerprint:
+        return []
+    points = []
+    for point in found["points"]:
+        dose = point.pop("largest_trusted")
+        points.append(ForecastPoint(**point, largest_trusted=None if dose is None else TrustedDose(**dose)))
+    return points
 
 
 def _aim(run: Run, name: str, anchors: Sequence[str]) -> Aim:

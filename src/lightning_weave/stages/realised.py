@@ -22,7 +22,7 @@ from lightning_weave.run import Run
 from lightning_weave.stages.alignment import find_candidates
 from lightning_weave.stages.caches import open_cache
 from lightning_weave.stages.engines import Engines
-from lightning_weave.stages.forecast import ForecastPoint, forecast, not_forecast
+from lightning_weave.stages.forecast import ForecastPoint, not_forecast
 from lightning_weave.stages.prompts import load_prompts, tag_columns, tag_of
 from lightning_weave.store import read_json, write_json
 from lightning_weave.train.schedule import make_schedule
@@ -104,13 +104,23 @@ def kind_of(token: str, stops: bool) -> str:
     return "stop" if stops else next((kind for kind, pattern in KINDS.items() if pattern.search(token)), "rest")
 
 
-def measure_closed(run: Run, name: str, engines: Engines) -> dict[str, Any]:
-    """Score the trained student on cached rows and compare it with its target. Kept in the folder of the training."""
+def measure_all(run: Run, progress: Progress) -> None:
+    """Score every trained student that has a target on cached rows, if it is not done yet; refuse if there is none."""
+    names = [name for name, one in run.recipe.compositions.items() if not_forecast(one) is None]
+    names = [name for name in names if run.stage("train", name).complete]
+    if not names:
+        raise InputError("no composition with a target is trained yet. Run lweave train first")
+    pending = [name for name in names if not (run.stage("train", name).folder / FILE).exists()]
+    with Engines() as engines, progress.bar("realised", len(pending), "composition") as bar:
+        for name in pending:
+            measure_closed(run, name, engines)
+            bar.advance()
+
+
+def measure_closed(run: Run, name: str, engines: Engines) -> None:
+    """Compare one trained student with its target on cached rows. Written to the folder of its training."""
     stage = run.stage("train", name)
     alpha = float(stage.require()["alpha"])
-    if (path := stage.folder / FILE).exists():
-        found: dict[str, Any] = read_json(path)
-        return found
     cache = open_cache(run, name)
     groups = len(cache) // run.recipe.rollout.responses
     held_out = make_schedule(run.recipe, groups, run.recipe.compositions[name].epochs).held_out()
@@ -145,7 +155,7 @@ def measure_closed(run: Run, name: str, engines: Engines) -> dict[str, Any]:
             for label in np.unique(label_P):
                 total = values_P3[(label_P == label) & targets.valid_P].sum(axis=0)
                 sums[by][str(label)] = sums[by].get(str(label), np.zeros(3)) + total
-    found = {"rows": len(rows), "held_out": bool(held_out), "closed": {}}
+    found: dict[str, Any] = {"rows": len(rows), "held_out": bool(held_out), "closed": {}}
     for by, groups_of in sums.items():
         entries = sorted(groups_of.items(), key=lambda item: (len(item[0]) if by == "position" else 0, item[0]))
         found["closed"][by] = [
@@ -153,8 +163,7 @@ def measure_closed(run: Run, name: str, engines: Engines) -> dict[str, Any]:
             for label, (count, asked, left) in entries
             if count
         ]
-    write_json(path, found)
-    return found
+    write_json(stage.folder / FILE, found)
 
 
 def judge(point: ForecastPoint | None, measured: Mapping[str, float] | None, closed: float) -> RealisedVerdict:
@@ -170,34 +179,36 @@ def judge(point: ForecastPoint | None, measured: Mapping[str, float] | None, clo
     return "training" if closed < REACHED else "states"
 
 
-def realise(run: Run, progress: Progress) -> list[Realised]:
-    """Compare every trained composition that has a target with it, and its evaluation with its forecast."""
-    compositions = run.recipe.compositions
-    names = [name for name, one in compositions.items() if not_forecast(one) is None]
-    names = [name for name in names if run.stage("train", name).complete]
-    if not names:
-        raise InputError("no composition with a target is trained yet. Run lweave train first")
-    points = {point.policy: point for point in forecast(run, progress=progress)}
+def realise(run: Run, points: Sequence[ForecastPoint]) -> list[Realised]:
+    """Read what was measured of the trained students, and compare their evaluations with these forecasts."""
+    forecasts = {point.policy: point for point in points}
     evaluated = summaries(run)
     results = []
-    with Engines() as engines, progress.bar("realised", len(names), "composition") as bar:
-        for name in names:
-            found = measure_closed(run, name, engines)
-            closed = {by: [Closed(**one) for one in found["closed"][by]] for by in GROUPED}
-            measured = None
-            if name in evaluated and "base" in evaluated:
-                overall = combine(evaluated[name], evaluated["base"], resamples=1000)
-                assert overall.comparison is not None
-                score = overall.comparison.average.aes
-                measured = {"accuracy": overall.accuracy, "tokens": overall.tokens, "aes": score.estimate}
-                measured["aes_error"] = (score.high - score.low) / 2
-            whole = closed["all"][0].share if closed["all"] else float("nan")
-            verdict = judge(points.get(name), measured, whole)
-            results.append(
-                Realised(name, found["rows"], found["held_out"], closed, points.get(name), measured, verdict)
-            )
-            bar.advance()
+    for name in run.recipe.compositions:
+        stage = run.stage("train", name)
+        if not stage.complete or not (stage.folder / FILE).exists():
+            continue
+        found = read_json(stage.folder / FILE)
+        closed = {by: [Closed(**one) for one in found["closed"][by]] for by in GROUPED}
+        measured = None
+        if name in evaluated and "base" in evaluated:
+            overall = combine(evaluated[name], evaluated["base"], resamples=1000)
+            assert overall.comparison is not None
+            score = overall.comparison.average.aes
+            measured = {"accuracy": overall.accuracy, "tokens": overall.tokens, "aes": score.estimate}
+            measured["aes_error"] = (score.high - score.low) / 2
+        whole = closed["all"][0].share if closed["all"] else float("nan")
+        verdict = judge(forecasts.get(name), measured, whole)
+        results.append(Realised(name, found["rows"], found["held_out"], closed, forecasts.get(name), measured, verdict))
     return results
+
+
+def describe_realised(results: Sequence[Realised]) -> list[str]:
+    """Say where it was measured, and what to try."""
+    held_out = all(one.held_out for one in results)
+    where = "rows held out" if held_out else "rows that were trained on (train.validation = 0 holds none out)"
+    lines = [f"KL(target || student), over the decisions of up to {max(one.rows for one in results)} cached {where}."]
+    return lines + [f"{one.policy}: {ADVICE[one.verdict]}." for one in results if ADVICE[one.verdict]]
 
 
 def realised_table(results: Sequence[Realised]) -> list[list[str]]:

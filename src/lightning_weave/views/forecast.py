@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.progress import Progress
 from lightning_weave.run import Run
-from lightning_weave.stages.forecast import NOT_FORECAST, TRUSTED
-from lightning_weave.stages.realised import ADVICE, realise, realised_table
+from lightning_weave.stages.forecast import NOT_FORECAST, TRUSTED, read_points
+from lightning_weave.stages.realised import describe_realised, realise, realised_table
 from lightning_weave.store import write_atomic
 
 ForecastRow = dict[str, Any]  # as `run.forecast()` returns it
@@ -194,22 +193,18 @@ def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: boo
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def show_realised(run: Run, console: Console, as_json: bool) -> None:
+def show_realised(run: Run, records: Sequence[dict[str, Any]], console: Console, as_json: bool) -> None:
     """Print what training made of each target, with what to try; or as JSON."""
-    results = realise(run, Progress(quiet=as_json))
     if as_json:
-        print(json.dumps([one.to_dict() for one in results], indent=1, default=float))
+        print(json.dumps(records, indent=1, default=float))
         return
+    results = realise(run, read_points(run))
     head, *rows = realised_table(results)
     table = Table(*head, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     console.print(table, markup=False)
-    held_out = all(one.held_out for one in results)
-    where = "rows held out" if held_out else "rows that were trained on: train.validation = 0 holds none out"
-    lines = [f"KL(target || student), over the decisions of up to {results[0].rows} cached {where}."]
-    lines += [f"{one.policy}: {ADVICE[one.verdict]}" for one in results if ADVICE[one.verdict]]
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    console.print("\n".join(describe_realised(results)), markup=False, highlight=False, soft_wrap=True)
 
 
 def _weights(weights: dict[str, Any]) -> str:
