@@ -457,8 +457,8 @@ def ablation(results: DataFrame, policies: DataFrame, mark: str = "") -> DataFra
                 rows += [(group, one, places[variants[one]]) for one in chosen]
     if rows and "base" in places:
         rows.insert(0, (mark, "Base", places["base"]))
-    index = pd.MultiIndex.from_tuples([row[:2] for row in rows], names=["group", "policy"]) if rows else None
-    return results.iloc[[row[2] for row in rows]].set_axis(index) if rows else results[:0]
+    arranged = results.iloc[[place for *_, place in rows]]
+    return arranged.set_axis(pd.MultiIndex.from_tuples([row[:2] for row in rows], names=results.index.names))
 
 
 def pair_content(run: Run, anchor: str) -> tuple[str, ...]:
