@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from lightning_weave.cache.block import Cache
 from numpy.typing import NDArray
 
 from lightning_weave.bench.statistics import TAIL, FloatArray
+from lightning_weave.cache.block import Cache
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import anchor_pair

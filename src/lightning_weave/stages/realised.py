@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_weave.bench.summary import combine
-from lightning_weave.cache.targets import compute_targets
+from lightning_weave.cache.block import compute_targets
 from lightning_weave.errors import InputError
 from lightning_weave.maths import expected_kl, with_other
 from lightning_weave.progress import Progress
