@@ -236,7 +236,7 @@ class Run(runs.Run):
         The grid: shares of an anchor as in a sweep, all weights in steps of 1 / `grid`, or the recipe's own weights, by
         `alphas` and `kl_budgets`. `compute` makes rollout, reference and scores if they are missing.
         """
-        from lightning_weave.stages.forecast import Decoding, forecast, plan_forecast
+        from lightning_weave.stages.forecast import Decoding, forecast, keep_points, plan_forecast
         from lightning_weave.stages.score import make_cache
 
         planned = plan_forecast(self.recipe, shares, anchor, alphas, kl_budgets, tag, grid)
@@ -247,7 +247,20 @@ class Run(runs.Run):
         if compute:
             with self._hold("forecast"):
                 make_cache(self, self.progress, self.executor())
-        return Records(point.to_dict() for point in forecast(self, planned, self.progress, decoding))
+        points = forecast(self, planned, self.progress, decoding)
+        if temperature is None and top_p is None:
+            keep_points(self, points)
+        return Records(point.to_dict() for point in points)
+
+    def realised(self) -> Records:
+        """Compare every trained composition with its target and its forecast; scores a few cached rows once."""
+        from lightning_weave.stages.forecast import forecast, keep_points
+        from lightning_weave.stages.realised import measure_all, realise
+
+        measure_all(self, self.progress)
+        points = forecast(self, progress=self.progress)
+        keep_points(self, points)
+        return Records(one.to_dict() for one in realise(self, points))
 
     def report(self) -> Path:
         """Draw the page; returns its path."""

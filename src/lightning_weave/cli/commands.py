@@ -379,6 +379,9 @@ def forecast(
     compute: Annotated[
         bool, Option("--compute", help="make rollout, reference and scores if they are missing")
     ] = False,
+    realised: Annotated[
+        bool, typer.Option("--realised", help="after training: how much of the asked shift was learned, and where")
+    ] = False,
     set_: Sets = None,
     json: Json = False,
     trust: Trust = False,
@@ -400,6 +403,9 @@ def forecast(
     run = load_run(recipe, set_, trust=trust, cluster=cluster, address=address)
     from lightning_weave.views import forecast as stage
 
+    if realised:
+        stage.show_realised(run, run.realised(), open_console(), json)
+        return
     goals = stage.parse_goals(goal or ())
     sampled: Any = {"temperature": temperature, "top_p": top_p}
     points = run.forecast(anchor=anchor, tag=tag, grid=grid, compute=compute, **numbers, **sampled)

@@ -189,6 +189,13 @@ class Checkpoint:
         return getattr(self.config, "quantization_config", None) is not None
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a router chooses the experts of each token."""
+        config = self.config.get_text_config()
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        return any((getattr(config, name, None) or 0) > 1 for name in names)
+
+    @property
     def context_limit(self) -> int | None:
         """The longest context that its configuration allows; None if it sets no limit."""
         return context_limit(self.config)

@@ -107,7 +107,8 @@ class Batch:
     def first(self, decisions: int) -> "Batch":
         """Keep the first few decisions and the tokens that they need. With none, a pass that adds nothing is left."""
         parts = {name: getattr(self, name)[:decisions] for name in _OF_DECISIONS}
-        tokens = int(parts["states_N"].max()) + 1 if len(parts["states_N"]) else 1
+        # Two tokens: compiled layers would be compiled again for a single one.
+        tokens = int(parts["states_N"].max()) + 1 if len(parts["states_N"]) else min(2, len(self.input_ids_T))
         ends = np.minimum(np.cumsum(self.lengths), tokens)
         lengths = np.diff(ends, prepend=0)
         lengths = lengths[lengths > 0]
