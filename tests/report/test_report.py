@@ -32,8 +32,8 @@ from lightning_weave.report.page import hyperparameters
 from lightning_weave.report.survey import TRAJECTORIES, Vocabulary, draw_rows, loom_data, score_student, survey_cache
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_scored
-from lightning_weave.stages.pipeline import make_cache
 from lightning_weave.stages.run import make_students
+from lightning_weave.stages.score import make_cache
 from report.chromium import browsing, needs_chromium, open_page
 from report.evaluated import HOSTILE, write_evaluations
 from tiny import make_world, run_of, save_prompts

@@ -37,10 +37,9 @@ from lightning_weave.progress import RUN_LOG
 from lightning_weave.report import tables
 from lightning_weave.report.tables import AVERAGE, benchmarks_of, tasks_of
 from lightning_weave.run import ROLES, Run
-from lightning_weave.stages.prompts import tag_of
-from lightning_weave.stages.sampling import render_problems
+from lightning_weave.stages.prompts import render_problems, tag_of
 from lightning_weave.store import MANIFEST, Stage, differences, read_description
-from lightning_weave.store.identity import fingerprint
+from lightning_weave.store.files import fingerprint
 from lightning_weave.trackers import TrackedRun, open_trackers
 
 REPORT = "report"  # the run of a tracker that has the figures

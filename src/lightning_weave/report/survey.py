@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from pandas import DataFrame
 from torch.nn.functional import pad
 
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Block, Cache
 from lightning_weave.checks.pairs import open_alignment
 from lightning_weave.checks.shifts import rule_effects
 from lightning_weave.errors import InputError
