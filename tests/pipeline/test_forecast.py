@@ -275,7 +275,10 @@ def test_a_measured_base_anchors_points_and_factors() -> None:
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     recipe = make_scored(tmp_path_factory.mktemp("forecast"))
-    return {**recipe, "eval": {"temperature": 1.0, "top_p": 1.0, "format": "question-answer", "chat": False}}
+    return {
+        **recipe,
+        "eval": {"benchmarks": [], "temperature": 1.0, "top_p": 1.0, "format": "question-answer", "chat": False},
+    }
 
 
 GRADER = """

@@ -14,7 +14,7 @@ from lightning_weave import __version__
 from lightning_weave.checks.findings import Finding
 from lightning_weave.checks.rules import rule_effects
 from lightning_weave.checks.watch import check_results, check_rollouts, check_scores
-from lightning_weave.config import slug
+from lightning_weave.config import HELD_OUT, slug
 from lightning_weave.directory import as_found, older_stages, with_others
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
@@ -256,7 +256,10 @@ def read_evaluations(
     results = pd.concat([results, *further]) if further else results
     notes += tables.not_compared(results)
     for run, policies in zip(runs, evaluated, strict=True):
-        if waiting := [policy for policy in run.policies if policy not in policies]:
+        asked = run.recipe.eval.benchmarks or run.recipe.harness.tasks
+        if HELD_OUT in run.recipe.eval.benchmarks:
+            notes.append(f"{HELD_OUT} is a part of the run's own prompts that was not trained on.")
+        if asked and (waiting := [policy for policy in run.policies if policy not in policies]):
             notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: {run.command('eval')}")
         errors = [(policy, one) for policy, found in policies.items() for one in found if one.error]
         notes += [f"{policy} on {one.label}: {one.error}" for policy, one in errors]

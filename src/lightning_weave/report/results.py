@@ -205,7 +205,7 @@ def tag_table(run: Run, evaluated: PolicySummaries) -> DataFrame:
     section = run.recipe.eval
     tags: dict[tuple[str, str], str] = {}
     for name in section.benchmarks:
-        benchmark = load_eval_benchmark(section, name)
+        benchmark = load_eval_benchmark(run.recipe, name)
         problems = render_problems(benchmark, run.student.tokenizer, section, run.recipe.date)
         tags |= {(benchmark.name, one.id): tag_of(run.recipe, one) for one in problems}
     rows = []

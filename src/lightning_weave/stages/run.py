@@ -33,10 +33,11 @@ def make_everything(
     ends_in_cache = until in ("rollout", "reference", "score")
     if ends_in_cache or (run.recipe.compositions and run.needs_cache):
         last = until if ends_in_cache else "score"
-        make_cache(run, progress, executor, watch, evaluates=until == "eval", until=last)
+        evaluates = until == "eval" and bool(run.recipe.eval.benchmarks)
+        make_cache(run, progress, executor, watch, evaluates=evaluates, until=last)
     if run.recipe.compositions and not ends_in_cache:
         make_students(run, progress, watch=watch, executor=executor)
-    if until == "eval":
+    if until == "eval" and (run.recipe.eval.benchmarks or run.recipe.harness.tasks):
         evaluate(run, progress, executor=executor, watch=watch)
 
 

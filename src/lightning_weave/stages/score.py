@@ -28,6 +28,7 @@ from lightning_weave.stages.alignment import Alignment, check_template, masked_a
 from lightning_weave.stages.engines import Engines, borrowed, gpus_of, note_engine
 from lightning_weave.stages.prompts import load_prompts, planned_prompts
 from lightning_weave.stages.work import LOCAL, ComputeShards, Executor, Job, ShardStats, set_up
+from lightning_weave.store import Stage
 from lightning_weave.types import Candidates, Prompt, Ragged, Rollouts, Scores
 
 LoadedModels = dict[Checkpoint, Any]  # each with the adapters that were attached to it
@@ -80,7 +81,13 @@ def score(
 
 @contextmanager
 def open_model(run: Run, side: Side, loaded: LoadedModels, engines: Engines) -> Iterator[ComputeShards]:
-    """Load one anchor model and drop the previous one; it is kept for further contexts and adapters."""
+    """Load one anchor model and drop the previous one; it is kept for further contexts and adapters.
+
+    The student with its own prompts is not loaded: the reference has its scores.
+    """
+    if run.is_student(side) and _reads_as_student(run, side):
+        yield partial(_copy_reference, run, run.stage("score", side))
+        return
     model = side.checkpoint.base or side.checkpoint
     for other in loaded.keys() - {model}:
         del loaded[other]
@@ -97,6 +104,30 @@ def open_model(run: Run, side: Side, loaded: LoadedModels, engines: Engines) -> 
             yield ShardStats(tokens, stage.write(shard, scores))
 
     yield compute_shards
+
+
+def _reads_as_student(run: Run, side: Side) -> bool:
+    """Whether a side reads every prompt as the student does."""
+    if not side.reads_own_prompts:
+        return True
+    own = own_prompts(run, side, load_prompts(run, side.context.columns))
+    return list(own.read) == list(own.given)
+
+
+def _copy_reference(run: Run, stage: Stage, shards: Sequence[int]) -> Iterator[ShardStats]:
+    """Take the student's own scores from the reference."""
+    for engine in run.stage("reference").engines():
+        stage.note_engine(engine)
+    for shard in shards:
+        rows = run.stage("rollout").open(Rollouts, shard).read()
+        found = run.stage("reference").open(Candidates, shard).read()
+        mapped = np.ones(found.logp.flat.shape, np.bool_)
+        if rows.decided is not None:
+            mapped &= rows.decided.flat[:, None]
+        logp = np.where(mapped, found.logp.flat, np.float32(0))
+        mass = np.where(mapped, np.exp(logp), 0).sum(axis=1, dtype=np.float32)
+        flat = [Ragged(values, found.logp.offsets) for values in (logp, mapped, mass)]
+        yield ShardStats(len(rows.response_ids.flat), stage.write(shard, Scores(found.trajectory_R, *flat)))
 
 
 @dataclass(frozen=True)
