@@ -101,7 +101,9 @@ class Run(runs.Run):
         self.cluster = cluster
         self.address = address
         self.typed: str | None = None  # what the log is to say, where a command called
-        self._named = _named(recipe, overrides)
+        files = [recipe] if isinstance(recipe, str | Path) else recipe
+        named = ["..."] if isinstance(files, Mapping | Recipe) else [*map(str, files)]
+        self._named = ", ".join([*named, str(list(overrides))] if overrides else named)  # the call, for the log
         self._targets: dict[str, TargetReader] = {}  # opened once, for loops over rows
 
     @classmethod
@@ -325,17 +327,14 @@ class Run(runs.Run):
         from lightning_weave.bench.samples import read_samples
         from lightning_weave.config import benchmark_folder
 
-        self._check("policy", policy, self.policies)
-        names = {benchmark_folder(name): name for name in self.recipe.eval.benchmarks}
-        if benchmark not in names.values():
-            self._check("benchmark", benchmark, list(names))
-        stage = self.stage("eval", policy, names.get(benchmark, benchmark))
+        folders = {benchmark_folder(name): name for name in self.recipe.eval.benchmarks}
+        if policy not in self.policies:
+            raise InputError(f"{policy!r}: no such policy; this recipe has {', '.join(self.policies)}")
+        if benchmark not in {*folders, *folders.values()}:
+            raise InputError(f"{benchmark!r}: no such benchmark; this recipe has {', '.join(folders)}")
+        stage = self.stage("eval", policy, folders.get(benchmark, benchmark))
         stage.require()
         return Records(map(asdict, read_samples(stage.folder / "samples.jsonl")))
-
-    def _check(self, what: str, name: str, names: Sequence[str]) -> None:
-        if name not in names:
-            raise InputError(f"{name!r}: no such {what}; this recipe has {', '.join(names)}")
 
     def executor(self) -> "Executor":
         """Where shards are computed and students trained: in this process, or on the nodes of a cluster."""
@@ -382,10 +381,3 @@ def _check_overrides(overrides: Sequence[str]) -> list[str]:
     if isinstance(overrides, str | Mapping):
         raise InputError(f'overrides: must be a list such as ["train.epochs=3"], got {overrides!r}')
     return list(overrides)
-
-
-def _named(recipe: Recipes, overrides: Sequence[str]) -> str:
-    """Describe the arguments of the call for the log."""
-    files = [recipe] if isinstance(recipe, str | Path) else recipe
-    first = "..." if isinstance(files, Mapping | Recipe) else ", ".join(map(str, files))
-    return f"{first}, {list(overrides)}" if overrides else first

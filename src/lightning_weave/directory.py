@@ -11,7 +11,7 @@ from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.progress import keep_log
 from lightning_weave.ranks import check_ranks
 from lightning_weave.run import DUMP, RESULTS, Run, explain_missing
-from lightning_weave.store import MANIFEST, Stage, differences, lock_run, read_json, read_manifest, write_atomic
+from lightning_weave.store import MANIFEST, lock_run, read_json, read_manifest, write_atomic
 from lightning_weave.store.files import HOLDER
 
 RECIPE = "recipe.toml"  # the resolved recipe of the last command that computed something
@@ -108,21 +108,6 @@ def known_policies(run: Run) -> list[str]:
         return True
 
     return [policy for policy in run.policies if is_known(policy)]
-
-
-def other_protocols(stage: Stage) -> list[tuple[Stage, str]]:
-    """List the complete evaluations of the same policy and benchmark by other protocols, and how they differ."""
-    inputs = {one.path: one.fingerprint for one in stage.inputs}
-    others = []
-    for other in stage.siblings():
-        changes = dict(differences(dict(stage.settings), dict(other.settings)))
-        if (other.manifest() or {}).get("inputs") == inputs and not changes.keys() & {"model", "benchmark"}:
-            parts = [
-                f"{key} = {what.rpartition(' -> ')[2]}" if "->" in what else f"{key} {what}"
-                for key, what in changes.items()
-            ]
-            others.append((other, ", ".join(parts) or "another format"))
-    return others
 
 
 def size_of(path: Path) -> int:

@@ -12,8 +12,8 @@ from typing import get_args
 from rich.console import Console
 
 from lightning_weave.checks.models import find_fault
-from lightning_weave.checks.resources import check_disk
-from lightning_weave.checks.sample import STOP, rollout_rows
+from lightning_weave.checks.pairs import STOP, rollout_rows
+from lightning_weave.checks.preflight import check_disk
 from lightning_weave.checks.watch import check_scores
 from lightning_weave.config import EngineStage, Recipe, check_recipe, slug
 from lightning_weave.errors import WeaveError

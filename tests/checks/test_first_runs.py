@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_weave.checks import resources as disk
+from lightning_weave.checks import preflight as disk
 from lightning_weave.checks.preflight import preflight
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.progress import Progress

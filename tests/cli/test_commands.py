@@ -62,6 +62,7 @@ MOVED = {
     "cost r.toml --json": "lweave status RECIPE --cost",
     "card r.toml --composition x": "--as student",
     "forget r.toml --policy x": "lweave clean RECIPE --policy",
+    "world build x": "scripts/build-world DIR",
 }
 
 

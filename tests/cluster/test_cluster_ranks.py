@@ -30,7 +30,7 @@ from lightning_weave.stages.pipeline import make_cache
 from lightning_weave.stages.run import make_students
 from lightning_weave.store import read_lines
 from lightning_weave.store.ledger import read_ledger
-from lightning_weave.train.checkpoint import POSITION
+from lightning_weave.train.schedule import POSITION
 from train import launch
 from train.cached import make_run
 

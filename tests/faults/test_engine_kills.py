@@ -36,7 +36,7 @@ for line in sys.stdin:
             states.extend((ids[place] * 7 + place * 3 + d) % 11 / 11 for place in places for d in range(width))
         with open(job["file"], "wb") as file:
             states.tofile(file)
-        print(json.dumps({"count": len(states) // width}), flush=True)
+        print(json.dumps({"count": len(states) // width, "dtype": "float32"}), flush=True)
     elif "rows" in job:
         print(json.dumps({"logprobs": [[0.0] * (len(ids) - 1) for ids in job["rows"]]}), flush=True)
     else:

@@ -75,16 +75,16 @@ def test_the_default_chunk_follows_a_budget_of_bytes():
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One tile, products of bfloat16 summed in float32: the operation that a CPU lacks is made of two that it has."""
-    real_mm = torch.mm
+    real_addmm = torch.addmm
 
-    def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        if out_dtype is None:
-            return real_mm(a, b, out=out)
+    def addmm(
+        sum_MN: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, beta: int, alpha: float, out: Tensor
+    ) -> Tensor:
         assert a.dtype == b.dtype == torch.bfloat16
-        return real_mm(a.to(out_dtype), b.to(out_dtype), out=out)
+        assert out is sum_MN
+        return real_addmm(sum_MN, a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha, out=out)
 
-    monkeypatch.setattr(torch, "mm", mm)
-    monkeypatch.setattr(tiles, "PRODUCT_BYTES", 4 * D * (V // 3))  # a sum is made in four parts
+    monkeypatch.setattr(torch, "addmm", addmm)
     monkeypatch.setattr(tiles, "tile_width", lambda vocabulary, device: vocabulary)
     for module in (scoring, fused):
         monkeypatch.setattr(module, "product_dtype", lambda hidden_ND: torch.bfloat16)

@@ -85,7 +85,6 @@ def varlen_on_cpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwarg
 def varlen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let the CPU in any dtype have torch's kernel for packed rows; every call of it is noted."""
     calls: list[str] = []
-    monkeypatch.setattr(packing, "HAS_VARLEN", True)
     monkeypatch.setattr(packing, "VARLEN_DTYPES", (torch.float32, torch.float64))
     monkeypatch.setattr(packing, "has_flash_attention", lambda device: True)
     monkeypatch.setattr(
@@ -95,7 +94,9 @@ def varlen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "olmo3", "phi3"])
-def test_one_kernel_over_all_rows_is_the_loop_over_rows(architecture: str, varlen: list[str]) -> None:
+def test_one_kernel_over_all_rows_is_the_loop_over_rows(
+    architecture: str, varlen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """States and gradients, to 1e-5; in float64, since float32 adds up gradients of 43 tokens in another order."""
     found = []
     for one_kernel in (True, False):
@@ -103,7 +104,7 @@ def test_one_kernel_over_all_rows_is_the_loop_over_rows(architecture: str, varle
         use_efficient_attention(model)
         assert enable_packing(model, VOCABULARY)
         varlen.clear()
-        packing.HAS_VARLEN = one_kernel
+        monkeypatch.setattr(packing, "has_flash_attention", lambda device, one_kernel=one_kernel: one_kernel)
         hidden_TD = packed_states(model, IDS_T, packed_positions(LENGTHS), LENGTHS)
         assert len(varlen) == (3 if one_kernel else 0)  # one per layer
         hidden_TD.square().sum().backward()

@@ -1,6 +1,8 @@
 """Scoring through vLLM: its hidden states and our head give what transformers gives."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,14 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config, Qwen3M
 
 import tiny
 from lightning_weave.errors import InputError
-from lightning_weave.heads import find_head
+from lightning_weave.heads import find_head, hidden_states
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.scorer import Scorer, ScoreRow
+from lightning_weave.models.scorer import Context, Scorer, ScoreRow
 from lightning_weave.models.vllm import VLLMBody, load_head
 from lightning_weave.stages.engines import check_version
 
 CPU = torch.device("cpu")
+STAND_IN = Path(__file__).parents[1] / "stand_in"
 SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -113,6 +116,37 @@ def test_an_engine_scores_as_transformers_does(
     for theirs, expected in zip(scores, ours.score(asked), strict=True):
         for array, right in zip(theirs, expected, strict=True):
             np.testing.assert_allclose(array, right, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("engine", "stored", "wide", "expected"),
+    [
+        ("bfloat16", "bfloat16", False, torch.bfloat16),
+        ("float16", "float16", False, torch.float16),
+        ("float32", "float32", False, torch.float32),
+        ("bfloat16", "float32", False, torch.float32),  # the matrix is not rounded to the dtype of the states
+        ("bfloat16", "bfloat16", True, torch.float32),  # nor are states that the engine has wider
+    ],
+)
+def test_states_arrive_in_the_dtype_that_the_engine_computed_in(
+    engine: str, stored: str, wide: bool, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And as they were: the engine hands them out in float32, and the file has them in 16 bits without a loss."""
+    checkpoint = save(tmp_path / "model", "tied")
+    model = checkpoint.load(torch.float32, CPU).to(getattr(torch, stored))
+    model.save_pretrained(tmp_path / "model")
+    said = {"PYTHONPATH": os.pathsep.join([str(STAND_IN), *filter(None, sys.path)]), "STAND_IN_COMPUTES": "1"}
+    for name, value in {**said, "STAND_IN_RECORDS": str(tmp_path), **({"STAND_IN_WIDE": "1"} if wide else {})}.items():
+        monkeypatch.setenv(name, value)
+    body = VLLMBody(Checkpoint(checkpoint.name), CPU, dtype=engine)
+    ids, positions = torch.arange(9), torch.tensor([2, 5, 8])
+    try:
+        found_ND = body.hidden([Context(0, "a row", ids, positions, 9), Context(1, "a row", ids[:4], positions[:1], 4)])
+    finally:
+        body.close()
+    assert found_ND.dtype == expected
+    states_TD = hidden_states(model.to(getattr(torch, engine)), ids[None])[0].float() + (1e-6 if wide else 0)
+    assert torch.equal(found_ND.float(), states_TD[[2, 5, 8, 2]])
 
 
 INT8 = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_weave.config import Prompts
 from lightning_weave.prompts.build import PromptReport, duplicate_key, read_questions, take_by_seed
 from lightning_weave.prompts.decontaminate import Overlap, normalise, words
-from lightning_weave.prompts.questions import Question
+from lightning_weave.prompts.sources import Question
 from lightning_weave.store.tables import BadRow
 
 

@@ -29,7 +29,7 @@ from lightning_weave.maths import aes
 from lightning_weave.progress import Progress
 from lightning_weave.report import cases, report
 from lightning_weave.report.loom import TRAJECTORIES, draw_rows, loom_data, score_student
-from lightning_weave.report.setup import hyperparameters
+from lightning_weave.report.page import hyperparameters
 from lightning_weave.report.survey import Vocabulary, survey_cache
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_scored

@@ -15,9 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import tiny
+from lightning_weave import devices as memory
 from lightning_weave.bench.definitions import load_eval_benchmark
 from lightning_weave.errors import InputError, Mismatch
-from lightning_weave.models import modules as memory
+from lightning_weave.models import checkpoint
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.worker_process import WorkerProcess
 from lightning_weave.progress import Progress
@@ -160,7 +161,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     def empty_pool() -> None:
         in_pool[:] = [model for model in in_pool if model() is not None]
 
-    monkeypatch.setattr(memory, "explain_out_of_memory", make_room)
+    monkeypatch.setattr(checkpoint, "explain_out_of_memory", make_room)
     monkeypatch.setattr(Checkpoint, "load", watched)
     monkeypatch.setattr(memory, "empty_pool", empty_pool)
     return models

@@ -21,7 +21,7 @@ from lightning_weave.ranks import set_rank_env
 from lightning_weave.run import Run
 from lightning_weave.stages.work import RankWork, set_threads
 from lightning_weave.store import MANIFEST
-from lightning_weave.train.checkpoint import POSITION
+from lightning_weave.train.schedule import POSITION
 
 MOST_DEATHS = 3  # one after another, without a new checkpoint or shard
 NODE_PATIENCE = 60.0  # seconds for a lost node to come back, before training resumes with fewer ranks

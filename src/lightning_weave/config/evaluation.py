@@ -23,6 +23,7 @@ from lightning_weave.config.fields import (
     Threshold,
     benchmark_folder,
     is_own_function,
+    is_pattern,
     slug,
     unlisted,
 )
@@ -49,13 +50,9 @@ class Grading:
         if is_own_function(text):
             return cls("python", function=text)
         if kind == "regex":
-            try:
-                re.compile(rest)
-            except re.error as error:
-                raise ValueError(f"{rest!r} is not a regular expression ({error})") from None
             if not rest:
                 raise ValueError('regex needs a pattern, such as "regex:Answer: (.*)"')
-            return cls("regex", pattern=rest)
+            return cls("regex", pattern=is_pattern(rest))
         if kind == "numeric" and colon:
             if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", rest):
                 raise ValueError('numeric takes a tolerance, such as "numeric:0.01"')

@@ -18,6 +18,7 @@ from lightning_weave.heads.tiles import (
     Logits,
     Scan,
     add_product,
+    cast_once,
     check_ids,
     maths_dtype,
     normalize_scores,
@@ -142,12 +143,13 @@ class _OnePass(torch.autograd.Function):
         sums = _Gradients.allocate(hidden_ND, weight_VD, task.head.vocabulary, task.wanted)
         loss = hidden_ND.new_zeros((), dtype=maths_dtype(hidden_ND))
         multiply_in = product_dtype(hidden_ND)
+        head = cast_once(task.head, multiply_in)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            first = Logits.from_hidden(hidden_ND[: task.rows], task.head, multiply_in)
+            first = Logits.from_hidden(hidden_ND[: task.rows], head, multiply_in)
             memory = first.allocate(keep=sums.need_tiles(first))
             for start in range(0, len(hidden_ND), task.rows):
                 part = slice(start, start + task.rows)
-                logits = Logits.from_hidden(hidden_ND[part], task.head, multiply_in)
+                logits = Logits.from_hidden(hidden_ND[part], head, multiply_in)
                 scanned = scan(logits, task.ids_NC[part], memory, sums.pull(logits, part))
                 log_pi_NO, pi_NO = normalize_scores(torch.cat([scanned.candidates_NC, scanned.other_N1], dim=1))
                 floored_NO = with_other(log_pi_NO[:, :-1], log_pi_NO[:, -1])
@@ -253,7 +255,10 @@ class _Gradients:
     def _add_dense(
         self, part: slice, hidden_ND: Tensor, scanned: Scan, of_candidates_NC: Tensor, share_N1: Tensor
     ) -> None:
-        tile_NV = scanned.tiles[0].mul_(share_N1).scatter_(1, scanned.ids_NC, of_candidates_NC).to(hidden_ND.dtype)
+        scores_NV, dtype = scanned.tiles[0], hidden_ND.dtype
+        into = scores_NV if scores_NV.dtype == dtype else torch.empty_like(scores_NV, dtype=dtype)
+        tile_NV = torch.mul(scores_NV, share_N1, out=into)  # rounded as it is written
+        tile_NV.scatter_(1, scanned.ids_NC, of_candidates_NC.to(dtype))
         if self.hidden_ND is not None:
             add_product(self.hidden_ND[part], tile_NV, scanned.logits.weight(0), fresh=True)
         if self.weight_VD is not None:

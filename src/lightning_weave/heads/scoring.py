@@ -11,6 +11,7 @@ from lightning_weave.heads.head import Head
 from lightning_weave.heads.tiles import (
     LN2,
     Logits,
+    cast_once,
     check_ids,
     normalize_scores,
     product_dtype,
@@ -35,6 +36,7 @@ def candidate_logprobs(
     candidate_ids_NC = check_ids(candidate_ids_NC, head.vocabulary)
     rows = chunk or rows_within_cache(head.vocabulary, hidden_ND.device)
     dtype = product_dtype(hidden_ND)
+    head = cast_once(head, dtype)
     buffers = Logits.from_hidden(hidden_ND[:rows], head, dtype).allocate(keep=False)
     parts = []
     with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -75,6 +77,7 @@ def top_candidates(
     device = hidden_ND.device
     rows = chunk or min(rows_within_cache(head.vocabulary, device), rows_within_budget(head.vocabulary, device))
     dtype = product_dtype(hidden_ND)
+    head = cast_once(head, dtype)
     buffers = _Buffers.allocate(Logits.from_hidden(hidden_ND[:rows], head, dtype))
     with torch.autocast(device.type, enabled=False):
         chunks = zip(hidden_ND.split(rows), sampled_ids_N.split(rows), strict=True)

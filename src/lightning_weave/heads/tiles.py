@@ -23,7 +23,6 @@ TILE_WIDTH = 1024
 TILE_BYTES = 2 * 2**20  # about one core's share of the cache
 CHUNK_BYTES = 128 * 2**20  # logits of one chunk; with less, reading the matrix dominates
 CHUNK_BYTES_GPU = 512 * 2**20  # small products waste a GPU
-PRODUCT_BYTES = 128 * 2**20  # of a product that is added to a sum in another precision
 
 
 def rows_within_budget(vocabulary: int, device: torch.device) -> int:
@@ -69,16 +68,20 @@ def check_ids(ids: Tensor, vocabulary: int) -> Tensor:
     return ids.long()
 
 
-def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, fresh: bool) -> None:
-    """Add a matrix product to `sum_MN`, or overwrite it if `fresh`, in the precision of `sum_MN`."""
+def cast_once(head: Head, dtype: torch.dtype) -> Head:
+    """Cast the matrix for all chunks if a tile is all of it; a smaller tile is cast while it is in cache."""
+    weight_VD = head.weight_VD[: head.vocabulary]
+    whole = tile_width(head.vocabulary, weight_VD.device) >= head.vocabulary
+    return replace(head, weight_VD=weight_VD.to(dtype)) if whole else head
+
+
+def add_product(sum_MN: Tensor, a_MK: Tensor, b_KN: Tensor, fresh: bool, factor: float = 1.0) -> None:
+    """Add a matrix product to `sum_MN`, or overwrite it if `fresh`, in one kernel and in the precision of `sum_MN`."""
+    beta = 0 if fresh else 1
     if a_MK.dtype == sum_MN.dtype:
-        sum_MN.addmm_(a_MK, b_KN, beta=0 if fresh else 1)
-    elif fresh:
-        torch.mm(a_MK, b_KN, out_dtype=sum_MN.dtype, out=sum_MN)
-    else:  # a whole product would be as large as the gradient of the matrix, and torch adds none in place before 2.10
-        rows = max(1, PRODUCT_BYTES // (sum_MN.element_size() * sum_MN.shape[1]))
-        for sum_RN, a_RK in zip(sum_MN.split(rows), a_MK.split(rows), strict=True):
-            sum_RN += torch.mm(a_RK, b_KN, out_dtype=sum_MN.dtype)
+        sum_MN.addmm_(a_MK, b_KN, beta=beta, alpha=factor)
+    else:
+        torch.addmm(sum_MN, a_MK, b_KN, out_dtype=sum_MN.dtype, beta=beta, alpha=factor, out=sum_MN)
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,7 @@ class Logits:
         if weight_DW.dtype == out_NW.dtype:
             torch.mm(self.hidden_ND, weight_DW, out=out_NW)
         else:
-            torch.mm(self.hidden_ND, weight_DW, out_dtype=out_NW.dtype, out=out_NW)
-            out_NW.mul_(self.factor)
+            add_product(out_NW, self.hidden_ND, weight_DW, fresh=True, factor=self.factor)
         if self.head.bias_V is not None:
             bias_W = self.head.bias_V[start : start + out_NW.shape[1]].to(out_NW.dtype)
             out_NW.add_(bias_W, alpha=self.inner)

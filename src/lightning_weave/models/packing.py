@@ -10,7 +10,7 @@ Where a model's rotary embedding depends on the length (longrope), each row's ow
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -30,13 +31,6 @@ from lightning_weave.devices import has_flash_attention, supports_async_copy
 from lightning_weave.errors import InputError
 from lightning_weave.heads import hidden_states
 
-varlen_attn: Any = None
-with suppress(ImportError):  # torch 2.9
-    from torch.nn.attention import varlen
-
-    varlen_attn = varlen.varlen_attn
-# Grouped queries since torch 2.12.
-HAS_VARLEN = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 EFFICIENT = "sdpa_efficient"
 PACKED = "packed"
@@ -76,7 +70,7 @@ def packed_states(
     """
     device = input_ids_T.device
     offsets = None
-    if HAS_VARLEN and has_flash_attention(device):
+    if has_flash_attention(device):
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         offsets = (offsets.pin_memory() if supports_async_copy(device) else offsets).to(device, non_blocking=True)
     with separate_rows(lengths, whole, packed=True, offsets=offsets):
@@ -165,9 +159,7 @@ def _attend_packed(
         return attend_efficiently(module, query, key, value, attention_mask, **kwargs)
     window = attention_mask.window
     if (
-        not HAS_VARLEN
-        or attention_mask.offsets is None
-        or not has_flash_attention(query.device)
+        attention_mask.offsets is None
         or query.dtype not in VARLEN_DTYPES
         or not query.shape[-1] == value.shape[-1] <= 256
         or kwargs.get("dropout")
@@ -176,8 +168,11 @@ def _attend_packed(
     ):
         return _attend_row_by_row(module, query, key, value, attention_mask, **kwargs)
     longest, offsets = attention_mask.longest, attention_mask.offsets
-    output = varlen_attn(
-        *(heads[0].transpose(0, 1) for heads in (query, key, value)),  # (1, H, T, D) -> (T, H, D)
+    q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))  # (1, H, T, D) -> (T, H, D)
+    output: Any = varlen_attn(  # a tensor, as no auxiliary output is asked for
+        q,
+        k,
+        v,
         offsets,
         offsets,
         longest,

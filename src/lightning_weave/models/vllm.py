@@ -173,26 +173,40 @@ class VLLMBody:
         self._folder = tempfile.TemporaryDirectory(prefix="lweave-hidden-")
 
     def hidden(self, batch: list[Context]) -> Tensor:
-        """Compute the hidden states of the needed positions (N, D), row after row."""
+        """Compute the hidden states of the needed positions (N, D), row after row, in the engine's dtype if narrow.
+
+        With a wider output matrix they are made as wide: the head computes in what it is given.
+        """
+        states_ND = (self._from_engine(batch) if self.url is None else self._from_server(self.url, batch)).to(
+            self.device
+        )
+        return states_ND.to(torch.promote_types(states_ND.dtype, self.head.weight_VD.dtype))
+
+    def _from_engine(self, batch: list[Context]) -> Tensor:
+        file = Path(self._folder.name) / "hidden"
         rows = [context.ids.tolist() for context in batch]
-        if self.url is None:
-            file = Path(self._folder.name) / "hidden.float32"
-            positions = [context.positions_T.tolist() for context in batch]
-            count = self._engine.ask({"rows": rows, "positions": positions, "file": str(file)})["count"]
-            return torch.from_numpy(np.fromfile(file, np.float32).reshape(count, -1)).to(self.device)
+        positions = [context.positions_T.tolist() for context in batch]
+        answer = self._engine.ask({"rows": rows, "positions": positions, "file": str(file)})
+        states = torch.from_numpy(np.fromfile(file, np.uint8)).view(getattr(torch, answer["dtype"]))
+        return states.view(answer["count"], -1)
+
+    def _from_server(self, url: str, batch: list[Context]) -> Tensor:
         query = {"task": "token_embed", "use_activation": False, "encoding_format": "base64", "embed_dtype": "float32"}
-        answer = _ask_server(self.url, "/pooling", {"model": self.served_name, "input": rows, **query})
+        rows = [context.ids.tolist() for context in batch]
+        answer = _ask_server(url, "/pooling", {"model": self.served_name, "input": rows, **query})
         width = self.head.weight_VD.shape[1]
         states = []
         for context, entry in zip(batch, sorted(answer["data"], key=lambda entry: entry["index"]), strict=True):
             numbers = np.frombuffer(base64.b64decode(entry["data"]), np.float32)
             if len(numbers) != len(context.ids) * width:
                 raise InputError(
-                    f"{self.url} returned {len(numbers)} numbers for {len(context.ids)} tokens, not one vector of "
+                    f"{url} returned {len(numbers)} numbers for {len(context.ids)} tokens, not one vector of "
                     f"{width} for each. Start it with {SERVER_COMMAND} and the checkpoint {self.name}"
                 )
             states.append(numbers.reshape(len(context.ids), -1)[context.positions_T.numpy()])
-        return torch.from_numpy(np.concatenate(states)).to(self.device)
+        wide_ND = torch.from_numpy(np.concatenate(states))
+        narrow_ND = wide_ND.bfloat16()
+        return narrow_ND if torch.equal(narrow_ND.float(), wide_ND) else wide_ND
 
     def close(self) -> None:
         """Stop the engine; a server keeps running."""

@@ -42,12 +42,28 @@ def main() -> None:
         raise
     send(answers, {"limit": engine.llm_engine.model_config.max_model_len})
     sampling = Sampling(engine, range(settings.get("vocabulary", size), size))
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in questions:
+            lines.put(line)
+        lines.put("")  # the end of the input
+
+    threading.Thread(target=listen, daemon=True).start()
+    job = None
     try:
-        for job in arriving(questions, sampling):
+        while True:
+            if job is None and not (sampling.left and lines.empty()):
+                line = lines.get()
+                if not line:
+                    return
+                job = json.loads(line)
             if job is not None and "prompts" in job:
                 sampling.add(job)
-            elif job is not None:
+                job = None
+            elif job is not None and not sampling.left:
                 send(answers, do_alone(engine, job))
+                job = None
             for entry in sampling.step():
                 send(answers, entry)
     except Exception as error:
@@ -97,30 +113,6 @@ def start(settings: dict[str, Any]) -> tuple[Any, int]:
         **options,
     )
     return engine, engine.llm_engine.model_config.get_vocab_size()
-
-
-def arriving(questions: TextIO, sampling: "Sampling") -> "Iterator[dict[str, Any] | None]":
-    """Yield jobs when they can start, and None in between while the engine is sampling."""
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def listen() -> None:
-        for line in questions:
-            lines.put(line)
-        lines.put("")  # the end of the input
-
-    threading.Thread(target=listen, daemon=True).start()
-    job = None
-    while True:
-        if job is None and not (sampling.left and lines.empty()):
-            line = lines.get()
-            if not line:
-                return
-            job = json.loads(line)
-        if job is None or ("prompts" not in job and sampling.left):
-            yield None
-        else:
-            yield job
-            job = None
 
 
 class Sampling:
@@ -192,17 +184,18 @@ def lora_request(job: dict[str, Any]) -> Any:
 def do_alone(engine: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Do a job that runs alone: hidden states, log-probabilities of given rows, other weights, or sleep."""
     vllm = importlib.import_module("vllm")
-    if "positions" in job:  # write the hidden states of these positions of every row to a file, as float32
-        numpy = importlib.import_module("numpy")
+    if "positions" in job:  # write the hidden states of these positions of every row to a file
+        torch = importlib.import_module("torch")
         params = vllm.PoolingParams(use_activation=False)  # neither normalised nor squashed
         prompts = [{"prompt_token_ids": ids} for ids in job["rows"]]
         outputs = engine.encode(prompts, params, pooling_task="token_embed", use_tqdm=False)
-        states = [
-            output.outputs.data[positions].float().cpu().numpy()
-            for output, positions in zip(outputs, job["positions"])  # noqa: B905 (Python 3.9)
-        ]
-        numpy.concatenate(states).tofile(job["file"])
-        return {"count": sum(map(len, states))}
+        pairs = zip(outputs, job["positions"])  # noqa: B905 (Python 3.9)
+        wide = torch.cat([output.outputs.data[positions].float().cpu() for output, positions in pairs])
+        # The engine converts what it computed to float32. Converting it back loses nothing, and halves the file.
+        states = wide.to(engine.llm_engine.model_config.dtype)
+        states = states if torch.equal(states.float(), wide) else wide
+        states.view(torch.uint8).numpy().tofile(job["file"])
+        return {"count": len(states), "dtype": str(states.dtype).removeprefix("torch.")}
     if "rows" in job:  # the log-probability of every token of a row but the first
         params = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
         lora = lora_request(job)

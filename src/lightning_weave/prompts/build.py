@@ -12,9 +12,8 @@ from lightning_weave.config import Prompts
 from lightning_weave.config.fields import named_columns
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.prompts.decontaminate import Overlap, Screen, normalise
-from lightning_weave.prompts.questions import ColumnNames, Question, columns_line, read_question
 from lightning_weave.prompts.render import encode, form_of, format_messages, knows_thinking, render, unmark
-from lightning_weave.prompts.sources import read_rows
+from lightning_weave.prompts.sources import ColumnNames, Question, columns_line, read_question, read_rows
 from lightning_weave.store.tables import BadRow, Row
 from lightning_weave.types import Prompt, PromptForm
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.reader import Cache
-from lightning_weave.checks.rules import rule_effects
+from lightning_weave.checks.shifts import rule_effects
 from lightning_weave.maths import RESIDUAL_FLOOR
 from lightning_weave.models.scorer import Scorer, ScoreRow
 from lightning_weave.progress import Progress
@@ -172,7 +172,7 @@ def pack(threads: Sequence[Thread], anchors: Sequence[str], vocabulary: Vocabula
         "anchors": list(anchors),
         "floor": RESIDUAL_FLOOR,
         "candidates": ids_PC.shape[1],
-        "texts": [vocabulary.text(int(id)) for id in ids],
+        "texts": [vocabulary.spelling.text(int(id)) for id in ids],
         "threads": [
             {"name": thread.name, "prompt": thread.prompt, "tokens": thread.tokens, "finish": thread.finish,
              "shown": len(thread.block.sampled_P)}

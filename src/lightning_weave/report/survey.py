@@ -6,6 +6,7 @@ A *pull* is a shift minus its mean under the behaviour policy, r(a) - E_b[r]: it
 lowers the token's probability to first order, whatever constant the shift includes (corollary permutation-scale).
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pandas import DataFrame
-from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_weave.cache.block import Block
@@ -42,15 +42,11 @@ class Vocabulary:
     def from_tokenizer(cls, tokenizer: Any, stop_ids: Iterable[int]) -> "Vocabulary":
         return cls(Spelling.from_tokenizer(tokenizer), frozenset(stop_ids))
 
-    def text(self, id: int) -> str:
-        """The token's text, invalid UTF-8 escaped."""
-        return self.spelling.text(id)
-
     def kind(self, id: int) -> TokenKind:
         """Classify a token."""
         if id in self.stop_ids:
             return "end of sequence"
-        bare = self.text(id).strip()
+        bare = self.spelling.text(id).strip()
         if bare == "</think>":
             return "end of thinking"
         if self.spelling.origins.get(id) == Origin.CONTROL:
@@ -62,12 +58,32 @@ class Vocabulary:
         return "digits" if any(char.isdigit() for char in bare) else "punctuation"
 
 
+TOKENS = ("sampled", "top")  # on which two anchors are compared
+CHUNK = 16_384  # decisions held as tensors at once
+SMALLEST_PUSH = 0.05  # tokens per 1,000 decisions
+KEPT = "kept"
+PARTLY_KEPT = "kept, some candidates without a shift"
+NO_END_OF_TURN = "masked: no matching end of turn"
+NOT_ONE_TOKEN = "masked: a candidate is not a single token"
+BY_RULE = "masked: by a rule of the anchor"
+UNTRAINED = "masked: untrained in the pre-anchor"
+NOT_WRITTEN = "masked: not written by the student"
+UNREAD = {  # where no candidate is mapped: because it is not read there, or else for its candidates
+    Unread.TOO_LONG: "masked: beyond the anchor's context",
+    Unread.NOT_SPELT: "masked: after a token that the anchor cannot spell",
+    Unread.NO_COLUMN: "masked: a column of the context is missing",
+    Unread.UNKNOWN: "masked: no candidate is a token, or not readable",
+}
+TOO_LONG, *OTHERS = UNREAD.values()
+REASONS = (KEPT, PARTLY_KEPT, NO_END_OF_TURN, NOT_ONE_TOKEN, TOO_LONG, BY_RULE, UNTRAINED, *OTHERS, NOT_WRITTEN)
+
+
 @dataclass(frozen=True)
 class Reading:
     """How both sides of one anchor read the trajectories of a run; empty if their tokenizers are not available."""
 
     sides: tuple[Alignment, ...] = ()  # none: its models are gone
-    untrained: NDArray[np.int64] | None = None  # tokens of the student that stand for an untrained one of pre
+    untrained: Sequence[int] = ()  # tokens of the student that stand for an untrained one of pre
 
     @classmethod
     def from_run(cls, run: Run, anchor: str) -> "Reading":
@@ -76,77 +92,35 @@ class Reading:
             sides = tuple(open_alignment(run, anchor, role, cached=True) for role in ROLES)
         except InputError:
             return cls()
-        masked = [id for side in sides for id in side.masked_ids]
+        untrained: list[int] = []
         ids_V = torch.arange(run.student.vocabulary)
-        untrained = [
-            ids_V[mapped_V & torch.isin(anchor_ids, torch.tensor([*side.masked_ids]))]
-            for side in sides
-            for anchor_ids, mapped_V in [side.tokens.candidate_map(ids_V)]
-        ]
-        return cls(sides, torch.cat(untrained).numpy() if masked else None)
+        for side in sides:
+            anchor_ids, mapped_V = side.tokens.candidate_map(ids_V)
+            untrained += ids_V[mapped_V & torch.isin(anchor_ids, torch.tensor([*side.masked_ids]))].tolist()
+        return cls(sides, untrained)
 
-    def unread(self, block: Block, asked_P: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Why neither side, or only one, can read that far: for every position of rows with an asked one."""
-        found_P = np.full(len(asked_P), Unread.UNKNOWN if not self.sides else Unread.READ, np.int64)
-        rollouts = block.rollouts
-        offsets = rollouts.response_ids.offsets.tolist()
-        for row in range(len(block)):
-            places = slice(offsets[row], offsets[row + 1])
-            if self.sides and asked_P[places].any():
-                trajectory = (int(rollouts.prompt_R[row]), rollouts.prompt_ids[row], rollouts.response_ids[row])
-                found_P[places] = np.max([side.unread(*trajectory) for side in self.sides], axis=0)
-        return found_P
-
-    def why_masked(self, block: Block, anchor: int, stops: Collection[int]) -> NDArray[np.int64]:
-        """Give each position of a block an index into REASONS, for the anchor of this number in the block."""
+    def why_masked(self, block: Block, anchor: int, stops: Collection[int]) -> NDArray[np.str_]:
+        """Give each position of a block one of REASONS, for the anchor of this number in the block."""
         ids_PC = block.candidates.ids.flat
         mapped_PC, valid_P = block.mapped_KPC[anchor], block.valid_KP[anchor]
-        untrained_PC = np.isin(ids_PC, [] if self.untrained is None else self.untrained)
-        unread_P = self.unread(block, ~mapped_PC.any(axis=1))
-        masked_P = np.where((mapped_PC | np.isin(ids_PC, list(stops))).all(axis=1), NO_END_OF_TURN, NOT_ONE_TOKEN)
-        masked_P = np.where((mapped_PC | untrained_PC).all(axis=1), UNTRAINED, masked_P)
-        for unread, reason in UNREAD.items():
-            masked_P = np.where(~mapped_PC.any(axis=1) & (unread_P == unread), reason, masked_P)
-        masked_P = np.where(mapped_PC.all(axis=1), BY_RULE, masked_P)
-        masked_P = np.where(block.decided_P, masked_P, NOT_WRITTEN)
-        return np.where(valid_P, np.where(mapped_PC.all(axis=1), KEPT, PARTLY_KEPT), masked_P)
-
-
-TOKENS = ("sampled", "top")  # on which two anchors are compared
-CHUNK = 16_384  # decisions held as tensors at once
-SMALLEST_PUSH = 0.05  # tokens per 1,000 decisions
-REASONS = (
-    "kept",
-    "kept, some candidates without a shift",
-    "masked: no matching end of turn",
-    "masked: a candidate is not a single token",
-    "masked: beyond the anchor's context",
-    "masked: by a rule of the anchor",
-    "masked: untrained in the pre-anchor",
-    "masked: after a token that the anchor cannot spell",
-    "masked: a column of the context is missing",
-    "masked: no candidate is a token, or not readable",
-    "masked: not written by the student",
-)
-(
-    KEPT,
-    PARTLY_KEPT,
-    NO_END_OF_TURN,
-    NOT_ONE_TOKEN,
-    OUT_OF_CONTEXT,
-    BY_RULE,
-    UNTRAINED,
-    NOT_SPELT,
-    NO_COLUMN,
-    UNKNOWN,
-    NOT_WRITTEN,
-) = range(len(REASONS))
-UNREAD = {  # where no candidate is mapped: because it is not read there, or else for its candidates
-    Unread.TOO_LONG: OUT_OF_CONTEXT,
-    Unread.NOT_SPELT: NOT_SPELT,
-    Unread.NO_COLUMN: NO_COLUMN,
-    Unread.UNKNOWN: UNKNOWN,
-}
+        whole_P, none_P = mapped_PC.all(axis=1), ~mapped_PC.any(axis=1)
+        # Why neither side, or only one, can read that far: asked of rows with a position that has no candidate.
+        unread_P = np.full(len(none_P), Unread.READ if self.sides else Unread.UNKNOWN, np.int64)
+        rollouts = block.rollouts
+        for row, places in enumerate(map(slice, rollouts.response_ids.offsets, rollouts.response_ids.offsets[1:])):
+            if self.sides and none_P[places].any():
+                trajectory = (int(rollouts.prompt_R[row]), rollouts.prompt_ids[row], rollouts.response_ids[row])
+                unread_P[places] = np.max([side.unread(*trajectory) for side in self.sides], axis=0)
+        reasons = {
+            KEPT: valid_P & whole_P,
+            PARTLY_KEPT: valid_P,
+            NOT_WRITTEN: ~block.decided_P,
+            BY_RULE: whole_P,
+            **{reason: none_P & (unread_P == unread) for unread, reason in UNREAD.items()},
+            UNTRAINED: (mapped_PC | np.isin(ids_PC, list(self.untrained))).all(axis=1),
+            NO_END_OF_TURN: (mapped_PC | np.isin(ids_PC, list(stops))).all(axis=1),
+        }
+        return np.select(list(reasons.values()), list(reasons), NOT_ONE_TOKEN)  # the first that is true
 
 
 @dataclass
@@ -190,7 +164,7 @@ class Survey:
         self._kind_V = np.array([KINDS.index(vocabulary.kind(id)) for id in range(size)], dtype=np.int64)
         self._stops = np.array(sorted(vocabulary.stop_ids), dtype=np.int64)
         self.decisions = 0
-        self.reasons_KR = np.zeros((len(self.anchors), len(REASONS)), np.int64)
+        self.reasons: list[Counter[str]] = [Counter() for _ in self.anchors]
         self.kept = dict.fromkeys(self.compositions, 0)
         self.push_KV = np.zeros((len(self.anchors), size))
         self.size_KJ = np.zeros((len(self.anchors), len(KINDS)))  # summed |pull| on the sampled token, by kind
@@ -205,6 +179,7 @@ class Survey:
 
     def _add_chunk(self, chunk: Block) -> None:
         self.decisions += int(chunk.decided_P.sum())
+        ids_PC, kind_P = chunk.candidates.ids.flat, self._kind_V[chunk.sampled_P]
         valid_KP = torch.from_numpy(chunk.valid_KP)
         for name, weights in self.compositions.items():
             _, kept_P = compose_shifts(torch.zeros(*valid_KP.shape, 1), valid_KP, weights)
@@ -216,51 +191,33 @@ class Survey:
         r_KPC = torch.tensor(np.where(chunk.valid_KP[..., None], chunk.r_KPC, 0.0)).double()
         r_KPO = pad(r_KPC, (0, 1))  # `other` has shift 0
         pull_KPO = r_KPO - (b_PO * r_KPO).sum(dim=-1, keepdim=True)
-        for anchor in range(len(self.anchors)):
-            self._add_anchor(anchor, chunk, b_PO, pull_KPO[anchor])
+        # The pull on the sampled token, or on `other` if it is not a candidate, and on the most likely candidate.
+        is_sampled_PC = torch.from_numpy(ids_PC == chunk.sampled_P[:, None])
+        sampled_P = torch.where(is_sampled_PC.any(dim=1), is_sampled_PC.int().argmax(dim=1), ids_PC.shape[1])
+        places_2P = torch.stack([sampled_P, log_b_PO[:, :-1].argmax(dim=-1)])
+        pull_2KP = pull_KPO[:, torch.arange(len(kind_P)), places_2P].transpose(0, 1)
+
+        for k, (anchor, valid_P) in enumerate(zip(self.anchors, chunk.valid_KP, strict=True)):
+            reasons_P = self.readings.get(anchor, Reading()).why_masked(chunk, k, self._stops)
+            self.reasons[k].update(reasons_P[chunk.decided_P].tolist())
+            # b(a) (r(a) - E_b[r]): the change in the expected count of each token, per unit of weight / alpha.
+            moved_PC = (b_PO * pull_KPO[k])[:, :-1].numpy()
+            np.add.at(self.push_KV[k], ids_PC[valid_P].reshape(-1), moved_PC[valid_P].reshape(-1))
+            np.add.at(self.size_KJ[k], kind_P[valid_P], pull_2KP[0, k].abs().numpy()[valid_P])
+            np.add.at(self.count_KJ[k], kind_P[valid_P], 1)
+
         for names, sums in self.pairs.items():
             pair = [self.anchors.index(name) for name in names]
             both_P = valid_KP[pair].all(dim=0)
-            self._add_pair(sums, chunk, log_b_PO, r_2PC=r_KPC[pair], pull_2PO=pull_KPO[pair], both_P=both_P)
-
-    def _add_anchor(self, anchor: int, chunk: Block, b_PO: Tensor, pull_PO: Tensor) -> None:
-        """Count why positions are masked, and add up b(a) (r(a) - E_b[r]) and |pull| on the sampled token.
-
-        The first is the change in the expected count of each token, per unit of weight / alpha.
-        """
-        ids_PC = chunk.candidates.ids.flat
-        valid_P = chunk.valid_KP[anchor]
-        reading = self.readings.get(self.anchors[anchor], Reading())
-        reasons_P = reading.why_masked(chunk, anchor, self._stops)
-        self.reasons_KR[anchor] += np.bincount(reasons_P[chunk.decided_P], minlength=len(REASONS))
-
-        moved_PC = (b_PO * pull_PO)[:, :-1].numpy()
-        np.add.at(self.push_KV[anchor], ids_PC[valid_P].reshape(-1), moved_PC[valid_P].reshape(-1))
-        size_P = _at_sampled(chunk, pull_PO).abs().numpy()
-        kind_P = self._kind_V[chunk.sampled_P]
-        np.add.at(self.size_KJ[anchor], kind_P[valid_P], size_P[valid_P])
-        np.add.at(self.count_KJ[anchor], kind_P[valid_P], 1)
-
-    def _add_pair(
-        self, sums: PairSums, chunk: Block, log_b_PO: Tensor, *, r_2PC: Tensor, pull_2PO: Tensor, both_P: Tensor
-    ) -> None:
-        log_b_NO = log_b_PO[both_P]
-        u_NC, v_NC = (r_PC[both_P] for r_PC in r_2PC)
-        sums.decisions += int(both_P.sum())
-        sums.covariance += shift_covariance(log_b_NO, u_NC, v_NC).sum().item()
-        sums.variances += [shift_covariance(log_b_NO, r_NC, r_NC).sum().item() for r_NC in (u_NC, v_NC)]
-        top_P = log_b_PO[:, :-1].argmax(dim=-1, keepdim=True)
-        kind_P = self._kind_V[chunk.sampled_P]
-        for place, (one_P, two_P) in enumerate(
-            (
-                [_at_sampled(chunk, pull_PO) for pull_PO in pull_2PO],
-                [pull_PO.gather(1, top_P)[:, 0] for pull_PO in pull_2PO],
-            )
-        ):
-            decided_P = both_P & (one_P != 0) & (two_P != 0)
-            same_P = decided_P & ((one_P > 0) == (two_P > 0))
-            sums.compared[place] += np.bincount(kind_P[decided_P.numpy()], minlength=len(KINDS))
-            sums.agreed[place] += np.bincount(kind_P[same_P.numpy()], minlength=len(KINDS))
+            log_b_NO, (u_NC, v_NC) = log_b_PO[both_P], r_KPC[pair][:, both_P]
+            sums.decisions += int(both_P.sum())
+            sums.covariance += shift_covariance(log_b_NO, u_NC, v_NC).sum().item()
+            sums.variances += [shift_covariance(log_b_NO, r_NC, r_NC).sum().item() for r_NC in (u_NC, v_NC)]
+            for place, (one_P, two_P) in enumerate(pull_2KP[:, pair]):
+                decided_P = both_P & (one_P != 0) & (two_P != 0)
+                same_P = decided_P & ((one_P > 0) == (two_P > 0))
+                sums.compared[place] += np.bincount(kind_P[decided_P.numpy()], minlength=len(KINDS))
+                sums.agreed[place] += np.bincount(kind_P[same_P.numpy()], minlength=len(KINDS))
 
     def size_by_kind(self, anchor: str) -> dict[TokenKind, float]:
         """Mean size of an anchor's pull on the sampled token, in nats, for the kinds that occur."""
@@ -282,7 +239,9 @@ class Survey:
                 for id in ids[sign * push_V[ids] > 0].tolist():
                     amount = 1000 * push_V[id] / count_J.sum()
                     if abs(amount) >= SMALLEST_PUSH:
-                        rows.append((anchor, side, self.vocabulary.text(id), amount, abs(push_V[id]) / largest))
+                        rows.append(
+                            (anchor, side, self.vocabulary.spelling.text(id), amount, abs(push_V[id]) / largest)
+                        )
         return DataFrame(rows, columns=["anchor", "side", "text", "amount", "share"])
 
     def agreement(self) -> DataFrame:
@@ -314,10 +273,3 @@ def joint_weights(run: Run, cache: Cache) -> dict[str, dict[str, float]]:
         if composition.method == "joint" and composition.used.keys() <= set(cache.names)
         for tag, weights in (composition.by_tag or {"": composition.weights}).items()
     }
-
-
-def _at_sampled(chunk: Block, value_PO: Tensor) -> Tensor:
-    """Take the value of the sampled token, or of `other` if it is not a candidate."""
-    is_sampled_PC = torch.from_numpy(chunk.candidates.ids.flat == chunk.sampled_P[:, None])
-    place_P = torch.where(is_sampled_PC.any(dim=1), is_sampled_PC.int().argmax(dim=1), value_PO.shape[1] - 1)
-    return value_PO.gather(1, place_P[:, None])[:, 0]

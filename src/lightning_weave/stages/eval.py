@@ -30,8 +30,7 @@ from lightning_weave.checks.models import attempt, check_engine, check_model, ch
 from lightning_weave.checks.watch import Watch, check_evaluation, warn
 from lightning_weave.config import is_own_function
 from lightning_weave.errors import InputError
-from lightning_weave.grading.graders import Grader
-from lightning_weave.grading.process import GraderProcess
+from lightning_weave.grading.graders import Grader, GraderProcess
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.scorer import Sampler
 from lightning_weave.plugins import load_function

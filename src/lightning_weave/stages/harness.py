@@ -2,18 +2,19 @@
 
 import difflib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_weave.bench.harness import WORKER, read_harness, write_result
+from lightning_weave import bench
+from lightning_weave.bench.summary import SUMMARY, read_harness
 from lightning_weave.checks.findings import Finding, is_pending
 from lightning_weave.checks.models import find_lack
-from lightning_weave.devices import own_gpus
+from lightning_weave.devices import free_memory, own_gpus
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.modules import free_memory
 from lightning_weave.models.worker_process import WorkerProcess, WorkerProgram
 from lightning_weave.progress import Progress
 from lightning_weave.prompts.render import macro_of_date
@@ -22,11 +23,12 @@ from lightning_weave.report.results import track_evaluation
 from lightning_weave.run import Run
 from lightning_weave.stages.engines import gpus_of
 from lightning_weave.stages.work import set_up
-from lightning_weave.store import Stage
+from lightning_weave.store import Stage, write_json
 from lightning_weave.store.files import remove
 from lightning_weave.store.ledger import measure
 
 BATCH_SIZE = 16
+WORKER = Path(bench.__file__).with_name("lm_eval_worker.py")
 LM_EVAL = WorkerProgram(WORKER, "lm-evaluation-harness", "'lm_eval[hf]'")
 
 
@@ -74,7 +76,8 @@ def _run_policy(run: Run, policy: str, waiting: dict[str, Stage], progress: Prog
                             remove(leftover)
                         process.ask({"task": task, "folder": str(stage.folder.resolve())})
                         result = read_harness(stage.folder, task, f"lm-eval {process.started['version']}")
-                        stage.record([write_result(stage.folder, result), *_harness_files(stage)])
+                        write_json(stage.folder / SUMMARY, asdict(result))
+                        stage.record([stage.folder / SUMMARY, *_harness_files(stage)])
                 bar.advance()
     finally:
         if process is not None:

@@ -7,8 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_weave.checks.findings import Finding
-from lightning_weave.checks.preflight import preflight
-from lightning_weave.checks.resources import Forecast, forecast
+from lightning_weave.checks.preflight import Forecast, forecast, preflight
 from lightning_weave.checks.watch import Watch, say, stop, warn
 from lightning_weave.config import Recipe
 from lightning_weave.directory import file_size

@@ -14,14 +14,12 @@ from lightning_weave.cache.block import Block
 from lightning_weave.cache.shifts import ShiftRules, pair_shift
 from lightning_weave.checks.findings import Finding, pending_anchors
 from lightning_weave.checks.models import attempt, check_engine, check_model, check_package, check_student
-from lightning_weave.checks.pairs import find_same_model, judge_positions, judge_stops, open_alignment
-from lightning_weave.checks.sample import take_sample
+from lightning_weave.checks.pairs import find_same_model, judge_positions, judge_stops, open_alignment, take_sample
 from lightning_weave.checks.watch import Watch, check_scores, warn
 from lightning_weave.errors import InputError, Mismatch
-from lightning_weave.models.adapters import attach_adapter, using_adapter
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.scorer import Scorer
-from lightning_weave.models.weights import untrained_rows, untrained_special_tokens
+from lightning_weave.models.weights import attach_adapter, untrained_rows, untrained_special_tokens, using_adapter
 from lightning_weave.progress import Progress
 from lightning_weave.run import ROLES, Run, Side
 from lightning_weave.stages.alignment import Alignment, check_template, masked_aliases, own_prompts, row_names

@@ -14,10 +14,9 @@ from lightning_weave.checks.pairs import find_same_model
 from lightning_weave.checks.watch import Watch, check_training, warn
 from lightning_weave.config import Joint, Online, Recipe, Sequential, is_own_function
 from lightning_weave.config.fields import MOST_CANDIDATES
-from lightning_weave.devices import has_bfloat16
+from lightning_weave.devices import free_memory, has_bfloat16
 from lightning_weave.errors import InputError
 from lightning_weave.models.hub import check_trainable
-from lightning_weave.models.modules import free_memory
 from lightning_weave.plugins import load_function
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_distributed

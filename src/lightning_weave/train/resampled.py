@@ -22,9 +22,9 @@ import numpy as np
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.reader import Cache
 from lightning_weave.config import Joint, Sequential
+from lightning_weave.devices import free_memory
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.modules import free_memory
 from lightning_weave.prompts import read_prompts
 from lightning_weave.run import ROLES, Run
 from lightning_weave.stages.caches import open_cache

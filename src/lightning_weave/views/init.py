@@ -16,7 +16,7 @@ from rich.console import Console
 from lightning_weave.bench.definitions import KNOWN, benchmark_name, load_benchmark
 from lightning_weave.checks.models import find_fault
 from lightning_weave.checks.pairs import find_alias
-from lightning_weave.checks.resources import this_machine
+from lightning_weave.checks.preflight import this_machine
 from lightning_weave.config import HELD_OUT, Lora, Recipe, check_recipe, merge_overrides, slug
 from lightning_weave.errors import InputError
 from lightning_weave.plan.costs import PlannedMachine

@@ -17,7 +17,7 @@ from lightning_weave.cache.reader import Cache
 from lightning_weave.checks.findings import listed, visible
 from lightning_weave.errors import InputError
 from lightning_weave.prompts import read_prompts
-from lightning_weave.report.survey import NO_END_OF_TURN, NOT_ONE_TOKEN, REASONS, Reading
+from lightning_weave.report.survey import NO_END_OF_TURN, NOT_ONE_TOKEN, Reading
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import anchor_pair, open_cache
 from lightning_weave.tokens.spelling import Spelling
@@ -105,7 +105,7 @@ def look(run: Run, row: int, position: int) -> Decision:
     for k, name in enumerate(scored):
         if not block.valid_KP[k, position]:
             reason = Reading.from_run(run, name).why_masked(block, k, run.student.stop_ids)[position]
-            masked[name] = REASONS[reason].removeprefix("masked: ")
+            masked[name] = str(reason).removeprefix("masked: ")
             if reason in (NO_END_OF_TURN, NOT_ONE_TOKEN):
                 unmapped = [id for id, mapped in zip(ids, block.mapped_KPC[k, position], strict=True) if not mapped]
                 masked[name] += f" ({listed(repr(visible(text([id]))) for id in unmapped)})"

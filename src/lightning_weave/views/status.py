@@ -31,8 +31,7 @@ from lightning_weave.store import (
     read_json,
     read_manifest,
 )
-from lightning_weave.train.checkpoint import TrainingCheckpoints
-from lightning_weave.train.schedule import make_schedule
+from lightning_weave.train.schedule import complete_checkpoints, make_schedule
 from lightning_weave.views.clean import unneeded_folders
 
 CHECKED = (MANIFEST, BEGUN, IDENTITIES)  # files that contain a checksum
@@ -246,7 +245,8 @@ def _progress(stage: Stage, run: Run) -> str:
         if lost:
             return f"was finished, but {len(lost)} of {len(files)} files have been deleted, {lost[0]} among them"
         return "was finished, but a file is truncated"
-    if updates := TrainingCheckpoints(stage.folder / "checkpoints", stage.fingerprint).latest():
+    if saved := complete_checkpoints(stage.folder / "checkpoints", stage.fingerprint):
+        updates = int(saved[-1].name)
         try:
             groups = run.stage("prompts").require()["rows"]
             epochs = run.recipe.compositions[stage.path.removeprefix("train/")].epochs

@@ -31,11 +31,21 @@ class LLM:
         self.llm_engine = LLMEngine(
             settings["max_model_len"] or 64, self._answer, self.computed.size if self.computed else 16
         )
+        if "pooler_config" in settings:
+            assert self.computed is not None
+            self.llm_engine.model_config.dtype = self.computed.compute_in(settings["dtype"])
 
     def generate(self, prompts: list[dict], params: Any, use_tqdm: bool, lora_request: Any = None) -> list[Any]:
         """Answer every prompt with token 7 until its room ends; every token is certain."""
         several = params if isinstance(params, list) else [params] * len(prompts)
         return [self._answer(prompt["prompt_token_ids"], one) for prompt, one in zip(prompts, several, strict=True)]
+
+    def encode(self, prompts: list[dict], params: Any, pooling_task: str, use_tqdm: bool) -> list[Any]:
+        """Answer every prompt with its hidden states, in float32 whatever they were computed in, as vLLM does."""
+        assert (pooling_task, params) == ("token_embed", {"use_activation": False})
+        assert self.computed is not None
+        states = [self.computed.hidden(prompt["prompt_token_ids"]) for prompt in prompts]
+        return [SimpleNamespace(outputs=SimpleNamespace(data=states_TD)) for states_TD in states]
 
     def collective_rpc(self, method: str, kwargs: dict) -> None:
         """Take other weights."""
@@ -93,6 +103,10 @@ class LLMEngine:
         self.together = 0
         request_id, output = self.waiting.pop()
         return [SimpleNamespace(request_id=request_id, finished=True, outputs=output.outputs)]
+
+
+def PoolingParams(**settings: Any) -> dict[str, Any]:
+    return settings
 
 
 @dataclass

@@ -27,6 +27,21 @@ class Computed:
         with torch.no_grad():
             return self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
+    def compute_in(self, dtype: str) -> Any:
+        """Compute hidden states in another dtype than float32; give that of torch."""
+        import torch
+
+        self.model.to(getattr(torch, dtype))
+        return self.model.dtype
+
+    def hidden(self, ids: list[int]) -> Any:
+        """Compute the states before the head. A deviation that no narrow dtype has is added if `STAND_IN_WIDE`."""
+        import torch
+
+        with torch.no_grad():
+            states_TD = self.model.base_model(torch.tensor([ids])).last_hidden_state[0].float()
+        return states_TD + 1e-6 if "STAND_IN_WIDE" in os.environ else states_TD
+
     def answer(self, prompt: list[int], params: Any) -> Any:
         """Draw a response as asked, with the log-probabilities of its tokens and of the prompt's."""
         import torch
