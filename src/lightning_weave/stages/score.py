@@ -50,7 +50,7 @@ def score(
     for side, name in names.items():
         if only is None or name in only:
             try:
-                model = side.checkpoint.base or side.checkpoint
+                model = model_of(run, side)
             except InputError:  # gone since it was scored
                 model = side.checkpoint
             by_model.setdefault(model, []).append(side)
@@ -77,6 +77,14 @@ def score(
     watch(lambda: check_scores(run), is_new, progress)
 
 
+def model_of(run: Run, side: Side) -> Checkpoint:
+    """The checkpoint that is loaded for a side: an adapter's base, which may be the student by another name."""
+    base = side.checkpoint.base
+    if base is None:
+        return side.checkpoint
+    return run.student if run.identity_of(base) == run.identity_of(run.student) else base
+
+
 @contextmanager
 def open_model(run: Run, side: Side, loaded: LoadedModels, engines: Engines) -> Iterator[ComputeShards]:
     """Load one anchor model and drop the previous one; it is kept for further contexts and adapters.
@@ -86,7 +94,7 @@ def open_model(run: Run, side: Side, loaded: LoadedModels, engines: Engines) -> 
     if run.is_student(side) and _reads_as_student(run, side):
         yield partial(_copy_reference, run, run.stage("score", side))
         return
-    model = side.checkpoint.base or side.checkpoint
+    model = model_of(run, side)
     for other in loaded.keys() - {model}:
         del loaded[other]
     scorer = AnchorScorer.open(run, side, loaded, engines)
@@ -153,7 +161,7 @@ class AnchorScorer:
             if engines is not None:
                 engines.close()  # a running engine would leave no GPU memory for the model
             device = set_up(run)
-            base = checkpoint.base or checkpoint
+            base = model_of(run, side)
             if base not in loaded:
                 loaded[base] = base.load(base.compute_dtype(section.dtype, device), device)
             model = loaded[base]
