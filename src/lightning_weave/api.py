@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.console import Console
 
-    from lightning_weave.cache.reader import Cache
-    from lightning_weave.cache.targets import Targets
+    from lightning_weave.cache.block import Cache, Targets
     from lightning_weave.stages.work import Executor
     from lightning_weave.train.data import TargetReader
     from lightning_weave.views.inspect import Decision
@@ -210,7 +209,7 @@ class Run(runs.Run):
             plan = plan_sweep(self.recipe, shares or (), anchor, alphas, tag)
         else:
             from lightning_weave.stages.forecast import plan_promising
-            from lightning_weave.stages.pipeline import make_cache
+            from lightning_weave.stages.score import make_cache
 
             with self._hold("sweep"):
                 make_cache(self, self.progress, self.executor())
@@ -237,8 +236,8 @@ class Run(runs.Run):
         The grid: shares of an anchor as in a sweep, all weights in steps of 1 / `grid`, or the recipe's own weights, by
         `alphas` and `kl_budgets`. `compute` makes rollout, reference and scores if they are missing.
         """
-        from lightning_weave.stages.forecast import Decoding, forecast, plan_forecast
-        from lightning_weave.stages.pipeline import make_cache
+        from lightning_weave.stages.forecast import Decoding, forecast, keep_points, plan_forecast
+        from lightning_weave.stages.score import make_cache
 
         planned = plan_forecast(self.recipe, shares, anchor, alphas, kl_budgets, tag, grid)
         section = self.recipe.eval
@@ -248,7 +247,20 @@ class Run(runs.Run):
         if compute:
             with self._hold("forecast"):
                 make_cache(self, self.progress, self.executor())
-        return Records(point.to_dict() for point in forecast(self, planned, self.progress, decoding))
+        points = forecast(self, planned, self.progress, decoding)
+        if temperature is None and top_p is None:
+            keep_points(self, points)
+        return Records(point.to_dict() for point in points)
+
+    def realised(self) -> Records:
+        """Compare every trained composition with its target and its forecast; scores a few cached rows once."""
+        from lightning_weave.stages.forecast import forecast, keep_points
+        from lightning_weave.stages.realised import measure_all, realise
+
+        measure_all(self, self.progress)
+        points = forecast(self, progress=self.progress)
+        keep_points(self, points)
+        return Records(one.to_dict() for one in realise(self, points))
 
     def report(self) -> Path:
         """Draw the page; returns its path."""
@@ -342,7 +354,7 @@ class Run(runs.Run):
             from lightning_weave.stages.work import LOCAL
 
             return LOCAL
-        from lightning_weave.cluster.shards import connect
+        from lightning_weave.cluster import connect
 
         return connect(self.address)
 

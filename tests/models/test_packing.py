@@ -1,9 +1,11 @@
 """Packed rows are run as if each were alone; a model that cannot do that is found out."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from small_models import VOCABULARY, small_model
 from torch import Tensor
 
@@ -60,37 +62,57 @@ def test_what_would_carry_one_row_into_the_next_is_not_packed() -> None:
     assert not enable_packing(eager, VOCABULARY)
 
 
-def varlen_on_cpu(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
-    """Compute what `torch.nn.attention.varlen.varlen_attn` promises, with one mask over all rows."""
-    offsets_q, offsets_k, longest_q, longest_k = rest
-    assert torch.equal(offsets_q, offsets_k)
-    assert offsets_q.dtype == torch.int32
-    assert longest_q == longest_k == int(offsets_q.diff().max())
-    assert kwargs["enable_gqa"] == (query.shape[1] != key.shape[1])
-    left, right = kwargs["window_size"]
+def shares_HTT(query: Tensor, key: Tensor, offsets: Tensor, scale: float | None, window: list[int]) -> Tensor:
+    """Compute how much every token attends to every other of its row, with one mask over all rows."""
+    left, right = window
     assert right == 0
     place_T = torch.arange(len(query))
-    row_T = torch.bucketize(place_T, offsets_q[1:].long(), right=True)
+    row_T = torch.bucketize(place_T, offsets[1:].long(), right=True)
     before_TT = place_T[:, None] - place_T[None]
     seen_TT = (row_T[:, None] == row_T[None]) & (before_TT >= 0)
     if left >= 0:
         seen_TT &= before_TT <= left
-    groups = query.shape[1] // key.shape[1]
-    key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
-    scores_HTT = torch.einsum("qhd,khd->hqk", query, key) * (kwargs["scale"] or query.shape[-1] ** -0.5)
-    return torch.einsum("hqk,khd->qhd", scores_HTT.masked_fill(~seen_TT, -torch.inf).softmax(dim=-1), value)
+    scores_HTT = torch.einsum("qhd,khd->hqk", query, key) * (scale or query.shape[-1] ** -0.5)
+    return scores_HTT.masked_fill(~seen_TT, -torch.inf).softmax(dim=-1)
 
 
 @pytest.fixture
-def varlen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the CPU in any dtype have torch's kernel for packed rows; every call of it is noted."""
+def varlen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Let the CPU in any dtype have torch's kernels for packed rows; every call of the forward one is noted."""
     calls: list[str] = []
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        offsets_q, offsets_k, longest_q, longest_k, _, scale, window, grouped, *_ = rest
+        calls.append("")
+        assert torch.equal(offsets_q, offsets_k)
+        assert offsets_q.dtype == torch.int32
+        assert longest_q == longest_k == int(offsets_q.diff().max())
+        assert grouped == (query.shape[1] != key.shape[1])
+        groups = query.shape[1] // key.shape[1]
+        key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+        output = torch.einsum("hqk,khd->qhd", shares_HTT(query, key, offsets_q, scale, window), value)
+        unused = torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+        return output.contiguous(), *unused
+
+    def backward(d_output: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        offsets, scale, window = rest[2], rest[8], rest[9]
+        groups = query.shape[1] // key.shape[1]
+        key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+        share_HTT = shares_HTT(query, key, offsets, scale, window)
+        d_share_HTT = torch.einsum("qhd,khd->hqk", d_output, value)
+        d_score_HTT = share_HTT * (d_share_HTT - (d_share_HTT * share_HTT).sum(dim=-1, keepdim=True))
+        d_score_HTT *= scale or query.shape[-1] ** -0.5
+        d_key = torch.einsum("hqk,qhd->khd", d_score_HTT, query)
+        d_value = torch.einsum("hqk,qhd->khd", share_HTT, d_output)
+        d_pair = (heads.unflatten(1, (-1, groups)).sum(dim=2) for heads in (d_key, d_value))
+        return torch.einsum("hqk,khd->qhd", d_score_HTT, key).contiguous(), *d_pair
+
     monkeypatch.setattr(packing, "VARLEN_DTYPES", (torch.float32, torch.float64))
     monkeypatch.setattr(packing, "has_flash_attention", lambda device: True)
-    monkeypatch.setattr(
-        packing, "varlen_attn", lambda *args, **kwargs: calls.append("") or varlen_on_cpu(*args, **kwargs)
-    )
-    return calls
+    with torch.library._scoped_library("torch_attn", "IMPL") as library:
+        library.impl("_varlen_attn", forward, "CPU")
+        library.impl("_varlen_attn_backward", backward, "CPU")
+        yield calls
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "olmo3", "phi3"])
@@ -110,6 +132,48 @@ def test_one_kernel_over_all_rows_is_the_loop_over_rows(
         hidden_TD.square().sum().backward()
         found.append((hidden_TD, {name: weight.grad for name, weight in model.named_parameters()}))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kinds", "checkpointing"), [("qwen3", 1, False), ("qwen3", 1, True), ("gemma3", 2, False)]
+)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of the compiler, which means to hide it
+def test_layers_are_compiled_twice_whatever_the_lengths(
+    architecture: str, kinds: int, checkpointing: bool, varlen: list[str]
+) -> None:
+    """Each kind of layer as one graph, once for passes with gradients and once without; results are equal."""
+    batches = [LENGTHS, (9,), (2, 2), (5, 4, 3, 2, 1, 7)]
+    model = small_model(architecture).double().requires_grad_().train()
+    use_efficient_attention(model)
+    assert enable_packing(model, VOCABULARY)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def run(lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        ids_T = torch.arange(sum(lengths)) % VOCABULARY
+        hidden_TD = packed_states(model, ids_T, packed_positions(lengths), lengths)
+        if not torch.is_grad_enabled():
+            return (hidden_TD,)
+        return hidden_TD, *torch.autograd.grad(hidden_TD.square().sum(), list(model.model.layers.parameters()))
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            expected = [run(lengths) for lengths in batches]
+            for block in model.model.layers:
+                block.compile(backend="aot_eager", dynamic=True)
+            varlen.clear()
+            found = [run(lengths) for lengths in batches]
+            for block in model.model.layers:
+                block._compiled_call_impl = None
+        torch.testing.assert_close(found, expected)
+        passes = 2 if enabled and checkpointing else 1
+        assert len(varlen) == passes * len(model.model.layers) * len(batches)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    # With checkpointing, transformers lets the first layer's input require a gradient even where none is computed.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * kinds + (1 if checkpointing else 0)
 
 
 def test_masks_are_made_only_for_rows_longer_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from lightning_weave.bench.samples import Sample
 from lightning_weave.checks.findings import Bounds, Finding
 from lightning_weave.config import check_recipe
 from lightning_weave.report.cases import CaseGroup, Panel
-from lightning_weave.report.loom import longest_that_fits
 from lightning_weave.report.page import Page, RunView, embed, render, setup, token, visible
+from lightning_weave.report.survey import longest_that_fits
 from lightning_weave.run import Run
 from report.evaluated import result_row, results_of
 
@@ -95,7 +95,7 @@ def hostile_page() -> Page:
         facts=[(HOSTILE, HOSTILE, HOSTILE)],
         results=results_of(result_row(HOSTILE, scores, (1.0, 2.0, -0.5, -1.0, 0.0), group=HOSTILE)),
         by_tag=results_of(result_row(HOSTILE, scores, (1.0, 2.0))),
-        runs=[RunView(HOSTILE, {"texts": [HOSTILE]}, anchors=[HOSTILE], pushes=pushes,
+        runs=[RunView(HOSTILE, loom={"texts": [HOSTILE]}, anchors=[HOSTILE], pushes=pushes,
                       notes=[HOSTILE], cost_lines=[HOSTILE], setup=hostile_setup(),
                       findings=[Finding(HOSTILE, HOSTILE, "warning", HOSTILE, bounds=Bounds(0.5, False))],
                       examples=[CaseGroup(HOSTILE, HOSTILE, [Panel("better", "b", "p", 0, HOSTILE, "", shown)])])],

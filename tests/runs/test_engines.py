@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import tiny
 from lightning_weave import devices as memory
 from lightning_weave.bench.definitions import load_eval_benchmark
+from lightning_weave.config import StageEngine
 from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.models import checkpoint
 from lightning_weave.models.checkpoint import Checkpoint
@@ -26,9 +27,9 @@ from lightning_weave.prompts import read_prompts
 from lightning_weave.run import Run
 from lightning_weave.stages import engines, prompts, rollout
 from lightning_weave.stages import eval as eval_stage
-from lightning_weave.stages.engines import Engines, longest_context, score_a_few
-from lightning_weave.stages.pipeline import make_cache
-from lightning_weave.stages.sampling import render_problems
+from lightning_weave.stages.engines import Engines, judge, longest_context, score_a_few
+from lightning_weave.stages.prompts import render_problems
+from lightning_weave.stages.score import make_cache
 from lightning_weave.store import read_lines
 from lightning_weave.types import Prompt, Rollouts
 from pipeline.scored import make_scored
@@ -272,13 +273,42 @@ def test_an_engine_that_disagrees_is_refused_with_the_figure(false_engine: tuple
     recipe, known = false_engine
     write_known(recipe, known, error=-0.25)
     run = tiny.run_of(recipe)
-    message = r"disagree by 0\.2500 nats per token, more than engine\.parity = 0\.05 \(\d+ tokens"
+    message = r"disagree by 0\.2500 nats per token, more than engine\.parity = 0\.002 \(\d+ tokens"
     with pytest.raises(Mismatch, match=message):
         rollout.rollout(run, QUIET)
     assert run.stage("rollout").state() == "missing"
     patient = tiny.run_of({**recipe, "engine": recipe["engine"] | {"parity": 0.3}})
     rollout.rollout(patient, QUIET)
     assert patient.stage("rollout").complete
+
+
+@pytest.mark.parametrize(
+    ("gap", "dtype", "experts", "verdict"),
+    [
+        (0.042, torch.bfloat16, False, "agree"),  # as SmolLM2 measured
+        (0.042, torch.float16, False, "refused"),
+        (0.042, torch.float32, True, "refused"),
+        (0.3, torch.bfloat16, True, "warned"),
+        (0.3, torch.bfloat16, False, "refused"),
+        (0.5, torch.bfloat16, True, "refused"),
+        (float("nan"), torch.bfloat16, True, "refused"),
+    ],
+)
+def test_what_rounding_explains_depends_on_the_dtype_and_on_experts(
+    gap: float, dtype: torch.dtype, experts: bool, verdict: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = {"hidden_size": 8, "num_hidden_layers": 1}
+    config = Qwen3MoeConfig(**shape, num_experts=4) if experts else Qwen3Config(**shape)
+    config.save_pretrained(tmp_path)
+    section = StageEngine("rollout", "vllm", "auto", python=None, parity=None, options={})
+    with caplog.at_level(logging.INFO, "lightning_weave"):
+        if verdict == "refused":
+            with pytest.raises(Mismatch, match=r"nats per token, more than engine\.parity"):
+                judge(gap, 100, section, Checkpoint(str(tmp_path)), dtype)
+            return
+        judge(gap, 100, section, Checkpoint(str(tmp_path)), dtype)
+    expected = "vLLM and the scorer agree" if verdict == "agree" else "as a mixture of experts may in bfloat16"
+    assert expected in caplog.text
 
 
 def test_an_engine_that_says_nan_does_not_agree(false_engine: tuple[dict, Path]) -> None:

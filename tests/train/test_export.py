@@ -37,7 +37,7 @@ def test_the_first_decisions_run_only_the_tokens_that_they_need(tmp_path: Path) 
             assert part.states_N.max() == len(part.input_ids_T) - 1, "nothing is run after the last decision"
             torch.testing.assert_close(trainee(part, full_vocabulary, 1.0)[1], whole_NV[:decisions])
     assert batch.first(1).lengths == (int(batch.states_N[0]) + 1,)
-    assert batch.first(0).lengths == (1,)
+    assert batch.first(0).lengths == (2,)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -20,7 +20,7 @@ from lightning_weave.models.hub import check_adapter, check_weights, checkpoint_
 from lightning_weave.models.weights import check_shapes
 from lightning_weave.run import Run
 from lightning_weave.stages.engines import refuse_adapter
-from lightning_weave.store.identity import TOKENIZER_FILES
+from lightning_weave.store.files import TOKENIZER_FILES
 
 
 def attempt(about: str, check: str, rule: Callable[..., object], *arguments: Any) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Cache
 from lightning_weave.cache.shifts import valid_positions
 from lightning_weave.checks.findings import Bounds, Finding, Level, listed, percent, visible
 from lightning_weave.models.scorer import ScoreRow

@@ -20,10 +20,8 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import mannwhitneyu, spearmanr
 
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Block, Cache, compute_targets
 from lightning_weave.cache.shifts import PairSource, ShiftRules, entropy
-from lightning_weave.cache.targets import compute_targets
 from lightning_weave.checks.findings import Bounds, Finding, Level, listed, percent, visible
 from lightning_weave.checks.pairs import SAMPLE, STOP, find_same_model, judge_ends, spread
 from lightning_weave.config import ALPHA, Threshold

@@ -42,6 +42,8 @@ Trust = Annotated[
     bool, Option("--trust", help="allow the code and the programs that the recipe names; read them first")
 ]
 Json = Annotated[bool, Option("--json", help="print JSON")]
+VariedAnchor = Annotated[str | None, Option(metavar="NAME", help="anchor whose share varies; default: the last one")]
+VariedTag = Annotated[str | None, Option(metavar="TAG", help="vary only the weights of this tag")]
 
 
 def load_run(files: list[str], sets: list[str] | None = None, **options: Any) -> "Run":
@@ -356,13 +358,11 @@ def _show_results(run: "Run", base: str = "base") -> None:
 def forecast(
     recipe: Files,
     shares: Annotated[str | None, Option(metavar="S,S,...", help="also shares of one anchor, from 0 to 1")] = None,
-    anchor: Annotated[
-        str | None, Option(metavar="NAME", help="anchor whose share varies; default: the last one")
-    ] = None,
+    anchor: VariedAnchor = None,
     grid: Annotated[int | None, Option(metavar="N", help="also all weights of all anchors in steps of 1/N")] = None,
     alphas: Annotated[str | None, Option(metavar="A,A,...", help="vary alpha over these values")] = None,
     kl_budgets: Annotated[str | None, Option(metavar="K,K,...", help="vary kl_budget over these values")] = None,
-    tag: Annotated[str | None, Option(metavar="TAG", help="vary only the weights of this tag")] = None,
+    tag: VariedTag = None,
     temperature: Annotated[
         float | None, Option(min=0, metavar="T", help="of sampling; default: eval.temperature")
     ] = None,
@@ -378,6 +378,9 @@ def forecast(
     write: Annotated[bool, Option("--write", help="add the chosen composition to the recipe file")] = False,
     compute: Annotated[
         bool, Option("--compute", help="make rollout, reference and scores if they are missing")
+    ] = False,
+    realised: Annotated[
+        bool, typer.Option("--realised", help="after training: how much of the asked shift was learned, and where")
     ] = False,
     set_: Sets = None,
     json: Json = False,
@@ -400,6 +403,9 @@ def forecast(
     run = load_run(recipe, set_, trust=trust, cluster=cluster, address=address)
     from lightning_weave.views import forecast as stage
 
+    if realised:
+        stage.show_realised(run, run.realised(), open_console(), json)
+        return
     goals = stage.parse_goals(goal or ())
     sampled: Any = {"temperature": temperature, "top_p": top_p}
     points = run.forecast(anchor=anchor, tag=tag, grid=grid, compute=compute, **numbers, **sampled)
@@ -424,11 +430,9 @@ def sweep(
     forecast: Annotated[
         int | None, Option(min=1, metavar="N", help="train only the N points that the cache forecasts as best")
     ] = None,
-    anchor: Annotated[
-        str | None, Option(metavar="NAME", help="anchor whose share varies; default: the last one")
-    ] = None,
+    anchor: VariedAnchor = None,
     alphas: Annotated[str | None, Option(metavar="A,A,...", help="also vary alpha over these values")] = None,
-    tag: Annotated[str | None, Option(metavar="TAG", help="vary only the weights of this tag")] = None,
+    tag: VariedTag = None,
     set_: Sets = None,
     trust: Trust = False,
     cluster: Cluster = None,

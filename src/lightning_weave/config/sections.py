@@ -134,7 +134,7 @@ class StageEngine:
     engine: EngineName
     dtype: Dtype
     python: str | None
-    parity: float
+    parity: float | None
     options: Mapping[str, Option]
     batch_size: int = 0  # responses, where the stage samples
     token_budget: int = 0  # where it scores
@@ -153,7 +153,9 @@ class Engine(Strict):
     dtype: Dtype | dict[EngineStage, Dtype] = Field(
         "auto", description="precision, also as a table by stage; auto: float32 on a CPU, else that of the checkpoint"
     )
-    parity: Positive = unlisted(0.05, "largest mean difference of vLLM from transformers, nats per token")
+    parity: Positive | None = unlisted(
+        None, "largest mean difference of vLLM from transformers, nats per token; default: by dtype"
+    )
     options: dict[str, Option | dict[str, Option]] = Field(
         {},
         description="passed to vLLM unchanged; a table named like a stage is for that stage only",
@@ -258,7 +260,7 @@ class Train(Strict):
     dtype: Dtype = Field("auto", description="compute precision; master weights are always float32")
     lora: Lora | None = None
     gradient_checkpointing: bool = Field(False, description="recompute activations to save memory")
-    compile: bool = Field(False, description="use torch.compile on the decoder layers; rows are padded, not packed")
+    compile: bool = Field(False, description="use torch.compile on the decoder layers")
     token_budget: Count = Field(16384, description="tokens in a micro-batch; affects speed and memory, not the update")
     shard_ranks: Count | None = unlisted(None, "ranks that share a copy; default: those of a machine", examples=[8])
     checkpoint_every: Count = Field(50, description="updates between checkpoints and between validations")

@@ -28,7 +28,7 @@ from lightning_weave.models.hub import (
     resolve_model,
 )
 from lightning_weave.store import model_identity
-from lightning_weave.store.identity import fingerprint
+from lightning_weave.store.files import fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -187,6 +187,13 @@ class Checkpoint:
     def is_quantised(self) -> bool:
         """Whether its weights are stored in fewer bits than they are computed with."""
         return getattr(self.config, "quantization_config", None) is not None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a router chooses the experts of each token."""
+        config = self.config.get_text_config()
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        return any((getattr(config, name, None) or 0) > 1 for name in names)
 
     @property
     def context_limit(self) -> int | None:

@@ -26,23 +26,11 @@ from lightning_weave.stages.costs import offline_cost, online_costs
 from lightning_weave.store import read_lines, write_atomic
 
 COLOURS = {
-    "blue": "#0072b2",
-    "vermilion": "#d55e00",
-    "green": "#009e73",
-    "orange": "#e69f00",
-    "purple": "#cc79a7",
-    "sky": "#56b4e9",
-    "brown": "#8c564b",
-    "olive": "#8a8b00",
-    "indigo": "#5b4bb7",
-    "grey": "#7f7f7f",
+    "blue": "#0072b2", "vermilion": "#d55e00", "green": "#009e73", "orange": "#e69f00", "purple": "#cc79a7",
+    "sky": "#56b4e9", "brown": "#8c564b", "olive": "#8a8b00", "indigo": "#5b4bb7", "grey": "#7f7f7f",
     # Not of policies: parts of a bar.
-    "slate": "#4a5a6a",
-    "steel": "#7d8fa1",
-    "mist": "#aab8c5",
-    "sand": "#c9b78e",
-    "clay": "#a8806a",
-}
+    "slate": "#4a5a6a", "steel": "#7d8fa1", "mist": "#aab8c5", "sand": "#c9b78e", "clay": "#a8806a",
+}  # fmt: skip
 POLICIES = tuple(COLOURS)[:9]
 PARTS = ("slate", "mist", "clay", "sand", "steel")
 DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
@@ -344,23 +332,14 @@ def budgets(evaluated: Mapping[str, Sequence[Summary]], hues: Hues, benchmark: s
 
 
 CURVES = {  # key of the metrics -> axis, title, caption
-    "reverse_kl": (
-        "KL to the target, nats",
-        "KL between student and target",
-        "Running mean over the decisions of each update.",
-    ),
+    "reverse_kl": ("KL to the target, nats", "KL between student and target",
+                   "Running mean over the decisions of each update."),
     "loss": ("loss", "Loss", "Running mean of the objective. It scales with alpha and the dose."),
-    "eval_accuracy": (
-        "accuracy on a few problems, %",
-        "Accuracy during training",
-        "A few problems of the first benchmark, one sample each: a trend, not a result.",
-    ),
-    "eval_tokens": (
-        "tokens on a few problems",
-        "Tokens during training",
-        "Mean length of the answers to the same few problems.",
-    ),
-}
+    "eval_accuracy": ("accuracy on a few problems, %", "Accuracy during training",
+                      "A few problems of the first benchmark, one sample each: a trend, not a result."),
+    "eval_tokens": ("tokens on a few problems", "Tokens during training",
+                    "Mean length of the answers to the same few problems."),
+}  # fmt: skip
 
 
 def training_figures(run: Run, hues: Hues) -> list[Figure]:
@@ -420,22 +399,13 @@ def cost_figures(run: Run, ledger: list[dict[str, Any]]) -> list[Figure]:
     axes.set_xlabel("compositions that share a cache")
     axes.set_ylabel(f"{unit} per composition")
     axes.legend()
+    measured_once = "Measured device time. The cache (rollout, reference, score) is computed once."
+    bars_alt = "Stacked bars of device time by stage, for one composition and amortised."
+    shared_alt = "Cost per composition against the number of compositions that share a cache."
+    caption = "Rollouts and scores are shared, so another setting of the weights only costs its training. "
     return [
-        Figure(
-            "cost",
-            by_stage,
-            "Cost by stage",
-            "Measured device time. The cache (rollout, reference, score) is computed once.",
-            "Stacked bars of device time by stage, for one composition and amortised.",
-        ),
-        Figure(
-            "amortised",
-            figure,
-            "Cost per composition",
-            "Rollouts and scores are shared, so another setting of the weights only costs its training. "
-            "Circled: this run.",
-            "Cost per composition against the number of compositions that share a cache.",
-        ),
+        Figure("cost", by_stage, "Cost by stage", measured_once, bars_alt),
+        Figure("amortised", figure, "Cost per composition", f"{caption}Circled: this run.", shared_alt),
     ]
 
 
@@ -463,9 +433,8 @@ def kinds(survey: Survey, hues: Hues) -> Figure:
     _label_rows(axes, names, "mean size of the pull, nats")
     figure.legend(loc="outside lower center", ncols=3)
     caption = "Pull on the sampled token, by its kind; mean over the cache."
-    return Figure(
-        "kinds", figure, "Size of each anchor's pull", caption, "Mean size of each anchor's pull by kind of token."
-    )
+    alt = "Mean size of each anchor's pull by kind of token."
+    return Figure("kinds", figure, "Size of each anchor's pull", caption, alt)
 
 
 def positions(survey: Survey) -> Figure:
@@ -481,13 +450,9 @@ def positions(survey: Survey) -> Figure:
     categories = [part for part in (*REASONS, shared) if any(parts.get(part) for parts in rows.values())]
     seen = {name: {part: count for part, count in parts.items() if count} for name, parts in rows.items()}
     drawing = stacked(seen, part_hues(categories), f"share of all {survey.decisions:,} decisions, %", shares=True)
-    return Figure(
-        "positions",
-        drawing,
-        "Kept and masked decisions",
-        "An anchor keeps the decisions that it can score; a composition keeps what all its anchors keep.",
-        "Share of decisions kept and masked, by anchor and reason, and kept by each composition.",
-    )
+    caption = "An anchor keeps the decisions that it can score; a composition keeps what all its anchors keep."
+    alt = "Share of decisions kept and masked, by anchor and reason, and kept by each composition."
+    return Figure("positions", drawing, "Kept and masked decisions", caption, alt)
 
 
 @matplotlib.rc_context(STYLE)
@@ -567,18 +532,17 @@ def literal(text: str) -> str:
 @matplotlib.rc_context(STYLE)
 def save(figure: Figure, folder: Path) -> list[Path]:
     """Write a figure as SVG, PDF and PNG."""
-    paths = []
-    for suffix, options in (
-        ("svg", {"metadata": {"Date": None}}),
-        ("pdf", {"metadata": {"CreationDate": None}}),
-        ("png", {"dpi": 300}),
-    ):
-        paths.append(folder / f"{figure.name}.{suffix}")
+    options: dict[str, dict[str, Any]] = {
+        "svg": {"metadata": {"Date": None}},
+        "pdf": {"metadata": {"CreationDate": None}},
+        "png": {"dpi": 300},
+    }
+    for suffix, own in options.items():
         out = io.BytesIO()
-        figure.drawing.savefig(out, format=suffix, **options)
-        write_atomic(paths[-1], out.getvalue())
+        figure.drawing.savefig(out, format=suffix, **own)
+        write_atomic(folder / f"{figure.name}.{suffix}", out.getvalue())
     pyplot.close(figure.drawing)
-    return paths
+    return [folder / f"{figure.name}.{suffix}" for suffix in options]
 
 
 @matplotlib.rc_context(STYLE)

@@ -45,6 +45,7 @@ class RunView:
     """The parts of the page about one run."""
 
     name: str
+    facts: Sequence[tuple[str, str, str]] = ()  # in the header: name, value, note
     loom: dict[str, Any] | None = None
     agreement: DataFrame = field(default_factory=DataFrame)  # of every two anchors
     anchors: Sequence[str] = ()

@@ -21,7 +21,6 @@ from lightning_weave.progress import Progress, duration
 from lightning_weave.report import figures, tables
 from lightning_weave.report.cases import case_groups, check_cases, example_groups, latex_panels, named_policies
 from lightning_weave.report.figures import Figure, Hues, inline, policy_hues, save
-from lightning_weave.report.loom import loom_data
 from lightning_weave.report.page import Page, RunView, hyperparameters, render, setup
 from lightning_weave.report.results import (
     StudentResults,
@@ -33,7 +32,7 @@ from lightning_weave.report.results import (
     tag_table,
     track_figures,
 )
-from lightning_weave.report.survey import Vocabulary, survey_cache
+from lightning_weave.report.survey import Vocabulary, loom_data, survey_cache
 from lightning_weave.report.tables import AVERAGE, SHORT, benchmarks_of
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_scored
@@ -94,43 +93,36 @@ def run(
     students, results, notes = read_evaluations(selection, runs, evaluated)
     hues = policy_hues(policy for run in runs for policy in run.policies)
     hues |= policy_hues([*hues, *(policy for student in students for policy in student.evaluated)])
-    names = run_names(runs)
+    named = dict(zip(run_names(runs), runs, strict=True))
     several = len(students) > 1
     drawn = result_figures(folder, students, hues, benchmark)
     by_tag = DataFrame() if several else tag_table(runs[0], students[0].evaluated)
-    if not results.empty:
-        _write_results(folder, students, results, by_tag)
-    _write_setup(folder, students, dict(zip(names, runs, strict=True)))
+    write_tables(folder, students, named, results, by_tag)
     cases = [case for run, found in zip(runs, evaluated, strict=True) for case in case_groups(run, found, progress)]
-    views = [
-        run_view(folder, run, name if len(runs) > 1 else "", hues, progress, None if several else students[0].results)
-        for run, name in zip(runs, names, strict=True)
-    ]
+    views = []
+    for name, run in named.items():
+        scores = None if several else students[0].results
+        views.append(run_view(folder, run, name if len(runs) > 1 else "", hues, progress, scores))
     if results.empty and not any(view.loom or view.training_and_cost for view in views):
         raise InputError(f"{runs[0].directory}: there is nothing to report yet. Start with: {runs[0].command('run')}")
-    subject, headline, lead = state_result(students)
     mark = f" ({runs[0].recipe.mark})" if runs[0].recipe.mark and not several else ""
+    facts = [("Students" if several else "Student", ", ".join(student.name for student in students), "")]
+    facts += [] if several else [fact for view in views for fact in view.facts]
+    command = " --run ".join([runs[0].command("report"), *(str(run.arguments) for run in runs[1:])])
+    caches = [
+        f"{name}: cache {one.stage('reference').fingerprint}" for name, one in named.items() if one.recipe.anchors
+    ]
     page = Page(
-        title=" + ".join([student.name for student in students] if several else names) + mark,
-        subject=subject,
-        headline=headline,
-        lead=lead,
-        facts=_facts(runs, students),
+        " + ".join([student.name for student in students] if several else named) + mark,
+        *state_result(students),
+        views,
+        facts=facts,
         results=results,
         by_tag=by_tag,
         figures=drawn,
-        runs=views,
         cases=cases,
         notes=notes,
-        footer=[
-            f"Lightning Weave {__version__}: "
-            + " --run ".join([runs[0].command("report"), *(str(run.arguments) for run in runs[1:])]),
-            *(
-                f"{name}: cache {run.stage('reference').fingerprint}"
-                for run, name in zip(runs, names, strict=True)
-                if run.recipe.anchors
-            ),
-        ],
+        footer=[f"Lightning Weave {__version__}: {command}", *caches],
         hues=hues,
     )
     folder.text("index.html", render(page))
@@ -140,9 +132,8 @@ def run(
     path = folder.path / "index.html"
     if len(runs) == 1:
         track_figures(runs[0], folder.path)
-    for note in page.notes:
+    for note in [*notes, f"{path} ({path.stat().st_size / 1e6:.1f} MB)"]:
         progress.say(f"report: {note}")
-    progress.say(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB)")
     return path
 
 
@@ -188,34 +179,27 @@ def _check(runs: Sequence[Run], out: Path | None) -> Path:
     return folder
 
 
-def _write_results(folder: Folder, students: Sequence[StudentResults], results: DataFrame, by_tag: DataFrame) -> None:
-    """Write the results, by tag too, and the ablation where there is one, as tables, and the policies as points."""
-
-    def legend(table: DataFrame) -> str:
-        return " ".join([tables.legend(table), *tables.not_compared(table)])
-
-    folder.table("results", results, legend(results))
-    if not by_tag.empty:
-        folder.table("tags", by_tag, legend(by_tag))
-    compared = ablation(students[0].complete, students[0].policies, students[0].runs[0].recipe.mark)
-    if len(students) == 1 and not compared.empty:
-        folder.table("ablation", compared, legend(compared))
+def write_tables(
+    folder: Folder, students: Sequence[StudentResults], runs: Mapping[str, Run], results: DataFrame, by_tag: DataFrame
+) -> None:
+    """Write the results, by tag too, the ablation of one student, the points; costs and the hyperparameters of runs."""
+    student = students[0]
+    compared = ablation(student.complete, student.policies, student.runs[0].recipe.mark)
+    for name, table in (("results", results), ("tags", by_tag), ("ablation", compared)):
+        if not table.empty and (len(students) == 1 or name == "results"):
+            folder.table(name, table, " ".join([tables.legend(table), *tables.not_compared(table)]))
     found: list[dict[str, Any]] = []
     for student in students:
-        name = {"student": student.name} if len(students) > 1 else {}
-        found += [{**name, **point} for point in points(student.complete, student.policies)]
-    write_json(folder.path / "points.json", found)
-
-
-def _write_setup(folder: Folder, students: Sequence[StudentResults], runs: Mapping[str, Run]) -> None:
-    """Write the paper's tables of costs, from the ledgers, and of the hyperparameters of the runs that train."""
+        of_student = {"student": student.name} if len(students) > 1 else {}
+        found += [{**of_student, **point} for point in points(student.complete, student.policies)]
+    if not results.empty:
+        write_json(folder.path / "points.json", found)
     costs = [
         tables.cost_table(run, read_spent(run.directory).kept, student.name)
         for student in students
         for run in student.runs
     ]
-    costs = [cost for cost in costs if not cost.empty]
-    if costs:
+    if costs := [cost for cost in costs if not cost.empty]:
         folder.table("cost", tables.format_costs(pd.concat(costs)), rules=tables.COST_RULES)
     if trained := {name: run for name, run in runs.items() if run.recipe.compositions}:
         folder.table("hyperparameters", hyperparameters(trained))
@@ -256,22 +240,28 @@ def result_figures(
 
 def run_view(folder: Folder, run: Run, name: str, hues: Hues, progress: Progress, scores: DataFrame | None) -> RunView:
     """Make the parts of the page about one run; its cache is read unless `scores`, its results, is None."""
-    suffix = f"-{slug(name)}" if name else ""
+    suffix, prefix = (f"-{slug(name)}", f"{name}: ") if name else ("", "")
     ledger = read_spent(run.directory).kept
-    drawings = [*figures.cost_figures(run, ledger), *figures.training_figures(run, hues)]
     cache = open_scored(run)
+    facts = [(f"{prefix}Anchors", ", ".join(run.recipe.anchors), "")] if run.recipe.anchors else []
     notes = []
     if run.recipe.anchors and (cache is None or len(cache.sources) < len(run.recipe.anchors)):
         notes.append(f"The cache is not complete, so some anchors are not shown. Next: {run.command('score')}")
     if cache is not None:
+        positions = cache.reference.require().get("positions", 0)
+        facts.append((f"{prefix}Cache", f"{len(cache.rows):,}", f"trajectories, {positions:,} decisions"))
         rows = range(0, len(cache), max(1, len(cache) // RULE_ROWS))
         notes += [f"anchors.{one}: {effect}" for one in cache.names for effect in rule_effects(run, one, rows)]
+    if seconds := sum(row["device_seconds"] for row in ledger):
+        facts.append((f"{prefix}Device time", duration(seconds), "including evaluation"))
     try:
         findings: list[Finding] = [*check_rollouts(run), *check_scores(run), *check_results(run)]
     except InputError:  # its models are no longer available
         findings = check_results(run)
+    drawings = [*figures.cost_figures(run, ledger), *figures.training_figures(run, hues)]
     view = RunView(
         name=name,
+        facts=facts,
         training_and_cost=[folder.figure(one, suffix) for one in drawings],
         cost_lines=cost_summary(run, ledger),
         notes=notes,
@@ -283,13 +273,9 @@ def run_view(folder: Folder, run: Run, name: str, hues: Hues, progress: Progress
         return view
     vocabulary = Vocabulary.from_tokenizer(run.student.tokenizer, run.student.stop_ids)
     survey = survey_cache(run, cache, vocabulary, progress)
-    known = (
-        {policy: row[AVERAGE, "aes"] for (_, policy), row in scores.dropna(subset=[(AVERAGE, "aes")]).iterrows()}
-        if (AVERAGE, "aes") in scores
-        else {}
-    )
+    aes = scores[AVERAGE, "aes"].droplevel("group").dropna() if (AVERAGE, "aes") in scores else {}
     joint = [(len(one.used), name) for name, one in run.recipe.compositions.items() if one.method == "joint"]
-    start = max(joint, key=lambda one: (one[0], known.get(one[1], -math.inf)), default=(0, None))[1]
+    start = max(joint, key=lambda one: (one[0], aes.get(one[1], -math.inf)), default=(0, None))[1]
     loom = loom_data(run, cache, vocabulary, start, progress)
     if loom is not None:  # a trained student has its policy's colour
         loom["colours"] = {one["name"]: hues[one["policy"]].css for one in loom["settings"]}
@@ -349,22 +335,3 @@ def state_result(students: Sequence[StudentResults]) -> tuple[str, str, str]:
     among = f", the highest of {count} trained policies" if count > 1 else ""
     chance = " The interval includes 0: the difference may be chance." if row["aes_low"] <= 0 <= row["aes_high"] else ""
     return policy, headline, f"Accuracy-efficiency score {row['aes']:+.2f}{interval}{among}.{chance} {counted}"
-
-
-def _facts(runs: Sequence[Run], students: Sequence[StudentResults]) -> list[tuple[str, str, str]]:
-    """The numbers in the header: name, value, note."""
-    if len(students) > 1:
-        return [("Students", ", ".join(student.name for student in students), "")]
-    facts = [("Student", students[0].name, "")]
-    for run, name in zip(runs, run_names(runs), strict=True):
-        prefix = f"{name}: " if len(runs) > 1 else ""
-        if run.recipe.anchors:
-            facts.append((f"{prefix}Anchors", ", ".join(run.recipe.anchors), ""))
-        cache = open_scored(run)
-        if cache is not None:
-            positions = cache.reference.require().get("positions", 0)
-            facts.append((f"{prefix}Cache", f"{len(cache.rows):,}", f"trajectories, {positions:,} decisions"))
-        seconds = sum(row["device_seconds"] for row in read_spent(run.directory).kept)
-        if seconds:
-            facts.append((f"{prefix}Device time", duration(seconds), "including evaluation"))
-    return facts

@@ -35,10 +35,9 @@ from lightning_weave.progress import RUN_LOG
 from lightning_weave.report import tables
 from lightning_weave.report.tables import AVERAGE, benchmarks_of, tasks_of
 from lightning_weave.run import ROLES, Run
-from lightning_weave.stages.prompts import tag_of
-from lightning_weave.stages.sampling import render_problems
+from lightning_weave.stages.prompts import render_problems, tag_of
 from lightning_weave.store import MANIFEST, Stage, differences, read_description
-from lightning_weave.store.identity import fingerprint
+from lightning_weave.store.files import fingerprint
 from lightning_weave.trackers import TrackedRun, open_trackers
 
 REPORT = "report"  # the run of a tracker that has the figures
@@ -461,8 +460,8 @@ def ablation(results: DataFrame, policies: DataFrame, mark: str = "") -> DataFra
                 rows += [(group, one, places[variants[one]]) for one in chosen]
     if rows and "base" in places:
         rows.insert(0, (mark, "Base", places["base"]))
-    index = pd.MultiIndex.from_tuples([row[:2] for row in rows], names=["group", "policy"]) if rows else None
-    return results.iloc[[row[2] for row in rows]].set_axis(index) if rows else results[:0]
+    arranged = results.iloc[[place for *_, place in rows]]
+    return arranged.set_axis(pd.MultiIndex.from_tuples([row[:2] for row in rows], names=results.index.names))
 
 
 def pair_content(run: Run, anchor: str) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
-"""Statistics of the anchors over a whole cache: masked positions, agreement, and the tokens that each pushes.
+"""The cache on the page: masked positions, agreement, the tokens that each anchor pushes; trajectories of the loom.
 
-Everything is a sum over shards, so memory does not grow with the cache.
+Statistics are sums over shards, so memory does not grow with the cache. The loom has the trajectories that a seed
+chooses, packed so that the page can recompute targets with other weights.
 
 A *pull* is a shift minus its mean under the behaviour policy, r(a) - E_b[r]: its sign says whether the target raises or
 lowers the token's probability to first order, whatever constant the shift includes (corollary permutation-scale).
 """
 
+import base64
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,15 +19,20 @@ from numpy.typing import NDArray
 from pandas import DataFrame
 from torch.nn.functional import pad
 
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Block, Cache
 from lightning_weave.checks.pairs import open_alignment
+from lightning_weave.checks.shifts import rule_effects
 from lightning_weave.errors import InputError
-from lightning_weave.maths import compose_shifts, shift_covariance, with_other
+from lightning_weave.maths import RESIDUAL_FLOOR, compose_shifts, shift_covariance, with_other
+from lightning_weave.models.scorer import Scorer, ScoreRow
 from lightning_weave.progress import Progress
+from lightning_weave.prompts import read_prompts
+from lightning_weave.report.cases import SEED
 from lightning_weave.run import ROLES, Run
 from lightning_weave.stages.alignment import Alignment, Unread
+from lightning_weave.stages.work import set_up
 from lightning_weave.tokens.spelling import Origin, Spelling
+from lightning_weave.types import FINISH_REASONS
 
 TokenKind = Literal["digits", "words", "punctuation", "whitespace", "end of thinking", "end of sequence", "special"]
 KINDS: tuple[TokenKind, ...] = get_args(TokenKind)
@@ -61,6 +68,9 @@ class Vocabulary:
 TOKENS = ("sampled", "top")  # on which two anchors are compared
 CHUNK = 16_384  # decisions held as tensors at once
 SMALLEST_PUSH = 0.05  # tokens per 1,000 decisions
+TRAJECTORIES = 40  # of the loom
+TITLE = 60  # characters of a question in its menu
+MEGABYTES = 2.0  # of cached scores that the page embeds
 KEPT = "kept"
 PARTLY_KEPT = "kept, some candidates without a shift"
 NO_END_OF_TURN = "masked: no matching end of turn"
@@ -273,3 +283,142 @@ def joint_weights(run: Run, cache: Cache) -> dict[str, dict[str, float]]:
         if composition.method == "joint" and composition.used.keys() <= set(cache.names)
         for tag, weights in (composition.by_tag or {"": composition.weights}).items()
     }
+
+
+def loom_data(
+    run: Run, cache: Cache, vocabulary: Vocabulary, start: str | None, progress: Progress
+) -> dict[str, Any] | None:
+    """Pack the trajectories that the seed chooses, with as many decisions of each as fit into MEGABYTES.
+
+    Compositions whose alpha is not known are left out: for a KL budget, training has to solve it first.
+    """
+    recipe = run.recipe
+    settings: list[dict[str, Any]] = []
+    for name, weights in joint_weights(run, cache).items():
+        policy = name.partition(" (")[0]
+        if (alpha := run.alpha(policy)) is not None:
+            of_anchor = [weights.get(anchor, 0.0) for anchor in cache.names]
+            settings.append({"name": name, "policy": policy, "alpha": alpha, "weights": of_anchor})
+    rows = draw_rows(len(cache), TRAJECTORIES, SEED)
+    whole = [block for block in map(cache.block, ([row] for row in rows)) if len(block.sampled_P)]
+    if not whole or not settings or not cache.sources:
+        return None
+    students = [
+        name
+        for name, composition in recipe.compositions.items()
+        if composition.method == "joint" and (recipe.report.students is None or name in recipe.report.students)
+        if run.stage("train", name).complete
+    ]
+    # Per decision: ids, behaviour, shifts and students; other and sampled; a byte each for what is mapped and valid.
+    candidates, anchors = recipe.reference.candidates, len(cache.sources)
+    numbers = candidates * (2 + anchors + len(students)) + 2 + len(students)
+    size = (4 * numbers + anchors * (candidates + 1)) * 4 // 3  # as base64
+    longest = longest_that_fits([len(block.sampled_P) for block in whole], int(MEGABYTES * 1e6 / size))
+    blocks = [block.first(longest) for block in whole]
+    scores = {name: score_student(run, name, blocks, progress) for name in students}
+    prompts = read_prompts(run.prompts_file) if run.prompts_file.exists() else []
+    texts = [prompt.messages[-1]["content"] if prompt.messages else prompt.text for prompt in prompts]
+    ends = zip(min(texts, default=""), max(texts, default=""), strict=False)
+    shared = next((at for at, (one, two) in enumerate(ends) if one != two), 0)  # such as a format's instruction
+    texts = [text[shared:] for text in texts] if shared > TITLE else texts
+    threads = []
+    rules: dict[str, dict[str, list[NDArray[np.bool_]]]] = {anchor: {} for anchor in cache.names}
+    for full, block in zip(whole, blocks, strict=True):
+        rollouts, shown = full.rollouts, len(block.sampled_P)
+        prompt = int(rollouts.prompt_R[0])
+        name = " ".join(texts[prompt].split()) if prompt < len(texts) else f"prompt {prompt}"
+        name = f"{name[:TITLE].rstrip()}…" if len(name) > TITLE else name
+        thread: dict[str, Any] = {"name": f"{name} · response {int(rollouts.response_R[0]) + 1}"}
+        thread["prompt"] = str(run.student.tokenizer.decode(rollouts.prompt_ids[0]))
+        finish = FINISH_REASONS[int(rollouts.finish_R[0])]
+        threads.append({**thread, "tokens": len(full.sampled_P), "finish": finish, "shown": shown})
+        for anchor, changed in rules.items():
+            for one in rule_effects(run, anchor, block.number_R.tolist()):
+                changed.setdefault(f"{one.rule} = {one.value:g}", []).append(one.changed_P[:shown])
+    first = next((setting for setting in settings if setting["policy"] == start), settings[-1])
+    packed = pack(threads, blocks, vocabulary, scores, rules)
+    return {**packed, "settings": settings, "start": first["name"]}
+
+
+def score_student(
+    run: Run, name: str, blocks: Sequence[Block], progress: Progress
+) -> list[tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    """Score the candidates of the loom under one trained student."""
+    progress.say(f"report: scoring {len(blocks)} trajectories under {name}")
+    student = run.policy(name)
+    device = set_up(run)
+    model = student.load(student.compute_dtype(run.recipe.engine_of("reference").dtype, device), device)
+    rows = []
+    for block in blocks:
+        prompt_ids, ids_PC = block.rollouts.prompt_ids[0], block.candidates.ids.flat
+        ids = np.concatenate([prompt_ids, block.sampled_P])
+        positions_T = np.arange(len(prompt_ids) - 1, len(ids) - 1)
+        rows.append(ScoreRow(ids, positions_T, ids_PC, np.ones(ids_PC.shape, np.bool_)))
+    return Scorer.from_model(model, student.vocabulary, run.recipe.score.token_budget).score(rows)
+
+
+def draw_rows(rows: int, count: int, seed: int) -> list[int]:
+    """Choose trajectories by seed alone.
+
+    >>> draw_rows(5, 9, seed=1)
+    [0, 1, 2, 3, 4]
+    """
+    return sorted(np.random.default_rng(seed).permutation(rows)[:count].tolist())
+
+
+def longest_that_fits(lengths: Sequence[int], decisions: int) -> int:
+    """Find the length to truncate rows to, so that they hold at most `decisions` together.
+
+    >>> longest_that_fits([3, 10, 10], 15)
+    6
+    """
+    rest = decisions
+    for index, length in enumerate(sorted(lengths)):
+        longest = rest // (len(lengths) - index)
+        if length > longest:
+            return max(longest, 1)
+        rest -= length
+    return max(lengths, default=0)
+
+
+def pack(
+    threads: Sequence[Mapping[str, Any]],
+    blocks: Sequence[Block],
+    vocabulary: Vocabulary,
+    students: Mapping[str, Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]]],
+    rules: Mapping[str, Mapping[str, Sequence[NDArray[np.bool_]]]],
+) -> dict[str, Any]:
+    """Lay the trajectories out as flat arrays in base64; tokens are indices into one list of texts.
+
+    A thread is what the page says of a block. By block, `students` are logp_PC and mass_P on the candidates, and
+    `rules` by anchor and rule changed_P.
+    """
+    block = Block.concatenate(blocks)
+    ids_PC = block.candidates.ids.flat
+    ids, places = np.unique(np.concatenate([ids_PC.reshape(-1), block.sampled_P]), return_inverse=True)
+    return {
+        "anchors": list(rules),
+        "floor": RESIDUAL_FLOOR,
+        "candidates": ids_PC.shape[1],
+        "texts": [vocabulary.spelling.text(int(id)) for id in ids],
+        "threads": threads,
+        "ids": _base64(places[: ids_PC.size], "<u4"),
+        "sampled": _base64(places[ids_PC.size :], "<u4"),
+        "logp": _base64(block.candidates.logp.flat, "<f4"),
+        "other": _base64(block.candidates.other_logp.flat, "<f4"),
+        "shifts": [_base64(r_PC, "<f4") for r_PC in block.r_KPC],
+        "mapped": [_base64(mapped_PC, "u1") for mapped_PC in block.mapped_KPC],
+        "valid": [_base64(valid_P, "u1") for valid_P in block.valid_KP],
+        "rules": [
+            [{"rule": rule, "changed": _base64(np.concatenate(parts), "u1")} for rule, parts in changed.items()]
+            for changed in rules.values()
+        ],
+        "students": {
+            name: {"logp": _base64(np.concatenate(logp), "<f4"), "mass": _base64(np.concatenate(mass), "<f4")}
+            for name, (logp, mass) in ((name, zip(*scores, strict=True)) for name, scores in students.items())
+        },
+    }
+
+
+def _base64(values: NDArray, dtype: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, dtype=dtype).tobytes()).decode()

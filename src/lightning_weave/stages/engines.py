@@ -33,6 +33,10 @@ FILE = "parity.jsonl"
 ROWS = 4
 SETTINGS = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=32, seed=0)
 OLDEST = (0, 32)
+# Nats per token that rounding alone explains, with room. SmolLM2 measured 6e-6 in float32 and 0.042 in bfloat16, the
+# demo's student with two kernels 6e-7, 1.5e-3 (float16) and 1.4e-2.
+PARITY = {torch.float32: 0.002, torch.float16: 0.02, torch.bfloat16: 0.1}
+ROUTED_PARITY = 4  # times as much is only warned of where rounding sends a token to another expert
 MOST_TOKENS_PER_TOKEN = 4  # of another tokenizer: a longer row is refused by its number
 FEW_TOKENS = 4096
 FULL = 1024  # requests that fill the batch of any engine
@@ -105,15 +109,23 @@ def _mean_gap(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[Any]]) -> f
     return float(np.abs(np.concatenate(ours) - np.concatenate(theirs)).mean())
 
 
-def judge(gap: float, tokens: int, section: StageEngine, checkpoint: Checkpoint) -> None:
-    """Refuse an engine that is further from the scorer than the recipe allows."""
-    if not gap <= section.parity:  # a NaN is no agreement either
-        raise Mismatch(
-            f"engine.{section.stage} = {section.engine!r} and the scorer disagree by {gap:.4f} nats per token, more "
-            f"than engine.parity = {section.parity:g} ({tokens} tokens of {checkpoint.path}).\n"
-            f'Try engine.dtype = "float32" or another version of vLLM; engine.{section.stage} = "hf" always agrees'
-        )
-    log.info("%s: vLLM and the scorer agree to %.1e nats per token", section.stage, gap)
+def judge(gap: float, tokens: int, section: StageEngine, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Refuse an engine that is further from the scorer than the recipe or, by default, the dtype allows."""
+    bound = PARITY[dtype] if section.parity is None else section.parity
+    if gap <= bound:
+        log.info("%s: vLLM and the scorer agree to %.1e nats per token", section.stage, gap)
+        return
+    message = (
+        f"engine.{section.stage} = {section.engine!r} and the scorer disagree by {gap:.4f} nats per token, more than "
+        f"engine.parity = {bound:g} ({tokens} tokens of {checkpoint.path})"
+    )
+    if section.parity is None and checkpoint.has_experts and gap <= ROUTED_PARITY * bound:
+        log.warning("warning: %s, as a mixture of experts may in %s", message, _name(dtype))
+        return
+    raise Mismatch(  # for a NaN as well
+        f'{message}.\nTry engine.dtype = "float32" or another version of vLLM; engine.{section.stage} = "hf" always '
+        "agrees"
+    )
 
 
 class Engines(AbstractContextManager["Engines"]):
@@ -317,7 +329,7 @@ def start_compared(
             known = find()  # another process may have compared meanwhile
         if known is not None:
             locked.close()
-            judge(known["gap"], known["tokens"], section, checkpoint)
+            judge(known["gap"], known["tokens"], section, checkpoint, dtype)
         else:
             try:
                 expected = few()
@@ -334,7 +346,7 @@ def start_compared(
                 try:
                     gap = gap_of(started, expected)
                     tokens = sum(len(response) for _, response, _ in expected)
-                    judge(gap, tokens, section, checkpoint)
+                    judge(gap, tokens, section, checkpoint, dtype)
                     append_line(file, {**key, "gap": gap, "tokens": tokens})
                 except BaseException:
                     started.close()

@@ -68,8 +68,13 @@ def _run_policy(run: Run, policy: str, waiting: dict[str, Stage], progress: Prog
                     if process is None:
                         free_memory()
                         process = WorkerProcess(settings, section.python, environment, LM_EVAL)
-                        if process.started["unknown"]:
-                            raise _unknown_task(process.started)
+                        for unknown in process.started["unknown"]:
+                            near = difflib.get_close_matches(unknown, process.started["known"], n=3)
+                            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                            raise InputError(
+                                f"harness.tasks: lm-eval {process.started['version']} has no task {unknown!r}.{hint} "
+                                "Definitions of your own are in the directory that harness.include names"
+                            )
                     stage.begin()
                     if not stage.complete:  # another rank may have finished it
                         for leftover in _harness_files(stage):  # of a run that was killed
@@ -117,16 +122,6 @@ def _settings(run: Run, checkpoint: Checkpoint, device: torch.device, tasks: lis
 
 def _harness_files(stage: Stage) -> list[Path]:
     return [*sorted(stage.folder.glob("results_*.json")), *sorted(stage.folder.glob("samples_*.jsonl"))]
-
-
-def _unknown_task(hello: dict[str, Any]) -> InputError:
-    task = hello["unknown"][0]
-    near = difflib.get_close_matches(task, hello["known"], n=3)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    return InputError(
-        f"harness.tasks: lm-eval {hello['version']} has no task {task!r}.{hint} Definitions of your own are in the "
-        "directory that harness.include names"
-    )
 
 
 def validate(run: Run) -> Iterator[Finding]:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_weave import prompts as sources
+from lightning_weave.bench.definitions import Benchmark
 from lightning_weave.checks.findings import Finding, listed, needs_prompts
 from lightning_weave.checks.models import check_student, open_benchmarks
-from lightning_weave.config import HELD_OUT, Recipe
+from lightning_weave.config import HELD_OUT, Eval, Recipe
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
@@ -23,18 +24,21 @@ from lightning_weave.prompts import (
     PromptReport,
     Screen,
     encode,
+    form_of,
     format_messages,
+    livecodebench,
     read_columns,
     read_prompts,
     read_rows,
     render,
+    unmark,
 )
 from lightning_weave.prompts.decontaminate import normalise
 from lightning_weave.prompts.render import Message
 from lightning_weave.run import ROLES, Run
 from lightning_weave.store import write_atomic
 from lightning_weave.store.tables import BadRow, Row, checked_rows
-from lightning_weave.types import FINISH_REASONS, FinishReason, Prompt, PromptForm, Response
+from lightning_weave.types import FINISH_REASONS, FinishReason, Prompt, PromptForm, Response, SamplingSettings
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 SHAREGPT |= {"tool": "tool", "observation": "tool", "function_call": "assistant"}
@@ -100,6 +104,35 @@ def tag_columns(recipe: Recipe) -> set[str]:
 def tag_of(recipe: Recipe, prompt: Prompt) -> str:
     """The tag of one prompt, by its column or by its last turn."""
     return recipe.tags.of(prompt.messages[-1]["content"] if prompt.messages else prompt.text, prompt.columns or {})
+
+
+def sampling_settings(section: Eval, benchmark: Benchmark) -> SamplingSettings:
+    """How a benchmark is sampled: as the recipe says, else as the benchmark does."""
+    longest = section.max_tokens or benchmark.max_tokens
+    return SamplingSettings(section.temperature, section.top_p, longest, section.seed)
+
+
+def render_problems(benchmark: Benchmark, tokenizer: Any, section: Eval, day: str | None) -> list[Prompt]:
+    """Render every problem as the paper does: code in LiveCodeBench's form, others in the section's."""
+    form = form_of(section, benchmark.kind == "code")
+    questions = []
+    for problem in benchmark.problems:
+        if problem.row is not None:
+            messages = livecodebench(problem.question, str(problem.row.get("starter_code") or ""))
+            columns = problem.row
+        else:
+            try:
+                messages = format_messages(section, [{"role": "user", "content": problem.question}], problem.columns)
+            except InputError as error:
+                raise InputError(f"eval.format: problem {problem.id}: {error}") from error
+            columns = {**problem.columns, "answer": problem.answer}
+        known = {name: value for name, value in columns.items() if value is not None}
+        text = render(messages, tokenizer, form, day)
+        questions.append(Prompt(problem.id, messages, text, [], form=form, columns=known))
+    ids = encode([one.text for one in questions], tokenizer, form.style == "chat")
+    return [
+        replace(one, text=unmark(one.text, tokenizer), token_ids=own) for one, own in zip(questions, ids, strict=True)
+    ]
 
 
 class OwnGroup(NamedTuple):

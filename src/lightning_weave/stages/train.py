@@ -103,7 +103,7 @@ FEW_UPDATES = 10
 
 
 def validate(run: Run) -> Iterator[Finding]:
-    """Check that the student can be trained as every pending composition wants it."""
+    """Check that the student can be trained as every pending composition wants it, and has the prompts for it."""
     recipe = run.recipe
     names = pending_compositions(run)
     tables = [table for one in recipe.compositions.values() for table in (one.weights, *one.routes.values())]
@@ -140,7 +140,31 @@ def validate(run: Run) -> Iterator[Finding]:
         yield from attempt(f"compositions.{name}", "candidates", _check_candidates, run, name)
     if lora is not None and not lacks:
         yield from attempt("train.lora", "targets", check_lora, run.student, lora)
-    yield from _validate_prompts(run, names)
+    try:
+        prompts = planned_prompts(run)[0]
+    except InputError:  # reported with the prompts
+        return
+    yield from attempt("rollout.from", "turns", _check_resampling, run, names)
+    updates = count_updates(recipe, len(prompts))
+    if updates < FEW_UPDATES and not recipe.rehearsal:
+        text = f"{len(prompts):,} prompts make {updates:,} updates, too few for the student to change; the paper has "
+        text += f"{PAPER_UPDATES}. Give more prompts, or raise train.epochs"
+        yield Finding("prompts", "updates", "warning", text, {"updates": updates})
+    routed = [name for name in names if recipe.compositions[name].routes]
+    if not routed:
+        return
+    try:
+        asked = load_prompts(run, tag_columns(recipe), prompts)
+        counts = Counter(tag_of(recipe, one) for one in asked)
+        words = listed(f"{tag} {count:,}" for tag, count in counts.most_common())
+        yield Finding("tags", "prompts", "note", f"prompts by tag: {words}", {"tags": dict(counts)})
+        for name in routed:
+            routed_weights(run, name, asked)
+            for tag in [tag for tag in recipe.compositions[name].routes if tag not in counts]:
+                text = f"no prompt has the tag {tag!r}, so its weights are never used"
+                yield Finding(f"compositions.{name}.weights.{tag}", "routes", "warning", text)
+    except InputError as error:
+        yield Finding("tags", "routes", "error", str(error))
 
 
 def _check_dtype(recipe: Recipe) -> None:
@@ -176,36 +200,6 @@ def _check_trainable(run: Run) -> None:
     check_trainable(run.student.config_path)
     if run.student.is_downloaded:
         _ = run.student.updates  # an adapter that is more than low-rank updates is refused
-
-
-def _validate_prompts(run: Run, names: Sequence[str]) -> Iterator[Finding]:
-    """Check that there are enough prompts, and that every tag of theirs has weights."""
-    recipe = run.recipe
-    try:
-        prompts = planned_prompts(run)[0]
-    except InputError:  # reported with the prompts
-        return
-    yield from attempt("rollout.from", "turns", _check_resampling, run, names)
-    updates = count_updates(recipe, len(prompts))
-    if updates < FEW_UPDATES and not recipe.rehearsal:
-        text = f"{len(prompts):,} prompts make {updates:,} updates, too few for the student to change; the paper has "
-        text += f"{PAPER_UPDATES}. Give more prompts, or raise train.epochs"
-        yield Finding("prompts", "updates", "warning", text, {"updates": updates})
-    routed = [name for name in names if recipe.compositions[name].routes]
-    if not routed:
-        return
-    try:
-        asked = load_prompts(run, tag_columns(recipe), prompts)
-        counts = Counter(tag_of(recipe, one) for one in asked)
-        words = listed(f"{tag} {count:,}" for tag, count in counts.most_common())
-        yield Finding("tags", "prompts", "note", f"prompts by tag: {words}", {"tags": dict(counts)})
-        for name in routed:
-            routed_weights(run, name, asked)
-            for tag in [tag for tag in recipe.compositions[name].routes if tag not in counts]:
-                text = f"no prompt has the tag {tag!r}, so its weights are never used"
-                yield Finding(f"compositions.{name}.weights.{tag}", "routes", "warning", text)
-    except InputError as error:
-        yield Finding("tags", "routes", "error", str(error))
 
 
 def count_updates(recipe: Recipe, prompts: int) -> int:

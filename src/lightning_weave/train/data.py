@@ -8,9 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.reader import Cache
-from lightning_weave.cache.targets import Targets, compute_targets
+from lightning_weave.cache.block import Block, Cache, Targets, compute_targets
 from lightning_weave.config import ALPHA, Composition, Distilled, Mixture, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.maths import expected_kl, reverse_kl, solve_alpha_for_kl, tilted_target, with_other
@@ -109,7 +107,8 @@ class Batch:
     def first(self, decisions: int) -> "Batch":
         """Keep the first few decisions and the tokens that they need. With none, a pass that adds nothing is left."""
         parts = {name: getattr(self, name)[:decisions] for name in _OF_DECISIONS}
-        tokens = int(parts["states_N"].max()) + 1 if len(parts["states_N"]) else 1
+        # Two tokens: compiled layers would be compiled again for a single one.
+        tokens = int(parts["states_N"].max()) + 1 if len(parts["states_N"]) else min(2, len(self.input_ids_T))
         ends = np.minimum(np.cumsum(self.lengths), tokens)
         lengths = np.diff(ends, prepend=0)
         lengths = lengths[lengths > 0]

@@ -22,7 +22,7 @@ from lightning_weave.models.hub import weight_files
 from lightning_weave.models.weights import Layout, LowRankUpdate
 from lightning_weave.run import Run
 from lightning_weave.store import whole_directory, write_json
-from lightning_weave.store.identity import TOKENIZER_FILES
+from lightning_weave.store.files import TOKENIZER_FILES
 from lightning_weave.train.data import Batch, anchor_doses
 from lightning_weave.train.parallel import Ranks, full_tensor
 from lightning_weave.train.student import Trainee, full_vocabulary, student_weights

@@ -30,7 +30,7 @@ from lightning_weave.plugins import load_function
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_cache
-from lightning_weave.stages.sampling import render_problems, sampling_settings
+from lightning_weave.stages.prompts import render_problems, sampling_settings
 from lightning_weave.store import Stage, append_line, read_json, read_lines, write_atomic, write_json
 from lightning_weave.store.ledger import Meter, measure, peak_memory
 from lightning_weave.trackers import TrackedRun, open_trackers
@@ -408,12 +408,8 @@ class Training:
             named = " and ".join(f"a {part}" for part, there in parts.items() if there)
             self.say(f"the student's head has {named}: the plain loss is used, which is slower than the one-pass loss")
         if not self.fit.trainee.packs:
-            reason = (
-                "packing is off with train.compile"
-                if train.compile
-                else "packed rows would leak into each other in its layers"
-            )
-            self.say(f"the student's rows are padded to one length: {reason}")
+            leaks = "packed rows would leak into each other in its layers"
+            self.say(f"the student's rows are padded to one length: {leaks}")
         loss = self.fit.measure(self.schedule.rows(0))["zero_shift_loss"]
         bound = (AGREEMENT if isinstance(train.agreement, bool) else train.agreement) * (
             1 if dtype == torch.float32 else LOW_PRECISION_FACTOR

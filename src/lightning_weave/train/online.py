@@ -24,7 +24,7 @@ from lightning_weave.models.worker_process import engine_version
 from lightning_weave.prompts import read_prompts
 from lightning_weave.run import Run
 from lightning_weave.stages.alignment import find_candidates, pack_rollouts
-from lightning_weave.stages.engines import ROWS, Engines, check_version, judge
+from lightning_weave.stages.engines import PARITY, ROWS, Engines, check_version, judge
 from lightning_weave.stages.score import LiveAnchors
 from lightning_weave.store.ledger import measure
 from lightning_weave.train.checkpoint import wait_until_seen
@@ -186,7 +186,10 @@ class RoundEngine:
             for (*_, sampled_T), one in zip(scored, drawn, strict=False)
         ]
         total = self.ranks.all_reduce({"gap": math.fsum(gaps), "tokens": sum(len(ids) for _, ids in rows)})
-        judge(total["gap"] / total["tokens"], int(total["tokens"]), self.section, self.student)
+        # The engine's weights are rounded to the dtype of the files.
+        dtypes = (self.student.compute_dtype(self.section.dtype, self.ranks.device), self.student.dtype)
+        dtype = max(dtypes, key=lambda dtype: PARITY[dtype])
+        judge(total["gap"] / total["tokens"], int(total["tokens"]), self.section, self.student, dtype)
 
     def close(self) -> None:
         """Stop the engine, and remove the weights that it was given."""

@@ -119,10 +119,10 @@ class Trainee(nn.Module):
         output = self.model.get_output_embeddings()
         return Head(output.weight, described.vocabulary, output.bias, described.scale, described.softcap)
 
-    def look(self, pack: bool) -> None:
+    def look(self) -> None:
         """Find out by short passes if the head is as described and if rows can be packed; all ranks together."""
         check_head(self.model, self.head())
-        self.packs = pack and enable_packing(self.model, self.head_description.vocabulary)
+        self.packs = enable_packing(self.model, self.head_description.vocabulary)
 
     def forward(self, batch: Batch, loss: LossFunction, normalizer: float) -> tuple[Tensor, Tensor]:
         """Return the loss and, without gradient, the student's outcomes log_pi_NO."""
@@ -208,11 +208,11 @@ def open_trainee(run: Run, context: TrainContext, start: Checkpoint | None = Non
         with explain_out_of_memory(checkpoint.path, ranks.device):
             materialize(trainee, ranks.device)
             read_weights(trainee, layout, checkpoint.updates)
-    trainee.look(pack=not section.compile)  # compiled layers would be compiled again for every new set of lengths
+    trainee.look()
     reshard(trainee)
     if section.compile and not quantised:
         for block in decoder:
-            block.compile()
+            block.compile(dynamic=True)  # once for passes with gradients, once without, whatever the lengths of rows
     return trainee
 
 

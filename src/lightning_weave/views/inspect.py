@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_weave.api import as_html
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Cache
 from lightning_weave.checks.findings import listed, visible
 from lightning_weave.errors import InputError
 from lightning_weave.prompts import read_prompts
