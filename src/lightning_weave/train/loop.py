@@ -342,7 +342,7 @@ class Probe:
 
     def __init__(self, run: Run) -> None:
         section = run.recipe.eval
-        loaded = load_eval_benchmark(section, section.benchmarks[0])
+        loaded = load_eval_benchmark(run.recipe, section.benchmarks[0])
         count = len(loaded.problems)
         most = min(count, run.recipe.train.eval_problems)
         problems = tuple(loaded.problems[place * count // most] for place in range(most))
