@@ -79,8 +79,8 @@ def open_model(run: Run, side: Side, engines: Engines) -> Iterator[ComputeShards
     """Load one anchor model; it stays loaded for further contexts, and a base for its adapters."""
     section = run.scoring(side)
     model = side.checkpoint.base or side.checkpoint
-    loads = model if section.engine == "hf" else side.checkpoint
-    anchor = AnchorScorer.open(run, side, engines.scorer(run, loads, section, side.url))
+    opened = model if section.engine == "hf" else side.checkpoint  # only transformers attaches adapters
+    anchor = AnchorScorer.open(run, side, engines.scorer(run, opened, section, side.url))
     stage = run.stage("score", side)
     note_engine(run, stage, model, section, side.url)
 
