@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import lightning_weave as lw
 from lightning_weave.errors import InputError
@@ -11,6 +12,7 @@ from lightning_weave.stages import realised
 from lightning_weave.stages.forecast import ForecastPoint, forecast, read_points
 from lightning_weave.stages.realised import judge, measure_all, realise, realised_table
 from lightning_weave.stages.run import make_students
+from lightning_weave.views.forecast import show_realised
 from pipeline.scored import HALF, QUIET, make_scored
 from tiny import run_of
 
@@ -61,6 +63,10 @@ def test_it_is_measured_once_and_kept(trained: dict[str, Any], monkeypatch: pyte
     assert read_points(run) == forecast(run)  # for the report
     monkeypatch.setattr(realised, "find_candidates", None)
     assert run.realised() == first
+    console = Console(record=True, width=200)
+    show_realised(run, first, console, as_json=False)
+    assert f"{first[0]['closed']['all'][0]['share']:.0%}" in (text := console.export_text())
+    assert "cached rows held out" in text
 
 
 def point(aes: float, low: float, trusted: bool = True) -> ForecastPoint:
