@@ -22,6 +22,8 @@ from lightning_weave.run import Run
 from lightning_weave.stages.engines import refuse_adapter
 from lightning_weave.store.files import TOKENIZER_FILES
 
+SOURCE = "Give the directory or hub name of the checkpoint that it was converted from (safetensors)"
+
 
 def attempt(about: str, check: str, rule: Callable[..., object], *arguments: Any) -> Iterator[Finding]:
     """Call a rule that a stage itself enforces, and report what it raises."""
@@ -64,8 +66,6 @@ def find_fault(checkpoint: Checkpoint, scored: bool = False) -> str | None:
 
 
 known_fault = lru_cache(find_fault)  # for one preflight, in which several stages ask about the same models
-
-SOURCE = "Give the directory or hub name of the checkpoint that it was converted from (safetensors)"
 
 
 def directory_fault(path: Path) -> str | None:

@@ -2,9 +2,11 @@
 
 import math
 import os
+import re
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +68,15 @@ def other_protocols(run: Run, shown: Collection[Path] = ()) -> dict[str, PolicyS
     Of each protocol, the policies that have all the benchmarks of the first. Folders in `shown` are left out.
     """
     protocols: dict[str, PolicySummaries] = {}
-    stages = [
-        (policy, run.stage("eval", policy, name))
-        for policy in known_policies(run)
-        for name in run.recipe.eval.benchmarks
-    ]
-    for policy, stage in stages:
+    for policy, name in product(known_policies(run), run.recipe.eval.benchmarks):
+        stage = run.stage("eval", policy, name)
         inputs = {one.path: one.fingerprint for one in stage.inputs}
         for other in stage.siblings():
             changes = dict(differences(dict(stage.settings), dict(other.settings)))
             is_same = (other.manifest() or {}).get("inputs") == inputs and not changes.keys() & {"model", "benchmark"}
             if is_same and other.folder not in shown:
-                words = {
-                    key: f"= {what.rpartition(' -> ')[2]}" if "->" in what else what for key, what in changes.items()
-                }
-                label = ", ".join(f"{key} {what}" for key, what in words.items()) or "another format"
+                words = [f"{key} {re.sub('(?s).* -> ', '= ', what)}" for key, what in changes.items()]
+                label = ", ".join(words) or "another format"
                 protocols.setdefault(label, {}).setdefault(policy, []).append(_read_evaluation(run, policy, other))
     for label, policies in protocols.items():
         names = [summary.benchmark for summary in next(iter(policies.values()))]
@@ -109,6 +105,7 @@ def results_table(
     """
     labels = labels or list(dict.fromkeys(one.label for results in evaluated.values() for one in results))
     base = {one.label: one for one in evaluated.get("base", [])}
+    measures = ("accuracy", "accuracy_error", "tokens", "tokens_error", "aes", "aes_low", "aes_high")
     rows = []
     for policy, results in evaluated.items():
         row: dict[tuple[str, str], Any] = {("", "older"): policy in older}
@@ -124,16 +121,15 @@ def results_table(
             if comparison is not None and len(comparable) == len(labels):
                 scores[AVERAGE] = comparison.average.aes
         for part, one in measured.items():
-            aes = scores.get(part)
-            row |= {(part, key): getattr(one, key) for key in ("accuracy", "accuracy_error", "tokens", "tokens_error")}
-            row[part, "aes"] = math.nan if aes is None else aes.estimate
-            row[part, "aes_low"] = math.nan if aes is None or policy == "base" else aes.low
-            row[part, "aes_high"] = math.nan if aes is None or policy == "base" else aes.high
+            row |= {(part, key): getattr(one, key) for key in measures[:4]}
+            if aes := scores.get(part):
+                row[part, "aes"] = aes.estimate
+                if policy != "base":
+                    row |= {(part, "aes_low"): aes.low, (part, "aes_high"): aes.high}
         for label, one in by_label.items():
             row |= {(label, "problems"): len(one.problems), (label, "samples"): one.samples}
             row[label, "differs"] = differs.get(label) or math.nan
         rows.append(row)
-    measures = ("accuracy", "accuracy_error", "tokens", "tokens_error", "aes", "aes_low", "aes_high")
     further = ("problems", "samples", "differs")
     columns = [("", "older"), *((label, key) for label in labels for key in (*measures, *further))]
     columns += [(AVERAGE, key) for key in measures] if labels else []
@@ -183,26 +179,25 @@ def with_tasks(
             raise InputError(f"harness.metrics.{result.task} = {name!r}: no such metric; there is {names}")
         kinds.setdefault(result.task, fitting[0])
     for task, kind in kinds.items():
-        cells = []  # value, standard error, difference to the base, its standard error, why there is none
+        column = f"{kind.name.partition(',')[0]}{'↓' if kind.lower_is_better else '↑'}"
+        rows: list[dict[str, Any]] = []
         for policy in results.index.get_level_values("policy"):
-            line: list[Any] = [math.nan] * 5
+            row: dict[str, Any] = {}
             own, base = (tasks.get(name, {}).get(task) for name in (policy, "base"))
             found, from_base = (
                 one and next((metric for metric in one[0].metrics if metric.name == kind.name), None)
                 for one in (own, base)
             )
             if found:
-                line[:2] = found.value, math.nan if found.error is None else found.error
+                row |= {column: found.value, "error": found.error}
             if own and base and found and from_base and policy != "base":
                 if differs := ", ".join(named_differences(sorted({**own[1], **base[1]}), own[1], base[1])):
-                    line[4] = differs
+                    row["task differs"] = differs
                 else:
-                    moved, error = difference(found, from_base)
-                    line[2:4] = moved, math.nan if error is None else error
-            cells.append(line)
-        column = f"{kind.name.partition(',')[0]}{'↓' if kind.lower_is_better else '↑'}"
-        for place, key in enumerate((column, "error", "difference", "difference_error", "task differs")):
-            results[task, key] = [line[place] for line in cells]
+                    row["difference"], row["difference_error"] = difference(found, from_base)
+            rows.append(row)
+        for key in (column, "error", "difference", "difference_error", "task differs"):
+            results[task, key] = [math.nan if row.get(key) is None else row[key] for row in rows]
     return results
 
 
@@ -410,10 +405,8 @@ def describe(origins: Mapping[str, tuple[Run, str]]) -> DataFrame:
             is_own = composition.method == "joint" and objective == "tilted"
             kind = "single" if len(composition.used) == 1 else "composition"
             row |= {"kind": kind if is_own else "baseline", "alpha": run.alpha(policy)}
-            row |= {
-                "weights": composition.by_tag or composition.weights,
-                "used": tuple(sorted(composition.used.items())),
-            }
+            row["weights"] = composition.by_tag or composition.weights
+            row["used"] = tuple(sorted(composition.used.items()))
             match composition:
                 case Sequential():
                     row["variant"] = " → ".join(composition.sequence)
@@ -466,10 +459,9 @@ def ablation(results: DataFrame, policies: DataFrame, mark: str = "") -> DataFra
 
 def pair_content(run: Run, anchor: str) -> tuple[str, ...]:
     """Both sides of an anchor by content, what each reads, and the rules of its shift."""
-    sides = [
-        (run.identity_of(run.anchor(anchor, role)), str(run.recipe.anchors[anchor].context(role))) for role in ROLES
-    ]
-    return (*sides[0], *sides[1], str(ShiftRules.from_anchor(run.recipe.anchors[anchor])))
+    section = run.recipe.anchors[anchor]
+    sides = [(run.identity_of(run.anchor(anchor, role)), str(section.context(role))) for role in ROLES]
+    return (*sides[0], *sides[1], str(ShiftRules.from_anchor(section)))
 
 
 def points(results: DataFrame, policies: DataFrame) -> list[dict[str, Any]]:
@@ -529,10 +521,8 @@ def show_results(run: Run, out: Console, base: str = "base") -> None:
     by_tag = tag_table(run, evaluated)
     if not by_tag.empty:
         out.print(f"By tag of the problem:\n{tables.plain(tables.format_results(by_tag))}", **exact)
-    for policy, found in evaluated.items():
-        for result in found:
-            if result.error:
-                out.print(f"error: {policy} on {result.label}: {result.error}", style="red", **exact)
+    for policy, result in [(policy, one) for policy, found in evaluated.items() for one in found if one.error]:
+        out.print(f"error: {policy} on {result.label}: {result.error}", style="red", **exact)
     out.print(f"Samples and summaries: {run.directory / 'eval'}", soft_wrap=True, markup=False)
 
 

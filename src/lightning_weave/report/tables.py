@@ -10,17 +10,18 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 from pandas import DataFrame
+from rich.box import SIMPLE
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
 
 from lightning_weave.errors import InputError
 from lightning_weave.run import Run
 from lightning_weave.stages.costs import SHARED, offline_cost, training_seconds
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 AVERAGE = "Average"
 HEADINGS = {"accuracy": "Acc.↑", "tokens": "#Tok.↓", "aes": "AES↑"}  # tasks name theirs: exact_match↑
@@ -138,11 +139,11 @@ def counts(results: DataFrame) -> str:
             groups: dict[int, dict[str, None]] = {}
             for (group, _), count in results[name, measure].dropna().items():
                 groups.setdefault(int(count), {})[group] = None
-            texts[name] = " and ".join(
-                f"{count:,} ({', '.join(filter(None, some))})" if len(groups) > 1 and any(some) else f"{count:,}"
-                for count, some in groups.items()
-            )
-        texts = {name: text for name, text in texts.items() if text}
+            if groups:
+                texts[name] = " and ".join(
+                    f"{count:,} ({', '.join(filter(None, some))})" if len(groups) > 1 and any(some) else f"{count:,}"
+                    for count, some in groups.items()
+                )
         if texts:
             each = " on each benchmark" if measure == "problems" and len(texts) > 1 else ""
             listed = ", ".join(f"{name} {text}" for name, text in texts.items())
@@ -300,12 +301,22 @@ def plain(table: DataFrame) -> str:
         for name, cells in rows:
             texts = [f"{cell.text}{signs[cell.mark]}{' ' * bool(cell.interval)}{cell.interval}" for cell in cells]
             lines.append([("  " if group else "") + name, *texts])
-    widths = [max(len(line[k]) for line in lines if len(line) > 1) for k in range(len(lines[0]))]
-    padded = [
-        [line[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=False))]
-        for line in lines
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in padded) + "\n"
+    return "".join(f"{line}\n" for line in align(lines))
+
+
+def align(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Pad the first cell of each line on the right and the others on the left; a line of one cell may be of any width.
+
+    >>> align([["group"], ["x", "10"], ["yz", "5"]])
+    ['group', 'x   10', 'yz   5']
+    """
+    widths = [max(map(cell_len, column)) for column in zip(*(line for line in lines if len(line) > 1), strict=True)]
+    aligned = []
+    for line in lines:
+        first, *gaps = (" " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=False))
+        cells = [line[0] + first, *(gap + cell for gap, cell in zip(gaps, line[1:], strict=True))]
+        aligned.append("  ".join(cells).rstrip())
+    return aligned
 
 
 def fits(table: DataFrame, width: int) -> bool:
@@ -313,12 +324,8 @@ def fits(table: DataFrame, width: int) -> bool:
     return max(map(len, plain(table).splitlines())) + 2 * len(table.columns) <= width
 
 
-def console(table: DataFrame, width: int | None = None, title: str | None = None) -> "RichTable":
+def console(table: DataFrame, width: int | None = None, title: str | None = None) -> Table:
     """Build a table for a terminal; where it is too narrow for every benchmark, only the averages are shown."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-    from rich.text import Text
-
     parts = [part for part, _ in table.columns] if table.columns.nlevels == 2 else []
     if width is not None and len(benchmarks := parts[: parts.index(AVERAGE)] if AVERAGE in parts else []) > 2:
         table = table if fits(table, width) else table.iloc[:, len(benchmarks) :]

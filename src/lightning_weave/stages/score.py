@@ -94,8 +94,8 @@ def open_model(run: Run, side: Side, engines: Engines) -> Iterator[ComputeShards
         return
     section = run.scoring(side)
     model = model_of(run, side)
-    loads = model if section.engine == "hf" else side.checkpoint
-    anchor = AnchorScorer.open(run, side, engines.scorer(run, loads, section, side.url))
+    opened = model if section.engine == "hf" else side.checkpoint  # only transformers attaches adapters
+    anchor = AnchorScorer.open(run, side, engines.scorer(run, opened, section, side.url))
     stage = run.stage("score", side)
     note_engine(run, stage, model, section, side.url)
 

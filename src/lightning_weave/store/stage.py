@@ -133,6 +133,8 @@ def map_tensors(path: Path) -> tuple[dict[str, NDArray], str | None]:
             raise ValueError(f"{name} is cut off")
         flat = np.frombuffer(data, dtype, (end - begin) // dtype.itemsize, start + begin)
         tensors[name] = flat.reshape(entry["shape"])
+    if len(data) != start + max((entry["data_offsets"][1] for entry in header.values()), default=0):
+        raise ValueError("something follows its last tensor")
     return tensors, fingerprint
 
 
