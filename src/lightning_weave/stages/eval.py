@@ -54,7 +54,7 @@ from lightning_weave.stages.work import LOCAL, ComputeShards, Executor, Job, Sha
 from lightning_weave.store import Stage, damaged_files, write_atomic
 from lightning_weave.types import Request, Response
 
-NO_BENCHMARK = 'no benchmark is named. Add problems with answers that are not among the prompts: "file:PATH"'
+NO_BENCHMARK = 'no benchmark is named. Add problems with answers ("file:PATH"), or "held-out", a part of the prompts'
 
 
 def evaluate(
