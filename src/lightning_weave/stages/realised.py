@@ -184,7 +184,7 @@ def realise(run: Run, points: Sequence[ForecastPoint]) -> list[Realised]:
     forecasts = {point.policy: point for point in points}
     evaluated = summaries(run)
     results = []
-    for name in run.recipe.compositions:
+    for name, composition in run.recipe.compositions.items():
         stage = run.stage("train", name)
         if not stage.complete or not (stage.folder / FILE).exists():
             continue
@@ -198,8 +198,8 @@ def realise(run: Run, points: Sequence[ForecastPoint]) -> list[Realised]:
             measured = {"accuracy": overall.accuracy, "tokens": overall.tokens, "aes": score.estimate}
             measured["aes_error"] = (score.high - score.low) / 2
         whole = closed["all"][0].share if closed["all"] else float("nan")
-        verdict = judge(forecasts.get(name), measured, whole)
-        results.append(Realised(name, found["rows"], found["held_out"], closed, forecasts.get(name), measured, verdict))
+        verdict = judge(point, measured, whole)
+        results.append(Realised(name, found["rows"], found["held_out"], closed, point, measured, verdict))
     return results
 
 

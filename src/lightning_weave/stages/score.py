@@ -112,7 +112,7 @@ def open_model(run: Run, side: Side, engines: Engines) -> Iterator[ComputeShards
 
 def _reads_as_student(run: Run, side: Side) -> bool:
     """Whether a side reads every prompt as the student does."""
-    if not side.reads_own_prompts:
+    if not side.reads_other_prompts:
         return True
     own = own_prompts(run, side, load_prompts(run, side.context.columns))
     return list(own.read) == list(own.given)
@@ -219,9 +219,9 @@ class LiveAnchors:
 
     def _open(self, side: Side) -> AnchorScorer:
         """Return a side, loaded once; one that reads its own prompts is aligned to the current ones."""
-        if self.prompts is not None and side.reads_own_prompts:
+        if self.prompts is not None and side.reads_other_prompts:
             if side not in self._with_prompts:
-                plain = self._open(side.without_own_prompts())
+                plain = self._open(side.with_student_prompts())
                 limit = plain.alignment.limit
                 alignment = Alignment.open(self.run, side, limit, plain.alignment.masked_ids, self.prompts)
                 self._with_prompts[side] = replace(plain, alignment=alignment)
@@ -315,7 +315,7 @@ def validate_anchor(run: Run, name: str) -> Iterator[Finding]:
     yield from find_same_model(run, name)
     for role in ROLES:
         side = run.side(name, role)
-        if side.reads_own_prompts:
+        if side.reads_other_prompts:
             try:
                 prompts = planned_prompts(run)[0]
             except InputError:  # reported with the prompts
