@@ -91,7 +91,7 @@ class Side:
         return self.prompt == "native" or bool(self.context)
 
     def with_student_prompts(self) -> "Side":
-        """The same checkpoint with the student's prompts: usable before its own prompts exist."""
+        """The same checkpoint with the student's prompts: usable before other prompts can be rendered."""
         return replace(self, prompt="student", template=None, context=PromptContext(), masks_missing=False)
 
 

@@ -112,7 +112,7 @@ def scored_name(recipe: Recipe, anchor: str, role: Literal["post", "pre"]) -> st
 
 
 def is_student(recipe: Recipe, anchor: str, role: Literal["post", "pre"]) -> bool:
-    """Whether a side is the student with its own prompts: the reference has its scores."""
+    """Whether a side is the student with the prompts that it answers: the reference has its scores."""
     same = recipe.scored_by(anchor, role) == recipe.engine.reference
     same = same and recipe.engine_of("score").dtype == recipe.engine_of("reference").dtype
     plain = recipe.anchors[anchor].reads_as_student(role)

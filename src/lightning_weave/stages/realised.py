@@ -3,6 +3,7 @@
 On cached rows, at every decision that was trained on: KL(target || base) was asked for, KL(target || trained) is left.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -189,6 +190,11 @@ def realise(run: Run, points: Sequence[ForecastPoint]) -> list[Realised]:
         if not stage.complete or not (stage.folder / FILE).exists():
             continue
         found = read_json(stage.folder / FILE)
+        point = forecasts.get(name)
+        if point is not None:
+            is_same = math.isclose(point.alpha or 0.0, stage.require()["alpha"], rel_tol=1e-6)
+            if not is_same or point.weights != (composition.by_tag or composition.weights):
+                point = None  # of another composition that had this name
         closed = {by: [Closed(**one) for one in found["closed"][by]] for by in GROUPED}
         measured = None
         if name in evaluated and "base" in evaluated:

@@ -323,7 +323,7 @@ class Stage:
         return False
 
     def write(self, index: int, shard: Any) -> int:
-        """Write one shard atomically; returns its size in bytes. If a listed shard was lost, the manifest is removed."""
+        """Write one shard atomically; returns its bytes. If a listed shard was lost, the manifest is removed."""
         self.begin()
         path = self.shard_path(index)
         data = pack(shard, self.fingerprint)
@@ -343,7 +343,7 @@ class Stage:
         return shard
 
     def finish(self, kind: type[Any], shards: int) -> bool:
-        """Write the manifest if every shard is there, else return False. Every rank may call this: all write the same bytes."""
+        """Write the manifest if every shard is there, else return False. Ranks may all call it: same bytes."""
         if self.complete:  # no need to read and hash it all again
             self.settle()
             return True

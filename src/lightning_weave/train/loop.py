@@ -215,7 +215,7 @@ class Fit:
         return batch if block else batch.first(0)
 
     def _lower_budget(self, error: Exception, numbers: Sequence[int], when: str) -> None:
-        """Halve the token budget after running out of memory; raise where this process cannot recover, and other errors."""
+        """Halve the token budget after running out of memory; raise other errors, and if this process cannot recover."""
         if not is_out_of_memory(error):
             raise error
         lengths = [self.cache.length(number) for number in numbers]
@@ -522,7 +522,7 @@ class Training:
 def train_offline(
     run: Run, name: str, context: TrainContext, start: Checkpoint | None = None, prompts: range | None = None
 ) -> None:
-    """Train the student on one composition from the cache; a leg of a sequence starts from `start`, with `prompts` only."""
+    """Train one composition from the cache; a leg of a sequence starts from `start` and uses only `prompts`."""
     composition = run.recipe.compositions[name]
     cache = open_cache(run, name)
     groups = prompts or range(len(cache) // run.recipe.rollout.responses)
