@@ -215,7 +215,7 @@ class Fit:
         return batch if block else batch.first(0)
 
     def _lower_budget(self, error: Exception, numbers: Sequence[int], when: str) -> None:
-        """Halve the token budget after running out of memory; raise other errors, and if this process cannot recover."""
+        """Halve the token budget when memory ran out; raise other errors, or if this process cannot recover."""
         if not is_out_of_memory(error):
             raise error
         lengths = [self.cache.length(number) for number in numbers]
