@@ -49,7 +49,7 @@ test-ranks: dev  ## several processes train, sample and run engines with the res
 test-faults: dev ## kills, full disks, flipped bytes and changed recipes
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m faults tests/faults
 
-test-fuzz: dev   ## generated damages of recipes, data, checkpoints, run directories and answers to graders
+test-fuzz: dev   ## generated damage of recipes, data, checkpoints, run directories and answers to graders
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m fuzz tests
 
 test-paper: dev  ## every command of docs/paper.md in rehearsal, with the paper's tables and figures

@@ -19,6 +19,7 @@ from typing import Any, Literal, assert_never
 from lightning_weave.bench.definitions import KNOWN, load_benchmark
 from lightning_weave.config import (
     HARNESS,
+    HELD_OUT,
     STUDENT,
     Composition,
     Distilled,
@@ -41,6 +42,7 @@ from lightning_weave.devices import sees_gpu
 from lightning_weave.errors import InputError
 from lightning_weave.grading.graders import choose_grading
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.prompts.build import HELD_OUT_RULE, template_columns
 from lightning_weave.store import (
     Stage,
     differences,
@@ -84,11 +86,11 @@ class Side:
     url: str | None = None  # of a server that runs it
 
     @property
-    def reads_own_prompts(self) -> bool:
+    def reads_other_prompts(self) -> bool:
         """Whether it reads something other than the student's prompt."""
         return self.prompt == "native" or bool(self.context)
 
-    def without_own_prompts(self) -> "Side":
+    def with_student_prompts(self) -> "Side":
         """The same checkpoint with the student's prompts: usable before its own prompts exist."""
         return replace(self, prompt="student", template=None, context=PromptContext(), masks_missing=False)
 
@@ -120,8 +122,8 @@ def explain_change(path: str, setting: str, what: str) -> str:
     """
     stage, _, name = path.partition("/")
     first = setting.split(".")[0]
-    if first in ("tf32", "date"):
-        key = {"tf32": "machine.tf32"}.get(first, first)
+    if first in ("tf32", "date", "held_out"):
+        key = {"tf32": "machine.tf32", "held_out": f'"{HELD_OUT}" in eval.benchmarks'}.get(first, first)
     elif first == "student" or (stage == "eval" and name.startswith("base/") and first == "model"):
         key = "student.model"
     elif stage in ENGINES and setting in ("engine", "dtype", *NUMERIC_OPTIONS):
@@ -378,7 +380,7 @@ class Run:
         for name in recipe.eval.benchmarks:
             file = name.removeprefix("file:")
             is_file = name != file and (Path(file).expanduser().exists() or file in self._remembered)
-            if not is_file and name not in KNOWN:
+            if not is_file and name not in KNOWN and name != HELD_OUT:
                 try:
                     load_benchmark(name)
                 except InputError as error:
@@ -414,6 +416,8 @@ class Run:
             settings["source"] = self._data_identity(section.source, "prompts.source")
             screened = [self._data_identity(name, "prompts.screen_against") for name in section.screen_against]
             settings["screen_against"] = screened
+            if HELD_OUT in recipe.eval.benchmarks:
+                settings["held_out"] = HELD_OUT_RULE
         settings["student"] = self.identity_of(self.student)
         if section.chat or recipe.rollout.from_ is not None:
             settings |= self._dated(self.student)
@@ -464,6 +468,14 @@ class Run:
             settings["missing"] = "mask" if side.masks_missing else "refuse"
         name = self.score_names[side]
         return Stage(self.directory, f"score/{name}", settings, (self.stage("reference"),), self.command("score", name))
+
+    def is_student(self, side: Side) -> bool:
+        """Whether a side is the student with its own tokens, computed as the reference is."""
+        if side.aliases or side.bos or side.url:
+            return False
+        engines = (self.scoring(side), self.recipe.engine_of("reference"))
+        same = engine_settings(engines[0]) == engine_settings(engines[1])
+        return same and self.identity_of(side.checkpoint) == self.identity_of(self.student)
 
     def scoring(self, side: Side) -> StageEngine:
         """The engine of scoring, or that of this side of an anchor."""
@@ -613,9 +625,16 @@ class Run:
             settings["profile"] = {"kind": rule.kind, **own}
         if policy in self.recipe.compositions and self.lora_rank is not None:
             settings["adapters"] = True
-        source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
-        key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
-        settings["benchmark"] = self._data_identity(source, key)
+        if benchmark == HELD_OUT:
+            prompts = self.recipe.prompts
+            chosen = prompts.model_dump(mode="json", exclude_none=True, include={"name", "split", "columns", "dedup"})
+            source = self._data_identity(prompts.source or "", "prompts.source")
+            shown = sorted(template_columns(prompts))
+            settings["benchmark"] = {"held_out": HELD_OUT_RULE, "source": source, "shown": shown, **chosen}
+        else:
+            source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
+            key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
+            settings["benchmark"] = self._data_identity(source, key)
         if section.chat:
             named = self.recipe.policies.get(policy)
             settings |= self._dated(self.student if named is None else Checkpoint.from_section(named))
@@ -627,6 +646,9 @@ class Run:
         settings = {"benchmark": f"lm-eval:{task}", "args": section.args, "seed": self.recipe.eval.seed}
         if section.include is not None:
             settings["include"] = self._data_identity(section.include, "harness.include")
+        if section.args.get("apply_chat_template", True):
+            named = self.recipe.policies.get(policy)
+            settings |= self._dated(self.student if named is None else Checkpoint.from_section(named))
         return self._evaluation(policy, f"{HARNESS}{slug(task)}", settings, self.command("harness", policy))
 
     def _evaluation(self, policy: str, folder: str, settings: dict[str, Any], command: str) -> Stage:

@@ -289,7 +289,10 @@ def test_few_effective_samples_truncate_the_weights() -> None:
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     recipe = make_scored(tmp_path_factory.mktemp("forecast"))
-    return {**recipe, "eval": {"temperature": 1.0, "top_p": 1.0, "format": "question-answer", "chat": False}}
+    return {
+        **recipe,
+        "eval": {"benchmarks": [], "temperature": 1.0, "top_p": 1.0, "format": "question-answer", "chat": False},
+    }
 
 
 GRADER = """

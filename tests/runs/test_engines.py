@@ -121,7 +121,7 @@ def write_known(recipe: dict, known: Path, error: float, version: str = "1", wri
     asked = [
         one.token_ids
         for name in section.benchmarks
-        for one in render_problems(load_eval_benchmark(section, name), run.student.tokenizer, section, None)
+        for one in render_problems(load_eval_benchmark(run.recipe, name), run.student.tokenizer, section, None)
     ]
     few = partial(score_a_few, run.student, dtype=torch.float32, device=torch.device("cpu"), padded=True)
     drawn = [*few(prompts, 256), *few(asked, 256)]

@@ -90,6 +90,9 @@ def test_another_data_set_is_never_written_over(run: Run, tmp_path: Path) -> Non
         export.run(run, "both", tmp_path / "mine", QUIET)
     with pytest.raises(InputError, match="its targets are made while it trains"):
         export.run(run, "live", tmp_path / "live", QUIET)
+    refreshed = with_set(run, "compositions.both.refresh=2", "train.prompts_per_round=2")
+    with pytest.raises(InputError, match="its later parts are made while it trains"):
+        export.run(refreshed, "both", tmp_path / "refreshed", QUIET)
 
 
 def test_a_data_set_comes_back_as_rollouts(run: Run, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def open_benchmarks(run: Run) -> tuple[list[Benchmark], list[Finding]]:
     for name in section.benchmarks:
         if any(is_pending(run, "eval", policy, name) for policy in run.policies):
             try:
-                benchmark = load_eval_benchmark(section, name)
+                benchmark = load_eval_benchmark(run.recipe, name)
                 if benchmark.kind == "code":
                     with open_sandbox(section.unsafe_local):
                         pass

@@ -251,7 +251,7 @@ def _planned(run: Run) -> dict[str, Forecast]:
     for row in plan.stages:
         path = {"train": f"train/{row.what}", "score": folders.get(row.what, "")}.get(row.stage, row.stage)
         seconds = row.gpu_hours * HOUR if is_known else row.operations / speed
-        estimate = seconds if is_known or seconds >= 1 else None
+        estimate = seconds if is_known or seconds >= 1 or not row.operations else None
         forecasts[path] = Forecast(estimate, size=row.disk, rough=not is_known and estimate is not None)
     if is_known:
         for policy in run.policies:

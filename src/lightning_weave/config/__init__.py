@@ -18,6 +18,7 @@ from lightning_weave.config.composition import (
 from lightning_weave.config.evaluation import Case, Checks, Eval, Grading, Harness
 from lightning_weave.config.fields import (
     HARNESS,
+    HELD_OUT,
     KEPT_CHECKPOINTS,
     Decay,
     Dtype,

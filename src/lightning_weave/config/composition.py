@@ -150,6 +150,11 @@ class Anchor(Strict):
             raise ValueError('missing = "mask" is for columns that a template names, and there are none: remove it')
         return self
 
+    def reads_as_student(self, role: Role) -> bool:
+        """Whether one side reads the student's prompts and tokens as they are."""
+        changed = self.context(role) or self.aliases or self.bos or self.prompt == "native" or self.server(role)
+        return not changed
+
     def context(self, role: Role) -> PromptContext:
         """What one side reads."""
         return self.post_prompt if role == "post" else self.pre_prompt

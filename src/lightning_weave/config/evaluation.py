@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from lightning_weave.config.fields import (
+    HELD_OUT,
     Count,
     Finite,
     GraderKind,
@@ -72,7 +73,7 @@ class Eval(Asked):
 
     benchmarks: list[Source] = Field(
         [],
-        description="names of benchmarks, or file:PATH; none: nothing is evaluated",
+        description="names, or file:PATH; default: held-out, a tenth of the prompts if they have answers; []: none",
         examples=[["file:held-out.jsonl", "aime-2024"]],
     )
     columns: Columns | None = Field(
@@ -130,6 +131,8 @@ class Eval(Asked):
         for name, value in table.items():
             if info.field_name == "sources" and name.startswith("file:"):
                 raise ValueError(f"{name!r} already names its file; remove it here")
+            if info.field_name == "sources" and name == HELD_OUT:
+                raise ValueError(f"{name!r} is a part of prompts.source; remove it here")
             if benchmark_folder(name) not in folders:
                 raise ValueError(
                     f"{name!r} is not in eval.benchmarks ({', '.join(folders)}); add it there or remove it here"

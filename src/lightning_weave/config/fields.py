@@ -21,6 +21,7 @@ MOST_CANDIDATES = 1024
 OBJECTIVES = ("tilted", "reverse-kl", "reverse-kl-full", "direct-opd")
 FORMATS = ("plain", "dapo", "question-answer", "boxed", "livecodebench")
 GraderKind = Literal["paper", "math-verify", "exact", "numeric", "choice", "regex", "code", "python"]
+HELD_OUT = "held-out"  # the benchmark that is a part of the prompts
 HARNESS = "lm-eval-"  # prefix of the folders of lm-evaluation-harness tasks, next to those of benchmarks
 KEPT_CHECKPOINTS = 2  # of training, the newest ones
 

@@ -15,6 +15,7 @@ from lightning_weave.config.composition import DEFAULT_TAG, METHODS, STUDENT, An
 from lightning_weave.config.evaluation import Checks, Eval, Harness, Report
 from lightning_weave.config.fields import (
     FORMATS,
+    HELD_OUT,
     KEPT_CHECKPOINTS,
     Day,
     EngineStage,
@@ -76,11 +77,15 @@ class Recipe(Strict):
     @model_validator(mode="before")
     @classmethod
     def _inherit_prompt_settings(cls, data: Any) -> Any:
-        """Write out two defaults: [eval] asks as [prompts] does, and for a box where answers are to be graded."""
-        sections = [data.get(name, {}) for name in ("prompts", "eval")] if isinstance(data, Mapping) else [data]
+        """Write out defaults: [eval] asks as [prompts] does, and for a box where answers are to be graded.
+
+        Prompts with answers are a benchmark, too: where none is named, a part of them is held out.
+        """
+        names = ("prompts", "eval", "rollout")
+        sections = [data.get(name, {}) for name in names] if isinstance(data, Mapping) else [data]
         if not all(isinstance(section, Mapping) for section in sections):
             return data
-        prompts, evaluation = map(dict, sections)
+        prompts, evaluation, rollout = map(dict, sections)
         columns = prompts.get("columns")
         has_answers = isinstance(columns, Mapping) and columns.get("answer") is not None
         asked = prompts.get("format", "boxed")
@@ -89,6 +94,10 @@ class Recipe(Strict):
         prompts.setdefault("format", "boxed" if has_answers else "plain")
         inherited = {"chat", "thinking"} | ({"system"} if evaluation.get("chat", True) else set())
         evaluation = {key: prompts[key] for key in inherited & prompts.keys()} | evaluation
+        if has_answers and prompts.get("source") and rollout.get("from") is None and asked != "livecodebench":
+            evaluation.setdefault("benchmarks", [HELD_OUT])
+        if evaluation.get("benchmarks") == [HELD_OUT]:  # as long as responses to the other prompts
+            evaluation.setdefault("max_tokens", rollout.get("max_tokens", Rollout().max_tokens))
         return {**data, "prompts": prompts, "eval": evaluation}
 
     @field_validator("tracking")
@@ -183,6 +192,13 @@ class Recipe(Strict):
     def _names_fit_together(self) -> Self:
         if self.train.eval_every and not self.eval.benchmarks:
             raise ValueError("train.eval_every evaluates on the first of eval.benchmarks, which is empty; name one")
+        if HELD_OUT in self.eval.benchmarks and not (self.prompts.source and self.prompts.columns.answer):
+            raise ValueError(
+                f'eval.benchmarks names "{HELD_OUT}", a part of the prompts: set prompts.source and '
+                "prompts.columns.answer, or remove it"
+            )
+        if HELD_OUT in self.eval.benchmarks and self.rollout.from_ is not None:
+            raise ValueError(f'eval.benchmarks names "{HELD_OUT}", but rollout.from brings its own prompts; remove it')
         for name, anchor in self.anchors.items():
             has_system = anchor.post_prompt.system or anchor.pre_prompt.system
             if has_system and anchor.prompt == "student" and not self.prompts.chat:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import assert_never
 
 from lightning_weave.bench.definitions import Benchmark, Problem
-from lightning_weave.config import Eval, Grading, benchmark_folder
+from lightning_weave.config import HELD_OUT, Eval, Grading, benchmark_folder
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.grading.code import extract_code, grade_many
 from lightning_weave.grading.math import TIMEOUT, extract_boxed, grade, time_limit, verify_answer
@@ -36,12 +36,12 @@ _LETTER = re.compile(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])")
 def choose_grading(section: Eval, benchmark: str) -> Grading:
     """Choose how to grade a benchmark: by its entry in eval.graders, else by eval.profile, else by a default.
 
-    The default is the paper's rule, and math-verify (if installed) for the user's own files.
+    The default is the paper's rule, and math-verify (if installed) for the user's own problems.
     """
     for name, rule in section.graders.items():
         if benchmark_folder(name) == benchmark_folder(benchmark):
             return Grading.parse(rule)
-    lenient = benchmark.startswith("file:") and has_math_verify()
+    lenient = (benchmark == HELD_OUT or benchmark.startswith("file:")) and has_math_verify()
     return Grading(kind=section.profile or ("math-verify" if lenient else "paper"))
 
 

@@ -210,7 +210,7 @@ def guess_columns(rows: Sequence[Row | BadRow], source: str, prompt: str | None 
                 which = f"It may be {' or '.join(others)}. " if 0 < len(others) < len(names) else which
                 raise InputError(
                     f"{source}: which column is the problem? It has {', '.join(names)}. {which}"
-                    "Set it: --set prompts.columns.prompt=NAME"
+                    "Set it: --set prompts.columns.prompt=NAME, and prompts.columns.answer=NAME if one has answers"
                 )
             prompt = others[0]
     rest = [name for name in names if name != prompt]

@@ -182,7 +182,7 @@ def read_panels(run: Run, wanted: Sequence[tuple[str, Place, Sequence[str]]]) ->
     labels = {}
     for name in dict.fromkeys(place[0] for _, place, _ in wanted):
         try:
-            asked = load_eval_benchmark(run.recipe.eval, name)
+            asked = load_eval_benchmark(run.recipe, name)
             labels[name], problems[name] = asked.label, {problem.id: problem for problem in asked.problems}
         except WeaveError:  # a report outlives the files with its questions
             labels[name], problems[name] = benchmark_folder(name), {}

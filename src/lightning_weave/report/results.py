@@ -29,7 +29,7 @@ from lightning_weave.bench.summary import (
     read_summary,
 )
 from lightning_weave.cache.shifts import ShiftRules
-from lightning_weave.config import HARNESS, Joint, Sequential, Tags
+from lightning_weave.config import HARNESS, HELD_OUT, Joint, Sequential, Tags
 from lightning_weave.directory import known_policies, older_stages
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
@@ -266,7 +266,10 @@ def read_evaluations(
     results = pd.concat([results, *further]) if further else results
     notes += tables.not_compared(results)
     for run, found in zip(runs, evaluated, strict=True):
-        if waiting := [policy for policy in run.policies if policy not in found]:
+        asked = run.recipe.eval.benchmarks or run.recipe.harness.tasks
+        if HELD_OUT in run.recipe.eval.benchmarks:
+            notes.append(f"{HELD_OUT} is a part of the run's own prompts that was not trained on.")
+        if asked and (waiting := [policy for policy in run.policies if policy not in found]):
             notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: {run.command('eval')}")
         notes += [f"{policy} on {one.label}: {one.error}" for policy in found for one in found[policy] if one.error]
     for student in students:
@@ -368,7 +371,7 @@ def tag_table(run: Run, evaluated: PolicySummaries) -> DataFrame:
     section = run.recipe.eval
     tags: dict[tuple[str, str], str] = {}
     for name in section.benchmarks:
-        benchmark = load_eval_benchmark(section, name)
+        benchmark = load_eval_benchmark(run.recipe, name)
         problems = render_problems(benchmark, run.student.tokenizer, section, run.recipe.date)
         tags |= {(benchmark.name, one.id): tag_of(run.recipe, one) for one in problems}
     rows = []

@@ -25,7 +25,7 @@ from lightning_weave.bench.samples import (
     write_block,
 )
 from lightning_weave.bench.summary import read_summary, summarise, write_summary
-from lightning_weave.checks.findings import Finding, is_pending
+from lightning_weave.checks.findings import Finding, Level, is_pending
 from lightning_weave.checks.models import attempt, check_engine, check_model, check_package, check_room, open_benchmarks
 from lightning_weave.checks.watch import Watch, check_evaluation, warn
 from lightning_weave.config import is_own_function
@@ -54,7 +54,7 @@ from lightning_weave.stages.work import LOCAL, ComputeShards, Executor, Job, Sha
 from lightning_weave.store import Stage, damaged_files, write_atomic
 from lightning_weave.types import Request, Response
 
-NO_BENCHMARK = 'no benchmark is named. Add problems with answers that are not among the prompts: "file:PATH"'
+NO_BENCHMARK = 'no benchmark is named. Add problems with answers ("file:PATH"), or "held-out", a part of the prompts'
 
 
 def evaluate(
@@ -90,7 +90,7 @@ def evaluate_policy(
     engines.room = room_of(run, name)
     jobs = []
     for benchmark, stage in waiting.items():
-        job = eval_job(run, policy, load_eval_benchmark(run.recipe.eval, benchmark), stage, progress)
+        job = eval_job(run, policy, load_eval_benchmark(run.recipe, benchmark), stage, progress)
         jobs += [job] if job else []
     executor.run_jobs(jobs, run, progress)
     watch(partial(check_evaluation, run, name), True, progress)
@@ -105,7 +105,7 @@ def room_of(run: Run, name: str) -> int:
         return 0
     checkpoint = run.policy(name)
     lengths = []
-    for benchmark in (load_eval_benchmark(section, each) for each in section.benchmarks):
+    for benchmark in (load_eval_benchmark(run.recipe, each) for each in section.benchmarks):
         prompts = [one.token_ids for one in render_problems(benchmark, checkpoint.tokenizer, section, run.recipe.date)]
         lengths.append(longest_context(checkpoint, prompts, sampling_settings(section, benchmark).max_tokens))
     return max(lengths)
@@ -301,7 +301,7 @@ def export_lm_eval(run: Run, folder: Path, when: datetime) -> list[Path]:
             stage = run.stage("eval", policy, name)
             if not stage.complete:
                 continue
-            benchmark = load_eval_benchmark(run.recipe.eval, name)
+            benchmark = load_eval_benchmark(run.recipe, name)
             section = run.recipe.asked(policy)
             rendered = render_problems(benchmark, run.policy(policy).tokenizer, section, run.recipe.date)
             prompts = [one.text for one in rendered]
@@ -323,7 +323,8 @@ def validate(run: Run) -> Iterator[Finding]:
     recipe = run.recipe
     names = recipe.eval.benchmarks
     if not names and not recipe.harness.tasks:
-        yield Finding("eval.benchmarks", "benchmark", "warning", f"nothing will be evaluated: {NO_BENCHMARK}")
+        verdict: Level = "note" if "benchmarks" in recipe.eval.model_fields_set else "warning"
+        yield Finding("eval.benchmarks", "benchmark", verdict, f"nothing will be evaluated: {NO_BENCHMARK}")
     pending = [policy for policy in run.policies if any(is_pending(run, "eval", policy, name) for name in names)]
     if not pending:
         return

@@ -17,6 +17,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.worker_process import WorkerProcess, WorkerProgram
 from lightning_weave.progress import Progress
+from lightning_weave.prompts.render import macro_of_date
 from lightning_weave.ranks import is_main_process
 from lightning_weave.report.results import track_evaluation
 from lightning_weave.run import Run
@@ -109,6 +110,7 @@ def _settings(run: Run, checkpoint: Checkpoint, device: torch.device, tasks: lis
         "device": device.type,
         "batch_size": section.args.get("batch_size", BATCH_SIZE),
         "tasks": tasks,
+        "date_macro": macro_of_date(run.recipe.date),
         "include": section.include and str(Path(section.include).expanduser().resolve()),
         "args": {
             "apply_chat_template": bool(checkpoint.tokenizer.chat_template),

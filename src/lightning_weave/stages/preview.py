@@ -107,7 +107,7 @@ def preview(
         for benchmark_name in section.benchmarks:
             stage = preview_stage(run, name, benchmark_name, problems)
             if not stage.complete:
-                benchmark = load_eval_benchmark(section, benchmark_name).first(problems)
+                benchmark = load_eval_benchmark(run.recipe, benchmark_name).first(problems)
                 if policy is None:
                     device = set_up(run)
                     model = student.load(student.compute_dtype(run.recipe.engine_of("eval").dtype, device), device)

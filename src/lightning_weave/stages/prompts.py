@@ -16,7 +16,7 @@ from lightning_weave import prompts as sources
 from lightning_weave.bench.definitions import Benchmark
 from lightning_weave.checks.findings import Finding, listed, needs_prompts
 from lightning_weave.checks.models import check_student, open_benchmarks
-from lightning_weave.config import Eval, Recipe
+from lightning_weave.config import HELD_OUT, Eval, Recipe
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
@@ -444,7 +444,8 @@ def planned_prompts(run: Run) -> tuple[list[Prompt], PromptReport | None]:
         return read_prompts(run.prompts_file), None
     if run.recipe.rollout.from_ is not None:
         return [group.prompt for group in own_trajectories(run)], None
-    return sources.build_prompts(run.student.tokenizer, run.recipe.prompts, run.recipe.date)
+    holds_out = HELD_OUT in run.recipe.eval.benchmarks
+    return sources.build_prompts(run.student.tokenizer, run.recipe.prompts, run.recipe.date, holds_out=holds_out)
 
 
 GIVEN_AWAY = 0.05  # share of prompts that may contain their own answer by chance
@@ -470,7 +471,12 @@ def validate(run: Run) -> Iterator[Finding]:
         text = f"{len(report.bad):,} of {report.read:,} rows cannot be used; the first: {first.where}: {first.why}"
         yield Finding("prompts", "rows", "warning", text, {"bad": len(report.bad), "read": report.read})
 
-    problems = [(f"{one.name}: {each.id}", each) for one in open_benchmarks(run)[0] for each in one.problems]
+    if report is not None and report.held_out:
+        text = f"{report.held_out:,} of {report.read:,} rows are held out for evaluation, and not trained on"
+        yield Finding("prompts", HELD_OUT, "ok", text, {"held_out": report.held_out, "read": report.read})
+
+    others = [one for one in open_benchmarks(run)[0] if one.name != HELD_OUT]  # which is left out of the prompts
+    problems = [(f"{one.name}: {each.id}", each) for one in others for each in one.problems]
     screen = Screen((where, problem.question) for where, problem in problems)
     turns = {}  # short problems overlap as whole turns, in the prompts' own words
     for where, problem in problems:

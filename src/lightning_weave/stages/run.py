@@ -35,7 +35,7 @@ def make_everything(
         make_cache(run, progress, executor, watch, evaluates=until == "eval", until=last)
     if run.recipe.compositions and not ends_in_cache:
         make_students(run, progress, watch=watch, executor=executor)
-    if until == "eval":
+    if until == "eval" and (run.recipe.eval.benchmarks or run.recipe.harness.tasks):
         evaluate(run, progress, executor=executor, watch=watch)
 
 

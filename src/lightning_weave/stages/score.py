@@ -30,6 +30,7 @@ from lightning_weave.stages.prompts import load_prompts, planned_prompts
 from lightning_weave.stages.reference import reference
 from lightning_weave.stages.rollout import rollout
 from lightning_weave.stages.work import LOCAL, ComputeShards, Executor, Job, ShardStats, wait_for_ranks
+from lightning_weave.store import Stage
 from lightning_weave.types import Candidates, Prompt, Ragged, Rollouts, Scores
 
 
@@ -51,7 +52,7 @@ def score(
     for side, name in names.items():
         if only is None or name in only:
             try:
-                model = side.checkpoint.base or side.checkpoint
+                model = model_of(run, side)
             except InputError:  # gone since it was scored
                 model = side.checkpoint
             by_model.setdefault(model, []).append(side)
@@ -74,11 +75,25 @@ def score(
     watch(lambda: check_scores(run), is_new, progress)
 
 
+def model_of(run: Run, side: Side) -> Checkpoint:
+    """The checkpoint that is loaded for a side: an adapter's base, which may be the student by another name."""
+    base = side.checkpoint.base
+    if base is None:
+        return side.checkpoint
+    return run.student if run.identity_of(base) == run.identity_of(run.student) else base
+
+
 @contextmanager
 def open_model(run: Run, side: Side, engines: Engines) -> Iterator[ComputeShards]:
-    """Load one anchor model; it stays loaded for further contexts, and a base for its adapters."""
+    """Load one anchor model; it stays loaded for further contexts, and a base for its adapters.
+
+    The student with its own prompts is not loaded: the reference has its scores.
+    """
+    if run.is_student(side) and _reads_as_student(run, side):
+        yield partial(_copy_reference, run, run.stage("score", side))
+        return
     section = run.scoring(side)
-    model = side.checkpoint.base or side.checkpoint
+    model = model_of(run, side)
     opened = model if section.engine == "hf" else side.checkpoint  # only transformers attaches adapters
     anchor = AnchorScorer.open(run, side, engines.scorer(run, opened, section, side.url))
     stage = run.stage("score", side)
@@ -93,6 +108,30 @@ def open_model(run: Run, side: Side, engines: Engines) -> Iterator[ComputeShards
             yield ShardStats(tokens, stage.write(shard, scores))
 
     yield compute_shards
+
+
+def _reads_as_student(run: Run, side: Side) -> bool:
+    """Whether a side reads every prompt as the student does."""
+    if not side.reads_other_prompts:
+        return True
+    own = own_prompts(run, side, load_prompts(run, side.context.columns))
+    return list(own.read) == list(own.given)
+
+
+def _copy_reference(run: Run, stage: Stage, shards: Sequence[int]) -> Iterator[ShardStats]:
+    """Take the student's own scores from the reference."""
+    for engine in run.stage("reference").engines():
+        stage.note_engine(engine)
+    for shard in shards:
+        rows = run.stage("rollout").open(Rollouts, shard).read()
+        found = run.stage("reference").open(Candidates, shard).read()
+        mapped = np.ones(found.logp.flat.shape, np.bool_)
+        if rows.decided is not None:
+            mapped &= rows.decided.flat[:, None]
+        logp = np.where(mapped, found.logp.flat, np.float32(0))
+        mass = np.where(mapped, np.exp(logp), 0).sum(axis=1, dtype=np.float32)
+        flat = [Ragged(values, found.logp.offsets) for values in (logp, mapped, mass)]
+        yield ShardStats(len(rows.response_ids.flat), stage.write(shard, Scores(found.trajectory_R, *flat)))
 
 
 @dataclass(frozen=True)
@@ -180,16 +219,16 @@ class LiveAnchors:
 
     def _open(self, side: Side) -> AnchorScorer:
         """Return a side, loaded once; one that reads its own prompts is aligned to the current ones."""
-        if self.prompts is not None and side.reads_own_prompts:
+        if self.prompts is not None and side.reads_other_prompts:
             if side not in self._with_prompts:
-                plain = self._open(side.without_own_prompts())
+                plain = self._open(side.with_student_prompts())
                 limit = plain.alignment.limit
                 alignment = Alignment.open(self.run, side, limit, plain.alignment.masked_ids, self.prompts)
                 self._with_prompts[side] = replace(plain, alignment=alignment)
             return self._with_prompts[side]
         if side in self.loaded:
             return self.loaded[side]
-        base = side.checkpoint.base or side.checkpoint
+        base = model_of(self.run, side)
         scorer = self._models.get(base)
         if scorer is None:  # with transformers in any case: these models share the GPU with the trainee
             scorer = open_scorer(self.run, base, replace(self.run.scoring(side), engine="hf"))
@@ -212,6 +251,7 @@ def make_cache(
 
     If the student is evaluated too, its rollouts' engine does that before it is closed, where it can.
     """
+    evaluates = evaluates and bool(run.recipe.eval.benchmarks)
     shared = evaluates and share_an_engine(run.recipe.engine_of("rollout"), run.recipe.engine_of("eval"))
     with Engines(room_of(run, "base") if shared else 0) as engines:
         shards = rollout(run, progress, executor, watch, engines)
@@ -275,7 +315,7 @@ def validate_anchor(run: Run, name: str) -> Iterator[Finding]:
     yield from find_same_model(run, name)
     for role in ROLES:
         side = run.side(name, role)
-        if side.reads_own_prompts:
+        if side.reads_other_prompts:
             try:
                 prompts = planned_prompts(run)[0]
             except InputError:  # reported with the prompts

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from math import ceil
 
 import torch
 
@@ -35,6 +34,7 @@ from lightning_weave.train.loop import train_offline
 from lightning_weave.train.online import train_online
 from lightning_weave.train.parallel import join
 from lightning_weave.train.resampled import train_in_sequence, train_refreshed
+from lightning_weave.train.schedule import make_schedule
 from lightning_weave.train.student import TrainContext, check_lora, needs_sharding
 
 
@@ -203,6 +203,8 @@ def _check_trainable(run: Run) -> None:
 
 
 def count_updates(recipe: Recipe, prompts: int) -> int:
-    """Count the updates that so many prompts make."""
-    rounds = prompts * recipe.train.epochs / recipe.train.prompts_per_round
-    return ceil(rounds * recipe.train.updates_per_round)
+    """Count the updates that so many prompts make. The last one of an epoch may have fewer rows."""
+    try:
+        return len(make_schedule(recipe, prompts))
+    except InputError:  # validation leaves no prompt to train on, which training says
+        return 0
