@@ -1,6 +1,7 @@
 """What training made of a target: against the trainer's own measurement, and the verdict."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,14 @@ def test_what_is_left_is_what_the_trainer_measured_on_held_out_rows(trained: dic
 def test_it_is_measured_once_and_kept(trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     run = lw.Run(run_of(trained).recipe)
     first = run.realised()
-    assert read_points(run) == forecast(run)  # for the report
+    points = read_points(run)
+    assert points == forecast(run)  # for the report
+    clipped = {"acc": {**trained["anchors"]["acc"], "shift": {"clip": 0.1}}}
+    for changed in ({"eval": {"temperature": 0.3}}, {"anchors": {**trained["anchors"], **clipped}}):
+        assert read_points(run_of({**trained, **changed})) == []
+    assert realise(run, points)[0].forecast == points[1]
+    for other in (replace(points[1], alpha=9.0), replace(points[1], weights={"acc": 1.0})):  # the name meant another
+        assert realise(run, [other])[0].forecast is None
     monkeypatch.setattr(realised, "find_candidates", None)
     assert run.realised() == first
     console = Console(record=True, width=200)
