@@ -35,7 +35,7 @@ from lightning_weave.train.metrics import Metrics, Probe
 from lightning_weave.train.objectives import DISTANCES, Loss, Trainee, distances, without_dropout
 from lightning_weave.train.parallel import Ranks, can_recover, clip_gradients, recover, sync_copies
 from lightning_weave.train.schedule import Schedule, deal_rows, make_schedule, rate_share
-from lightning_weave.train.student import TrainContext, is_quantised, open_trainee
+from lightning_weave.train.student import TrainContext, fit_memory, is_quantised, open_trainee
 
 AGREEMENT = 1e-4  # largest loss at zero shift with which trainer and cache count as equal
 BAD_ROWS = "bad_rows.json"
@@ -295,7 +295,7 @@ def make_fit(run: Run, name: str, trainee: Trainee, rows: Rows, *, alpha: float,
     train = run.recipe.train
     objective = run.objective(name)
     loss = Loss(objective, alpha, load_function(objective, run.trust) if is_own_function(objective) else None)
-    asked = train.token_budget
+    _, asked = fit_memory(run, ranks)
     file = run.directory / TOKEN_BUDGET_FILE
     left = read_json(file) if ranks.is_main_process and file.exists() else {}
     budget = ranks.broadcast(int(left["smaller"]) if left.get("asked") == asked else asked)

@@ -1,26 +1,50 @@
 """Open the student for training: float32 masters or an adapter, sharded, read from its files."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_weave.config import Lora, Train
-from lightning_weave.devices import can_shard
+from lightning_weave.devices import can_shard, has_bfloat16, memory_left, memory_of
 from lightning_weave.errors import InputError
 from lightning_weave.models.adapters import LowRankUpdate
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.modules import explain_out_of_memory, find_blocks, free_memory, freeze_all_but_text
 from lightning_weave.models.packing import use_efficient_attention
 from lightning_weave.models.weights import Layout
+from lightning_weave.plan.architecture import find_shape
+from lightning_weave.plan.memory import TOKEN_BUDGETS, fit_training
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.train.objectives import Trainee
 from lightning_weave.train.parallel import Ranks, local_shard, materialize, ranks_per_copy, reshard, shard
 
 ADAPTED = ".base_layer."  # peft's name for a layer that has an adapter
+
+
+def compute_dtype(train: Train, device: torch.device) -> torch.dtype:
+    """Choose the dtype of the computation: by default bfloat16, where the hardware has it."""
+    if train.dtype == "auto":
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
+    return cast(torch.dtype, getattr(torch, train.dtype))
+
+
+def fit_memory(run: Run, ranks: Ranks) -> tuple[bool, int]:
+    """Decide whether to checkpoint activations, and the token budget: what the recipe says, or what fits the GPUs."""
+    train = run.recipe.train
+    checkpointing, budget = train.gradient_checkpointing, train.token_budget
+    if memory_left(ranks.device) is not None and "auto" in (checkpointing, budget):
+        gpus = ranks_per_copy(train.shard_ranks, ranks)
+        size = compute_dtype(train, ranks.device).itemsize
+        with suppress(InputError):  # an architecture that plan does not know
+            shape = find_shape(str(run.student.path), known=False)
+            checkpointing, budget, _ = fit_training(run.recipe, shape, gpus, memory_of(ranks.device), size)
+        checkpointing, budget = ranks.broadcast((checkpointing, budget))
+    return checkpointing is True, TOKEN_BUDGETS[0] if budget == "auto" else budget
 
 
 @dataclass(frozen=True)
@@ -58,7 +82,7 @@ def open_trainee(run: Run, context: TrainContext, start: Checkpoint | None = Non
     decoder, others = find_blocks(model)
     if section.lora is not None:
         model = with_lora(model, section.lora, section.seed)
-    if section.gradient_checkpointing:
+    if fit_memory(run, ranks)[0]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trainee = Trainee(model, checkpoint.vocabulary)
     if quantised:
