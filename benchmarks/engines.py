@@ -36,7 +36,7 @@ from lightning_weave.stages import eval as eval_stage
 from lightning_weave.stages import prompts as prompts_stage
 from lightning_weave.stages import rollout
 from lightning_weave.stages.engines import Engines
-from lightning_weave.stages.sampling import render_problems
+from lightning_weave.stages.prompts import render_problems
 from lightning_weave.types import Request, Rollouts, SamplingSettings
 
 QUIET = Progress(quiet=True)

@@ -26,16 +26,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Cache
 from lightning_weave.heads import Head, fused_log_residual_loss
 from lightning_weave.maths import log_residual_loss, with_other
 from lightning_weave.plan.architecture import find_gpu, find_shape
 from lightning_weave.plan.costs import HOUR, PlannedMachine, Workload, offline_hours
-from lightning_weave.train.checkpoint import CheckpointWriter, TrainingCheckpoints
+from lightning_weave.train.checkpoint import CheckpointWriter
 from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.loop import Fit, adam
-from lightning_weave.train.objectives import Loss, Trainee
 from lightning_weave.train.parallel import Ranks
+from lightning_weave.train.student import Loss, Trainee
 from parts.gkd import trl_update
 from parts.measure import Clock, Variant, choose_clock, process_memory, reset_peak_memory, time_in_turn
 from parts.plain import trainer_update
@@ -298,7 +298,7 @@ def show_checkpoint(options: argparse.Namespace, folder: Path) -> list[dict[str,
     fit.update(2, [1])
     update = time.perf_counter() - started  # of one row: the shortest there is
     rows = []
-    with CheckpointWriter(TrainingCheckpoints(folder / "checkpoints", "benchmark"), ALONE) as writer:
+    with CheckpointWriter(folder / "checkpoints", "benchmark", ALONE) as writer:
         for number in range(1, options.repeat + 1):
             started = time.perf_counter()
             writer.save(number, fit.trainee, fit.optimizer)

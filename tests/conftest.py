@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 
 from forked import Forked, serve
 from lightning_weave.grading import math as grading_math
-from lightning_weave.store import identity
+from lightning_weave.store import files
 
 # How long an example takes says something about the machine, not about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -30,9 +30,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(autouse=True, scope="session")
 def place_at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
     """Keep the hashes of tests' files out of the home of whoever runs them; give what says the usual place."""
-    usual, file = identity._cache_file, tmp_path_factory.mktemp("identities") / "identities.json"
+    usual, file = files._cache_file, tmp_path_factory.mktemp("identities") / "identities.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(identity, "_cache_file", lambda: file)
+        patch.setattr(files, "_cache_file", lambda: file)
         yield usual
 
 
@@ -48,7 +48,7 @@ def _patient_algebra() -> Iterator[None]:
 def short_memory(place_at_home: Callable[[], Path]) -> Iterator[None]:
     """Forget them after each test: the memory of a thousand tests is slow to write."""
     yield
-    identity._cache_file().unlink(missing_ok=True)
+    files._cache_file().unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True)

@@ -242,9 +242,8 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
     from lightning_weave.config import Lora
     from lightning_weave.train import student as student_module
     from lightning_weave.train.loop import Fit, adam
-    from lightning_weave.train.objectives import Loss
     from lightning_weave.train.parallel import Ranks
-    from lightning_weave.train.student import TrainContext, open_trainee, with_lora
+    from lightning_weave.train.student import Loss, TrainContext, open_trainee, with_lora
 
     lora = None if setting.lora is None else Lora(rank=setting.lora)
     section = SimpleNamespace(
@@ -350,7 +349,7 @@ def _fake_ranks(world: int) -> Iterator[None]:
     from lightning_weave.train import parallel
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    parallel._host_group = lambda purpose: None
+    parallel.host_group = lambda purpose: None
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ GPU = torch.device("cuda", 0)
 THREADS = ("Thread", "ThreadPoolExecutor")
 WITHOUT_A_DEVICE = {
     "grading/code.py",
-    "grading/process.py",
+    "grading/graders.py",
     "models/hub.py",
     "models/vllm_worker.py",  # reads lines; in the engine's process
     "models/worker_process.py",  # reads lines

@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from lightning_weave import Run
-from lightning_weave.bench.harness import read_result
-from lightning_weave.bench.summary import read_summary
+from lightning_weave.bench.summary import read_result, read_summary
 from lightning_weave.report.results import show_results
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]

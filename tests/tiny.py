@@ -129,6 +129,7 @@ def make_world(root: Path, prompts: int = 12) -> dict:
         "rollout": {"responses": 2, "max_tokens": 12, "prompts_per_shard": 4},
         "reference": {"candidates": 4},
         "train": {"epochs": 2, "prompts_per_round": 4, "updates_per_round": 2, "learning_rate": 1e-3},
+        "eval": {"benchmarks": []},
         "machine": {"threads": 1},
     }
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Cache
 from lightning_weave.train.parallel import clip_gradients
 from parts.measure import Clock, Variant
 from parts.student import make_student

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import Trainer, TrainingArguments
 
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Cache
 from lightning_weave.train.parallel import clip_gradients
 from parts.measure import Variant
 from parts.student import make_student

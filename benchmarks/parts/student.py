@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Cache
 from lightning_weave.cache.shifts import PairSource
 from lightning_weave.store import Stage
 from lightning_weave.types import Candidates, Ragged, Rollouts, Scores

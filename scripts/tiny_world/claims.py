@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -131,13 +131,21 @@ class World:
 
 def load_experiment(world: World, experiment: Experiment, number: int, overrides: Sequence[str]) -> Run:
     """Load the recipe of an experiment for one world and one training seed."""
-    demo, changes = (
-        tomllib.loads((files("lightning_weave.recipes") / name).read_text("utf-8").replace(WORLD, world.folder))
-        for name in ("demo.toml", f"demo-{experiment}.toml")
+    text = (files("lightning_weave.recipes") / f"demo-{experiment}.toml").read_text("utf-8")
+    changes = tomllib.loads(text.replace(WORLD, world.folder))
+    return load_world(world, changes, number, overrides, own_compositions=experiment == "refresh")
+
+
+def load_world(
+    world: World, changes: Mapping[str, Any], number: int, overrides: Sequence[str], own_compositions: bool
+) -> Run:
+    """Load the recipe of the demo with changes, or with compositions of its own, for one world and one seed."""
+    data = tomllib.loads(
+        (files("lightning_weave.recipes") / "demo.toml").read_text("utf-8").replace(WORLD, world.folder)
     )
-    if experiment == "refresh":  # has its own compositions
-        demo = {section: value for section, value in demo.items() if section not in ("compositions", "report")}
-    data = merge_tables(demo, changes)
+    if own_compositions:
+        data = {section: value for section, value in data.items() if section not in ("compositions", "report")}
+    data = merge_tables(data, dict(changes))
     for section, seed in (("rollout", 42), ("train", 1234), ("eval", 42)):
         data[section]["seed"] = seed + number
     data = merge_overrides(data, list(overrides))

@@ -14,13 +14,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["InputError", "Recipe", "Run", "WeaveError", "heads", "load_recipe", "maths"]
-_HOMES = {
-    "Run": "api",
-    "Recipe": "config",
-    "load_recipe": "config",
-    "InputError": "errors",
-    "WeaveError": "errors",
-}
+_HOMES = {"Run": "api", "Recipe": "config", "load_recipe": "config", "InputError": "errors", "WeaveError": "errors"}
 
 
 def __getattr__(name: str) -> Any:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.console import Console
 
-    from lightning_weave.cache.reader import Cache
-    from lightning_weave.cache.targets import Targets
+    from lightning_weave.cache.block import Cache, Targets
     from lightning_weave.stages.work import Executor
     from lightning_weave.train.data import TargetReader
     from lightning_weave.views.inspect import Decision
@@ -101,7 +100,9 @@ class Run(runs.Run):
         self.cluster = cluster
         self.address = address
         self.typed: str | None = None  # what the log is to say, where a command called
-        self._named = _named(recipe, overrides)
+        files = [recipe] if isinstance(recipe, str | Path) else recipe
+        named = ["..."] if isinstance(files, Mapping | Recipe) else [*map(str, files)]
+        self._named = ", ".join([*named, str(list(overrides))] if overrides else named)  # the call, for the log
         self._targets: dict[str, TargetReader] = {}  # opened once, for loops over rows
 
     @classmethod
@@ -208,7 +209,7 @@ class Run(runs.Run):
             plan = plan_sweep(self.recipe, shares or (), anchor, alphas, tag)
         else:
             from lightning_weave.stages.forecast import plan_promising
-            from lightning_weave.stages.pipeline import make_cache
+            from lightning_weave.stages.score import make_cache
 
             with self._hold("sweep"):
                 make_cache(self, self.progress, self.executor())
@@ -235,8 +236,8 @@ class Run(runs.Run):
         The grid: shares of an anchor as in a sweep, all weights in steps of 1 / `grid`, or the recipe's own weights, by
         `alphas` and `kl_budgets`. `compute` makes rollout, reference and scores if they are missing.
         """
-        from lightning_weave.stages.forecast import Decoding, forecast, plan_forecast
-        from lightning_weave.stages.pipeline import make_cache
+        from lightning_weave.stages.forecast import Decoding, forecast, keep_points, plan_forecast
+        from lightning_weave.stages.score import make_cache
 
         planned = plan_forecast(self.recipe, shares, anchor, alphas, kl_budgets, tag, grid)
         section = self.recipe.eval
@@ -246,7 +247,20 @@ class Run(runs.Run):
         if compute:
             with self._hold("forecast"):
                 make_cache(self, self.progress, self.executor())
-        return Records(point.to_dict() for point in forecast(self, planned, self.progress, decoding))
+        points = forecast(self, planned, self.progress, decoding)
+        if temperature is None and top_p is None:
+            keep_points(self, points)
+        return Records(point.to_dict() for point in points)
+
+    def realised(self) -> Records:
+        """Compare every trained composition with its target and its forecast; scores a few cached rows once."""
+        from lightning_weave.stages.forecast import forecast, keep_points
+        from lightning_weave.stages.realised import measure_all, realise
+
+        measure_all(self, self.progress)
+        points = forecast(self, progress=self.progress)
+        keep_points(self, points)
+        return Records(one.to_dict() for one in realise(self, points))
 
     def report(self) -> Path:
         """Draw the page; returns its path."""
@@ -325,17 +339,14 @@ class Run(runs.Run):
         from lightning_weave.bench.samples import read_samples
         from lightning_weave.config import benchmark_folder
 
-        self._check("policy", policy, self.policies)
-        names = {benchmark_folder(name): name for name in self.recipe.eval.benchmarks}
-        if benchmark not in names.values():
-            self._check("benchmark", benchmark, list(names))
-        stage = self.stage("eval", policy, names.get(benchmark, benchmark))
+        folders = {benchmark_folder(name): name for name in self.recipe.eval.benchmarks}
+        if policy not in self.policies:
+            raise InputError(f"{policy!r}: no such policy; this recipe has {', '.join(self.policies)}")
+        if benchmark not in {*folders, *folders.values()}:
+            raise InputError(f"{benchmark!r}: no such benchmark; this recipe has {', '.join(folders)}")
+        stage = self.stage("eval", policy, folders.get(benchmark, benchmark))
         stage.require()
         return Records(map(asdict, read_samples(stage.folder / "samples.jsonl")))
-
-    def _check(self, what: str, name: str, names: Sequence[str]) -> None:
-        if name not in names:
-            raise InputError(f"{name!r}: no such {what}; this recipe has {', '.join(names)}")
 
     def executor(self) -> "Executor":
         """Where shards are computed and students trained: in this process, or on the nodes of a cluster."""
@@ -343,7 +354,7 @@ class Run(runs.Run):
             from lightning_weave.stages.work import LOCAL
 
             return LOCAL
-        from lightning_weave.cluster.shards import connect
+        from lightning_weave.cluster import connect
 
         return connect(self.address)
 
@@ -382,10 +393,3 @@ def _check_overrides(overrides: Sequence[str]) -> list[str]:
     if isinstance(overrides, str | Mapping):
         raise InputError(f'overrides: must be a list such as ["train.epochs=3"], got {overrides!r}')
     return list(overrides)
-
-
-def _named(recipe: Recipes, overrides: Sequence[str]) -> str:
-    """Describe the arguments of the call for the log."""
-    files = [recipe] if isinstance(recipe, str | Path) else recipe
-    first = "..." if isinstance(files, Mapping | Recipe) else ", ".join(map(str, files))
-    return f"{first}, {list(overrides)}" if overrides else first

@@ -3,14 +3,17 @@
 Torch is imported only where a device is chosen, so that reading a run stays quick.
 """
 
+import gc
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_weave.errors import InputError
+from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.ranks import local_rank, local_world_size
 
 if TYPE_CHECKING:
@@ -143,6 +146,32 @@ def empty_pool() -> None:
 
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+
+
+def free_memory() -> None:
+    """Collect reference cycles, and return unused blocks to the device."""
+    gc.collect()
+    empty_pool()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell a lack of memory from other errors; the CPU allocator raises a plain RuntimeError."""
+    import torch
+
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+@contextmanager
+def explain_out_of_memory(path: Path, device: "torch.device") -> Iterator[None]:
+    """Name the checkpoint whose weights do not fit on a device."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise WeaveError(
+            f"{path}: its weights do not fit on {device}. Use a smaller dtype or a larger device"
+        ) from error
 
 
 def device_name() -> str | None:

@@ -1,17 +1,16 @@
 """What a run directory holds beyond the stages of one recipe, and how a command holds it."""
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from lightning_weave.config import anchors_of, check_recipe, dump_recipe
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.progress import keep_log
 from lightning_weave.ranks import check_ranks
 from lightning_weave.run import DUMP, RESULTS, Run, explain_missing
-from lightning_weave.store import MANIFEST, Stage, differences, lock_run, read_json, read_manifest, write_atomic
+from lightning_weave.store import MANIFEST, lock_run, read_json, read_manifest, write_atomic
 from lightning_weave.store.files import HOLDER
 
 RECIPE = "recipe.toml"  # the resolved recipe of the last command that computed something
@@ -56,26 +55,21 @@ def with_others(run: Run, complete: bool = False) -> Run:
         if manifest.get("fingerprint") in own:  # under an earlier name, perhaps
             continue
         definition = manifest.get("definition", {})
-        for part in ("compositions", "policies"):
-            for name, table in definition.get(part, {}).items():
-                if name not in run.policies:
-                    longer = _with(run, part, name, table, definition.get("anchors", {}))
-                    folders = {stage.folder for kind in RESULTS for stage in longer.stages(kind, [name])}
-                    run = longer if not complete or path.parent in folders else run
+        others = [(part, *item) for part in ("compositions", "policies") for item in definition.get(part, {}).items()]
+        for part, name, table in others:
+            if name in run.policies:
+                continue
+            data = run.recipe.model_dump(**DUMP)
+            data["anchors"] = {**data["anchors"], **definition.get("anchors", {}), **data["anchors"]}
+            data[part] = {**data[part], name: table}
+            try:
+                longer = run.derive(recipe=check_recipe(data, RECIPE))
+                folders = {stage.folder for kind in RESULTS for stage in longer.stages(kind, [name])}
+            except InputError:  # it does not fit this recipe, or its models are gone and unknown
+                continue
+            if not complete or path.parent in folders:
+                run = longer
     return run
-
-
-def _with(run: Run, part: str, name: str, table: Mapping[str, Any], anchors: Mapping[str, Any]) -> Run:
-    """Add one of them, unless it does not fit this recipe or its models are gone and unknown."""
-    data = run.recipe.model_dump(**DUMP)
-    data["anchors"] = {**data["anchors"], **{key: one for key, one in anchors.items() if key not in data["anchors"]}}
-    data[part] = {**data[part], name: table}
-    try:
-        longer = run.derive(recipe=check_recipe(data, RECIPE))
-        longer.stages("eval", [name])
-    except InputError:
-        return run
-    return longer
 
 
 def as_found(run: Run) -> Run:
@@ -99,30 +93,12 @@ def older_stages(run: Run) -> dict[str, str]:
 
 def known_policies(run: Run) -> list[str]:
     """Name the policies whose models are known: no other can have results. A run remembers models that are gone."""
-
-    def is_known(policy: str) -> bool:
-        try:
+    known = []
+    for policy in run.policies:
+        with suppress(InputError):
             run.stages("eval", [policy])
-        except InputError:
-            return False
-        return True
-
-    return [policy for policy in run.policies if is_known(policy)]
-
-
-def other_protocols(stage: Stage) -> list[tuple[Stage, str]]:
-    """List the complete evaluations of the same policy and benchmark by other protocols, and how they differ."""
-    inputs = {one.path: one.fingerprint for one in stage.inputs}
-    others = []
-    for other in stage.siblings():
-        changes = dict(differences(dict(stage.settings), dict(other.settings)))
-        if (other.manifest() or {}).get("inputs") == inputs and not changes.keys() & {"model", "benchmark"}:
-            parts = [
-                f"{key} = {what.rpartition(' -> ')[2]}" if "->" in what else f"{key} {what}"
-                for key, what in changes.items()
-            ]
-            others.append((other, ", ".join(parts) or "another format"))
-    return others
+            known.append(policy)
+    return known
 
 
 def size_of(path: Path) -> int:

@@ -34,6 +34,7 @@ class Bar:
     done: int = 0
     note: str = ""
     rows: str = ""  # of the unit that is being computed
+    prints: bool = False  # plain lines, at most one every PLAIN_EVERY seconds
     started: float = field(default_factory=time.monotonic)
     logged: float = field(default_factory=time.monotonic)
 
@@ -47,20 +48,16 @@ class Bar:
         self.show()
         if is_last or time.monotonic() - self.logged >= PLAIN_EVERY:
             self.logged = time.monotonic()
-            self.log(self.line())
+            rest = f", {duration((self.total - self.done) / self.rate)} left" if 0 < self.done < self.total else ""
+            rate = f"{self.rate:.3g} {self.unit}s/s{rest}" if self.done else ""
+            parts = [f"{self.what}: {self.done}/{self.total} {self.unit}s", rate, self.details]
+            line = ", ".join(filter(None, parts))
+            RUN_LOG.info(line)
+            if self.prints:
+                print(f"{time.strftime(DATE)} {line}", file=sys.stderr, flush=True)
 
     def show(self) -> None:
         """Display the current state, at every step; a bar on a terminal overrides this."""
-
-    def log(self, line: str) -> None:
-        """Log the current state, every PLAIN_EVERY seconds."""
-        RUN_LOG.info(line)
-
-    def line(self) -> str:
-        """Describe the current state in one line."""
-        rest = f", {duration((self.total - self.done) / self.rate)} left" if 0 < self.done < self.total else ""
-        rate = f"{self.rate:.3g} {self.unit}s/s{rest}" if self.done else ""
-        return ", ".join(filter(None, [f"{self.what}: {self.done}/{self.total} {self.unit}s", rate, self.details]))
 
     @property
     def details(self) -> str:
@@ -71,15 +68,6 @@ class Bar:
     def rate(self) -> float:
         """Units per second."""
         return self.done / max(time.monotonic() - self.started, 1e-9)
-
-
-@dataclass
-class LineBar(Bar):
-    """Plain lines, at most one every PLAIN_EVERY seconds."""
-
-    def log(self, line: str) -> None:
-        super().log(line)
-        print(f"{time.strftime(DATE)} {line}", file=sys.stderr, flush=True)
 
 
 _shown: list[Bar] = []  # in this process, the innermost last
@@ -110,41 +98,39 @@ class Progress:
     @contextmanager
     def bar(self, what: str, total: int, unit: str) -> Iterator[Bar]:
         """Show one long step. A resumed step counts only the remaining work."""
+        console = self.console
         with ExitStack() as stack:
             if self.quiet or total == 0:
                 bar = Bar(what, total, unit)
             # Without ipywidgets, a notebook would draw every step of a bar on a new line.
-            elif not self.console.is_terminal and not (self.console.is_jupyter and find_spec("ipywidgets")):
-                bar = LineBar(what, total, unit)
+            elif not console.is_terminal and not (console.is_jupyter and find_spec("ipywidgets")):
+                bar = Bar(what, total, unit, prints=True)
             else:
-                bar = stack.enter_context(_rich_bar(self.console, what, total, unit))
+                narrow = max(4, console.width - REST_WIDTH)
+                bar_width = 40 if console.width >= 140 else 20 if console.width >= 100 else narrow
+                room = console.width - REST_WIDTH - bar_width - 1  # for details
+                columns = (
+                    TextColumn("{task.description}", markup=False),
+                    BarColumn(bar_width),
+                    TextColumn("{task.completed}/{task.total} {task.fields[unit]}s"),
+                    TextColumn("{task.fields[rate]}"),
+                    TimeRemainingColumn(compact=True),
+                    *([TextColumn("{task.fields[note]}", style="dim", markup=False)] if room >= 12 else []),
+                )
+                display = stack.enter_context(RichProgress(*columns, console=console))
+                if console.is_jupyter:  # there the end itself is not drawn
+                    stack.callback(display.refresh)
+                task = display.add_task(_cut(what, NAME_WIDTH), total=total, rate="", note="", unit=unit)
+
+                class RichBar(Bar):
+                    def show(self) -> None:
+                        note = _cut(self.details, room)
+                        display.update(task, completed=self.done, rate=f"{self.rate:.3g}/s", note=note)
+
+                bar = RichBar(what, total, unit)
             _shown.append(bar)
             stack.callback(_shown.remove, bar)
             yield bar
-
-
-@contextmanager
-def _rich_bar(console: Console, what: str, total: int, unit: str) -> Iterator[Bar]:
-    bar_width = 40 if console.width >= 140 else 20 if console.width >= 100 else max(4, console.width - REST_WIDTH)
-    room = console.width - REST_WIDTH - bar_width - 1  # for details
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width),
-        TextColumn("{task.completed}/{task.total} {task.fields[unit]}s"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(compact=True),
-        *([TextColumn("{task.fields[note]}", style="dim", markup=False)] if room >= 12 else []),
-    )
-    with RichProgress(*columns, console=console) as display:
-        task = display.add_task(_cut(what, NAME_WIDTH), total=total, rate="", note="", unit=unit)
-
-        class _RichBar(Bar):
-            def show(self) -> None:
-                display.update(task, completed=self.done, rate=f"{self.rate:.3g}/s", note=_cut(self.details, room))
-
-        yield _RichBar(what, total, unit)
-        if console.is_jupyter:  # there the end itself is not drawn
-            display.refresh()
 
 
 def _cut(text: str, width: int) -> str:

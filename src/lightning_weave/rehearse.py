@@ -12,8 +12,8 @@ from typing import get_args
 from rich.console import Console
 
 from lightning_weave.checks.models import find_fault
-from lightning_weave.checks.resources import check_disk
-from lightning_weave.checks.sample import STOP, rollout_rows
+from lightning_weave.checks.pairs import STOP, rollout_rows
+from lightning_weave.checks.preflight import check_disk
 from lightning_weave.checks.watch import check_scores
 from lightning_weave.config import EngineStage, Recipe, check_recipe, slug
 from lightning_weave.errors import WeaveError
@@ -203,6 +203,8 @@ def _proofs(small: Run) -> Iterator[str]:
         yield f"rollout: {sampled}. So {engines[recipe.engine.rollout]} loads {student} and samples it"
         yield f"reference: the candidates of all positions. So {engines[recipe.engine.reference]} scores {student}"
         for side, name in small.score_names.items():
+            if small.is_student(side) and not side.reads_own_prompts:
+                continue  # copied from the reference
             engine = engines[small.scoring(side).engine]
             scored = f"score/{name}: log-probabilities by {architecture(side.checkpoint)}"
             yield f"{scored}. So {engine} loads it, and its tokens are aligned"
@@ -214,5 +216,6 @@ def _proofs(small: Run) -> Iterator[str]:
         yield f"train/{name}: {updates} updates. So {proves}"
     for policy in small.policies:
         model = f"the exported {student}" if policy in recipe.compositions else architecture(small.policy(policy))
-        answers = f"answers to {len(recipe.eval.benchmarks)} benchmarks, graded"
+        count = len(recipe.eval.benchmarks)
+        answers = f"answers to {count} benchmark{'s' * (count != 1)}, graded"
         yield f"eval/{policy}: {answers}. So {engines[recipe.engine.eval]} loads {model}"

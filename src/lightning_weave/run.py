@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
@@ -19,6 +19,7 @@ from typing import Any, Literal, assert_never
 from lightning_weave.bench.definitions import KNOWN, load_benchmark
 from lightning_weave.config import (
     HARNESS,
+    HELD_OUT,
     STUDENT,
     Composition,
     Distilled,
@@ -41,7 +42,16 @@ from lightning_weave.devices import sees_gpu
 from lightning_weave.errors import InputError
 from lightning_weave.grading.graders import choose_grading
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.store import RunIdentities, Stage, differences, file_identities, file_identity, fingerprint
+from lightning_weave.prompts.build import HELD_OUT_RULE, template_columns
+from lightning_weave.store import (
+    Stage,
+    differences,
+    file_identities,
+    file_identity,
+    fingerprint,
+    read_checked,
+    write_checked,
+)
 
 ROLES: tuple[Role, Role] = ("post", "pre")
 UNWEIGHTED = {"direct-opd", "reverse-kl", "reverse-kl-full"}  # objectives whose loss is not weighted by b
@@ -51,19 +61,9 @@ NUMERIC_OPTIONS = ("quantization", "kv_cache_dtype")  # of vLLM: the others only
 IDENTITIES = "identities.json"
 # Not part of the settings of an evaluation: the benchmark and its grader are there by content.
 EVAL_EXECUTION = {"benchmarks", "sources", "graders", "batch_size", "unsafe_local", "adapters"}
-TRAIN_EXECUTION = {
-    "shard_ranks",
-    "token_budget",
-    "checkpoint_every",
-    "gradient_checkpointing",
-    "compile",
-    "eval_every",
-    "eval_problems",
-    "agreement",
-    "trackers",
-    "keep_anchors",
-    "objective",  # the composition's own, resolved
-}
+# The objective is there as the composition's own, resolved.
+TRAIN_EXECUTION = {"shard_ranks", "token_budget", "checkpoint_every", "gradient_checkpointing", "compile", "objective"}
+TRAIN_EXECUTION |= {"eval_every", "eval_problems", "agreement", "trackers", "keep_anchors"}
 Kind = Literal["prompts", "rollout", "proposal", "reference", "score", "train", "eval", "harness"]
 RESULTS = ("train", "eval")
 
@@ -97,16 +97,15 @@ class Side:
 
 def explain_missing(stage: Stage) -> str:
     """Name the keys of the recipe by which a stage differs from the nearest folder that exists; empty if none does."""
-    siblings = stage.siblings()
-    if not siblings:
+    compared = [(dict(differences(dict(one.settings), dict(stage.settings))), one) for one in stage.siblings()]
+    if not compared:
         return ""
-    changes = [dict(differences(dict(other.settings), dict(stage.settings))) for other in siblings]
-    nearest = min(range(len(siblings)), key=lambda index: len(changes[index]))
-    if changes[nearest]:
-        reasons = dict.fromkeys(explain_change(stage.path, key, what) for key, what in changes[nearest].items())
-        return f"{'; '.join(reasons)} ({siblings[nearest].folder.name} is kept)"
+    changes, nearest = min(compared, key=lambda one: len(one[0]))
+    if changes:
+        reasons = dict.fromkeys(explain_change(stage.path, key, what) for key, what in changes.items())
+        return f"{'; '.join(reasons)} ({nearest.folder.name} is kept)"
     causes = [cause for inner in stage.inputs if not inner.complete and (cause := explain_missing(inner))]
-    inputs = (siblings[nearest].manifest() or {}).get("inputs", {})
+    inputs = (nearest.manifest() or {}).get("inputs", {})
     changed = [inner.path for inner in stage.inputs if inputs.get(inner.path) != inner.fingerprint]
     return causes[0] if causes else f"another {', '.join(changed)}" if changed else ""
 
@@ -123,8 +122,8 @@ def explain_change(path: str, setting: str, what: str) -> str:
     """
     stage, _, name = path.partition("/")
     first = setting.split(".")[0]
-    if first in ("tf32", "date"):
-        key = {"tf32": "machine.tf32"}.get(first, first)
+    if first in ("tf32", "date", "held_out"):
+        key = {"tf32": "machine.tf32", "held_out": f'"{HELD_OUT}" in eval.benchmarks'}.get(first, first)
     elif first == "student" or (stage == "eval" and name.startswith("base/") and first == "model"):
         key = "student.model"
     elif stage in ENGINES and setting in ("engine", "dtype", *NUMERIC_OPTIONS):
@@ -164,7 +163,9 @@ def choose_engines(recipe: Recipe) -> dict[str, tuple[str, str]]:
     """Resolve engine = "auto" for every stage, with the reason. A run directory keeps its first choice."""
     chosen = {}
     before = resolved_recipe(recipe).get("engine")
-    for name in [name for name in ENGINES if getattr(recipe.engine, name) == "auto"]:
+    for name in ENGINES:
+        if getattr(recipe.engine, name) != "auto":
+            continue
         models: list[str | None] = [recipe.student.model]
         if name == "score":
             models += [model for one in recipe.anchors.values() for model in (one.post, one.pre, one.model)]
@@ -237,8 +238,9 @@ def own_content(function: str, where: str) -> dict[str, str]:
 
 def template_files(checkpoint: Checkpoint) -> list[Path]:
     """List the files that can hold the chat template of a checkpoint."""
-    folder = checkpoint.config_path
-    return sorted([*folder.glob("chat_template*"), *folder.glob("tokenizer_config.json")])
+    return sorted(
+        path for name in ("chat_template*", "tokenizer_config.json") for path in checkpoint.config_path.glob(name)
+    )
 
 
 @dataclass(eq=False)
@@ -287,8 +289,7 @@ class Run:
         return Path(self.recipe.runs) / self.recipe.name
 
     def stage(self, kind: Kind, *names: Any) -> Stage:
-        """One stage: prompts, rollout, proposal, reference, score (of a side), train (of a composition), eval and
-        harness (of a policy and a benchmark or task)."""
+        """Return a stage; that of score takes a side, train a composition, eval and harness a policy and a task."""
         if (kind, *names) not in self._stages or self.existing:  # what exists may change
             stage: Stage = getattr(self, f"_{kind}")(*names)
             self._stages[(kind, *names)] = stage
@@ -312,6 +313,29 @@ class Run:
             return self.student.at(stage.folder / "final")
         return Checkpoint.from_section(self.recipe.policies[name]) if name in self.recipe.policies else self.student
 
+    @cached_property
+    def _remembered(self) -> dict[str, str]:
+        """The identities that earlier commands found."""
+        file = self.directory / IDENTITIES
+        return read_checked(file) if file.exists() else {}
+
+    def identity(self, name: str, look: Callable[[], str]) -> str:
+        """Return what something is: from `look`, once per command, or where that fails as the run remembers it."""
+        if name not in self._identities:
+            try:
+                self._identities[name] = look()
+            except InputError:
+                if name not in self._remembered:
+                    raise
+                self._identities[name] = self._remembered[name]
+        return self._identities[name]
+
+    def remember(self) -> None:
+        """Keep the identities of this run's models and data, so that they may be moved once they are not needed."""
+        identities = {**self._remembered, **self._identities}
+        if identities != self._remembered:
+            write_checked(self.directory / IDENTITIES, identities)
+
     def identity_of(self, checkpoint: Checkpoint) -> str:
         """Identify a model by content. Stand-ins of a rehearsal are accepted only in rehearsals."""
 
@@ -322,7 +346,7 @@ class Run:
                 )
             return checkpoint.identity
 
-        return self._known.identity(str(checkpoint), look)
+        return self.identity(str(checkpoint), look)
 
     def _data_identity(self, source: str, key: str) -> str:
         """Identify data by content if it is a file or a directory, by name on a hub."""
@@ -334,14 +358,15 @@ class Run:
             if path.is_dir():
                 files = sorted(file for file in path.rglob("*") if file.is_file())
                 return hashlib.sha256("".join(file_identities(files)).encode()).hexdigest()
-            if source in self._known.remembered:  # a directory that is gone would be taken for a hub name
-                return self._known.remembered[source]
+            if source in self._remembered:  # a directory that is gone would be taken for a hub name
+                return self._remembered[source]
             if path.suffix in {".jsonl", ".json", ".parquet"} or source.startswith((".", "/", "~")):
-                text = f"{key} = {source!r}: no such file. Give a JSONL or Parquet file, a directory or a hub name"
-                raise InputError(text)
+                raise InputError(
+                    f"{key} = {source!r}: no such file. Give a JSONL or Parquet file, a directory or a hub name"
+                )
             return source
 
-        return self._known.identity(source, look)
+        return self.identity(source, look)
 
     def check_data(self) -> None:
         """Refuse prompts and benchmarks that are missing, before heavy imports; data of finished stages may be gone."""
@@ -354,8 +379,8 @@ class Run:
             errors.append(str(error))
         for name in recipe.eval.benchmarks:
             file = name.removeprefix("file:")
-            is_file = name != file and (Path(file).expanduser().exists() or file in self._known.remembered)
-            if not is_file and name not in KNOWN:
+            is_file = name != file and (Path(file).expanduser().exists() or file in self._remembered)
+            if not is_file and name not in KNOWN and name != HELD_OUT:
                 try:
                     load_benchmark(name)
                 except InputError as error:
@@ -370,16 +395,8 @@ class Run:
             writes = any(b"strftime_now" in file.read_bytes() for file in template_files(checkpoint))
             return "writes a date" if writes else "writes no date"
 
-        known = self._known.identity(f"chat template of {checkpoint}", look)
+        known = self.identity(f"chat template of {checkpoint}", look)
         return {"date": str(self.recipe.date)} if known == "writes a date" else {}
-
-    @cached_property
-    def _known(self) -> RunIdentities:
-        return RunIdentities(self.directory / IDENTITIES, self._identities)
-
-    def remember(self) -> None:
-        """Keep the identities of this run's models and data, so that they may be moved once they are not needed."""
-        self._known.keep()
 
     @property
     def prompts_file(self) -> Path:
@@ -399,6 +416,8 @@ class Run:
             settings["source"] = self._data_identity(section.source, "prompts.source")
             screened = [self._data_identity(name, "prompts.screen_against") for name in section.screen_against]
             settings["screen_against"] = screened
+            if HELD_OUT in recipe.eval.benchmarks:
+                settings["held_out"] = HELD_OUT_RULE
         settings["student"] = self.identity_of(self.student)
         if section.chat or recipe.rollout.from_ is not None:
             settings |= self._dated(self.student)
@@ -415,20 +434,18 @@ class Run:
         return Stage(self.directory, "rollout", settings, (self.stage("prompts"),), self.command("rollout"))
 
     def _proposal(self) -> Stage:
-        """The candidates of the sampler."""
-        assert self.sampler is not None, "the student proposes its own"
-        return self._candidates("proposal", self.sampler, self.stage("rollout"))
+        assert self.sampler is not None, "the student proposes its own candidates"
+        return self._reference("proposal", self.sampler)
 
-    def _reference(self) -> Stage:
-        return self._candidates("reference", self.student, self.stage("proposal" if self.sampler else "rollout"))
-
-    def _candidates(self, path: str, model: Checkpoint, before: Stage) -> Stage:
+    def _reference(self, path: str = "reference", model: Checkpoint | None = None) -> Stage:
+        """The candidates of the student, or of what samples in its place: it proposes those that the student scores."""
         settings = {
             "candidates": self.recipe.reference.candidates,
             **engine_settings(self.recipe.engine_of("reference")),
             "tf32": self.recipe.machine.tf32,
-            "student": self.identity_of(model),
+            "student": self.identity_of(model or self.student),
         }
+        before = self.stage("proposal" if self.sampler and model is None else "rollout")
         return Stage(self.directory, path, settings, (before,), self.command("reference"))
 
     def _score(self, side: Side) -> Stage:
@@ -451,6 +468,14 @@ class Run:
             settings["missing"] = "mask" if side.masks_missing else "refuse"
         name = self.score_names[side]
         return Stage(self.directory, f"score/{name}", settings, (self.stage("reference"),), self.command("score", name))
+
+    def is_student(self, side: Side) -> bool:
+        """Whether a side is the student with its own tokens, computed as the reference is."""
+        if side.aliases or side.bos or side.url:
+            return False
+        engines = (self.scoring(side), self.recipe.engine_of("reference"))
+        same = engine_settings(engines[0]) == engine_settings(engines[1])
+        return same and self.identity_of(side.checkpoint) == self.identity_of(self.student)
 
     def scoring(self, side: Side) -> StageEngine:
         """The engine of scoring, or that of this side of an anchor."""
@@ -501,7 +526,7 @@ class Run:
             base = adapter.base
             return json.dumps(base and [base.name, base.revision])
 
-        base = json.loads(self._known.identity(f"base of {adapter}", look))
+        base = json.loads(self.identity(f"base of {adapter}", look))
         if base is None:
             raise InputError(
                 f"anchors.{name}.pre is missing: {adapter.name} is not a LoRA adapter that names its base model. "
@@ -521,6 +546,7 @@ class Run:
     def _train(self, name: str) -> Stage:
         composition = self.recipe.compositions[name]
         objective = self.objective(name)
+        is_own = is_own_function(objective)
         used = sorted(composition.used)
         shifts = {}
         for anchor in used:
@@ -530,9 +556,7 @@ class Run:
             shifts[anchor] = {"post": post, "pre": pre, "validity": section.validity, **rules}
         settings = {
             "train": self.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION),
-            "objective": own_content(objective, f"objective of compositions.{name}")
-            if is_own_function(objective)
-            else objective,
+            "objective": own_content(objective, f"objective of compositions.{name}") if is_own else objective,
             "weights": {anchor: composition.weights.get(anchor, 0.0) for anchor in used},
             "alpha": composition.alpha,
             "anchors": shifts,
@@ -568,9 +592,8 @@ class Run:
     def objective(self, name: str) -> Objective:
         """What a composition minimises: its own choice, or the recipe's; online direct-opd."""
         composition = self.recipe.compositions[name]
-        return composition.objective or (
-            "direct-opd" if composition.method == "online" else self.recipe.train.objective
-        )
+        usual = "direct-opd" if composition.method == "online" else self.recipe.train.objective
+        return composition.objective or usual
 
     def alpha(self, name: str) -> float | None:
         """The alpha of a composition: as given, or as training solved it for kl_budget; None before that."""
@@ -602,9 +625,16 @@ class Run:
             settings["profile"] = {"kind": rule.kind, **own}
         if policy in self.recipe.compositions and self.lora_rank is not None:
             settings["adapters"] = True
-        source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
-        key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
-        settings["benchmark"] = self._data_identity(source, key)
+        if benchmark == HELD_OUT:
+            prompts = self.recipe.prompts
+            chosen = prompts.model_dump(mode="json", exclude_none=True, include={"name", "split", "columns", "dedup"})
+            source = self._data_identity(prompts.source or "", "prompts.source")
+            shown = sorted(template_columns(prompts))
+            settings["benchmark"] = {"held_out": HELD_OUT_RULE, "source": source, "shown": shown, **chosen}
+        else:
+            source = section.sources.get(benchmark, benchmark.removeprefix("file:"))
+            key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
+            settings["benchmark"] = self._data_identity(source, key)
         if section.chat:
             named = self.recipe.policies.get(policy)
             settings |= self._dated(self.student if named is None else Checkpoint.from_section(named))
@@ -616,6 +646,9 @@ class Run:
         settings = {"benchmark": f"lm-eval:{task}", "args": section.args, "seed": self.recipe.eval.seed}
         if section.include is not None:
             settings["include"] = self._data_identity(section.include, "harness.include")
+        if section.args.get("apply_chat_template", True):
+            named = self.recipe.policies.get(policy)
+            settings |= self._dated(self.student if named is None else Checkpoint.from_section(named))
         return self._evaluation(policy, f"{HARNESS}{slug(task)}", settings, self.command("harness", policy))
 
     def _evaluation(self, policy: str, folder: str, settings: dict[str, Any], command: str) -> Stage:
@@ -655,18 +688,12 @@ class Run:
                 trains = [self.stage("train", name) for name in self.recipe.compositions if wanted(name)]
                 return [*([self.stage("prompts")] if "online" in self.methods(only) else []), *trains]
             case "eval":
-                own = [
-                    self.stage("eval", policy, name)
-                    for policy in filter(wanted, self.policies)
-                    for name in self.recipe.eval.benchmarks
-                ]
+                names = self.recipe.eval.benchmarks
+                own = [self.stage("eval", one, name) for one in self.policies if wanted(one) for name in names]
                 return [*own, *self.stages("harness", only)]
             case "harness":
-                return [
-                    self.stage("harness", policy, task)
-                    for policy in filter(wanted, self.policies)
-                    for task in self.recipe.harness.tasks
-                ]
+                tasks = self.recipe.harness.tasks
+                return [self.stage("harness", one, task) for one in self.policies if wanted(one) for task in tasks]
             case _:
                 raise AssertionError(verb)
 

@@ -124,14 +124,11 @@ class Rollouts:
 
     def trajectories(self) -> NDArray[np.uint32]:
         """Name each row by its tokens, so that two caches are only ever joined on the same trajectory."""
-        rows = zip(self.prompt_ids, self.response_ids, strict=True)
-        return np.array([trajectory_id(prompt, response) for prompt, response in rows], dtype=np.uint32)
-
-
-def trajectory_id(prompt_ids: NDArray[np.int32], response_ids: NDArray[np.int32]) -> int:
-    """Hash one trajectory's tokens, prompt and response apart."""
-    ids = [np.ascontiguousarray(ids, dtype="<i4").tobytes() for ids in (prompt_ids, response_ids)]
-    return zlib.crc32(ids[1], zlib.crc32(ids[0] + b"|"))
+        crcs = []
+        for row in zip(self.prompt_ids, self.response_ids, strict=True):  # prompt and response apart
+            prompt, response = (np.ascontiguousarray(ids, dtype="<i4").tobytes() for ids in row)
+            crcs.append(zlib.crc32(response, zlib.crc32(prompt + b"|")))
+        return np.array(crcs, dtype=np.uint32)
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ def test_grid_sorts_by_problem_and_sample_number():
         sample("b", 0, tokens=5),
     ]
     laid = grid([*samples, sample("a", 1, True, 4)])
-    assert laid.problems == ("b", "a")
-    assert laid.tokens.tolist() == [[5, 7], [3, 4]]
-    assert laid.correct.tolist() == [[False, True], [False, True]]
-    assert laid.truncated.tolist() == [[False, False], [True, False]]
-    assert laid.answered.tolist() == [[True, True], [False, True]]
+    assert list(laid) == ["b", "a"]
+    assert [[one.tokens for one in row] for row in laid.values()] == [[5, 7], [3, 4]]
+    assert [[one.correct for one in row] for row in laid.values()] == [[False, True], [False, True]]
+    assert [[one.finish for one in row] for row in laid.values()] == [["stop", "stop"], ["length", "stop"]]
+    assert [[one.answer for one in row] for row in laid.values()] == [["1", "1"], [None, "1"]]
 
 
 def test_unfinished_samples_are_refused():

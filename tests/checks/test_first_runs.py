@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_weave.checks import resources as disk
+from lightning_weave.checks import preflight as disk
 from lightning_weave.checks.preflight import preflight
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.progress import Progress
@@ -104,6 +104,11 @@ def test_a_context_shorter_than_the_responses_is_a_warning_and_bounds_the_disk(r
 def test_prompts_that_make_hardly_an_update_are_a_warning(recipe: dict[str, Any]) -> None:
     recipe["train"] = {"prompts_per_round": 8, "updates_per_round": 1, "epochs": 4}
     assert "16 prompts make 8 updates" in warnings(recipe)["updates"]
+    recipe["train"] |= {"prompts_per_round": 32, "updates_per_round": 4, "epochs": 1}
+    assert "16 prompts make 2 updates" in warnings(recipe)["updates"]
+    recipe["train"]["prompts_per_round"] = 28  # of 7 prompts, 7 prompts and the 2 that are left
+    assert "16 prompts make 3 updates" in warnings(recipe)["updates"]
+    recipe["train"] = {"prompts_per_round": 8, "updates_per_round": 1, "epochs": 4}
     recipe["train"]["epochs"] = 5
     assert "updates" not in warnings(recipe)
 

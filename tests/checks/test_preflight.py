@@ -17,10 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from lightning_weave.checks import models as models_module
-from lightning_weave.checks import resources as memory_module
+from lightning_weave.checks import preflight as memory_module
 from lightning_weave.checks.findings import Finding
-from lightning_weave.checks.preflight import preflight
-from lightning_weave.checks.resources import as_computed, this_machine
+from lightning_weave.checks.preflight import as_computed, preflight, this_machine
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError

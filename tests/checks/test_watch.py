@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_weave.checks.direction import (
+from lightning_weave.checks.findings import Finding
+from lightning_weave.checks.shifts import (
     GradedShifts,
     LengthPreference,
     auc_at_equal_length,
@@ -18,7 +19,6 @@ from lightning_weave.checks.direction import (
     prefers_longer,
     pulls,
 )
-from lightning_weave.checks.findings import Finding
 from lightning_weave.checks.watch import check_evaluation, check_rollouts, check_scores, check_training, stop, warn
 from lightning_weave.errors import WeaveError
 from lightning_weave.progress import Progress

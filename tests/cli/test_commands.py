@@ -62,6 +62,7 @@ MOVED = {
     "cost r.toml --json": "lweave status RECIPE --cost",
     "card r.toml --composition x": "--as student",
     "forget r.toml --policy x": "lweave clean RECIPE --policy",
+    "world build x": "scripts/build-world DIR",
 }
 
 
@@ -147,7 +148,7 @@ def test_status_lists_the_runs_of_a_directory_and_takes_one_of_them(recipe: Path
             said = lweave("status", *words, cwd=root)
             assert re.search(r"runs/tiny +\S+/student +\d+ missing", said), said
         said = lweave("status", "runs/tiny", cwd=root)
-        assert "Everything: lweave run runs/tiny/recipe.toml" in said
+        assert "Next: lweave run runs/tiny/recipe.toml" in said
         assert json.loads(lweave("status", "--json", cwd=root))[0]["run"] == "runs/tiny"
     finally:
         (root / "runs" / "tiny" / "recipe.toml").unlink()

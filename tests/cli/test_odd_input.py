@@ -229,7 +229,7 @@ main()
 
 
 @pytest.mark.parametrize("program", ["/usr/bin/lweave", "-m"])
-@pytest.mark.parametrize("module", ["typer", "lightning_weave.cli.look", "lightning_weave.ranks"])
+@pytest.mark.parametrize("module", ["typer", "lightning_weave.cli.commands", "lightning_weave.ranks"])
 def test_ctrl_c_during_the_imports_ends_it_with_130_and_no_traceback(program: str, module: str) -> None:
     code = INTERRUPTED_IMPORT.format(program=program, module=module)
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

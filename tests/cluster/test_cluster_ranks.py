@@ -16,9 +16,9 @@ import pytest
 import ports
 import tiny
 from cluster.clustered import Watching, world
+from lightning_weave import cluster as cluster_ranks
 from lightning_weave.api import Run
-from lightning_weave.cluster import ranks as cluster_ranks
-from lightning_weave.cluster.shards import connect
+from lightning_weave.cluster import connect
 from lightning_weave.config import dump_recipe
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.progress import Progress
@@ -26,11 +26,11 @@ from lightning_weave.report.results import read_results
 from lightning_weave.report.tables import format_results, plain
 from lightning_weave.stages import eval as eval_stage
 from lightning_weave.stages import run as run_stage
-from lightning_weave.stages.pipeline import make_cache
 from lightning_weave.stages.run import make_students
+from lightning_weave.stages.score import make_cache
 from lightning_weave.store import read_lines
 from lightning_weave.store.ledger import read_ledger
-from lightning_weave.train.checkpoint import POSITION
+from lightning_weave.train.schedule import POSITION
 from train import launch
 from train.cached import make_run
 

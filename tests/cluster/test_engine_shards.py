@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 from cluster.clustered import world
-from lightning_weave.cluster.shards import connect
+from lightning_weave.cluster import connect
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.stages import eval as eval_stage

@@ -17,7 +17,7 @@ from faults.test_engine_kills import ENGINE
 from lightning_weave.config import dump_recipe
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
-from lightning_weave.stages.pipeline import make_cache
+from lightning_weave.stages.score import make_cache
 from programs import write_program
 
 QUIET = Progress(quiet=True)

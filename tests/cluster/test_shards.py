@@ -18,9 +18,7 @@ from torch.distributed import TCPStore
 
 import tiny
 from cluster.clustered import Watching, world
-from lightning_weave.cluster.ranks import Rank
-from lightning_weave.cluster.shards import ShardWorker, check_address, connect
-from lightning_weave.cluster.workers import plan_ranks, plan_workers
+from lightning_weave.cluster import Rank, ShardWorker, check_address, connect, plan_ranks, plan_workers
 from lightning_weave.config import Machine, check_recipe
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.progress import Progress
@@ -102,7 +100,7 @@ def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
 OWN_CLUSTER = """
 import os
 import psutil
-from lightning_weave.cluster.shards import connect
+from lightning_weave.cluster import connect
 
 connect(None)
 import ray
@@ -148,7 +146,7 @@ def test_the_shard_of_a_worker_that_dies_goes_to_another(
 
     run, counted = tiny.run_of(world(tmp_path)), Watching()
     with caplog.at_level(logging.INFO, "lightning_weave"):
-        connect(None).run_jobs([Job("score", "acc-pre", "shard", [0, 1, 2], open_dying)], run, counted)
+        connect(None).run_jobs([Job("score/acc-pre", [0, 1, 2], open_dying)], run, counted)
     assert "score acc-pre: a worker died; shard 1 goes to another" in caplog.text
     assert counted.counts == {"score acc-pre": 3}
     assert sum(row["tokens"] for row in read_ledger(run.directory)) == 10 + 11 + 12
@@ -193,7 +191,7 @@ def test_a_free_worker_begins_the_next_job(cluster: Any, tmp_path: Path) -> None
         partial(_open_waiting, others=None, own=tmp_path / "second"),
     ]
     jobs = [
-        Job("score", name, "shard", [0], opener, finish=partial(ended.append, name))
+        Job(f"score/{name}", [0], opener, finish=partial(ended.append, name))
         for name, opener in zip(names, openers, strict=True)
     ]
     connect(None).run_jobs(jobs, run, counted)
@@ -230,7 +228,7 @@ def test_a_worker_makes_several_shards_at_once(cluster: Any, tmp_path: Path, kil
     run, counted = tiny.run_of({**world(tmp_path), "machine": {"threads": 1, "workers": 1}}), Watching()
     place = tmp_path / "place"
     place.mkdir()
-    job = Job("rollout", "", "shard", range(5), partial(_open_meeting, place=place, killer=killer), at_once=3)
+    job = Job("rollout", range(5), partial(_open_meeting, place=place, killer=killer), at_once=3)
     since = time.monotonic()
     connect(None).run_jobs([job], run, counted)
     assert counted.counts == {"rollout": 5}
@@ -257,7 +255,7 @@ def test_the_first_worker_leaves_shards_to_the_second(cluster: Any, tmp_path: Pa
     _by_value()
     run, counted, place = tiny.run_of(world(tmp_path)), Watching(), tmp_path / "place"
     place.mkdir()
-    job = Job("rollout", "", "shard", range(4), partial(_open_in_company, place=place), at_once=4)
+    job = Job("rollout", range(4), partial(_open_in_company, place=place), at_once=4)
     connect(None).run_jobs([job], run, counted)
     assert counted.counts == {"rollout": 4}
 
@@ -281,7 +279,7 @@ def test_a_worker_sees_the_gpus_of_its_engine(cluster: Any, tmp_path: Path) -> N
     cluster.add_node(num_cpus=4, num_gpus=4)
     cluster.wait_for_nodes()
     run = tiny.run_of({"name": "r", "runs": str(tmp_path / "runs"), "student": {"model": "s"}})
-    job = Job("rollout", "", "shard", [0, 1], partial(_open_looking, seen=tmp_path), devices=2)
+    job = Job("rollout", [0, 1], partial(_open_looking, seen=tmp_path), devices=2)
     connect(None).run_jobs([job], run, QUIET)
     assert {(tmp_path / str(shard)).read_text() for shard in (0, 1)} <= {"0,1", "2,3"}
 
@@ -311,7 +309,7 @@ def test_a_worker_keeps_what_two_jobs_share(cluster: Any, tmp_path: Path) -> Non
     _by_value()
     run = tiny.run_of({**world(tmp_path), "machine": {"threads": 1, "workers": 1}})
     engine = _Engine()
-    jobs = [Job("eval", name, "block", [0, 1], partial(_open_with, engine=engine)) for name in ("easy", "hard")]
+    jobs = [Job(f"eval/{name}", [0, 1], partial(_open_with, engine=engine), unit="block") for name in ("easy", "hard")]
     connect(None).run_jobs(jobs, run, QUIET)
     rows = read_ledger(run.directory)
     assert [(row["name"], row["bytes"]) for row in rows] == [("easy", 2), ("hard", 2)]  # one start, for all four blocks
@@ -341,4 +339,4 @@ def test_a_shard_that_kills_every_worker_is_given_up_by_name(cluster: Any, tmp_p
     _by_value()
     run = tiny.run_of(world(tmp_path))
     with pytest.raises(WeaveError, match="3 workers died making shard 1"):
-        connect(None).run_jobs([Job("score", "poison", "shard", [0, 1, 2], _open_poisoned)], run, QUIET)
+        connect(None).run_jobs([Job("score/poison", [0, 1, 2], _open_poisoned)], run, QUIET)

@@ -108,7 +108,7 @@ WRONG = [
     ("tracking.name='{seed}'", ["tracking", "{run} and {policy}"]),
     ("prompts.dedup='fuzzy'", ["prompts.dedup", "'exact'"]),
     ("train.learning_rate=0", ["train.learning_rate = 0", "greater than 0"]),
-    ("train.optimizer.betas=[0.9, 1.0]", ["train.optimizer.betas", "below 1"]),
+    ("train.optimizer.betas=[0.9, 1.0]", ["train.optimizer.betas.1 = 1.0", "less than 1"]),
     ("train.validation=1.0", ["train.validation", "less than 1"]),
     ("train.updates_per_round=3", ["train.updates_per_round is 3", "256 trajectories"]),
     ("eval.samples=0", ["eval.samples = 0"]),
@@ -161,7 +161,7 @@ WRONG = [
         ["compositions.both.weights", "weights by tag are for joint training; mixture"],
     ),
     ("tags={column='kind', rules={math='x'}}", ["tags", "leave one of them out"]),
-    ("tags.rules={math='('}", ["tags", "rules.math = '(' is not a regular expression"]),
+    ("tags.rules={math='('}", ["tags.rules.math", "'(' is not a regular expression"]),
     # names that do not fit together
     ("compositions.both.weights={acc=0.5, klear=0.5}", ["'klear'", "known anchors: acc, brief"]),
     ("policies.base.model='x'", ["policies.base", "the student itself"]),
@@ -231,6 +231,23 @@ WRONG = [
     ),
     ("compositions.x.sharpen=0.5", ['compositions.x.sharpen = 0.5: add method = "self"']),
     ("compositions.both.sharpen=0.5", ['compositions.both.sharpen = 0.5: add method = "self"']),
+    # keys of earlier recipes, with what to write
+    ("anchors.acc.post_url='http://a:1'", ['write anchors.acc.engine = { post = "http://a:1" }, or one URL']),
+    ("anchors.acc.pre_url='http://a:1'", ['write anchors.acc.engine = { pre = "http://a:1" }, or one URL']),
+    ("anchors.acc.shift_clip=5.0", ["anchors.acc.shift_clip = 5.0: write anchors.acc.shift.clip = 5.0"]),
+    ("anchors.acc.temperature=0.5", ["write anchors.acc.shift.temperature = 0.5"]),
+    ("train.validate_every=10", ["train.validate_every = 10: write train.checkpoint_every = 10"]),
+    ("train.keep=3", ["train.keep = 3: remove it: the newest 2 checkpoints are kept"]),
+    ("score.dtype='float32'", ['write engine.dtype = "float32", or', 'engine.dtype = { score = "float32" }']),
+    ("rollout.parity=0.1", ["write engine.parity = 0.1"]),
+    ("harness.chat=false", ["write harness.args.apply_chat_template = false"]),
+    ("report.megabytes=4.0", ["report.megabytes = 4.0: remove it: what the loom shows is fixed"]),
+    ("report.cases.x={wrong=['base'], end=9}", ["report.cases.x.end = 9: remove it"]),
+    ("checks.right_stop=0.1", ['checks.right_stop = 0.1: write checks.right = 0.1, or "warn" where it was false']),
+    ("checks.kl_rise_warn=2.0", ["remove it: it is fixed; checks.kl_rise = false"]),
+    ("checks.separation_stop=0.3", ["write checks.swapped = 0.3"]),
+    ("checks.empty_stop=0.9", ["checks.unanswered is also for empty responses"]),
+    ("checks.longer_stop=0.9", ["checks.swapped = false switches it off"]),
     # what --set itself can get wrong
     ("train.epochs", ["--set train.epochs", "key=value"]),
     ("=3", ["--set =3", "key=value"]),
@@ -241,7 +258,7 @@ WRONG = [
 @pytest.mark.parametrize("old", MOVED)
 def test_a_key_that_has_moved_is_answered_with_what_to_write(old: str) -> None:
     """The new key is named with the value that was written, and exists."""
-    new = MOVED[old].replace("NAME", "acc")
+    new = MOVED[old].replace("NAME", "acc").replace("VALUE", "0.25")
     *path, last = old.replace("NAME", "acc").split(".")
     data: dict = {"name": "x", "student": {"model": "s"}}
     table = data

@@ -113,7 +113,7 @@ def test_a_recipe_changed_midway_is_refused_and_status_names_what_changed(lab: L
     assert "runs/tiny/reference is not there yet. Make it with: lweave reference r.toml" in ended.said
     said = lab.lweave(name, "status").said
     assert "rollout.seed: 42 -> 43" in said
-    assert "Next: lweave rollout r.toml" in said
+    assert "first rollout. Next: lweave run r.toml" in said
     assert lab.contents(name) == lab.contents("before-score"), "a refusal touches nothing"
     lab.write(name)
     assert lab.lweave(name, "score").code == 0

@@ -12,7 +12,7 @@ from forked import Fault, Forked
 from lightning_weave.config import load_recipe
 from lightning_weave.models.vllm import request_seed
 from lightning_weave.run import Run
-from lightning_weave.stages.sampling import Journal
+from lightning_weave.stages.rollout import Journal
 from lightning_weave.types import Request, Rollouts
 from programs import write_program
 from tiny import make_world, save_prompts

@@ -9,8 +9,8 @@ import torch
 from small_models import ARCHITECTURES, PADDED, VOCABULARY, small_model
 
 import rounding
+from lightning_weave.devices import is_out_of_memory
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.models.modules import is_out_of_memory
 from lightning_weave.models.scorer import Scorer, ScoreRow
 
 COUNT = 8

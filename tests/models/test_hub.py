@@ -21,7 +21,7 @@ from lightning_weave.plan.architecture import find_gpu, find_shape
 from lightning_weave.plan.costs import PlannedMachine
 from lightning_weave.plan.plan import make_plan
 from lightning_weave.prompts.sources import read_rows
-from lightning_weave.store import identity, model_identity
+from lightning_weave.store import files, model_identity
 from lightning_weave.views import doctor, status
 from tiny import make_world, run_of, save_model
 
@@ -68,8 +68,8 @@ def test_what_the_hub_has_hashed_is_not_hashed_again(hub: Hub, model: Path, monk
     hub.push(NAME, model)
     folder = Checkpoint(NAME).path
     hashed = []
-    real = identity.sha256_file
-    monkeypatch.setattr(identity, "sha256_file", lambda path: hashed.append(path.name) or real(path))
+    real = files.sha256_file
+    monkeypatch.setattr(files, "sha256_file", lambda path: hashed.append(path.name) or real(path))
     assert model_identity(folder) == model_identity(model)
     assert hashed.count("model.safetensors") == 1  # of the copy that is not the hub's
 

@@ -14,9 +14,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from lightning_weave.errors import InputError
-from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.checkpoint import Checkpoint, context_limit
 from lightning_weave.models.hub import check_weights, resolve_model
-from lightning_weave.models.modules import context_limit
 from tiny import save_model
 
 WORDS = ["<unk>", "</s>", "<pad>", "a", "b", "c"]

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_weave.progress import Progress
-from lightning_weave.stages.pipeline import make_cache
 from lightning_weave.stages.run import make_students
+from lightning_weave.stages.score import make_cache
 from tiny import make_world, run_of
 
 QUIET = Progress(quiet=True)

@@ -96,6 +96,7 @@ def make_recipe(root: Path, student: str, anchor: str, tokenizer: str, **changes
         "rollout": {"responses": 2, "max_tokens": 12, "prompts_per_shard": 4, "batch_size": 3},
         "reference": {"candidates": 4},
         "score": {"token_budget": 90},
+        "eval": {"benchmarks": []},
         "machine": {"threads": 1},
     }
     for section, values in changes.items():

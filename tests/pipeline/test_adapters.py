@@ -1,6 +1,7 @@
 """LoRA adapters as anchors and as the student: one load, on and off, against merged checkpoints."""
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_weave.checks.preflight import preflight
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.plan.architecture import find_gpu
+from lightning_weave.plan.costs import PlannedMachine
+from lightning_weave.plan.plan import make_plan
 from lightning_weave.run import Run
 from lightning_weave.stages import run as flow
 from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.score import score
 from lightning_weave.stages.train import validate
 from pipeline.small_runs import QUIET, make_cache, make_recipe, run_of
 from rounding import LOGPROB, assert_same_weights
@@ -85,6 +90,36 @@ def test_an_adapter_on_and_off_is_two_merged_checkpoints(
         assert np.abs(shifts[f"lora{number}"]).max() > 0.1
         np.testing.assert_allclose(shifts[f"lora{number}"], shifts[f"merged{number}"], atol=2 * LOGPROB, rtol=0)
     assert not np.allclose(shifts["lora0"], shifts["lora1"], atol=0.01)
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_an_adapter_of_the_student_costs_one_more_scoring(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_copy: bool
+) -> None:
+    """Its base is the student, also under another name: loaded once for all sides, and scored by the reference."""
+    base = Path(recipe["student"]["model"])
+    if is_copy:
+        base = Path(shutil.copytree(base, tmp_path / "copy"))
+    adapter = save_adapter(tmp_path / "of-student", base, seed=5)
+    recipe["anchors"] = {
+        "brief": {"model": "student", "post_prompt": {"prefix": "the "}},
+        "lora": {"post": str(adapter)},
+    }
+    recipe["compositions"] = {"all": {"weights": {"brief": 0.5, "lora": 0.5}}}
+    run = run_of(recipe)
+    flow.make_cache(run, QUIET, until="reference")
+    loads: list[str] = []
+    load = Checkpoint.load
+    monkeypatch.setattr(Checkpoint, "load", lambda self, *rest: (loads.append(self.name), load(self, *rest))[1])
+    score(run, QUIET)
+    assert loads == [recipe["student"]["model"]]
+    assert len(run.stages("score")) == 3
+    planned = [row for row in make_plan(run.recipe, PlannedMachine(find_gpu("H100"), 1)).stages if row.stage == "score"]
+    if not is_copy:  # a plan reads no weights: it knows models by their names
+        assert [bool(row.operations) for row in planned] == [True, False, True]
+    cache = open_cache(run, "all")
+    shifts = dict(zip(cache.names, cache.block(range(len(cache))).r_KPC, strict=True))
+    assert all(np.abs(shift).max() > 0.1 for shift in shifts.values())
 
 
 def test_an_adapter_is_known_by_content_and_its_scores_outlive_it(recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Anchors whose sides read different contexts: every cached number against whole logits after the text by hand."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from transformers import AutoTokenizer
 
 from lightning_weave.checks.preflight import preflight
 from lightning_weave.errors import InputError
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.plan.architecture import find_gpu
+from lightning_weave.plan.costs import PlannedMachine
+from lightning_weave.plan.plan import make_plan
 from lightning_weave.run import Role
 from lightning_weave.stages import preview
 from lightning_weave.stages.caches import open_cache
@@ -65,6 +70,14 @@ def test_scores_in_a_context_are_those_of_whole_logits_after_its_text(recipe: di
     assert leak.figures["nats"] == pytest.approx(np.abs(block.r_KPC[0][sampled]).sum())
 
 
+def test_rows_without_an_id_have_the_columns_that_a_context_names(recipe: dict[str, Any]) -> None:
+    del recipe["prompts"]["columns"]["id"]
+    run = make_cache(recipe)
+    asked = _prompts(recipe)
+    texts = {n: f"the {one['messages'][0]['content']} an {one['answer']}." for n, one in enumerate(asked)}
+    check_scores(run, _in_context(recipe, read_cache(run, "post"), texts), "post")
+
+
 def test_contexts_that_read_the_same_have_no_shift(recipe: dict[str, Any]) -> None:
     """The student itself, so that one forward pass is compared with the same one."""
     recipe["anchors"]["one"] = {"model": "student", "post_prompt": {"template": "{prompt}"}}
@@ -72,6 +85,26 @@ def test_contexts_that_read_the_same_have_no_shift(recipe: dict[str, Any]) -> No
     block = cache.block(range(len(cache)))
     assert block.valid_KP.all()
     assert not block.r_KPC.any()
+
+
+def test_the_student_with_its_own_prompts_is_taken_from_the_reference(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers are those of whole logits, it is loaded for the other side only, and the plan counts it once."""
+    recipe["anchors"]["one"] = {"model": "student", "post_prompt": HINT}
+    run = make_cache(recipe)
+    post, pre = (run.stage("score", run.side("one", role)) for role in ROLES)
+    monkeypatch.setattr(Checkpoint, "load", None)
+    shutil.rmtree(pre.folder)
+    run = make_cache(recipe)
+    whole, _ = check_scores(run, read_cache(run, "pre"), "pre")
+    assert whole > 80
+    assert pre.engines() == run.stage("reference").engines()
+    plan = make_plan(run.recipe, PlannedMachine(find_gpu("H100"), 1))
+    assert [bool(row.operations) for row in plan.stages if row.stage == "score"] == [True, False]
+    shutil.rmtree(post.folder)
+    with pytest.raises(TypeError):
+        make_cache(recipe)
 
 
 @pytest.mark.parametrize("prompt", ["student", "native"])

@@ -23,7 +23,7 @@ from lightning_weave.grading.math import extract_boxed
 from lightning_weave.progress import Progress
 from lightning_weave.report.results import run_points, show_results, summaries
 from lightning_weave.stages import eval as stage
-from lightning_weave.stages.sampling import render_problems
+from lightning_weave.stages.prompts import render_problems
 from pipeline.evaluated import evaluation_recipe, folder_of, sampled_tokens
 from tiny import make_world, run_of
 

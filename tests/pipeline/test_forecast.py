@@ -259,14 +259,28 @@ def test_a_measured_base_anchors_points_and_factors() -> None:
     plain, anchored = estimate(weighted, grade_R, None), estimate(weighted, grade_R, (60.0, 200.0))
     assert plain.accuracy_AB is not None
     assert anchored.accuracy_AB is not None
-    assert anchored.aes_AB is not None
     assert plain.accuracy_AB[:, 0].tolist() == pytest.approx([50, 75])
     assert plain.tokens_AB[:, 0].tolist() == pytest.approx([20, 15])
     assert anchored.accuracy_AB[:, 0].tolist() == pytest.approx([60, 85])
     assert anchored.tokens_AB[:, 0].tolist() == pytest.approx([200, 150])
-    assert anchored.aes_AB[1, 0] == pytest.approx(0.25 + 3 * 25 / 60)
+    assert anchored.figures(1)["aes"] == pytest.approx(0.25 + 3 * 25 / 60)
     unknown = estimate(weighted, None, None)
-    assert unknown.accuracy_AB is unknown.aes_AB is None
+    assert unknown.accuracy_AB is unknown.figures(1)["accuracy"] is unknown.figures(1)["aes"] is None
+
+
+def test_few_effective_samples_truncate_the_weights() -> None:
+    """One response of 100 has nearly all of the weight: it counts as much as 10 means, not as everything."""
+    rows = 100
+    log_weight_AR = np.zeros((3, rows))
+    log_weight_AR[1, 0] = math.log(1e6)
+    log_weight_AR[2, : rows // 2] = math.log(3)  # enough effective samples: as they are
+    tokens_R = np.where(np.arange(rows) == 0, 10.0, 20.0)
+    found = estimate(Weighted(log_weight_AR, np.zeros(3), tokens_R, np.arange(rows)), None, None)
+    assert [found.trusted(place) for place in range(3)] == [True, False, True]
+    assert found.samples_A[1] == pytest.approx(1, abs=1e-3)
+    share = 10 * (1e6 + 99) / 100 / (10 * (1e6 + 99) / 100 + 99)
+    assert found.tokens_AB[1, 0] == pytest.approx(20 - 10 * share)
+    assert found.tokens_AB[2, 0] == pytest.approx(20 - 10 * 3 / 200)
 
 
 # Through the stages
@@ -275,7 +289,10 @@ def test_a_measured_base_anchors_points_and_factors() -> None:
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     recipe = make_scored(tmp_path_factory.mktemp("forecast"))
-    return {**recipe, "eval": {"temperature": 1.0, "top_p": 1.0, "format": "question-answer", "chat": False}}
+    return {
+        **recipe,
+        "eval": {"benchmarks": [], "temperature": 1.0, "top_p": 1.0, "format": "question-answer", "chat": False},
+    }
 
 
 GRADER = """

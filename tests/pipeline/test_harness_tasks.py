@@ -90,6 +90,18 @@ def test_every_form_of_the_table_has_the_columns(recipe: Path) -> None:
     assert "standard error" in tables.legend(results)
 
 
+def test_a_chat_template_writes_the_date_of_the_run(recipe: Path, tmp_path: Path) -> None:
+    template = "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}"
+    (tmp_path / "student" / "chat_template.jinja").write_text(template)
+    ask = ("eval", recipe, "--harness", "lm-eval", "--tasks", "sums", "--only", "base", "--set")
+    folders = []
+    for day, written in (("2026-01-31", "31 Jan 2026: Hi"), ("2026-02-01", "01 Feb 2026: Hi")):
+        said = lweave(*ask, f"date={day}")
+        folders.append((tmp_path / "runs" / "tiny" / "eval" / "base" / "lm-eval-sums").resolve())
+        assert json.loads((folders[-1] / "results_2026-01-01.json").read_text())["rendered"] == written, said
+    assert folders[0] != folders[1], "another day is another evaluation"
+
+
 def test_a_task_that_was_asked_otherwise_has_no_difference_to_the_base(recipe: Path) -> None:
     ask = ("eval", recipe, "--harness", "lm-eval", "--tasks", "sums")
     lweave(*ask, "--only", "base")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from lightning_weave.checks import pairs
+from lightning_weave.checks import shifts
 from lightning_weave.checks.findings import Finding
 from lightning_weave.errors import InputError
 from lightning_weave.maths import log_residual_loss
@@ -168,11 +168,11 @@ def test_what_is_said_of_a_context_counts_no_token_that_the_student_did_not_writ
     longer = {**row, "response_ids": [*call, *said], "mask": [1] * len(call) + [0] * len(said)}
     anchor = {"model": student["anchors"]["one"]["post"], "post_prompt": {"prefix": "the "}, "validity": "candidate"}
     recipe = {**student, "anchors": {"one": anchor}, "reference": {**student["reference"], "candidates": 250}}
-    monkeypatch.setattr(pairs, "FEW", 0.5)  # of so few decisions
+    monkeypatch.setattr(shifts, "TOP", 0.5)  # of so few decisions
     figures = []
     for name, one in (("alone", alone), ("longer", longer)):
         run = make_cache(_from(recipe, tmp_path / f"{name}.jsonl", [one], name))
-        (leak,) = pairs.judge_leak(run, "one")
+        (leak,) = shifts.judge_leak(run, "one")
         figures.append(leak.figures)
     assert figures[0]["nats"] > 0
     assert figures[0] == pytest.approx(figures[1], rel=1e-3)

@@ -13,8 +13,8 @@ from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
 from lightning_weave.stages import preview
 from lightning_weave.stages.caches import open_cache
-from lightning_weave.stages.pipeline import make_cache
 from lightning_weave.stages.prompts import load_prompts
+from lightning_weave.stages.score import make_cache
 from lightning_weave.store.ledger import read_ledger
 from lightning_weave.train.data import compose, kept_decisions
 from lightning_weave.types import Request

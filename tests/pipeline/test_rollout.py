@@ -103,7 +103,7 @@ def test_ranks_share_the_shards(recipe: dict[str, Any], monkeypatch: pytest.Monk
     pending = [0, 2, 3, 5, 6, 7]
     monkeypatch.setenv("WORLD_SIZE", "3")
     found: list[list[int]] = []
-    job = Job("rollout", "", "shard", pending, lambda run: nullcontext(lambda shards: found.append(shards) or iter(())))
+    job = Job("rollout", pending, lambda run: nullcontext(lambda shards: found.append(shards) or iter(())))
     for rank in "012":
         monkeypatch.setenv("RANK", rank)
         run_jobs([job], run, QUIET)

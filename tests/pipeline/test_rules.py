@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_weave.cache.shifts import Shift, ShiftRules, TeacherSource, pair_shift
-from lightning_weave.checks.rules import rule_effects, suggestions
+from lightning_weave.checks.shifts import rule_effects, suggestions
 from lightning_weave.stages.caches import open_cache
 from lightning_weave.types import Candidates, Ragged, Scores, join_rows
 from lightning_weave.views.doctor import examine

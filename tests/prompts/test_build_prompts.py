@@ -15,7 +15,7 @@ from lightning_weave.bench.definitions import Benchmark, Problem
 from lightning_weave.config import Eval, Prompts
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.prompts import build_prompts, format_messages, livecodebench, read_prompts, render
-from lightning_weave.stages.sampling import render_problems
+from lightning_weave.stages.prompts import render_problems
 from lightning_weave.types import Prompt, PromptForm
 
 CODE, FORM = PromptForm("chatml"), PromptForm("chat")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_weave.config import Prompts
 from lightning_weave.prompts.build import PromptReport, duplicate_key, read_questions, take_by_seed
 from lightning_weave.prompts.decontaminate import Overlap, normalise, words
-from lightning_weave.prompts.questions import Question
+from lightning_weave.prompts.sources import Question
 from lightning_weave.store.tables import BadRow
 
 
@@ -73,8 +73,11 @@ def test_the_duplicate_key_sees_roles_starters_and_columns():
         Question("a", one.messages, starter="pass"),
         Question("a", one.messages, columns={"unit": "km"}),
     ]
-    assert len({duplicate_key(question, "normalised") for question in [one, *others]}) == 4
-    assert duplicate_key(one, "exact") == duplicate_key(Question("b", one.messages, "7", "id"), "exact")
+    assert len({duplicate_key(question, "normalised", {"unit"}) for question in [one, *others]}) == 4
+    assert duplicate_key(one, "exact", ()) == duplicate_key(Question("b", one.messages, "7", "id"), "exact", ())
+    assert duplicate_key(one, "exact", ()) == duplicate_key(others[-1], "exact", ()), (
+        "only what the prompt shows counts"
+    )
 
 
 def test_the_draw_is_by_seed_alone_and_grows():

@@ -34,8 +34,8 @@ def test_vllm_samples_a_double_and_answers_with_the_export(vllm_python: str, tmp
     for line in (
         "So vLLM loads Qwen3ForCausalLM and samples it",
         "So joint training of Qwen3ForCausalLM works, is saved, and is exported",
-        "eval/base: answers to 1 benchmarks, graded. So vLLM loads Qwen3ForCausalLM",
-        "eval/both: answers to 1 benchmarks, graded. So vLLM loads the exported Qwen3ForCausalLM",
+        "eval/base: answers to 1 benchmark, graded. So vLLM loads Qwen3ForCausalLM",
+        "eval/both: answers to 1 benchmark, graded. So vLLM loads the exported Qwen3ForCausalLM",
         "Now for real: lweave run r.toml",
     ):
         assert line in said, said

@@ -12,7 +12,7 @@ from lightning_weave.config import slug
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.report import report
-from lightning_weave.report import report as across
+from lightning_weave.report import results as across
 from lightning_weave.report.results import describe, results_table, summaries
 from lightning_weave.report.tables import AVERAGE, not_compared, student_names
 from report.evaluated import result_row, results_of, write_evaluations

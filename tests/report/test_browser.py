@@ -12,9 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 
 from lightning_weave.cache.block import Block
 from lightning_weave.maths import compose_shifts, expected_kl, tilted_target, with_other
-from lightning_weave.report.loom import Thread, pack
 from lightning_weave.report.page import Page, RunView, render
-from lightning_weave.report.survey import Vocabulary
+from lightning_weave.report.survey import Vocabulary, pack
 from report.chromium import Opened, browsing, needs_chromium, open_page
 from rows import decisions_block
 
@@ -68,18 +67,16 @@ def browser() -> Iterator[Any]:
 def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(WORDS)}, unk_token="x"))
     tokenizer.decoder = decoders.Fuse()
-    ruled = {"acc": {"clip = 2": CLIPPED}, "brief": {"only_above = 0.1": GATED}}
-    threads = [
-        Thread(f"{HOSTILE[0]}, {n}", HOSTILE[1] + HOSTILE[2], POSITIONS + 60 * n, "stop", one, {"both": TRAINED}, ruled)
-        for n, one in enumerate(VIEWS)
-    ]
+    rules = {"acc": {"clip = 2": [CLIPPED] * 2}, "brief": {"only_above = 0.1": [GATED] * 2}}
+    shared = {"prompt": HOSTILE[1] + HOSTILE[2], "finish": "stop", "shown": POSITIONS}
+    threads = [{"name": f"{HOSTILE[0]}, {n}", "tokens": POSITIONS + 60 * n, **shared} for n in range(len(VIEWS))]
     settings = [
         {"name": "acc-only", "policy": "acc-only", "weights": [1.0, 0.0], "alpha": 2.00000001},
         {"name": "both", "policy": "both", "weights": [0.5, 0.5], "alpha": 2.0},
     ]
-    loom = pack(threads, ["acc", "brief"], Vocabulary.from_tokenizer(tokenizer, []))
+    loom = pack(threads, VIEWS, Vocabulary.from_tokenizer(tokenizer, []), {"both": [TRAINED] * 2}, rules)
     loom |= {"settings": settings, "start": "both"}
-    page = Page("t", "both", "weaves.", "", [RunView("r", loom)])
+    page = Page("t", "both", "weaves.", "", [RunView("r", loom=loom)])
     path = tmp_path_factory.mktemp("page") / "index.html"
     path.write_text(render(page), encoding="utf-8")
     return path

@@ -7,13 +7,13 @@ from inspect import signature
 import pytest
 from pandas import DataFrame
 
+from lightning_weave.bench.samples import Sample
 from lightning_weave.config import Case, check_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.report import cases
 from lightning_weave.report.cases import (
     OUTCOME,
     Panel,
-    Shown,
     choose,
     excerpt,
     latex_panels,
@@ -105,8 +105,9 @@ def test_wrong_cases_are_refused(case: dict, message: str) -> None:
 @pytest.mark.parametrize("length", [0, 9, 10, 11, 500])
 def test_beginning_and_end_are_exact(length: int) -> None:
     text = "".join(chr(33 + n % 90) for n in range(length))
-    assert excerpt(text, 5) == ((text, None) if length <= 10 else (text[:5], text[-5:]))
-    assert Shown("acc", True, "7", 29849, "", "").omission == "[middle omitted; full response: 29,849 tokens]"
+    note = "[middle omitted; full response: 29,849 tokens]"
+    sample = Sample("I-5", 22, 1, 29849, "stop", text, "7", True, "equal")
+    assert excerpt(sample, 5) == ((text, "", "") if length <= 10 else (text[:5], note, text[-5:]))
 
 
 def unescape(latex: str) -> str:
@@ -138,10 +139,11 @@ def test_latex_prints_the_text_as_it_is(text: str) -> None:
 
 
 def test_a_panel_in_latex_balances_and_says_everything() -> None:
-    shown = (
-        Shown("acc-only", True, "7", 29849, "I begin }", "{ \\boxed{7}"),
-        Shown("brief_only", False, None, 12, "short \\end{minipage}", None),
-    )
+    long = "I begin }" + "." * 900 + "{ \\boxed{7}"
+    shown = {
+        "acc-only": Sample("I-5", 22, 1, 29849, "stop", long, "7", True, "equal"),
+        "brief_only": Sample("I-5", 22, 1, 12, "stop", "short \\end{minipage}", None, False, "no answer"),
+    }
     latex = latex_panels([Panel("a_case", "AIME 2024", "I-5", 22, "Find $x$ & y.", "104", shown)])
     bare = re.sub(r"\\[{}]", "", latex)
     assert bare.count("{") == bare.count("}")

@@ -6,16 +6,17 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pandas import DataFrame
 
+from lightning_weave.bench.samples import Sample
 from lightning_weave.checks.findings import Bounds, Finding
 from lightning_weave.config import check_recipe
-from lightning_weave.report.cases import CaseGroup, Panel, Shown
-from lightning_weave.report.loom import longest_that_fits
-from lightning_weave.report.page import Page, RunView, embed, render, token, visible
-from lightning_weave.report.setup import Setup, setup
+from lightning_weave.report.cases import CaseGroup, Panel
+from lightning_weave.report.page import Page, RunView, embed, render, setup, token, visible
+from lightning_weave.report.survey import longest_that_fits
 from lightning_weave.run import Run
 from report.evaluated import result_row, results_of
 
@@ -38,18 +39,18 @@ class Elements(HTMLParser):
         self.text.append(data)
 
 
-def hostile_setup() -> Setup:
+def hostile_setup() -> dict[str, Any]:
     def table(*columns: str) -> DataFrame:
         return DataFrame({name: [HOSTILE] for name in columns}, index=[HOSTILE]).rename_axis("Name")
 
-    return Setup(
-        models=table("Model", "Content", "Context"),
-        compositions=table("Method", "Weights", "Alpha", "Objective"),
-        settings={"rollout": [(HOSTILE, HOSTILE, True)]},
-        stages=table("When (UTC)", "Device time", "Device", "Versions"),
-        commands=[(HOSTILE, HOSTILE)],
-        recipe=HOSTILE,
-    )
+    return {
+        "models": table("Model", "Content", "Context"),
+        "compositions": table("Method", "Weights", "Alpha", "Objective"),
+        "settings": {"rollout": [(HOSTILE, HOSTILE, True)]},
+        "stages": table("When (UTC)", "Device time", "Device", "Versions"),
+        "commands": [(HOSTILE, HOSTILE)],
+        "recipe": HOSTILE,
+    }
 
 
 def test_setup_says_what_each_side_reads_and_the_weights_of_every_tag(tmp_path: Path) -> None:
@@ -71,18 +72,19 @@ def test_setup_says_what_each_side_reads_and_the_weights_of_every_tag(tmp_path: 
         "policies": {"asked": {"model": student, **told}},
     }
     found = setup(Run(check_recipe(recipe)), [])
-    reads = found.models["Context"]
+    reads = found["models"]["Context"]
     assert reads[reads != ""].to_dict() == dict.fromkeys(["brief, post", "long, pre", "asked"], "system: Be brief.")
-    assert found.compositions["Weights"].tolist() == [
+    assert found["compositions"]["Weights"].tolist() == [
         "brief 0.333, long 0.667",
         "sums: brief 1; default: long 1",
     ]
-    set_by_the_user = {key for rows in found.settings.values() for key, _, is_set in rows if is_set}
+    set_by_the_user = {key for rows in found["settings"].values() for key, _, is_set in rows if is_set}
     assert {"engine.rollout", "engine.eval"}.isdisjoint(set_by_the_user), "auto was resolved, nobody set it"
 
 
 def hostile_page() -> Page:
-    shown = Shown(HOSTILE, False, HOSTILE, 9, HOSTILE, HOSTILE)
+    text = HOSTILE + "x" * 900 + HOSTILE
+    shown = {HOSTILE: Sample("p", 0, 1, 9, "stop", text, HOSTILE, False, "")}
     scores = {HOSTILE: (1.0, 2.0), "two": (1.0, 2.0)}
     pushes = DataFrame({"anchor": [HOSTILE], "side": ["up"], "text": [HOSTILE], "amount": [1.0], "share": [1.0]})
     return Page(
@@ -93,11 +95,11 @@ def hostile_page() -> Page:
         facts=[(HOSTILE, HOSTILE, HOSTILE)],
         results=results_of(result_row(HOSTILE, scores, (1.0, 2.0, -0.5, -1.0, 0.0), group=HOSTILE)),
         by_tag=results_of(result_row(HOSTILE, scores, (1.0, 2.0))),
-        runs=[RunView(HOSTILE, {"texts": [HOSTILE]}, anchors=[HOSTILE], pushes=pushes,
+        runs=[RunView(HOSTILE, loom={"texts": [HOSTILE]}, anchors=[HOSTILE], pushes=pushes,
                       notes=[HOSTILE], cost_lines=[HOSTILE], setup=hostile_setup(),
                       findings=[Finding(HOSTILE, HOSTILE, "warning", HOSTILE, bounds=Bounds(0.5, False))],
-                      examples=[CaseGroup(HOSTILE, HOSTILE, [Panel("better", "b", "p", 0, HOSTILE, "", (shown,))])])],
-        cases=[CaseGroup(HOSTILE, HOSTILE, [Panel("c", HOSTILE, HOSTILE, 0, HOSTILE, HOSTILE, (shown,))])],
+                      examples=[CaseGroup(HOSTILE, HOSTILE, [Panel("better", "b", "p", 0, HOSTILE, "", shown)])])],
+        cases=[CaseGroup(HOSTILE, HOSTILE, [Panel("c", HOSTILE, HOSTILE, 0, HOSTILE, HOSTILE, shown)])],
         notes=[HOSTILE],
         footer=[HOSTILE],
     )  # fmt: skip

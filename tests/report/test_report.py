@@ -28,13 +28,12 @@ from lightning_weave.errors import InputError
 from lightning_weave.maths import aes
 from lightning_weave.progress import Progress
 from lightning_weave.report import cases, report
-from lightning_weave.report.loom import TRAJECTORIES, draw_rows, loom_data, score_student
-from lightning_weave.report.setup import hyperparameters
-from lightning_weave.report.survey import Vocabulary, survey_cache
+from lightning_weave.report.page import hyperparameters
+from lightning_weave.report.survey import TRAJECTORIES, Vocabulary, draw_rows, loom_data, score_student, survey_cache
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_scored
-from lightning_weave.stages.pipeline import make_cache
 from lightning_weave.stages.run import make_students
+from lightning_weave.stages.score import make_cache
 from report.chromium import browsing, needs_chromium, open_page
 from report.evaluated import HOSTILE, write_evaluations
 from tiny import make_world, run_of, save_prompts
@@ -168,7 +167,7 @@ def test_trained_students_in_the_loom_are_the_checkpoints(recipe: dict[str, Any]
 
 
 def test_the_loom_holds_no_more_than_it_may(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_weave.report.loom.MEGABYTES", 0.004)
+    monkeypatch.setattr("lightning_weave.report.survey.MEGABYTES", 0.004)
     run = run_of(recipe)
     cache = open_scored(run)
     assert cache is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_weave.progress import Progress
-from lightning_weave.stages.pipeline import make_cache
+from lightning_weave.stages.score import make_cache
 from tiny import make_world, run_of
 
 Recipe = dict[str, Any]

@@ -23,8 +23,8 @@ from lightning_weave.run import Run
 from lightning_weave.stages import eval as eval_stage
 from lightning_weave.stages import reference, rollout, score
 from lightning_weave.stages.caches import open_cache
-from lightning_weave.stages.pipeline import make_cache
 from lightning_weave.stages.run import make_students
+from lightning_weave.stages.score import make_cache
 from lightning_weave.store import read_lines
 from lightning_weave.train import loop
 from lightning_weave.train.schedule import make_schedule

@@ -21,7 +21,7 @@ CALLS = {
 ALLOWED = {
     ("grading/driver.py", "exec"): "runs the graded program; this file is only ever started inside the sandbox",
     ("grading/driver.py", "compile"): "the same",
-    ("train/parallel.py", "pickle"): "reads the index of torch's own checkpoints, with an unpickler that knows its "
+    ("train/checkpoint.py", "pickle"): "reads the index of torch's own checkpoints, with an unpickler that knows its "
     "classes and no other",
 }
 

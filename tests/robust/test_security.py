@@ -21,7 +21,8 @@ from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
 from lightning_weave.stages.run import make_students
-from lightning_weave.train.parallel import Ranks, load_state, save_state, stage_state
+from lightning_weave.train.checkpoint import load_state, save_state, stage_state
+from lightning_weave.train.parallel import Ranks
 from tiny import run_of, save_model
 
 Recipe = dict[str, Any]

@@ -14,7 +14,7 @@ from faults.test_engine_kills import ENGINE
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.stages import eval as eval_stage
-from lightning_weave.stages.pipeline import make_cache
+from lightning_weave.stages.score import make_cache
 from lightning_weave.store import Stage
 from lightning_weave.views import status
 

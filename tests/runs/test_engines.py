@@ -15,10 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 import tiny
+from lightning_weave import devices as memory
 from lightning_weave.bench.definitions import load_eval_benchmark
 from lightning_weave.config import StageEngine
 from lightning_weave.errors import InputError, Mismatch
-from lightning_weave.models import modules as memory
+from lightning_weave.models import checkpoint
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.worker_process import WorkerProcess
 from lightning_weave.progress import Progress
@@ -27,8 +28,8 @@ from lightning_weave.run import Run
 from lightning_weave.stages import engines, prompts, rollout
 from lightning_weave.stages import eval as eval_stage
 from lightning_weave.stages.engines import Engines, judge, longest_context, score_a_few
-from lightning_weave.stages.pipeline import make_cache
-from lightning_weave.stages.sampling import render_problems
+from lightning_weave.stages.prompts import render_problems
+from lightning_weave.stages.score import make_cache
 from lightning_weave.store import read_lines
 from lightning_weave.types import Prompt, Rollouts
 from pipeline.scored import make_scored
@@ -120,7 +121,7 @@ def write_known(recipe: dict, known: Path, error: float, version: str = "1", wri
     asked = [
         one.token_ids
         for name in section.benchmarks
-        for one in render_problems(load_eval_benchmark(section, name), run.student.tokenizer, section, None)
+        for one in render_problems(load_eval_benchmark(run.recipe, name), run.student.tokenizer, section, None)
     ]
     few = partial(score_a_few, run.student, dtype=torch.float32, device=torch.device("cpu"), padded=True)
     drawn = [*few(prompts, 256), *few(asked, 256)]
@@ -161,7 +162,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     def empty_pool() -> None:
         in_pool[:] = [model for model in in_pool if model() is not None]
 
-    monkeypatch.setattr(memory, "explain_out_of_memory", make_room)
+    monkeypatch.setattr(checkpoint, "explain_out_of_memory", make_room)
     monkeypatch.setattr(Checkpoint, "load", watched)
     monkeypatch.setattr(memory, "empty_pool", empty_pool)
     return models

@@ -15,8 +15,7 @@ from forked import Forked, kill_at
 from lightning_weave.bench.definitions import Benchmark, Problem, load_benchmark
 from lightning_weave.config import Grading, check_recipe, dump_recipe
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.grading.graders import Grader
-from lightning_weave.grading.process import GraderProcess
+from lightning_weave.grading.graders import Grader, GraderProcess
 from lightning_weave.models.scorer import Sampler
 from lightning_weave.progress import Progress
 from lightning_weave.stages import eval as eval_stage

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 import lightning_weave as lw
-from lightning_weave.cli.options import writing
+from lightning_weave.cli.commands import writing
 from lightning_weave.directory import as_found, older_stages, with_others
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_weave.errors import WeaveError
 from lightning_weave.models.vllm import VLLMSampler
-from lightning_weave.stages.sampling import Journal, sample_shards
+from lightning_weave.stages.rollout import Journal, sample_shards
 from lightning_weave.types import Request, Response, SamplingSettings
 from programs import write_program
 

@@ -21,8 +21,8 @@ from lightning_weave.run import Run
 from lightning_weave.stages import eval as eval_stage
 from lightning_weave.stages import reference, rollout
 from lightning_weave.stages.caches import open_cache
-from lightning_weave.stages.pipeline import make_cache
 from lightning_weave.stages.run import make_students
+from lightning_weave.stages.score import make_cache
 from lightning_weave.store import read_lines
 from lightning_weave.types import Candidates, Rollouts, Scores
 from models.test_vllm_body import save

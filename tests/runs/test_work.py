@@ -39,7 +39,7 @@ def test_all_gpus_of_an_engine_are_counted(
 
     monkeypatch.setattr(work, "measure", measure)
     compute = nullcontext(lambda shards: iter([ShardStats(1) for _ in shards]))
-    job = Job("rollout", "", "shard", [0], lambda run: compute, devices=rollout.gpus_of(section))
+    job = Job("rollout", [0], lambda run: compute, devices=rollout.gpus_of(section))
     run_jobs([job], Run(check_recipe(recipe)), Progress(quiet=True))
     assert meter.devices == devices
 

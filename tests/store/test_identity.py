@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from lightning_weave.config import check_recipe
 from lightning_weave.errors import InputError
-from lightning_weave.store import RunIdentities, file_identity, fingerprint, identity, model_identity
+from lightning_weave.run import Run
+from lightning_weave.store import file_identity, files, fingerprint, model_identity
 
 
 @pytest.fixture(autouse=True)
 def own_cache(place_at_home: Callable[[], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(identity, "_cache_file", place_at_home)
+    monkeypatch.setattr(files, "_cache_file", place_at_home)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "lightning-weave" / "identities.json"
 
@@ -97,21 +99,22 @@ def test_fingerprints_do_not_depend_on_order() -> None:
 
 
 def test_everything_that_decides_tokens_counts() -> None:
-    assert {"merges.txt", "chat_template.*", "tokenizer.model"} <= set(identity.TOKENIZER_FILES)
+    assert {"merges.txt", "chat_template.*", "tokenizer.model"} <= set(files.TOKENIZER_FILES)
 
 
 def test_a_run_knows_what_is_gone_and_looks_once(tmp_path: Path) -> None:
     def gone() -> str:
         raise InputError("no such directory")
 
-    first = RunIdentities(tmp_path / "known.json", {})
+    recipe = check_recipe({"name": "known", "runs": str(tmp_path), "student": {"model": "student"}})
+    first = Run(recipe)
     assert first.identity("model", lambda: "abc") == "abc"
     assert first.identity("model", gone) == "abc"  # not looked at again
     with pytest.raises(InputError, match="no such directory"):
         first.identity("other", gone)
-    first.keep()
+    first.remember()
 
-    later = RunIdentities(tmp_path / "known.json", {})
+    later = Run(recipe)
     assert later.identity("model", gone) == "abc"
-    changed = RunIdentities(tmp_path / "known.json", {})
+    changed = Run(recipe)
     assert changed.identity("model", lambda: "def") == "def"  # what is there counts, not what was

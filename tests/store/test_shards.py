@@ -113,6 +113,16 @@ def test_cut_off_shards_are_pending_again(tmp_path: Path) -> None:
     assert stage.shard_path(1).read_bytes() == whole
 
 
+def test_a_shard_with_something_after_its_last_tensor_is_pending_again(tmp_path: Path) -> None:
+    stage = make_stage(tmp_path)
+    stage.write(0, make_rollouts(4))
+    path = stage.shard_path(0)
+    path.write_bytes(path.read_bytes() + b"\0")
+    assert stage.pending(1) == [0]
+    with pytest.raises(CorruptData, match="something follows its last tensor"):
+        stage.open(Rollouts, 0)
+
+
 def write_all(stage: Stage, shards: int = 1) -> Stage:
     stage.begin()
     for index in stage.pending(shards):

@@ -10,7 +10,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.stages.run import make_students
 from lightning_weave.train import loop
-from lightning_weave.train.metrics import Metrics
+from lightning_weave.train.loop import Metrics
 
 
 @dataclass

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.stages.run import make_students
 from lightning_weave.store import files
-from lightning_weave.train import checkpoint, export, loop, parallel, schedule
+from lightning_weave.train import checkpoint, export, loop, schedule
 from ports import held_port
 
 # One server imports everything once; its children are forked from it before they have any threads.
@@ -135,14 +136,14 @@ def _train_or_say_why(plan: Plan) -> None:
 
 def train_where_files_come_late(plan: Plan) -> None:
     """Train while the last rank does not see any checkpoint the first few times that it looks."""
-    complete, looks = checkpoint.TrainingCheckpoints.complete, []
+    complete, looks = schedule.complete_checkpoints, []
 
-    def late(checkpoints: checkpoint.TrainingCheckpoints) -> Any:
-        looks.append(checkpoints)
-        return complete(checkpoints) if len(looks) > 3 else []
+    def late(folder: Path, fingerprint: str) -> list[Path]:
+        looks.append(folder)
+        return complete(folder, fingerprint) if len(looks) > 3 else []
 
     if os.environ["RANK"] == "1":
-        checkpoint.TrainingCheckpoints.complete = late  # type: ignore[method-assign]
+        checkpoint.complete_checkpoints = late
     train_all(plan)
 
 
@@ -179,7 +180,7 @@ def _kill_on(module: Any, name: str) -> Callable[[int], None]:
 
 def _kill_in_state(after: int) -> None:
     """Die in the middle of a checkpoint: its tensors are there, cut short, and nothing that says what they are."""
-    original, calls = parallel.save_state, []
+    original, calls = checkpoint.save_state, []
 
     def dying(folder: Any, *args: Any) -> None:
         calls.append(folder)
@@ -189,7 +190,7 @@ def _kill_in_state(after: int) -> None:
                 os.truncate(file, file.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    parallel.save_state = dying
+    checkpoint.save_state = dying
 
 
 KILLS: dict[str, Callable[[int], None]] = {

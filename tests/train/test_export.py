@@ -16,9 +16,8 @@ from lightning_weave.store import read_json
 from lightning_weave.train import export
 from lightning_weave.train.data import compose
 from lightning_weave.train.export import round_weights
-from lightning_weave.train.objectives import full_vocabulary
 from lightning_weave.train.parallel import Ranks
-from lightning_weave.train.student import open_trainee, student_weights
+from lightning_weave.train.student import full_vocabulary, open_trainee, student_weights
 from train.cached import QUIET, context, make_run
 
 CPU = torch.device("cpu")

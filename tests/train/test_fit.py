@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Block, Cache
 from lightning_weave.errors import InputError, Mismatch, WeaveError
 from lightning_weave.maths import direct_opd_loss, log_residual_loss, reverse_kl, tilted_target, with_other
 from lightning_weave.models.checkpoint import Checkpoint

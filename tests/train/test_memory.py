@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_weave.models import modules as memory
+from lightning_weave import devices as memory
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.stages.caches import open_cache
 from lightning_weave.stages.run import make_students

@@ -8,9 +8,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lightning_weave.devices import free_memory
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.modules import free_memory
 from lightning_weave.plan.memory import QUANTISED
 from lightning_weave.stages.run import make_students
 from lightning_weave.store import read_lines

@@ -116,11 +116,11 @@ def test_ranks_wait_for_the_export_in_a_group_without_the_clock_of_a_gpu(monkeyp
     said: list[Any] = []
     monkeypatch.setattr(parallel.dist, "new_group", lambda **how: said.append(how) or "hosts")
     monkeypatch.setattr(parallel.dist, "barrier", lambda group: said.append(group))
-    parallel._host_group.cache_clear()
+    parallel.host_group.cache_clear()
     try:
         parallel.Ranks(0, 2, torch.device("cuda", 0)).barrier()
     finally:
-        parallel._host_group.cache_clear()
+        parallel.host_group.cache_clear()
     assert said == [{"backend": "gloo", "timeout": parallel.HOST_TIMEOUT}, "hosts"]
     assert parallel.HOST_TIMEOUT > parallel.DEVICE_TIMEOUT
 
@@ -153,7 +153,7 @@ def test_a_rank_that_failed_does_not_wait_for_the_others_when_it_ends(monkeypatc
     monkeypatch.setattr(parallel.dist, "rendezvous", lambda *_, **__: iter([(None, 0, 2)]))
     monkeypatch.setattr(parallel, "fresh_store", lambda *_: None)
     monkeypatch.setattr(parallel.dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(parallel, "_host_group", lambda purpose: None)
+    monkeypatch.setattr(parallel, "host_group", lambda purpose: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with parallel.join(torch.device("cpu"), sharded=True):
         assert at_end == [parallel.dist.destroy_process_group]

@@ -72,9 +72,7 @@ def test_a_rank_that_never_sees_the_checkpoint_says_so(tmp_path: Path, monkeypat
     monkeypatch.setattr(checkpoint, "LATE", 0.3)
     module = torch.nn.Linear(2, 2)
     with pytest.raises(WeaveError, match="000004: rank 0 sees this checkpoint, and this rank does not"):
-        checkpoint.TrainingCheckpoints(tmp_path, "a fingerprint").restore(
-            4, module, torch.optim.AdamW(module.parameters())
-        )
+        checkpoint.restore_checkpoint(tmp_path, "a fingerprint", 4, module, torch.optim.AdamW(module.parameters()))
 
 
 def test_the_thread_that_writes_checkpoints_sets_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +81,7 @@ def test_the_thread_that_writes_checkpoints_sets_its_device(tmp_path: Path, monk
     monkeypatch.setattr(checkpoint, "set_device", lambda device: seen.append((current_thread().name, device)))
     module = torch.nn.Linear(2, 2)
     ranks = Ranks(0, 1, torch.device("cpu"))
-    checkpoints = checkpoint.TrainingCheckpoints(tmp_path / "checkpoints", "a fingerprint")
-    with checkpoint.CheckpointWriter(checkpoints, ranks) as writer:
+    with checkpoint.CheckpointWriter(tmp_path, "a fingerprint", ranks) as writer:
         writer.save(3, module, torch.optim.AdamW(module.parameters()))
-    assert checkpoints.latest() == 3
+    assert [path.name for path in checkpoint.complete_checkpoints(tmp_path, "a fingerprint")] == ["000003"]
     assert seen == [("checkpoint_0", ranks.device)]

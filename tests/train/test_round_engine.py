@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from lightning_weave import devices
 from lightning_weave.errors import InputError, Mismatch
-from lightning_weave.models import modules
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.scorer import Scorer
 from lightning_weave.models.vllm import VLLMSampler
@@ -277,7 +277,7 @@ def test_trainer_anchors_and_engine_fit_on_one_gpu_over_all_rounds(
     monkeypatch.setattr(VLLMSampler, "__init__", starting)
     monkeypatch.setattr(VLLMSampler, "reload", reloading)
     monkeypatch.setattr(VLLMSampler, "sleep", sleeping)
-    monkeypatch.setattr(modules, "empty_pool", gpu.empty_pool)
+    monkeypatch.setattr(devices, "empty_pool", gpu.empty_pool)
     monkeypatch.setattr(round_engine, "memory_left", lambda device: (gpu.total - gpu.pool, gpu.total))
     recipe = with_engine(world, tmp_path / "engine")
     with gpu:

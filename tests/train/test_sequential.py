@@ -14,8 +14,8 @@ from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.report.figures import policy_hues, training_figures
 from lightning_weave.stages.costs import read_spent
-from lightning_weave.stages.pipeline import make_cache
 from lightning_weave.stages.run import make_students
+from lightning_weave.stages.score import make_cache
 from lightning_weave.store import read_lines
 from lightning_weave.store.ledger import read_ledger
 from lightning_weave.train.resampled import legs

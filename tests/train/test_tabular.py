@@ -13,9 +13,9 @@ from lightning_weave.heads import Head
 from lightning_weave.stages.caches import open_cache
 from lightning_weave.train.data import Batch, compose
 from lightning_weave.train.loop import Fit, adam
-from lightning_weave.train.objectives import Loss
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.schedule import make_schedule
+from lightning_weave.train.student import Loss
 from rows import Row, block_of
 from train.cached import VOCABULARY, make_run
 

@@ -11,8 +11,8 @@ from lightning_weave.config import dump_recipe, load_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
-from lightning_weave.stages.pipeline import make_cache
 from lightning_weave.stages.run import make_students
+from lightning_weave.stages.score import make_cache
 from lightning_weave.store import write_atomic
 from lightning_weave.views import export as card
 from report.evaluated import write_evaluations

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_weave.cli.options import writing
+from lightning_weave.cli.commands import writing
 from lightning_weave.errors import InputError
 from lightning_weave.stages.run import make_students
 from lightning_weave.stages.sweep import Planned, extend

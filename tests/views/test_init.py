@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen2VLConfig
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2VLConfig
 
 from forked import Forked
 from hub import serve_hub
@@ -22,8 +22,8 @@ from lightning_weave.config import Recipe, load_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.plan.architecture import find_gpu, shipped_config
 from lightning_weave.plan.costs import PlannedMachine
-from lightning_weave.prompts import build_prompts
 from lightning_weave.run import Run
+from lightning_weave.stages.prompts import planned_prompts
 from lightning_weave.views import doctor, init
 from tiny import make_tokenizer, make_world, save_prompts
 from train.layouts import save_layout
@@ -228,7 +228,7 @@ ACCEPTED: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
         lambda world, root: {"prompts": _odd(root / "odd.jsonl"), "overrides": ["prompts.columns.prompt=Frage"]},
         "no column has answers",
     ),
-    "no benchmark": (lambda world, root: {"benchmarks": []}, "none was given: 2 of your prompts, held out"),
+    "no benchmark": (lambda world, root: {"benchmarks": []}, "none was given: 6 of your 12 rows"),
     "no specialist yet": (lambda world, root: {"anchors": {}}, "a base model without a chat template"),
 }
 MISSING: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
@@ -308,17 +308,18 @@ def test_a_recipe_is_never_written_over(world: Path, tmp_path: Path) -> None:
 
 
 def test_without_benchmarks_a_part_of_the_prompts_is_held_out(world: Path, tmp_path: Path) -> None:
-    recipe, _ = write(world, tmp_path, benchmarks=[])
-    path = tmp_path / "mine-held-out.jsonl"
-    assert (recipe.eval.benchmarks, recipe.eval.samples) == ([f"file:{path}"], 4)
-    assert (recipe.prompts.screen_against, recipe.prompts.take) == ([str(path)], 10)
-    held = {problem.question for problem in load_eval_benchmark(recipe.eval, f"file:{path}").problems}
-    prompts, _ = build_prompts(AutoTokenizer.from_pretrained(world / "student"), recipe.prompts)
-    assert (len(held), len(prompts)) == (2, 10)
+    """And the number of prompts is what is left of them, as the run will count it."""
+    odd = rows(tmp_path / "odd.jsonl", *({"q": f"{n:02}{s}+1?", "a": str(n + 1)} for s in ("", " ") for n in range(40)))
+    columns = ["prompts.columns.prompt=q", "prompts.columns.answer=a"]
+    recipe, draft = write(world, tmp_path, prompts=odd, benchmarks=[], overrides=columns)
+    assert (recipe.eval.benchmarks, recipe.eval.samples) == (["held-out"], 4)
+    assert any("40 of your 80 rows, which are not trained on" in text for text in draft.assumed)
+    held = {problem.question for problem in load_eval_benchmark(recipe, "held-out").problems}
+    prompts, report = planned_prompts(Run(recipe, "mine.toml"))
+    assert report is not None
+    assert (len(held), len(prompts), report.notes) == (20, recipe.prompts.take, [])
     assert not any(problem in prompt.text for problem in held for prompt in prompts)
-    (tmp_path / "mine.toml").unlink()
-    with pytest.raises(InputError, match=r"mine-held-out.jsonl exists already. Give it with --bench"):
-        write(world, tmp_path, benchmarks=[])
+    assert errors(recipe) == []
 
 
 def test_a_benchmark_may_have_the_columns_of_the_prompts(world: Path, tmp_path: Path) -> None:

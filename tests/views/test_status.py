@@ -36,19 +36,18 @@ def test_a_run_grows_stage_by_stage(recipe: dict[str, Any]) -> None:
     assert list(seen)[:6] == [*cache, "train/only"]
     assert set(seen.values()) == {"missing"}
     assert why["reference"] == "waits for rollout"
-    assert "Next: lweave rollout small.toml" in text
+    assert "first prompts. Next: lweave run small.toml" in text
     rollout.rollout(run_of(recipe), QUIET)
     seen, why, text = states(recipe)
     assert (seen["prompts"], seen["rollout"], seen["reference"]) == ("complete", "complete", "missing")
     assert why["rollout"].startswith("12 rows, ")
-    assert "Next: lweave reference small.toml" in text
+    assert "first reference. Next: lweave run small.toml" in text
     reference.reference(run_of(recipe), QUIET)
-    assert "Next: lweave score small.toml --only post" in states(recipe)[2]
+    assert "first score/post. Next: lweave run small.toml" in states(recipe)[2]
     score.score(run_of(recipe), QUIET, ["post"])
     seen, _, text = states(recipe)
     assert (seen["score/post"], seen["score/pre"]) == ("complete", "missing")
-    assert "Next: lweave score small.toml --only pre" in text
-    assert "Everything: lweave run small.toml" in text
+    assert "first score/pre. Next: lweave run small.toml" in text
 
 
 def test_an_unfinished_stage_says_how_far_it_got(recipe: dict[str, Any]) -> None:
@@ -59,7 +58,7 @@ def test_an_unfinished_stage_says_how_far_it_got(recipe: dict[str, Any]) -> None
     seen, why, text = states(recipe)
     assert seen["reference"] == "partial"
     assert why["reference"] == "1 shard so far"
-    assert "Next: lweave reference small.toml" in text
+    assert "first reference. Next: lweave run small.toml" in text
 
 
 @pytest.mark.slow
@@ -71,7 +70,7 @@ def test_training_and_evaluation_under_way_are_unfinished_not_missing(recipe: di
     stage.manifest_path.unlink()
     seen, why, text = states(recipe)
     assert (seen["train/only"], why["train/only"]) == ("partial", f"{updates} of {updates} updates")
-    assert "Next: lweave train small.toml --only only" in text
+    assert "first train/only. Next: lweave run small.toml" in text
     recipe["train"] = {**recipe.get("train", {}), "seed": 99}
     assert states(recipe)[0]["train/only"] == "missing", "checkpoints of another recipe are none of this one's"
     exam = next(step for step in run.everything() if step.path.startswith("eval/base/"))
@@ -167,7 +166,7 @@ def test_json_says_the_same(recipe: dict[str, Any], capsys: pytest.CaptureFixtur
     status.run(run_of(recipe), Console(quiet=True), json=True)
     said = json.loads(capsys.readouterr().out)
     assert said["stages"][0] == {"stage": "prompts", "state": "missing", "why": ""}
-    assert said["next"] == "lweave rollout small.toml"
+    assert said["next"] == "lweave run small.toml"
     assert said["unneeded"] == {}
     folder = run_of(recipe).directory / "score" / "gone@01234567"
     folder.mkdir(parents=True)

@@ -10,9 +10,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_weave.config import Columns, Eval, benchmark_folder
+from lightning_weave.config import HELD_OUT, Columns, Recipe, benchmark_folder
+from lightning_weave.config.fields import named_columns
 from lightning_weave.errors import InputError
 from lightning_weave.models.hub import explain_hub_error, go_offline_if_unreachable
+from lightning_weave.prompts.build import PromptReport, hold_out, read_questions
 from lightning_weave.store.tables import (
     ANSWER_NAMES,
     PROBLEM_NAMES,
@@ -93,9 +95,23 @@ KNOWN = {
 }
 
 
-def load_eval_benchmark(section: Eval, name: str) -> Benchmark:
-    """Load a benchmark with the source and the number of problems that [eval] sets."""
-    return load_benchmark(name, section.sources.get(name), section.columns).first(section.problems)
+def load_eval_benchmark(recipe: Recipe, name: str) -> Benchmark:
+    """Load a benchmark with the source and the number of problems that [eval] sets, or hold out a part of [prompts]."""
+    section = recipe.eval
+    if name != HELD_OUT:
+        return load_benchmark(name, section.sources.get(name), section.columns).first(section.problems)
+    answer = (recipe.prompts.columns.answer or "").split(".")[0]  # a template never sees it
+    others = (named_columns(section.format) | {recipe.tags.column or ""}) - {answer}
+    problems = tuple(
+        Problem(one.id, one.messages[0]["content"], one.answer, columns=dict(one.columns))
+        for one in hold_out(list(read_questions(recipe.prompts, others, PromptReport())))
+    )
+    if not problems:
+        raise InputError(
+            f"{HELD_OUT}: {recipe.prompts.source} has too few problems with answers to hold some out. Name other "
+            "benchmarks, or set eval.benchmarks = []"
+        )
+    return Benchmark(name, name, "math", problems, OWN_SAMPLES, MAX_TOKENS["math"]).first(section.problems)
 
 
 def benchmark_name(name: str) -> str:

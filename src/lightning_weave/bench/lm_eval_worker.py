@@ -31,6 +31,7 @@ def main() -> None:
             others = {"batch_size": settings["batch_size"], "device": settings["device"]}
             model = kind.create_from_arg_obj(settings["model"], others)
             use_plain_decoding(model)
+            fix_date(model, settings["date_macro"])
         try:
             version = importlib.metadata.version("lm_eval")
         except importlib.metadata.PackageNotFoundError:
@@ -56,6 +57,14 @@ def use_plain_decoding(model: Any) -> None:
     if inner is not None and own is not None:
         kept = {name: getattr(own, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         inner.generation_config = type(own)(**kept, top_k=0)
+
+
+def fix_date(model: Any, macro: str) -> None:
+    """Let a chat template that writes today's date write that of the run: `macro` defines strftime_now for it."""
+    tokenizer = getattr(model, "tokenizer", None)
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, str) and "strftime_now" in template:
+        tokenizer.chat_template = macro + template  # type: ignore[union-attr]
 
 
 def evaluate(settings: dict[str, Any], model: Any, tasks: Any, task: str, folder: str) -> dict[str, Any]:

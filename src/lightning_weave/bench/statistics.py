@@ -156,17 +156,6 @@ Regrade = Callable[[list[tuple[Sample, str]]], list[bool]]
 
 
 @dataclass(frozen=True)
-class Grid:
-    """The samples of a benchmark as arrays of problems x samples."""
-
-    problems: tuple[str, ...]
-    correct: NDArray[np.bool_]
-    tokens: NDArray[np.int64]
-    truncated: NDArray[np.bool_]
-    answered: NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
 class BudgetPoint:
     """The same samples, truncated at `budget` tokens."""
 
@@ -176,8 +165,8 @@ class BudgetPoint:
     truncated: float
 
 
-def grid(samples: Iterable[Sample]) -> Grid:
-    """Arrange samples as problems x samples; every problem must have the same sample numbers."""
+def grid(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """Arrange samples by problem and number; every problem must have the same sample numbers."""
     by_problem: dict[str, dict[int, Sample]] = {}
     for sample in samples:
         of_problem = by_problem.setdefault(sample.problem, {})
@@ -190,14 +179,7 @@ def grid(samples: Iterable[Sample]) -> Grid:
     for problem, of_problem in by_problem.items():
         if sorted(of_problem) != list(range(count)):
             raise Mismatch(f"problem {problem} has {len(of_problem)} of {count} samples. Re-run eval to finish it.")
-    rows = [[of_problem[number] for number in range(count)] for of_problem in by_problem.values()]
-    return Grid(
-        tuple(by_problem),
-        np.array([[sample.correct for sample in row] for row in rows], dtype=bool),
-        np.array([[sample.tokens for sample in row] for row in rows], dtype=np.int64),
-        np.array([[sample.finish == "length" for sample in row] for row in rows], dtype=bool),
-        np.array([[sample.answer is not None for sample in row] for row in rows], dtype=bool),
-    )
+    return {problem: [some[number] for number in range(count)] for problem, some in by_problem.items()}
 
 
 def pass_at_k(correct: NDArray[np.bool_], k: int) -> float:

@@ -1,5 +1,6 @@
-"""summary.json: the results of one policy on one benchmark, and averages over benchmarks."""
+"""summary.json: the results of one policy on one benchmark, or on one task of lm-evaluation-harness, and averages."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,9 +22,10 @@ from lightning_weave.bench.statistics import (
     grid,
     pass_at_k,
 )
-from lightning_weave.errors import InputError, Mismatch
+from lightning_weave.errors import InputError, Mismatch, WeaveError
 from lightning_weave.store.files import read_json, write_json
 
+SUMMARY = "summary.json"
 ASKED = ("format", "chat", "thinking", "system", "quantization")  # settings of an evaluation's stage
 PROTOCOL = ("temperature", "top_p", "max_tokens", "grading", *ASKED)  # equal, or two results are not compared
 
@@ -85,27 +87,29 @@ def summarise(
         )
     if budgets and regrade is None:
         raise ValueError("budgets need `regrade`, to grade the truncated responses")
-    table = grid(samples)
-    count = table.correct.shape[1]
+    rows = grid(samples)
+    correct = np.array([[sample.correct for sample in row] for row in rows.values()], dtype=bool)
+    tokens = np.array([[sample.tokens for sample in row] for row in rows.values()], dtype=np.int64)
+    count = correct.shape[1]
     return Summary(
         benchmark=benchmark.name,
         label=benchmark.label,
         kind=benchmark.kind,
         samples=count,
-        accuracy=100 * float(table.correct.mean()),  # Avg@k (evaluation-accuracy), not pass@k
-        accuracy_error=100 * clustered_error(table.correct),
-        tokens=float(table.tokens.mean()),
-        tokens_error=clustered_error(table.tokens),
-        truncated=float(table.truncated.mean()),
-        no_answer=float(1 - table.answered.mean()),
-        pass_at={k: pass_at_k(table.correct, k) for k in (2**power for power in range(count.bit_length()))},
+        accuracy=100 * float(correct.mean()),  # Avg@k (evaluation-accuracy), not pass@k
+        accuracy_error=100 * clustered_error(correct),
+        tokens=float(tokens.mean()),
+        tokens_error=clustered_error(tokens),
+        truncated=float(np.mean([sample.finish == "length" for sample in samples])),
+        no_answer=float(1 - np.mean([sample.answer is not None for sample in samples])),
+        pass_at={k: pass_at_k(correct, k) for k in (2**power for power in range(count.bit_length()))},
         budgets=budget_curve(samples, budgets, regrade) if regrade else [],
         settings=settings,
         ids=ids_digest(benchmark.problems),
         content=content_digest(benchmark.problems),
-        problems=list(table.problems),
-        problem_accuracy=(100 * table.correct.mean(axis=1)).tolist(),
-        problem_tokens=table.tokens.mean(axis=1).tolist(),
+        problems=list(rows),
+        problem_accuracy=(100 * correct.mean(axis=1)).tolist(),
+        problem_tokens=tokens.mean(axis=1).tolist(),
         official_differs=sum(sample.official is not None for sample in samples),
         error=_explain_no_answers(benchmark, samples),
     )
@@ -193,3 +197,83 @@ def read_summary(path: Path) -> Summary:
         return Summary(**fields)
     except (KeyError, TypeError) as error:
         raise InputError(f"{path}: not a summary of this version ({error}). Re-run eval.") from error
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One score of the harness, with its standard error if it has one."""
+
+    name: str  # METRIC,FILTER
+    value: float
+    error: float | None
+    lower_is_better: bool
+    values: dict[str, float]  # by question; empty if the score is not their mean
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One policy on one task or group of tasks; metrics in the harness's order."""
+
+    task: str
+    harness: str  # with its version
+    metrics: list[Metric]
+
+
+def read_harness(folder: Path, task: str, harness: str) -> TaskResult:
+    """Read the result files that the harness wrote into a folder."""
+    files = list(folder.glob("results_*.json"))
+    if not files:  # the harness only logs that it could not write them
+        raise WeaveError(f"{harness} has written no results of {task} to {folder}. Is the disk full?")
+    results = read_json(files[0])
+    scores = {**results.get("groups", {}), **results["results"]}[task]
+    directions = results.get("higher_is_better", {}).get(task) or {}
+    samples: list[tuple[str, dict[str, Any]]] = []  # every question with its task
+    for file in sorted(folder.glob("samples_*.jsonl")):
+        name = file.stem.removeprefix("samples_").rpartition("_")[0]
+        with file.open(encoding="utf-8") as lines:
+            samples += ((name, json.loads(line)) for line in lines)
+    metrics = []
+    for name, score in scores.items():
+        kind, _, chosen = name.partition(",")
+        if not chosen or kind.endswith("_stderr") or not isinstance(score, int | float):
+            continue
+        error = scores.get(f"{kind}_stderr,{chosen}")
+        values = {}
+        for question_task, sample in samples:
+            value = sample.get(kind)
+            if sample.get("filter", chosen) == chosen and isinstance(value, bool | int | float):
+                key = f"{question_task}/{sample['doc_id']}/{str(sample.get('doc_hash', ''))[:8]}"
+                values[key] = float(value)
+        is_mean = bool(values) and math.isclose(sum(values.values()) / len(values), score, abs_tol=1e-9)
+        metrics.append(
+            Metric(
+                name=name,
+                value=float(score),
+                error=float(error) if isinstance(error, int | float) and not math.isnan(error) else None,
+                lower_is_better=directions.get(kind) is False,
+                values=values if is_mean else {},
+            )
+        )
+    return TaskResult(task, harness, metrics)
+
+
+def read_result(folder: Path) -> TaskResult:
+    """Read summary.json."""
+    data = read_json(folder / SUMMARY)
+    return TaskResult(data["task"], data["harness"], [Metric(**one) for one in data["metrics"]])
+
+
+def difference(policy: Metric, base: Metric) -> tuple[float, float | None]:
+    """Subtract the base's score, with the standard error: over the questions if both have the same, else of the two.
+
+    >>> one = Metric("acc,none", 0.75, 0.25, False, {"a": 1.0, "b": 1.0, "c": 0.0, "d": 1.0})
+    >>> two = Metric("acc,none", 0.5, 0.29, False, {"a": 1.0, "b": 0.0, "c": 0.0, "d": 1.0})
+    >>> difference(one, two)
+    (0.25, 0.25)
+    """
+    value = policy.value - base.value
+    if policy.values and policy.values.keys() == base.values.keys():
+        pairs = np.array([policy.values[key] - base.values[key] for key in policy.values])
+        return value, float(pairs.std(ddof=1) / np.sqrt(len(pairs))) if len(pairs) > 1 else None
+    known = policy.error is not None and base.error is not None
+    return value, math.hypot(policy.error or 0.0, base.error or 0.0) if known else None

@@ -1,17 +1,27 @@
-"""Trajectories with everything that is known about their decisions: what training, reports and checks all read."""
+"""Trajectories with everything that is known about their decisions: what training, reports and checks all read.
+
+`Cache` reads blocks from memory-mapped shards; what is held never grows with the cache.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_weave.cache.shifts import Shift
-from lightning_weave.maths import with_other
-from lightning_weave.types import Candidates, Ragged, Rollouts, join_rows, pick_rows
+from lightning_weave.cache.shifts import Shift, ShiftSource
+from lightning_weave.errors import CorruptData, InputError, Mismatch
+from lightning_weave.maths import compose_shifts, tilted_target, with_other
+from lightning_weave.store import RowIndex, Shard, Stage
+from lightning_weave.types import Candidates, Ragged, Rollouts, Scores, join_rows, pick_rows
+
+OPEN_SHARDS = 256  # maps kept open, over all stages
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,16 +62,14 @@ class Block:
     ) -> "Block":
         """Combine rows with the shift of every source."""
         shape_PC = candidates.ids.flat.shape
-        valid_KP = _stack([shift.valid_P for shift in shifts], np.bool_, shape_PC[:1])
-        return cls(
-            number_R=np.array(numbers, np.int64),
-            rollouts=rollouts,
-            candidates=candidates,
-            r_KPC=_stack([shift.r_PC for shift in shifts], np.float32, shape_PC),
-            mapped_KPC=_stack([shift.mapped_PC for shift in shifts], np.bool_, shape_PC),
-            valid_KP=valid_KP if rollouts.decided is None else valid_KP & rollouts.decided.flat,
-            proposal=proposal,
-        )
+        r_KPC = np.zeros((len(shifts), *shape_PC), np.float32)
+        mapped_KPC = np.zeros(r_KPC.shape, np.bool_)
+        valid_KP = np.zeros(r_KPC.shape[:2], np.bool_)
+        for source, shift in enumerate(shifts):
+            r_KPC[source], mapped_KPC[source], valid_KP[source] = shift
+        if rollouts.decided is not None:
+            valid_KP &= rollouts.decided.flat
+        return cls(np.array(numbers, np.int64), rollouts, candidates, r_KPC, mapped_KPC, valid_KP, proposal)
 
     @classmethod
     def concatenate(cls, blocks: Sequence["Block"]) -> "Block":
@@ -121,14 +129,13 @@ class Block:
         prompts = [torch.tensor(ids).long() for ids in self.rollouts.prompt_ids]
         responses = [torch.tensor(ids).long() for ids in self.rollouts.response_ids]
         rows = list(enumerate(zip(prompts, responses, strict=True)))
-        behaviour = torch.tensor(self.candidates.logp.flat), torch.tensor(self.candidates.other_logp.flat)
         return Tensors(
             tokens=[torch.cat([prompt, response]) for _, (prompt, response) in rows],
             row_P=torch.cat([torch.full((len(response),), row) for row, (_, response) in rows]),
             state_P=torch.cat([torch.arange(len(response)) + len(prompt) - 1 for _, (prompt, response) in rows]),
             sampled_P=torch.cat(responses),
             candidate_ids_PC=torch.tensor(self.candidates.ids.flat).long(),
-            log_b_PO=with_other(*behaviour),
+            log_b_PO=with_other(torch.tensor(self.candidates.logp.flat), torch.tensor(self.candidates.other_logp.flat)),
             r_KPC=torch.tensor(self.r_KPC),
             mapped_KPC=torch.tensor(self.mapped_KPC),
             valid_KP=torch.tensor(self.valid_KP),
@@ -162,23 +169,155 @@ class Block:
     def first(self, decisions: int) -> "Block":
         """Cut a block of one row after its first decisions."""
 
-        def cut(shard: Any, *names: str) -> Any:
-            values = {name: value for name in names if (value := getattr(shard, name)) is not None}
-            return replace(shard, **{name: Ragged.of([value[0][:decisions]]) for name, value in values.items()})
-
-        def cut_candidates(candidates: Candidates | None) -> Any:
-            return candidates and cut(candidates, "ids", "logp", "other_logp", "sampled_logp")
+        def cut(table: Any) -> Any:
+            ragged = {name: rows for name, rows in vars(table).items() if isinstance(rows, Ragged)}
+            cut_rows = {name: Ragged.of([rows[0][:decisions]]) for name, rows in ragged.items() if name != "prompt_ids"}
+            return replace(table, **cut_rows)
 
         return replace(
             self,
-            rollouts=cut(self.rollouts, "response_ids", "decided"),
-            candidates=cut_candidates(self.candidates),
+            rollouts=cut(self.rollouts),
+            candidates=cut(self.candidates),
             r_KPC=self.r_KPC[:, :decisions],
             mapped_KPC=self.mapped_KPC[:, :decisions],
             valid_KP=self.valid_KP[:, :decisions],
-            proposal=cut_candidates(self.proposal),
+            proposal=self.proposal and cut(self.proposal),
         )
 
 
-def _stack(parts: Sequence[NDArray], dtype: type, shape: tuple[int, ...]) -> NDArray:
-    return np.stack(parts) if parts else np.zeros((0, *shape), dtype)
+@dataclass(frozen=True)
+class Targets:
+    """Behaviour and target of P decisions over O = C + 1 outcomes, as log-probabilities; the last is `other`.
+
+    Where `valid_P` is false the composition has no shift and the target is the behaviour. The arrays can be written to,
+    so `torch.from_numpy` takes them; `block.tensors()` has the rest.
+    """
+
+    block: Block
+    valid_P: NDArray[np.bool_]
+    r_PC: NDArray[np.float32]  # the composed shift
+    log_b_PO: NDArray[np.float32]
+    log_q_PO: NDArray[np.float32]
+    alpha: float
+
+
+def compute_targets(block: Block, weights: Sequence[float], alpha: float) -> Targets:
+    """Weigh the shifts, intersect the masks (composed-shift) and tilt the behaviour (finite-candidate-target)."""
+    shifts = torch.from_numpy(block.r_KPC), torch.from_numpy(block.valid_KP)
+    r_PC, valid_P = compose_shifts(*shifts, torch.tensor(weights, dtype=torch.float32))
+    candidates = block.candidates
+    # Copied: the arrays of a cache are read-only maps of its files.
+    log_b_PO = with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat))
+    log_q_PO = tilted_target(log_b_PO, r_PC, alpha)
+    log_q_PO[~valid_P] = log_b_PO[~valid_P]
+    return Targets(block, valid_P.numpy(), r_PC.numpy(), log_b_PO.numpy(), log_q_PO.numpy(), alpha)
+
+
+class Cache:
+    """All trajectories of a run with the shifts of the given sources, addressed by row number.
+
+    `weight_RK` weighs the sources row by row: by tag, or one source alone (the data mixture). `proposal` has
+    the same candidates under the model that sampled, where that is not the student of the reference.
+    """
+
+    def __init__(
+        self,
+        rollouts: Stage,
+        reference: Stage,
+        sources: Sequence[ShiftSource] = (),
+        weight_RK: NDArray[np.float32] | None = None,
+        proposal: Stage | None = None,
+    ) -> None:
+        self.rollouts = rollouts
+        self.reference = reference
+        self.sources = tuple(sources)
+        self.weight_RK = weight_RK
+        self.proposal = proposal
+        stages = [rollouts, reference, *(stage for source in sources for stage in source.stages)]
+        stages += [] if proposal is None else [proposal]
+        for stage in stages:
+            stage.require()
+        self.rows = RowIndex.of(reference.require())
+        by_folder = {stage.folder: stage for stage in stages}
+        self._open = lru_cache(OPEN_SHARDS)(lambda folder, kind, shard: by_folder[folder].open(kind, shard))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def weights(self) -> list[float]:
+        """The weight of each source; 1 where rows have their own weights."""
+        return [source.weight if self.weight_RK is None else 1.0 for source in self.sources]
+
+    @property
+    def names(self) -> list[str]:
+        return [source.name for source in self.sources]
+
+    def length(self, number: int) -> int:
+        """Tokens of one row, prompt and response."""
+        shard, place = self.rows.find(number)
+        rollouts = self._open(self.rollouts.folder, Rollouts, shard).read(place, place + 1)
+        return len(rollouts.prompt_ids.flat) + len(rollouts.response_ids.flat)
+
+    def block(self, rows: Sequence[int]) -> Block:
+        """Read rows from every stage, checking CRCs, that all stages mean the same trajectories, and every number."""
+        if not len(rows):  # a rank without rows: an empty block with the right shapes
+            return self.block([0]).pick([])
+        for row in (min(rows), max(rows)):
+            if not 0 <= row < len(self):
+                raise InputError(f"row {row}: this run has rows 0 to {len(self) - 1}")
+
+        def run_of_rows(item: tuple[int, int]) -> tuple[int, int]:
+            place, number = item
+            return self.rows.find(number)[0], number - place  # constant while the numbers are consecutive
+
+        groups = groupby(enumerate(rows), key=run_of_rows)
+        return Block.concatenate([self._read([number for _, number in group]) for _, group in groups])
+
+    def shard_rows(self, shard: int) -> range:
+        """The rows of one shard."""
+        return range(int(self.rows.starts[shard]), int(self.rows.starts[shard + 1]))
+
+    def _read(self, span: list[int]) -> Block:
+        """Read rows that follow one another in one shard."""
+        shard, place = self.rows.find(span[0])
+
+        def read(stage: Stage, kind: type[T]) -> T:
+            opened: Shard[T] = self._open(stage.folder, kind, shard)  # type: ignore[arg-type]
+            return opened.read(place, place + len(span))
+
+        rollouts = read(self.rollouts, Rollouts)
+        trajectory_R = rollouts.trajectories()
+
+        def check(stage: Stage, table: Candidates | Scores, *parts: NDArray) -> None:
+            if not np.array_equal(trajectory_R, table.trajectory_R):
+                number = span[int(np.flatnonzero(trajectory_R != table.trajectory_R)[0])]
+                raise Mismatch(f"{stage.folder}: row {number} belongs to another trajectory. Rerun: {stage.command}")
+            for values in parts:  # finite logits never give a score of -inf
+                finite = np.isfinite(values)
+                if not finite.all():
+                    position = int(np.argwhere(~finite)[0, 0])
+                    number = span[int(np.searchsorted(table.logp.offsets, position, side="right")) - 1]
+                    path = stage.shard_path(shard)
+                    raise CorruptData(
+                        f"{path}: row {number} has a log-probability that is not finite. Remove the shard (rm {path}) "
+                        f"and rerun it with: {stage.command}"
+                    )
+
+        def read_candidates(stage: Stage) -> Candidates:
+            candidates = read(stage, Candidates)
+            check(stage, candidates, candidates.logp.flat, candidates.other_logp.flat, candidates.sampled_logp.flat)
+            return candidates
+
+        candidates = read_candidates(self.reference)
+        proposal = None if self.proposal is None else read_candidates(self.proposal)
+        shifts = []
+        for source in self.sources:
+            scores = [read(stage, Scores) for stage in source.stages]
+            for stage, one in zip(source.stages, scores, strict=True):
+                # Where a candidate is not mapped its number means nothing, so it is not checked.
+                check(stage, one, np.where(one.mapped.flat, one.logp.flat, 0), one.mass.flat)
+            # A rule may ask for the entropy of what sampled the rows.
+            shifts.append(source.shift(candidates if proposal is None else proposal, scores))
+        block = Block.from_shifts(span, rollouts, candidates, shifts, proposal)
+        return block if self.weight_RK is None else block.with_row_weights(self.weight_RK[span])

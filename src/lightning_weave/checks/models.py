@@ -10,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from lightning_weave.bench.definitions import Benchmark, load_eval_benchmark
-from lightning_weave.checks.findings import Finding, is_pending, listed, visible
-from lightning_weave.config import Dtype, EngineStage
+from lightning_weave.checks.findings import Finding, is_pending
+from lightning_weave.config import EngineStage
 from lightning_weave.errors import InputError
 from lightning_weave.grading.sandbox import open_sandbox
 from lightning_weave.heads import describe_head
-from lightning_weave.models.adapters import check_adapter
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.hub import check_weights, checkpoint_json, indexed_files
-from lightning_weave.models.weights import check_shapes, find_output_matrix
-from lightning_weave.prompts import CHAT_MODES, detect_chat_mode
+from lightning_weave.models.hub import check_adapter, check_weights, checkpoint_json, indexed_files
+from lightning_weave.models.weights import check_shapes
 from lightning_weave.run import Run
 from lightning_weave.stages.engines import refuse_adapter
-from lightning_weave.stages.work import choose_device
-from lightning_weave.store.identity import TOKENIZER_FILES
+from lightning_weave.store.files import TOKENIZER_FILES
+
+SOURCE = "Give the directory or hub name of the checkpoint that it was converted from (safetensors)"
 
 
 def attempt(about: str, check: str, rule: Callable[..., object], *arguments: Any) -> Iterator[Finding]:
@@ -67,8 +66,6 @@ def find_fault(checkpoint: Checkpoint, scored: bool = False) -> str | None:
 
 
 known_fault = lru_cache(find_fault)  # for one preflight, in which several stages ask about the same models
-
-SOURCE = "Give the directory or hub name of the checkpoint that it was converted from (safetensors)"
 
 
 def directory_fault(path: Path) -> str | None:
@@ -152,54 +149,6 @@ def find_lack(key: str, package: str, python: str | None) -> str | None:
     return None if found else f"{python or 'this environment'} has no package {package}"
 
 
-def describe_student(run: Run) -> Iterator[Finding]:
-    """Report the student's dtype, vocabulary, stop tokens, chat template and context."""
-    student = run.student
-    tokenizer = student.tokenizer
-    recipe = run.recipe
-    yield from describe_checkpoint(run, "student", student, recipe.engine_of("reference").dtype)
-    stops = [visible(tokenizer.convert_ids_to_tokens(id) or f"<id {id}>") for id in sorted(student.stop_ids)]
-    yield Finding(
-        "student", "stop tokens", "ok" if stops else "warning", listed(stops) or "none: no response ever ends"
-    )
-    samples = recipe.rollout.from_ is None
-    if samples and recipe.prompts.chat and not tokenizer.chat_template and recipe.prompts.format != "livecodebench":
-        text = "missing: prompts cannot be rendered. Set prompts.chat = false for plain text"
-        yield Finding("student", "chat template", "error", text)
-    else:
-        kind = detect_chat_mode(tokenizer)
-        unused = kind != "base" and not recipe.prompts.chat and samples
-        aside = ". The recipe prompts it with plain text (prompts.chat = false)" if unused else ""
-        yield Finding("student", "expects", "note" if unused else "ok", CHAT_MODES[kind] + aside, {"kind": kind})
-    limit = student.context_limit
-    needed = recipe.prompts.max_tokens + recipe.rollout.max_tokens
-    if limit is not None and limit < needed and samples:
-        text = f"{limit:,} tokens, less than prompts.max_tokens + rollout.max_tokens = {needed:,}: some responses are "
-        yield Finding("student", "context", "note", f"{text}cut off", {"limit": limit})
-
-
-def describe_checkpoint(run: Run, about: str, checkpoint: Checkpoint, setting: Dtype) -> Iterator[Finding]:
-    """Report the dtype and the padding of the vocabulary of one checkpoint."""
-    saved = str(checkpoint.dtype).removeprefix("torch.")
-    used = str(checkpoint.compute_dtype(setting, choose_device(run.recipe))).removeprefix("torch.")
-    text = f"saved in {saved}, computed in {used}; logits and what is stored are float32"
-    yield Finding(about, "dtype", "note" if used == "float16" else "ok", text, {"saved": saved, "computed": used})
-    vocabulary = checkpoint.vocabulary
-    matrix = find_output_matrix(checkpoint.path) if checkpoint.is_downloaded else None
-    if checkpoint.is_downloaded and matrix is None:
-        text = f"{vocabulary:,} tokens; the output matrix was not found by its name"
-        yield Finding(about, "vocabulary", "note", text)
-        return
-    rows = checkpoint.config.get_text_config().vocab_size if matrix is None else matrix.shape[0]
-    padding = rows - vocabulary
-    text = f"{vocabulary:,} tokens, {rows:,} output rows"
-    if padding < 0:
-        text += ": the tokenizer belongs to another checkpoint"
-    elif padding:
-        text += f": {padding:,} belong to no token and are left out"
-    yield Finding(about, "vocabulary", "warning" if padding < 0 else "ok", text, {"tokens": vocabulary, "rows": rows})
-
-
 def check_room(checkpoint: Checkpoint, what: str, tokens: int, remedy: str) -> None:
     """Refuse a prompt that leaves no room for a response."""
     limit = checkpoint.context_limit
@@ -218,7 +167,7 @@ def open_benchmarks(run: Run) -> tuple[list[Benchmark], list[Finding]]:
     for name in section.benchmarks:
         if any(is_pending(run, "eval", policy, name) for policy in run.policies):
             try:
-                benchmark = load_eval_benchmark(section, name)
+                benchmark = load_eval_benchmark(run.recipe, name)
                 if benchmark.kind == "code":
                     with open_sandbox(section.unsafe_local):
                         pass

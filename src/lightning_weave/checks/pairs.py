@@ -1,46 +1,101 @@
-"""Checks of one pair: can its models follow the student's tokens to the end of a turn, and can its shift be trusted?"""
+"""Checks of one pair: can its models follow the student's tokens, to the end of a turn?"""
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Cache
 from lightning_weave.cache.shifts import valid_positions
-from lightning_weave.checks.direction import judge_direction
 from lightning_weave.checks.findings import Bounds, Finding, Level, listed, percent, visible
-from lightning_weave.checks.models import describe_checkpoint
-from lightning_weave.checks.rules import rule_effects, suggestions
-from lightning_weave.checks.sample import SAMPLE, STOP, CheckedRows, spread
 from lightning_weave.models.scorer import ScoreRow
 from lightning_weave.models.weights import untrained_special_tokens
 from lightning_weave.run import ROLES, Role, Run
 from lightning_weave.stages.alignment import Alignment, masked_aliases
-from lightning_weave.stages.caches import anchor_pair
-from lightning_weave.tokens import (
-    TokenMap,
-    atomic_share,
-    same_tokenizer,
-    suggest_alias,
-    unmapped_added_tokens,
-    unmapped_candidates,
-)
-from lightning_weave.types import Scores
+from lightning_weave.stages.prompts import planned_prompts
+from lightning_weave.store import RowIndex
+from lightning_weave.tokens import TokenMap, suggest_alias, unmapped_candidates
+from lightning_weave.types import FINISH_REASONS, Rollouts
 
+SAMPLE = 256  # rows: enough for shares to a few percent, quick for any cache
+STOP = FINISH_REASONS.index("stop")
 FEW_SURVIVE = 0.5  # share of positions below which a pair teaches little for its cost
-WANTS_BOS = ("gemma",)  # families whose models break without one
 MASKED_SHARE = 0.05  # of finished rows, above which it is worth a warning
-ENDS = 2048  # rows that are looked at
-CERTAIN = 0.99  # probability of the likeliest candidate at a decision that is certain
-COPIED = 0.9  # share of certain decisions above which a response is copied
-ADDED = 0.1  # that the context must have added to the other side's share
-FEW = 0.01  # share of decisions whose part of the shift is reported
+
+
+@dataclass(frozen=True)
+class CheckedRow:
+    """One trajectory. Without a cached reference its tokens are the only candidates known."""
+
+    prompt: int
+    prompt_ids: NDArray[np.int32]
+    response_ids: NDArray[np.int32]
+    candidate_ids_TC: NDArray[np.int32]
+    finished: bool
+
+
+@dataclass(frozen=True, eq=False)  # hashed by identity
+class CheckedRows:
+    """A few trajectories, spread evenly over what there is."""
+
+    kind: Literal["candidates", "rollouts", "prompts", "nothing"]
+    rows: list[CheckedRow]
+    description: str  # what was looked at, or why there is nothing
+
+    @property
+    def is_cached(self) -> bool:
+        return self.kind in ("candidates", "rollouts")
+
+
+@lru_cache(maxsize=1)  # for one preflight
+def take_sample(run: Run) -> CheckedRows:
+    """Take cached candidates, else rollouts, else prompts with their answers."""
+    rollout = run.stage("rollout")
+    rows = []
+    if not rollout.complete:
+        prompts = planned_prompts(run)[0]
+        for number in spread(len(prompts), SAMPLE):
+            answer = prompts[number].answer or ""
+            ids = run.student.tokenizer(answer, add_special_tokens=False)["input_ids"] if answer else []
+            ids_T = np.array([*prompts[number].token_ids, *ids], dtype=np.int32)
+            rows.append(CheckedRow(number, ids_T[:1], ids_T[1:], ids_T[1:, None], finished=False))
+        return CheckedRows("prompts", rows, f"{len(rows)} prompts; rollout/ is {rollout.state()}")
+    has_candidates = run.stage("reference").complete
+    if has_candidates:
+        cache = Cache(rollout, run.stage("reference"))
+        blocks = (cache.block([row]) for row in spread(len(cache), SAMPLE))
+        cached = [(block.rollouts, block.candidates.ids.flat) for block in blocks]
+    else:
+        cached = [(row, row.response_ids.flat[:, None]) for row in rollout_rows(run, SAMPLE)]
+    for row, ids_TC in cached:
+        if len(ids_TC):
+            finished = int(row.finish_R[0]) == STOP
+            rows.append(CheckedRow(int(row.prompt_R[0]), row.prompt_ids[0], row.response_ids[0], ids_TC, finished))
+    kind: Literal["candidates", "rollouts"] = "candidates" if has_candidates else "rollouts"
+    return CheckedRows(kind, rows, f"{len(rows)} cached trajectories")
+
+
+def rollout_rows(run: Run, most: int) -> Iterator[Rollouts]:
+    """Read some of the sampled rows, one at a time, spread evenly."""
+    stage = run.stage("rollout")
+    index = RowIndex.of(stage.require())
+    for shard, place in map(index.find, spread(len(index), most)):
+        yield stage.open(Rollouts, shard).read(place, place + 1)
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Choose up to `most` numbers below `count`, evenly.
+
+    >>> spread(3, 10), spread(100, 4)
+    ([0, 1, 2], [0, 25, 50, 75])
+    """
+    return [number * count // min(count, most) for number in range(min(count, most))]
 
 
 def open_alignment(run: Run, anchor: str, role: Role, cached: bool) -> Alignment:
@@ -101,102 +156,6 @@ def judge_positions(run: Run, anchor: str, sample: CheckedRows) -> Finding:
         verdict = "note"
     figures = {"share": share, "positions": len(valid_P), "measured_on": sample.kind}
     return Finding(about, "positions", verdict, text, figures, judged=True, bounds=bounds)
-
-
-def describe_pair(run: Run, name: str, sample: CheckedRows) -> Iterator[Finding]:
-    """Report on the tokens and weights of one pair, and if it is scored, on its shift."""
-    section = run.recipe.anchors[name]
-    about = f"anchors.{name}"
-    post, pre = (run.anchor(name, role) for role in ROLES)
-    for role, checkpoint in zip(ROLES, (post, pre), strict=True):
-        yield from describe_checkpoint(run, f"{about}.{role}", checkpoint, run.recipe.engine_of("score").dtype)
-    same = same_tokenizer(run.student.tokenizer, post.tokenizer)
-    if not same_tokenizer(post.tokenizer, pre.tokenizer):
-        text = "post and pre have different tokenizers: they see different prefixes, which the shift then includes"
-        yield Finding(about, "tokenizer", "warning", text, {"same": False})
-    else:
-        other = "not the student's: contexts are projected, candidates mapped one to one"
-        text = "the same as the student's" if same else other
-        yield Finding(about, "tokenizer", "ok" if same else "note", text, {"same": same})
-    tokens, rows, mapped, _ = align_sample(run, name, sample)
-    share = atomic_share(tokens)
-    text = f"{percent(share)} of the student's vocabulary is a single token of the anchor"
-    yield Finding(about, "atomic", "ok" if share > FEW_SURVIVE else "note", text, {"share": share})
-    yield judge_positions(run, name, sample)
-    ids = [row.candidate_ids_TC for row in sample.rows]
-    if ids and (breaking := unmapped_candidates(tokens, torch.from_numpy(np.concatenate(ids)))):
-        text = "positions with each of these: "
-        text += listed(f"'{visible(token)}' {count:,}" for token, count in breaking)
-        yield Finding(about, "breaking tokens", "note", text, {"tokens": dict(breaking)})
-    if alone := unmapped_added_tokens(tokens):
-        text = f"without a counterpart: {listed(map(visible, alone))}"
-        yield Finding(about, "special tokens", "note", text, {"tokens": alone})
-    else:
-        yield Finding(about, "special tokens", "ok", "every special or added token has a counterpart")
-
-    tokenizer = post.tokenizer
-    family = post.config.model_type
-    bos = tokenizer.bos_token_id
-    first = rows[0][0].ids[:1].tolist() if rows else []
-    if section.bos or (bos is not None and first == [bos]):
-        yield Finding(about, "bos", "ok", "the anchors' contexts begin with their BOS token")
-    elif family.startswith(WANTS_BOS):
-        text = f"{family} models break without a BOS token. Set bos = true in [{about}]"
-        yield Finding(about, "bos", "warning", text, {"family": family})
-    elif bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
-        text = f"its tokenizer starts a text with {visible(tokenizer.bos_token)}, but contexts have none, as in the "
-        text += f"paper. To add it: bos = true in [{about}]"
-        yield Finding(about, "bos", "note", text, {"family": family})
-    else:
-        yield Finding(about, "bos", "ok", "none needed")
-
-    if not pre.is_downloaded:
-        text = f"not checked: the pre-anchor's weights are still on the hub. To fetch them: hf download {pre.name}"
-        yield Finding(about, "untrained rows", "note", text)
-    elif untrained := untrained_special_tokens(pre):
-        texts = [pre.tokenizer.convert_ids_to_tokens(id) for id in sorted(untrained)]
-        touched = [
-            (np.isin(of_pre.candidate_ids_TC, list(untrained)) & both).any(axis=1)
-            for (_, of_pre), both in zip(rows, mapped, strict=True)
-        ]
-        share = float(np.concatenate(touched).mean()) if touched else 0.0
-        text = f"{len(texts):,} special tokens look untrained in the pre-anchor: {listed(map(visible, texts))}. "
-        text += f"{percent(share)} of positions have one among their candidates, where its shift is arbitrary"
-        figures = {"tokens": texts, "share": share}
-        yield Finding(about, "untrained rows", "warning" if share else "note", text, figures)
-    else:
-        yield Finding(about, "untrained rows", "ok", "no special token of the pre-anchor looks untrained")
-
-    if sample.kind == "candidates" and all(stage.complete for stage in run.scores_of(name)):
-        yield from check_scored(run, name)
-        cached = spread(run.stage("reference").require()["rows"], SAMPLE)
-        effects = rule_effects(run, name, cached)
-        yield from (Finding(about, one.rule, "note", str(one), one.figures) for one in effects)
-        if not effects and (values := suggestions(run, name, cached)):
-            text = f"no rule limits its shift. shift.clip = {values['clip']:g} would change one position in 1,000, "
-            text += f"shift.mass_floor = {values['mass_floor']:g} one in 100, "
-            text += f"shift.only_above = {values['only_above']:g} half of them"
-            yield Finding(about, "rules", "ok", text, values)
-    elif sample.kind == "candidates":
-        finished = [(row, both[-1]) for row, both in zip(sample.rows, mapped, strict=True) if row.finished]
-        ends = [(row.response_ids[-1], row.candidate_ids_TC[-1], last) for row, last in finished]
-        yield judge_ends(run, name, ends)
-
-
-def check_scored(run: Run, anchor: str) -> Iterator[Finding]:
-    """Check the shift of a scored pair: none at all, stopping masked, swapped, or copied from a context."""
-    if not run.has_shift(anchor):
-        yield from find_same_model(run, anchor, "warning")
-        return
-    cache = Cache(run.stage("rollout"), run.stage("reference"), [anchor_pair(run, anchor)])
-    ends = []
-    for row in spread(len(cache), ENDS):
-        block = cache.block([row])
-        if block.rollouts.finish_R[0] == STOP and len(block.sampled_P):
-            ends.append((block.sampled_P[-1], block.candidates.ids.flat[-1], block.mapped_KPC[0, -1]))
-    yield judge_ends(run, anchor, ends)
-    yield from judge_direction(run, anchor)
-    yield from judge_leak(run, anchor)
 
 
 @dataclass(frozen=True)
@@ -300,37 +259,3 @@ def judge_ends(run: Run, anchor: str, ends: Sequence[tuple[Any, NDArray, NDArray
         else:
             text += '. An untrained = "mask", a context limit or a token without spelling masks them'
     return Finding(about, "end of turn", "warning", text, figures, bounds=bounds)
-
-
-def judge_leak(run: Run, anchor: str) -> Iterator[Finding]:
-    """Judge a scored anchor whose sides read different contexts: does one side copy from its context?"""
-    if run.side(anchor, "post").context == run.side(anchor, "pre").context:
-        return
-    pair = anchor_pair(run, anchor)
-    cache = Cache(run.stage("rollout"), run.stage("reference"), [pair])
-    rows = spread(len(cache), SAMPLE)
-    block = cache.block(rows)
-    sampled_PC = (block.candidates.ids.flat == block.sampled_P[:, None]) & block.valid_KP[0][:, None]
-    decided_P = block.decided_P  # a log has context among its responses
-    size_P = np.abs(np.where(sampled_PC, block.r_KPC[0], 0)).sum(axis=1)[decided_P]
-    nats = float(size_P.sum())
-    few = float(np.sort(size_P)[::-1][: max(1, round(FEW * len(size_P)))].sum()) / (nats or 1.0)
-    by_token: Counter[int] = Counter()
-    for token, size in zip(block.sampled_P[decided_P].tolist(), size_P.tolist(), strict=True):
-        by_token[token] += size
-    certain = []  # share of decisions at which each side gives one candidate nearly everything
-    for stage in pair.stages:
-        scores = [stage.open(Scores, shard).read(at, at + 1) for shard, at in map(cache.rows.find, rows)]
-        best = [np.where(one.mapped.flat, one.logp.flat, -np.inf).max(axis=1) for one in scores]
-        certain.append(float((np.concatenate(best)[decided_P] >= np.log(CERTAIN)).mean()) if best else 0.0)
-    is_copied = max(certain) >= COPIED and abs(certain[0] - certain[1]) >= ADDED
-    decode = run.student.tokenizer.decode
-    words = [f"'{visible(decode([id]))}' {percent(size / (nats or 1.0))}" for id, size in by_token.most_common(4)]
-    text = (
-        f"post is certain (99 %) at {percent(certain[0])} of decisions, pre at {percent(certain[1])}; of {nats:,.1f} "
-        f"nats of shift on sampled tokens {percent(few)} are at one decision in a hundred, by token: {listed(words)}"
-    )
-    if is_copied:
-        text += ". One side nearly copies its context, so its shift teaches that text. Put less into the context"
-    figures = {"post": certain[0], "pre": certain[1], "nats": nats, "few": few}
-    yield Finding(f"anchors.{anchor}", "leak", "warning" if is_copied else "note", text, figures)

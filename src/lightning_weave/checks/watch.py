@@ -9,10 +9,10 @@ from contextlib import suppress
 import numpy as np
 
 from lightning_weave.bench.samples import read_samples
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Cache
 from lightning_weave.checks.findings import FEW, Bounds, Finding, percent
-from lightning_weave.checks.pairs import check_scored
-from lightning_weave.checks.sample import SAMPLE, STOP, rollout_rows, spread
+from lightning_weave.checks.pairs import SAMPLE, STOP, rollout_rows, spread
+from lightning_weave.checks.shifts import check_scored
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.grading.graders import grade_rollout
 from lightning_weave.progress import Progress

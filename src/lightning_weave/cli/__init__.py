@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lightning_weave import __version__
-from lightning_weave.cli import look, pipeline
+from lightning_weave.cli import commands
 from lightning_weave.errors import InputError, WeaveError, explain_error, printable
 from lightning_weave.ranks import check_ranks, is_main_process
 
@@ -31,6 +31,7 @@ MOVED = {
     "cost": "lweave status RECIPE --cost",
     "card": "lweave export RECIPE --composition NAME --as student",
     "forget": "lweave clean RECIPE --policy NAME",
+    "world": "scripts/build-world DIR",
 }
 DEBUG = False
 # What the system says of a path that the user gave.
@@ -73,12 +74,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for part in (pipeline.app, look.app):
-    app.add_typer(part)
-app.add_typer(look.recipe_app, name="recipe")
-for group in (pipeline.app, look.app, look.recipe_app):
-    for command in group.registered_commands:
-        command.cls = _PlainHelp
+app.add_typer(commands.app)
+app.add_typer(commands.recipe_app, name="recipe")
+for command in (*commands.app.registered_commands, *commands.recipe_app.registered_commands):
+    command.cls = _PlainHelp
 
 
 class _Stopped(BaseException):
@@ -136,8 +135,7 @@ def _show_version(wanted: bool) -> None:
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks")] = False,
     version: Annotated[
-        bool,
-        typer.Option("--version", help="print the version", callback=_show_version, is_eager=True),
+        bool, typer.Option("--version", help="print the version", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     global DEBUG

@@ -18,6 +18,7 @@ from lightning_weave.config.composition import (
 from lightning_weave.config.evaluation import Case, Checks, Eval, Grading, Harness
 from lightning_weave.config.fields import (
     HARNESS,
+    HELD_OUT,
     KEPT_CHECKPOINTS,
     Decay,
     Dtype,
@@ -31,14 +32,7 @@ from lightning_weave.config.fields import (
     slug,
     split_revision,
 )
-from lightning_weave.config.recipe import (
-    Recipe,
-    check_recipe,
-    dump_recipe,
-    load_recipe,
-    merge_overrides,
-    merge_tables,
-)
+from lightning_weave.config.recipe import Recipe, check_recipe, dump_recipe, load_recipe, merge_overrides, merge_tables
 from lightning_weave.config.sections import (
     Columns,
     Engine,

@@ -150,6 +150,11 @@ class Anchor(Strict):
             raise ValueError('missing = "mask" is for columns that a template names, and there are none: remove it')
         return self
 
+    def reads_as_student(self, role: Role) -> bool:
+        """Whether one side reads the student's prompts and tokens as they are."""
+        changed = self.context(role) or self.aliases or self.bos or self.prompt == "native" or self.server(role)
+        return not changed
+
     def context(self, role: Role) -> PromptContext:
         """What one side reads."""
         return self.post_prompt if role == "post" else self.pre_prompt
@@ -180,7 +185,7 @@ class _Shared(Strict):
     @property
     def samples(self) -> bool:
         """Whether training samples and scores, so that the anchors must still exist."""
-        return False
+        return self.method == "online" or getattr(self, "refresh", 1) > 1 or getattr(self, "resample", False)
 
 
 class _Weighted(_Shared):
@@ -286,10 +291,6 @@ class Joint(_Budgeted):
         1, description="parts of training; the current student samples again before each later one"
     )
 
-    @property
-    def samples(self) -> bool:
-        return self.refresh > 1
-
 
 class Mixture(_Budgeted):
     """Each prompt is supervised by one anchor only; weights are their shares of the prompts."""
@@ -304,10 +305,6 @@ class Online(_Weighted):
     method: Literal["online"] = "online"
     alpha: Alpha = ALPHA
 
-    @property
-    def samples(self) -> bool:
-        return True
-
 
 class Sequential(_Weighted):
     """One anchor after the other, each on its own part of the prompts."""
@@ -317,10 +314,6 @@ class Sequential(_Weighted):
     sequence: list[str] = Field(description="the anchors in their order", examples=[["acc", "brief"]])
     dose: Literal["full", "matched"] = Field("full", description="weight 1 in every leg, or the composition's weights")
     resample: bool = Field(True, description="sample again before later legs; false: reuse the first cache")
-
-    @property
-    def samples(self) -> bool:
-        return self.resample
 
     @field_validator("sequence")
     @classmethod

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from lightning_weave.config.fields import (
+    HELD_OUT,
     Count,
     Finite,
     GraderKind,
@@ -22,6 +23,7 @@ from lightning_weave.config.fields import (
     Threshold,
     benchmark_folder,
     is_own_function,
+    is_pattern,
     slug,
     unlisted,
 )
@@ -48,13 +50,9 @@ class Grading:
         if is_own_function(text):
             return cls("python", function=text)
         if kind == "regex":
-            try:
-                re.compile(rest)
-            except re.error as error:
-                raise ValueError(f"{rest!r} is not a regular expression ({error})") from None
             if not rest:
                 raise ValueError('regex needs a pattern, such as "regex:Answer: (.*)"')
-            return cls("regex", pattern=rest)
+            return cls("regex", pattern=is_pattern(rest))
         if kind == "numeric" and colon:
             if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?", rest):
                 raise ValueError('numeric takes a tolerance, such as "numeric:0.01"')
@@ -75,7 +73,7 @@ class Eval(Asked):
 
     benchmarks: list[Source] = Field(
         [],
-        description="names of benchmarks, or file:PATH; none: nothing is evaluated",
+        description="names, or file:PATH; default: held-out, a tenth of the prompts if they have answers; []: none",
         examples=[["file:held-out.jsonl", "aime-2024"]],
     )
     columns: Columns | None = Field(
@@ -133,6 +131,8 @@ class Eval(Asked):
         for name, value in table.items():
             if info.field_name == "sources" and name.startswith("file:"):
                 raise ValueError(f"{name!r} already names its file; remove it here")
+            if info.field_name == "sources" and name == HELD_OUT:
+                raise ValueError(f"{name!r} is a part of prompts.source; remove it here")
             if benchmark_folder(name) not in folders:
                 raise ValueError(
                     f"{name!r} is not in eval.benchmarks ({', '.join(folders)}); add it there or remove it here"

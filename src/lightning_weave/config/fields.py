@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
 from string import Formatter
@@ -21,6 +21,7 @@ MOST_CANDIDATES = 1024
 OBJECTIVES = ("tilted", "reverse-kl", "reverse-kl-full", "direct-opd")
 FORMATS = ("plain", "dapo", "question-answer", "boxed", "livecodebench")
 GraderKind = Literal["paper", "math-verify", "exact", "numeric", "choice", "regex", "code", "python"]
+HELD_OUT = "held-out"  # the benchmark that is a part of the prompts
 HARNESS = "lm-eval-"  # prefix of the folders of lm-evaluation-harness tasks, next to those of benchmarks
 KEPT_CHECKPOINTS = 2  # of training, the newest ones
 
@@ -59,10 +60,12 @@ def is_own_function(text: str) -> bool:
     return re.fullmatch(r".+\.py:\w+", text) is not None
 
 
-def _is_objective(text: str) -> str:
-    if text not in OBJECTIVES and not is_own_function(text):
-        names = ", ".join(map(repr, OBJECTIVES))
-        raise ValueError(f"must be one of {names}, or your own function: 'my.py:loss'")
+def is_pattern(text: str) -> str:
+    """Refuse a text that is not a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is not a regular expression ({error})") from None
     return text
 
 
@@ -74,19 +77,15 @@ def _is_day(value: object) -> object:
         raise ValueError("must be a day, such as 2026-01-31") from None
 
 
-def _is_format(text: str) -> str:
-    if text not in FORMATS and not named_columns(text):
-        names = ", ".join(map(repr, FORMATS))
-        raise ValueError(
-            f"must be one of {names}, or a template with {{problem}} or another column in braces; double literal braces"
-        )
-    return text
+def _one_of(names: Sequence[str], fits: Callable[[str], object], other: str) -> AfterValidator:
+    """Accept some names, and another kind of text."""
 
+    def check(text: str) -> str:
+        if text not in names and not fits(text):
+            raise ValueError(f"must be {', '.join(map(repr, names))}, or {other}")
+        return text
 
-def _is_engine_or_url(text: str) -> str:
-    if text not in ("hf", "vllm") and not text.startswith(("http://", "https://")):
-        raise ValueError("must be 'hf', 'vllm', or the URL of a vLLM server")
-    return text
+    return AfterValidator(check)
 
 
 def _is_limit(value: Any, words: tuple[Any, ...]) -> Any:
@@ -97,10 +96,8 @@ def _is_limit(value: Any, words: tuple[Any, ...]) -> Any:
     return value
 
 
-Objective = Annotated[str, AfterValidator(_is_objective)]
 Day = Annotated[str, BeforeValidator(_is_day)]
-PromptFormat = Annotated[str, AfterValidator(_is_format)]
-EngineOrUrl = Annotated[str, AfterValidator(_is_engine_or_url)]
+Pattern = Annotated[str, AfterValidator(is_pattern)]
 Name = Annotated[str, AfterValidator(_is_name)]
 Text = Annotated[str, Field(min_length=1)]
 # A path or a name on a hub.
@@ -178,3 +175,9 @@ def named_columns(template: str) -> set[str]:
     if not all(re.fullmatch(r"\w+", name or "") and not spec and not how for _, name, spec, how in parts):
         raise ValueError("must have plain names in braces, such as {problem}; double literal braces")
     return {name for _, name, _, _ in parts if name}
+
+
+Objective = Annotated[str, _one_of(OBJECTIVES, is_own_function, "your own function: 'my.py:loss'")]
+EngineOrUrl = Annotated[str, _one_of(("hf", "vllm"), re.compile("https?://").match, "the URL of a vLLM server")]
+_TEMPLATE = "a template with {problem} or another column in braces; double literal braces"
+PromptFormat = Annotated[str, _one_of(FORMATS, named_columns, _TEMPLATE)]

@@ -10,12 +10,13 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
 
 from lightning_weave.config.composition import DEFAULT_TAG, METHODS, STUDENT, Anchor, Composition
 from lightning_weave.config.evaluation import Checks, Eval, Harness, Report
 from lightning_weave.config.fields import (
     FORMATS,
+    HELD_OUT,
+    KEPT_CHECKPOINTS,
     Day,
     EngineStage,
     Name,
@@ -76,11 +77,15 @@ class Recipe(Strict):
     @model_validator(mode="before")
     @classmethod
     def _inherit_prompt_settings(cls, data: Any) -> Any:
-        """Write out two defaults: [eval] asks as [prompts] does, and for a box where answers are to be graded."""
-        sections = [data.get(name, {}) for name in ("prompts", "eval")] if isinstance(data, Mapping) else [data]
+        """Write out defaults: [eval] asks as [prompts] does, and for a box where answers are to be graded.
+
+        Prompts with answers are a benchmark, too: where none is named, a part of them is held out.
+        """
+        names = ("prompts", "eval", "rollout")
+        sections = [data.get(name, {}) for name in names] if isinstance(data, Mapping) else [data]
         if not all(isinstance(section, Mapping) for section in sections):
             return data
-        prompts, evaluation = map(dict, sections)
+        prompts, evaluation, rollout = map(dict, sections)
         columns = prompts.get("columns")
         has_answers = isinstance(columns, Mapping) and columns.get("answer") is not None
         asked = prompts.get("format", "boxed")
@@ -89,6 +94,10 @@ class Recipe(Strict):
         prompts.setdefault("format", "boxed" if has_answers else "plain")
         inherited = {"chat", "thinking"} | ({"system"} if evaluation.get("chat", True) else set())
         evaluation = {key: prompts[key] for key in inherited & prompts.keys()} | evaluation
+        if has_answers and prompts.get("source") and rollout.get("from") is None and asked != "livecodebench":
+            evaluation.setdefault("benchmarks", [HELD_OUT])
+        if evaluation.get("benchmarks") == [HELD_OUT]:  # as long as responses to the other prompts
+            evaluation.setdefault("max_tokens", rollout.get("max_tokens", Rollout().max_tokens))
         return {**data, "prompts": prompts, "eval": evaluation}
 
     @field_validator("tracking")
@@ -183,6 +192,13 @@ class Recipe(Strict):
     def _names_fit_together(self) -> Self:
         if self.train.eval_every and not self.eval.benchmarks:
             raise ValueError("train.eval_every evaluates on the first of eval.benchmarks, which is empty; name one")
+        if HELD_OUT in self.eval.benchmarks and not (self.prompts.source and self.prompts.columns.answer):
+            raise ValueError(
+                f'eval.benchmarks names "{HELD_OUT}", a part of the prompts: set prompts.source and '
+                "prompts.columns.answer, or remove it"
+            )
+        if HELD_OUT in self.eval.benchmarks and self.rollout.from_ is not None:
+            raise ValueError(f'eval.benchmarks names "{HELD_OUT}", but rollout.from brings its own prompts; remove it')
         for name, anchor in self.anchors.items():
             has_system = anchor.post_prompt.system or anchor.pre_prompt.system
             if has_system and anchor.prompt == "student" and not self.prompts.chat:
@@ -240,25 +256,56 @@ class Recipe(Strict):
 Loc = tuple[int | str, ...]
 # A later file replaces these tables as a whole: half of one set of weights and half of another is never meant.
 WHOLE_TABLES = frozenset({"weights", "aliases"})
-# Keys that people may remember, each with the key to write, or with what to do.
+# Keys of earlier recipes, each with the key to write instead, or with what to do. VALUE and NAME are what was written.
+_STAGES = get_args(EngineStage)
+_REVISION = 'append it to the model: {} = "owner/name@REVISION"'
+_CHECKED = [key for key in Checks.model_fields if key != "swapped"]
 MOVED: dict[str, str] = {
-    **{f"{stage}.engine": f"engine.{stage}" for stage in get_args(EngineStage)},
-    **{f"{stage}.{key}": f"engine.{key}" for stage in get_args(EngineStage) for key in ("python", "dtype", "options")},
-    **{f"train.{key}": f"train.optimizer.{key}" for key in ("betas", "weight_decay", "clip")},
-    "student.revision": 'append it to the model: student.model = "owner/name@REVISION"',
-    "policies.NAME.revision": 'append it to the model: policies.NAME.model = "owner/name@REVISION"',
-    "anchors.NAME.post_revision": 'append it to the model: anchors.NAME.post = "owner/name@REVISION"',
-    "anchors.NAME.pre_revision": 'append it to the model: anchors.NAME.pre = "owner/name@REVISION"',
-    "prompts.revision": 'append it to the source: prompts.source = "owner/name@REVISION"',
+    **{f"{stage}.{key}": f"engine.{key}" for stage in _STAGES for key in ("python", "parity")},
+    **{f"{stage}.engine": f"engine.{stage}" for stage in _STAGES},
+    **{f"{stage}.options": f"engine.options.{stage}" for stage in _STAGES},
+    **{
+        f"{stage}.dtype": f"write engine.dtype = VALUE, or for this stage alone engine.dtype = {{ {stage} = VALUE }}"
+        for stage in _STAGES
+    },
+    "student.revision": _REVISION.format("student.model"),
+    "policies.NAME.revision": _REVISION.format("policies.NAME.model"),
+    "prompts.revision": _REVISION.replace("model", "data").format("prompts.source"),
+    **{f"anchors.NAME.{role}_revision": _REVISION.format(f"anchors.NAME.{role}") for role in get_args(Role)},
+    **{
+        f"anchors.NAME.{role}_url": f"write anchors.NAME.engine = {{ {role} = VALUE }}, or one URL for post and pre"
+        for role in get_args(Role)
+    },
+    **{f"anchors.NAME.{key}": f"anchors.NAME.shift.{key}" for key in ("temperature", "only_above", "mass_floor")},
+    "anchors.NAME.shift_clip": "anchors.NAME.shift.clip",
     "prompts.template": "prompts.format",
     "prompts.seed": "remove it: prompts are always drawn with seed 42",
     "eval.template": "eval.format",
     "rollout.top_p": "remove it: trajectories are sampled from the student's whole distribution (top_p 1)",
     "reference.token_budget": "score.token_budget",
+    **{f"train.{key}": f"train.optimizer.{key}" for key in ("betas", "weight_decay", "clip")},
+    "train.validate_every": "train.checkpoint_every",
+    "train.keep": f"remove it: the newest {KEPT_CHECKPOINTS} checkpoints are kept",
+    "train.allow_disagreement": "write train.agreement = false to train in spite of a difference",
     "harness.engine": "harness.args.model",
     "harness.options": "harness.args.model_args",
+    "harness.dtype": "harness.args.model_args.dtype",
     "harness.fewshot": "harness.args.num_fewshot",
     "harness.limit": "harness.args.limit",
+    "harness.generation": "harness.args.gen_kwargs",
+    "harness.batch_size": "harness.args.batch_size",
+    "harness.chat": "harness.args.apply_chat_template",
+    "harness.seed": "remove it: the seed is eval.seed, unless harness.args has random_seed and its like",
+    **{f"report.{key}": "remove it: what the loom shows is fixed" for key in ("trajectories", "seed", "megabytes")},
+    **{
+        f"report.cases.NAME.{key}": "remove it: how responses are drawn and cut is fixed"
+        for key in ("seed", "beginning", "end")
+    },
+    **{f"checks.{key}_stop": f'write checks.{key} = VALUE, or "warn" where it was false' for key in _CHECKED},
+    **{f"checks.{key}_warn": f"remove it: it is fixed; checks.{key} = false warns of nothing" for key in _CHECKED},
+    "checks.separation_stop": "checks.swapped",
+    "checks.longer_stop": "remove it: it is fixed; checks.swapped = false switches it off",
+    **{f"checks.empty_{key}": "remove it: checks.unanswered is also for empty responses" for key in ("stop", "warn")},
 }
 MOST_BYTES = 10 << 20  # of a recipe file
 
@@ -303,12 +350,22 @@ def merge_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     """Apply `key=value` overrides from left to right. One weight (`compositions.x.weights.a=0.7`) keeps the others."""
     merged = dict(data)
     for override in overrides:
-        parsed = parse_override(override)
-        entered: set[str] = set()  # the tables that its dotted key leads into: they are merged, not replaced
-        inner: Any = tomllib.loads(f"{override.partition('=')[0].strip()} = 0")
+        key, equals, value = override.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise InputError(f"--set {override}: must look like key=value, for example --set train.learning_rate=1e-5")
+        try:
+            inner: Any = tomllib.loads(f"{key} = 0")
+        except ValueError:
+            raise InputError(f"--set {override}: {key!r} is not a dotted key such as train.learning_rate") from None
+        try:
+            parsed = tomllib.loads(f"{key} = {value}")
+        except ValueError:  # not a TOML value: a bare string
+            parsed = tomllib.loads(f"{key} = {json.dumps(value)}")
+        entered: set[str] = set()  # the tables that the dotted key leads into: they are merged, not replaced
         while isinstance(inner, dict):
-            ((key, inner),) = inner.items()
-            entered |= {key} if isinstance(inner, dict) else set()
+            ((name, inner),) = inner.items()
+            entered |= {name} if isinstance(inner, dict) else set()
         merged = merge_tables(merged, parsed, WHOLE_TABLES - entered)
     return merged
 
@@ -350,58 +407,42 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: broken TOML: {reason}") from None
 
 
-def parse_override(override: str) -> dict[str, Any]:
-    key, equals, value = override.partition("=")
-    if not equals or not key.strip():
-        raise InputError(f"--set {override}: must look like key=value, for example --set train.learning_rate=1e-5")
-    for text in (value, json.dumps(value)):  # a TOML value, else a bare string
-        try:
-            return tomllib.loads(f"{key.strip()} = {text}")
-        except ValueError:
-            continue
-    raise InputError(f"--set {override}: {key.strip()!r} is not a dotted key such as train.learning_rate")
-
-
 def explain(error: ValidationError, data: Mapping[str, Any], where: str) -> str:
     """Explain the first error and name the others. A misspelt key comes before the one that is missing for it."""
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
-    first = _explain_one(details[0], data)
-    others = dict.fromkeys(".".join(map(str, _written(tuple(detail["loc"]), data))) for detail in details[1:])
-    more = [key for key in others if key not in first]  # the correct spelling of a misspelt key is there already
-    return f"{where}: {first}" + f" (also wrong or missing: {', '.join(more)})" * bool(more)
-
-
-def _explain_one(detail: ErrorDetails, data: Mapping[str, Any]) -> str:
+    detail = details[0]
     loc = tuple(part for part in detail["loc"] if part != "[key]")
     path = _written(loc, data)
     key = ".".join(map(str, path))
     shown = _show(detail["input"])
     match detail["type"]:
         case "extra_forbidden":
-            return _explain_unknown(loc, shown, data)
+            first = _explain_unknown(loc, shown, data)
         case "missing":
             section, _ = _locate(loc)
             field = section.model_fields.get(str(loc[-1])) if section else None
-            return f"{key} is missing" + (f": {field.description}" if field and field.description else "")
+            first = f"{key} is missing" + (f": {field.description}" if field and field.description else "")
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"{key} = {shown}: must be a table"
+            first = f"{key} = {shown}: must be a table"
         case "union_tag_invalid":
             *others, last = METHODS
             allowed = f"{', '.join(map(repr, others))} or {last!r}"
-            return f"{key}.method = {_show(detail['input']['method'])}: must be {allowed}"
+            first = f"{key}.method = {_show(detail['input']['method'])}: must be {allowed}"
         case "value_error":
             written: Any = data  # pydantic gives what another validator has made of it
             for part in path:
                 written = written[part]
             message = str(detail["ctx"]["error"])
-            return message if not path else f"{key} = {_show(written)}: {message}"
+            first = f"{key} = {_show(written)}: {message}" if path else message
         case "string_type" if path[:2] == ("eval", "graders"):
-            return (
-                f'{key} = {shown}: must be one text, such as "exact", "numeric:0.01", "regex:#### (.*)", "my.py:grade"'
-            )
+            examples = '"exact", "numeric:0.01", "regex:#### (.*)", "my.py:grade"'
+            first = f"{key} = {shown}: must be one text, such as {examples}"
         case _:
             message = detail["msg"].replace("Input should be", "must be")
-            return f"{key} = {shown}: {message[0].lower()}{message[1:]}"
+            first = f"{key} = {shown}: {message[0].lower()}{message[1:]}"
+    keys = dict.fromkeys(".".join(map(str, _written(tuple(other["loc"]), data))) for other in details[1:])
+    more = [other for other in keys if other not in first]  # the correct spelling of a misspelt key is there already
+    return f"{where}: {first}" + f" (also wrong or missing: {', '.join(more)})" * bool(more)
 
 
 def _explain_unknown(loc: Loc, value: str, data: Mapping[str, Any]) -> str:
@@ -410,9 +451,9 @@ def _explain_unknown(loc: Loc, value: str, data: Mapping[str, Any]) -> str:
     path = _written(loc, data)
     key = ".".join(map(str, path))
     if new := MOVED.get(pattern):
-        names = [str(part) for part in path if str(part) not in pattern.split(".")]
-        new = new.replace("NAME", names[0]) if names else new
-        return f"{key} = {value}: " + (new if " " in new else f"write {new} = {value}")
+        name = str(path[pattern.split(".").index("NAME")]) if "NAME" in pattern else ""
+        answer = new if " " in new else f"write {new} = VALUE"
+        return f"{key} = {value}: {answer.replace('NAME', name).replace('VALUE', value)}"
     keys = [] if section is None else [field.alias or name for name, field in section.model_fields.items()]
     alike = keys
     if section in METHODS.values():

@@ -7,7 +7,6 @@ products with the results of the first product, and nothing is recomputed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,9 +63,7 @@ def fused_log_residual_loss(
         gradient_NO[:, -1].masked_fill_(log_pi_NO[:, -1] < LOG_RESIDUAL_FLOOR, 0.0)
         return log_residual_loss(floored_NO, log_b, log_q, alpha), gradient_NO
 
-    return _fused(
-        hidden_ND, weight_VD, candidate_ids_NC, loss, normalizer, chunk=chunk, vocabulary=vocabulary, watch_NO=watch_NO
-    )
+    return _fused(hidden_ND, weight_VD, candidate_ids_NC, loss, normalizer, chunk, vocabulary, watch_NO)
 
 
 def fused_reverse_kl(
@@ -93,22 +90,7 @@ def fused_reverse_kl(
         gradient_NO[:, -1] = torch.where(floored_N, -alpha * pi_NO[:, -1], gradient_NO[:, -1])
         return reverse_kl(floored_NO, log_q, alpha), gradient_NO
 
-    return _fused(
-        hidden_ND, weight_VD, candidate_ids_NC, loss, normalizer, chunk=chunk, vocabulary=vocabulary, watch_NO=watch_NO
-    )
-
-
-@dataclass(frozen=True)
-class _Task:
-    """What a one-pass loss needs besides hidden states and weight."""
-
-    head: Head
-    ids_NC: Tensor
-    loss: OutcomeLoss
-    normalizer: float | Tensor
-    rows: int  # positions per chunk
-    wanted: tuple[bool, bool]  # gradients of hidden states and weight
-    watch_NO: Tensor | None
+    return _fused(hidden_ND, weight_VD, candidate_ids_NC, loss, normalizer, chunk, vocabulary, watch_NO)
 
 
 def _fused(
@@ -117,7 +99,6 @@ def _fused(
     candidate_ids_NC: Tensor,
     loss: OutcomeLoss,
     normalizer: float | Tensor,
-    *,
     chunk: int | None,
     vocabulary: int | None,
     watch_NO: Tensor | None,
@@ -130,38 +111,55 @@ def _fused(
     if not chunk and wanted[1]:
         rows = min(rows, rows_within_budget(head.vocabulary, hidden_ND.device))
     ids_NC = check_ids(candidate_ids_NC, head.vocabulary)
-    return _OnePass.apply(
-        hidden_ND, weight_VD, _Task(head, ids_NC, loss, normalizer, rows, wanted=wanted, watch_NO=watch_NO)
-    )
+    return _OnePass.apply(hidden_ND, weight_VD, head, ids_NC, loss, normalizer, rows, wanted, watch_NO)
 
 
 class _OnePass(torch.autograd.Function):
     """Compute loss and gradients in the forward pass; the backward pass only scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, task: _Task) -> Tensor:
-        sums = _Gradients.allocate(hidden_ND, weight_VD, task.head.vocabulary, task.wanted)
-        loss = hidden_ND.new_zeros((), dtype=maths_dtype(hidden_ND))
-        multiply_in = product_dtype(hidden_ND)
-        head = cast_once(task.head, multiply_in)
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        head: Head,
+        ids_NC: Tensor,
+        outcome_loss: OutcomeLoss,
+        normalizer: float | Tensor,
+        rows: int,  # positions per chunk
+        wanted: tuple[bool, bool],  # gradients of hidden states and weight
+        watch_NO: Tensor | None,
+    ) -> Tensor:
+        dtype, multiply_in = maths_dtype(hidden_ND), product_dtype(hidden_ND)
+        d_hidden_ND = torch.empty_like(hidden_ND, dtype=dtype) if wanted[0] else None
+        d_weight_VD = torch.empty_like(weight_VD, dtype=dtype) if wanted[1] else None
+        if d_weight_VD is not None:
+            d_weight_VD[head.vocabulary if len(hidden_ND) else 0 :] = 0.0  # rows that no chunk writes
+        loss = hidden_ND.new_zeros((), dtype=dtype)
+        head = cast_once(head, multiply_in)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            first = Logits.from_hidden(hidden_ND[: task.rows], head, multiply_in)
-            memory = first.allocate(keep=sums.need_tiles(first))
-            for start in range(0, len(hidden_ND), task.rows):
-                part = slice(start, start + task.rows)
+            first = Logits.from_hidden(hidden_ND[:rows], head, multiply_in)
+            one_tile = len(first.starts) == 1
+            memory = first.allocate(keep=one_tile or d_weight_VD is not None)
+            for start in range(0, len(hidden_ND), rows):
+                part = slice(start, start + rows)
                 logits = Logits.from_hidden(hidden_ND[part], head, multiply_in)
-                scanned = scan(logits, task.ids_NC[part], memory, sums.pull(logits, part))
+                d_part_ND = None if d_hidden_ND is None else d_hidden_ND[part]
+                scanned = scan(logits, ids_NC[part], memory, pull_ND=None if one_tile else d_part_ND)
                 log_pi_NO, pi_NO = normalize_scores(torch.cat([scanned.candidates_NC, scanned.other_N1], dim=1))
                 floored_NO = with_other(log_pi_NO[:, :-1], log_pi_NO[:, -1])
-                if task.watch_NO is not None:
-                    task.watch_NO[part] = floored_NO
-                loss_N, gradient_NO = task.loss(log_pi_NO, floored_NO, part)
+                if watch_NO is not None:
+                    watch_NO[part] = floored_NO
+                loss_N, gradient_NO = outcome_loss(log_pi_NO, floored_NO, part)
                 loss += loss_N.sum()
-                if any(task.wanted):
-                    d_logits_NO = _of_logits(gradient_NO / task.normalizer, pi_NO)
-                    sums.add(part, hidden_ND[part].to(multiply_in), scanned, d_logits_NO)
-        ctx.save_for_backward(*sums.rounded(hidden_ND.dtype, weight_VD.dtype))
-        return loss / task.normalizer
+                if any(wanted):
+                    d_logits_NO = _of_logits(gradient_NO / normalizer, pi_NO)
+                    _add_gradients(
+                        scanned, hidden_ND[part].to(multiply_in), d_logits_NO, d_part_ND, d_weight_VD, fresh=start == 0
+                    )
+        gradients = ((d_hidden_ND, hidden_ND.dtype), (d_weight_VD, weight_VD.dtype))
+        ctx.save_for_backward(*(None if gradient is None else gradient.to(kind) for gradient, kind in gradients))
+        return loss / normalizer
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
@@ -174,7 +172,7 @@ class _OnePass(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             leaf = torch.zeros((), requires_grad=True)  # so that autograd calls _Once.backward
             gradients = [None if grad is None else _Once.apply(grad, leaf) for grad in gradients]
-        return (*gradients, None)
+        return (*gradients, *[None] * 7)
 
 
 class _Once(torch.autograd.Function):
@@ -202,70 +200,40 @@ def _of_logits(gradient_NO: Tensor, pi_NO: Tensor) -> Tensor:
     return gradient_NO * (pi_NO @ others_OO) - pi_NO * (gradient_NO @ others_OO)
 
 
-@dataclass(frozen=True)
-class _Gradients:
-    """The sums of the gradients of hidden states and weight, each only if needed.
+def _add_gradients(
+    scanned: Scan,
+    hidden_ND: Tensor,
+    gradient_NO: Tensor,
+    d_hidden_ND: Tensor | None,
+    d_weight_VD: Tensor | None,
+    *,
+    fresh: bool,
+) -> None:
+    """Add the gradients of a chunk, each only if needed, given that of its outcomes' logits.
 
     With one tile, the tile becomes the gradient of its logits in place and is multiplied with matrix and hidden states.
     With many, the exponentials themselves are multiplied: with the matrix while the scan has it in cache, and, if the
     weight is trained, with the scaled hidden states. The candidates, which have no exponential, are added to both.
     """
-
-    hidden_ND: Tensor | None
-    weight_VD: Tensor | None
-
-    @classmethod
-    def allocate(cls, hidden_ND: Tensor, weight_VD: Tensor, vocabulary: int, wanted: tuple[bool, bool]) -> "_Gradients":
-        dtype = maths_dtype(hidden_ND)
-        d_hidden_ND = torch.empty_like(hidden_ND, dtype=dtype) if wanted[0] else None
-        d_weight_VD = torch.empty_like(weight_VD, dtype=dtype) if wanted[1] else None
-        if d_weight_VD is not None:
-            d_weight_VD[vocabulary if len(hidden_ND) else 0 :] = 0.0  # rows that no chunk writes
-        return cls(d_hidden_ND, d_weight_VD)
-
-    def need_tiles(self, logits: Logits) -> bool:
-        """Check whether exponentials are needed after the scan."""
-        return self.weight_VD is not None or len(logits.starts) == 1
-
-    def pull(self, logits: Logits, part: slice) -> Tensor | None:
-        """Return the memory for the scan's product with the matrix, if it must compute one."""
-        return None if self.hidden_ND is None or len(logits.starts) == 1 else self.hidden_ND[part]
-
-    def add(self, part: slice, hidden_ND: Tensor, scanned: Scan, gradient_NO: Tensor) -> None:
-        """Add the gradients of a chunk, given that of its outcomes' logits."""
-        of_candidates_NC = gradient_NO[:, :-1]
-        share_NT = gradient_NO[:, -1:] * (scanned.peak_NT - scanned.other_N1).exp2()
-        if len(scanned.logits.starts) == 1:
-            self._add_dense(part, hidden_ND, scanned, of_candidates_NC, share_NT)
-            return
-        ids_NC = scanned.ids_NC
-        if self.hidden_ND is not None:
-            rows_NCD = scanned.logits.head.weight_VD[ids_NC].to(hidden_ND.dtype)
-            d_hidden_ND = self.hidden_ND[part].mul_(share_NT[:, -1:])
-            d_hidden_ND += torch.bmm(of_candidates_NC[:, None], rows_NCD)[:, 0]
-        if self.weight_VD is not None:
-            for number, start in enumerate(scanned.logits.starts):
-                tile_NW = scanned.tiles[number]
-                d_weight_WD = self.weight_VD[start : start + tile_NW.shape[1]]
-                add_product(d_weight_WD, tile_NW.t(), hidden_ND * share_NT[:, number, None], fresh=part.start == 0)
-            self.weight_VD.index_add_(
-                0, ids_NC.flatten(), (of_candidates_NC[..., None] * hidden_ND[:, None]).flatten(0, 1)
-            )
-
-    def _add_dense(
-        self, part: slice, hidden_ND: Tensor, scanned: Scan, of_candidates_NC: Tensor, share_N1: Tensor
-    ) -> None:
-        scores_NV, dtype = scanned.tiles[0], hidden_ND.dtype
+    logits, ids_NC, dtype = scanned.logits, scanned.ids_NC, hidden_ND.dtype
+    of_candidates_NC = gradient_NO[:, :-1]
+    share_NT = gradient_NO[:, -1:] * (scanned.peak_NT - scanned.other_N1).exp2()
+    if len(logits.starts) == 1:
+        scores_NV = scanned.tiles[0]
         into = scores_NV if scores_NV.dtype == dtype else torch.empty_like(scores_NV, dtype=dtype)
-        tile_NV = torch.mul(scores_NV, share_N1, out=into)  # rounded as it is written
-        tile_NV.scatter_(1, scanned.ids_NC, of_candidates_NC.to(dtype))
-        if self.hidden_ND is not None:
-            add_product(self.hidden_ND[part], tile_NV, scanned.logits.weight(0), fresh=True)
-        if self.weight_VD is not None:
-            d_weight_VD = self.weight_VD[: scanned.logits.head.vocabulary]
-            add_product(d_weight_VD, tile_NV.t(), hidden_ND, fresh=part.start == 0)
-
-    def rounded(self, *dtypes: torch.dtype) -> list[Tensor | None]:
-        """Return both in the dtypes of hidden states and weight."""
-        gradients = zip((self.hidden_ND, self.weight_VD), dtypes, strict=True)
-        return [None if gradient is None else gradient.to(dtype) for gradient, dtype in gradients]
+        tile_NV = torch.mul(scores_NV, share_NT, out=into)  # rounded as it is written
+        tile_NV.scatter_(1, ids_NC, of_candidates_NC.to(dtype))
+        if d_hidden_ND is not None:
+            add_product(d_hidden_ND, tile_NV, logits.weight(0), fresh=True)
+        if d_weight_VD is not None:
+            add_product(d_weight_VD[: logits.head.vocabulary], tile_NV.t(), hidden_ND, fresh=fresh)
+        return
+    if d_hidden_ND is not None:
+        rows_NCD = logits.head.weight_VD[ids_NC].to(dtype)
+        d_hidden_ND.mul_(share_NT[:, -1:]).add_(torch.bmm(of_candidates_NC[:, None], rows_NCD)[:, 0])
+    if d_weight_VD is not None:
+        for number, (start, tile_NW) in enumerate(zip(logits.starts, scanned.tiles, strict=True)):
+            d_weight_WD = d_weight_VD[start : start + tile_NW.shape[1]]
+            add_product(d_weight_WD, tile_NW.t(), hidden_ND * share_NT[:, number, None], fresh=fresh)
+        of_rows = (of_candidates_NC[..., None] * hidden_ND[:, None]).flatten(0, 1)
+        d_weight_VD.index_add_(0, ids_NC.flatten(), of_rows)

@@ -1,6 +1,5 @@
 """Log-probabilities of a few tokens per position, normalised over the whole vocabulary."""
 
-from dataclasses import dataclass
 from math import ceil
 
 import torch
@@ -42,7 +41,7 @@ def candidate_logprobs(
     with torch.autocast(hidden_ND.device.type, enabled=False):
         for h_ND, ids_NC in zip(hidden_ND.split(rows), candidate_ids_NC.split(rows), strict=True):
             scanned = scan(Logits.from_hidden(h_ND, head, dtype), ids_NC, buffers)
-            first_NC = _first_places(ids_NC)
+            first_NC = (ids_NC[:, :, None] == ids_NC[:, None, :]).int().argmax(dim=2)  # column with the same id
             repeated_NC = first_NC != torch.arange(ids_NC.shape[1], device=ids_NC.device)
             distinct_NC = scanned.candidates_NC.masked_fill(repeated_NC, -torch.inf)
             logp_NC, other_N = _logprobs(distinct_NC, scanned.other_N1)
@@ -78,43 +77,24 @@ def top_candidates(
     rows = chunk or min(rows_within_cache(head.vocabulary, device), rows_within_budget(head.vocabulary, device))
     dtype = product_dtype(hidden_ND)
     head = cast_once(head, dtype)
-    buffers = _Buffers.allocate(Logits.from_hidden(hidden_ND[:rows], head, dtype))
+    first = Logits.from_hidden(hidden_ND[:rows], head, dtype)
+    # The logits of a chunk and, in the last row, the exponentials of a tile.
+    shape = (len(first.starts) + 1, len(first.hidden_ND) * ceil(first.width / GROUP) * GROUP)
+    memory = torch.empty(shape, dtype=first.dtype, device=device)
     with torch.autocast(device.type, enabled=False):
         chunks = zip(hidden_ND.split(rows), sampled_ids_N.split(rows), strict=True)
-        parts = [_top_of_chunk(Logits.from_hidden(h_ND, head, dtype), ids_N, count, buffers) for h_ND, ids_N in chunks]
+        parts = [_top_of_chunk(Logits.from_hidden(h_ND, head, dtype), ids_N, count, memory) for h_ND, ids_N in chunks]
     ids_NC, logp_NC, other_N, sampled_N = (torch.cat(part) for part in zip(*parts, strict=True))
     return ids_NC, logp_NC, other_N.clamp(min=LOG_FLOOR), sampled_N
 
 
-@dataclass(frozen=True)
-class _Buffers:
-    """Buffers for the logits of a chunk and the exponentials of a tile, reused for every chunk."""
-
-    logits: Tensor  # (T, N * W)
-    exponentials: Tensor  # (N * W)
-
-    @classmethod
-    def allocate(cls, logits: Logits) -> "_Buffers":
-        width = ceil(logits.width / GROUP) * GROUP
-        shape = (len(logits.starts) + 1, len(logits.hidden_ND) * width)
-        memory = torch.empty(shape, dtype=logits.dtype, device=logits.hidden_ND.device)
-        return cls(memory[:-1], memory[-1])
-
-    def shaped(self, rows: int, groups: int) -> tuple[Tensor, Tensor]:
-        """View the part for `rows` positions in groups: (T, N, G, GROUP) and (N, G, GROUP)."""
-        size = rows * groups * GROUP
-        return (
-            self.logits[:, :size].view(len(self.logits), rows, groups, GROUP),
-            self.exponentials[:size].view(rows, groups, GROUP),
-        )
-
-
 def _top_of_chunk(
-    logits: Logits, sampled_N: Tensor, count: int, buffers: _Buffers
+    logits: Logits, sampled_N: Tensor, count: int, memory: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = len(sampled_N)
     groups = ceil(logits.width / GROUP)
-    logits_TNGg, exponentials_NGg = buffers.shaped(rows, groups)
+    memory_TNGg = memory[:, : rows * groups * GROUP].view(len(memory), rows, groups, GROUP)
+    logits_TNGg, exponentials_NGg = memory_TNGg[:-1], memory_TNGg[-1]
     best_NM, mass_NM, top_N1 = _scan_groups(logits, logits_TNGg, exponentials_NGg)
 
     # The best `count` tokens are in the best `count` groups, in the same order: by value, then by id.
@@ -171,11 +151,6 @@ def _largest(values_NM: Tensor, count: int) -> Tensor:
 def _logprobs(scores_NC: Tensor, other_N1: Tensor) -> tuple[Tensor, Tensor]:
     logp_NO, _ = normalize_scores(torch.cat([scores_NC, other_N1], dim=1))
     return logp_NO[:, :-1], logp_NO[:, -1]
-
-
-def _first_places(ids_NC: Tensor) -> Tensor:
-    """Find the first column with each candidate's id."""
-    return (ids_NC[:, :, None] == ids_NC[:, None, :]).int().argmax(dim=2)
 
 
 def outcome_logprobs(hidden_ND: Tensor, head: Head, candidate_ids_NC: Tensor, chunk: int | None = None) -> Tensor:

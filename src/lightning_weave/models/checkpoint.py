@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_weave.config import Dtype, Policy, Student
+from lightning_weave.devices import explain_out_of_memory, free_memory
 from lightning_weave.errors import InputError
-from lightning_weave.models.adapters import ADAPTER_CONFIG, LowRankUpdate, adapter_config, merge_adapter, read_updates
 from lightning_weave.models.hub import (
+    ADAPTER_CONFIG,
     SMALL_FILES,
-    check_config,
+    adapter_config,
     check_weights,
     checkpoint_json,
     config_sections,
@@ -27,14 +28,19 @@ from lightning_weave.models.hub import (
     resolve_model,
 )
 from lightning_weave.store import model_identity
-from lightning_weave.store.identity import fingerprint
+from lightning_weave.store.files import fingerprint
 
 if TYPE_CHECKING:
     import torch
 
-    from lightning_weave.models.weights import Layout
+    from lightning_weave.models.weights import Layout, LowRankUpdate
 
 REHEARSAL_KEY = "rehearsal"  # marks the config.json of doubles, so that none is mistaken for the real model
+LARGEST = {  # what config.json may say of a model's size
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1000),
+    **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "intermediate_size", "head_dim"), 10**8),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "max_position_embeddings"), 10**8),
+}
 END_OF_TURN_TOKENS = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>")
 log = logging.getLogger(__name__)
 
@@ -160,14 +166,17 @@ class Checkpoint:
         from transformers import AutoConfig
 
         path = self.config_path
-        check_config(path)
-        with explain_fault(
-            path,
-            "its config.json cannot be used",
-            "Correct it, or download the checkpoint again",
-            self.trust_remote_code,
-        ):
-            return AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code, local_files_only=True)
+        for section in config_sections(path):  # before transformers builds as many layers
+            for key, most in LARGEST.items():
+                value = section.get(key)
+                if value is not None and not isinstance(value, list) and not (type(value) is int and 0 < value <= most):
+                    raise InputError(
+                        f"{path / 'config.json'}: {key} = {value!r} is no whole number from 1 to {most}. Correct it, "
+                        "or download the checkpoint again"
+                    )
+        trust, advice = self.trust_remote_code, "Correct it, or download the checkpoint again"
+        with explain_fault(path, "its config.json cannot be used", advice, trust):
+            return AutoConfig.from_pretrained(path, trust_remote_code=trust, local_files_only=True)
 
     @property
     def is_double(self) -> bool:
@@ -189,8 +198,6 @@ class Checkpoint:
     @property
     def context_limit(self) -> int | None:
         """The longest context that its configuration allows; None if it sets no limit."""
-        from lightning_weave.models.modules import context_limit
-
         return context_limit(self.config)
 
     @property
@@ -216,6 +223,7 @@ class Checkpoint:
     def load(self, dtype: "torch.dtype", device: "torch.device") -> Any:
         """Load for inference: safetensors only, in this dtype, without gradients; an adapter is merged."""
         from lightning_weave.models.packing import use_efficient_attention
+        from lightning_weave.models.weights import merge_adapter
 
         if self.base is not None:
             return merge_adapter(self.base.load(dtype, device), self.adapter_path)
@@ -265,28 +273,20 @@ class Checkpoint:
         """Call transformers' loader; returns the model, and which weights it did not find or use."""
         from transformers import AutoModelForCausalLM
 
-        from lightning_weave.models.modules import explain_out_of_memory, free_memory
         from lightning_weave.models.weights import check_shapes
 
-        path = self.path
+        path, trust = self.path, self.trust_remote_code
         check_weights(path)
         check_shapes(path, self.build_meta())
         free_memory()  # of the model before, which is not used any more
-        _prepare_loading(path, self.trust_remote_code)
+        _prepare_loading(path, trust)
         problem = "cannot be loaded as a causal language model"
-        with (
-            explain_fault(
-                path,
-                problem,
-                "Check its config.json and weights, or download the checkpoint again",
-                self.trust_remote_code,
-            ),
-            explain_out_of_memory(path, device),
-        ):
+        advice = "Check its config.json and weights, or download the checkpoint again"
+        with explain_fault(path, problem, advice, trust), explain_out_of_memory(path, device):
             return AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
-                trust_remote_code=self.trust_remote_code,
+                trust_remote_code=trust,
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
@@ -324,18 +324,16 @@ class Checkpoint:
         from transformers import AutoModelForCausalLM
 
         # A model changes its configuration, for example its attention; the next one starts from a fresh copy.
-        config = deepcopy(self.config)
-        with explain_fault(
-            self.config_path,
-            "not a causal language model that transformers can build",
-            "Check its config.json",
-            self.trust_remote_code,
-        ):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code, **settings)
+        config, trust = deepcopy(self.config), self.trust_remote_code
+        problem = "not a causal language model that transformers can build"
+        with explain_fault(self.config_path, problem, "Check its config.json", trust):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust, **settings)
 
     @cached_property
-    def updates(self) -> Mapping[str, LowRankUpdate]:
+    def updates(self) -> "Mapping[str, LowRankUpdate]":
         """What an adapter adds to the weights of its base, by their names in the model; empty for a full model."""
+        from lightning_weave.models.weights import read_updates
+
         return {} if self.base is None else read_updates(self.adapter_path, self.build_meta())
 
     @property
@@ -344,6 +342,12 @@ class Checkpoint:
         from lightning_weave.models.weights import Layout
 
         return Layout.from_folder(self.path, self.build_meta())
+
+
+def context_limit(config: Any) -> int | None:
+    """Return the longest context that a configuration allows, or None if it sets no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if limit is None else int(limit)
 
 
 def configured_dtype(folder: Path) -> "torch.dtype | None":

@@ -19,9 +19,9 @@ import transformers
 from torch import Tensor
 
 from lightning_weave.errors import InputError, first_line
-from lightning_weave.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, adapter_config
 from lightning_weave.models.checkpoint import REHEARSAL_KEY, Checkpoint, configured_dtype
-from lightning_weave.models.hub import INDEX_FILE, checkpoint_json
+from lightning_weave.models.hub import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_FILE, adapter_config, checkpoint_json
+from lightning_weave.models.weights import PEFT_PREFIX
 from lightning_weave.store import whole_directory
 
 KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")

@@ -3,7 +3,7 @@
 import json
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,15 +27,14 @@ from lightning_weave.errors import InputError, WeaveError, first_line
 CONNECT_TIMEOUT = 4.0  # seconds
 UNREACHABLE: set[str] = set()  # endpoints that did not answer
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MERGE = "Merge it with peft (merge_and_unload), and use the merged checkpoint"  # of an adapter that is not supported
+NOT_ADAPTED = ("lm_head", "embed_tokens", "lora_embedding_", "wte", "embed_out")  # these are read separately
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # `*.py` is only ever run with trust_remote_code; pickled weights are never downloaded.
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "README.md"]  # the last has the licence
 WEIGHT_FILES = ["*.safetensors"]
-LARGEST = {  # what config.json may say of a model's size
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 1000),
-    **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "intermediate_size", "head_dim"), 10**8),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "max_position_embeddings"), 10**8),
-}
 IGNORED = ["original/*", "consolidated*", "onnx/*"]
 # The base classes of the hub's own errors: those of its HTTP client, for broken connections, and of the disk.
 HUB_ERRORS = cast(tuple[type[Exception], ...], (*HfHubHTTPError.__bases__, HFValidationError))
@@ -82,10 +81,10 @@ def _is_reachable(endpoint: str) -> bool:
 def check_weights(path: Path) -> None:
     """Refuse a directory without a checkpoint, or with one that could run code when it is loaded."""
     if not (path / "config.json").is_file():
-        is_adapter = (path / "adapter_config.json").is_file()
+        is_adapter = (path / ADAPTER_CONFIG).is_file()
         hint = "it is a LoRA adapter; merge it into its base model" if is_adapter else "give the directory that has it"
         raise InputError(f"{path}: not a checkpoint, it has no config.json ({hint})")
-    if (path / "adapter_config.json").is_file():  # with peft installed, transformers would apply it to the weights
+    if (path / ADAPTER_CONFIG).is_file():  # with peft installed, transformers would apply it to the weights
         raise InputError(f"{path}: has a LoRA adapter as well as weights. Merge it into them, or remove its files")
     if any(path.glob("*.safetensors")):
         for name in indexed_files(path):
@@ -102,6 +101,39 @@ def check_weights(path: Path) -> None:
             "safetensors (on the hub often refs/pr/1), or, if you trust it, convert it once with save_pretrained"
         )
     raise InputError(f"{path}: no weights here (*.safetensors). Download the checkpoint again")
+
+
+def adapter_config(path: Path) -> Mapping[str, Any] | None:
+    """Read the configuration of an adapter; None if the directory holds a full checkpoint, or nothing."""
+    is_adapter = (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+    return checkpoint_json(path / ADAPTER_CONFIG) if is_adapter else None
+
+
+def check_adapter(path: Path) -> None:
+    """Refuse an adapter that could run code when it is loaded, or that has more than low-rank updates of layers."""
+    config = checkpoint_json(path / ADAPTER_CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise InputError(f"{path}: peft_type {config.get('peft_type')} is not supported, only LORA. {MERGE}")
+    if config.get("modules_to_save") or config.get("trainable_token_indices"):
+        raise InputError(f"{path}: has full modules in addition to its low-rank updates. {MERGE}")
+    if not (path / ADAPTER_WEIGHTS).is_file():
+        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+        if pickled:
+            raise InputError(
+                f"{path}: {pickled[0]} is pickled, and loading it would run code from the file. If you trust it, "
+                "save the adapter again as safetensors (save_pretrained)"
+            )
+        raise InputError(f"{path}: no weights here ({ADAPTER_WEIGHTS}). Download the adapter again")
+    from safetensors import safe_open
+
+    weights = path / ADAPTER_WEIGHTS
+    with (
+        explain_fault(weights, "cannot be read", "Download the adapter again"),
+        safe_open(weights, framework="np") as tensors,
+    ):
+        names = list(tensors.keys())
+    if unsupported := [name for name in names if any(part in name for part in NOT_ADAPTED)]:
+        raise InputError(f"{path}: changes {unsupported[0]}, the head or the embeddings. {MERGE}")
 
 
 def quantisation_method(path: Path) -> str | None:
@@ -173,18 +205,6 @@ def config_sections(path: Path) -> list[dict[str, Any]]:
     """Read the config.json of a directory, and the section of it that describes the text model, if there is one."""
     config = checkpoint_json(path / "config.json")
     return [each for each in (config, config.get("text_config")) if isinstance(each, dict)]
-
-
-def check_config(path: Path) -> None:
-    """Refuse sizes that no model has, before a library builds as many layers."""
-    for section in config_sections(path):
-        for key, most in LARGEST.items():
-            value = section.get(key)
-            if value is not None and not isinstance(value, list) and not (type(value) is int and 0 < value <= most):
-                raise InputError(
-                    f"{path / 'config.json'}: {key} = {value!r} is no whole number from 1 to {most}. Correct it, or "
-                    "download the checkpoint again"
-                )
 
 
 def resolve_model(name: str, revision: str | None = None, weights: bool = True) -> Path:

@@ -168,11 +168,11 @@ def _attend_packed(
     ):
         return _attend_row_by_row(module, query, key, value, attention_mask, **kwargs)
     longest, offsets = attention_mask.longest, attention_mask.offsets
-    rows = [heads[0].transpose(0, 1) for heads in (query, key, value)]  # (1, H, T, D) -> (T, H, D)
-    output: Any = varlen_attn(
-        rows[0],
-        rows[1],
-        rows[2],
+    q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))  # (1, H, T, D) -> (T, H, D)
+    output: Any = varlen_attn(  # a tensor, as no auxiliary output is asked for
+        q,
+        k,
+        v,
         offsets,
         offsets,
         longest,

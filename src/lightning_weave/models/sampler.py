@@ -20,9 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from lightning_weave.devices import has_float64
+from lightning_weave.devices import free_memory, has_float64, is_out_of_memory
 from lightning_weave.errors import InputError, WeaveError, logits_not_finite
-from lightning_weave.models.modules import context_limit, free_memory, is_out_of_memory
+from lightning_weave.models.checkpoint import context_limit
 from lightning_weave.models.packing import EFFICIENT, rope_switch
 from lightning_weave.progress import show_rows
 from lightning_weave.types import Request, Response, SamplingSettings
@@ -38,12 +38,7 @@ class HFSampler:
     """Samples from a causal language model on its own device, batch by batch."""
 
     def __init__(
-        self,
-        model: Any,
-        stop: frozenset[int],
-        vocabulary: int,
-        batch_size: int = 64,
-        tilt: Tilt | None = None,
+        self, model: Any, stop: frozenset[int], vocabulary: int, batch_size: int = 64, tilt: Tilt | None = None
     ) -> None:
         self.model = model
         self.vocabulary = vocabulary
@@ -219,7 +214,17 @@ class RefillingSampler(HFSampler):
         refills = full_attention and masked_by_torch and takes_positions and self.rope_switch is None
         while len(todo) > self.batch_size and refills:
             try:
-                self._refill(requests, settings, todo, responses)
+                running = RunningRows(self, requests, settings)
+                waiting = deque(sorted(todo, key=lambda row: (len(requests[row].prompt_ids), row)))  # shortest first
+                while waiting or running.rows:
+                    free = self.batch_size - len(running.rows)
+                    if waiting and 8 * free >= self.batch_size:  # adding rows copies the cache, as dropping does
+                        running.add([waiting.popleft() for _ in range(min(free, len(waiting)))])
+                    for _ in range(self.sync_every):
+                        running.step()
+                    ended = running.synchronize()
+                    if 8 * len(ended) >= len(running.rows):
+                        responses |= zip(ended, running.drop(ended), strict=True)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -228,23 +233,6 @@ class RefillingSampler(HFSampler):
         rest = super().sample([requests[row] for row in todo], settings)
         responses |= zip(todo, rest, strict=True)
         return [responses[row] for row in range(len(requests))]
-
-    def _refill(
-        self, requests: Sequence[Request], settings: SamplingSettings, todo: list[int], responses: dict[int, Response]
-    ) -> None:
-        """Sample all rows of `todo`, shortest prompts first; add each response when it has ended."""
-        running = RunningRows(self, requests, settings)
-        waiting = deque(sorted(todo, key=lambda row: (len(requests[row].prompt_ids), row)))
-        while waiting or running.rows:
-            free = self.batch_size - len(running.rows)
-            if waiting and 8 * free >= self.batch_size:  # adding rows copies the cache, as dropping does
-                running.add([waiting.popleft() for _ in range(min(free, len(waiting)))])
-            for _ in range(self.sync_every):
-                running.step()
-            ended = running.synchronize()
-            if 8 * len(ended) >= len(running.rows):
-                responses |= zip(ended, running.responses(ended), strict=True)
-                running.drop(ended)
 
 
 class RunningRows:
@@ -333,14 +321,18 @@ class RunningRows:
             raise logits_not_finite(self.requests[self.rows[broken.index(True)]].name, self.sampler.model.name_or_path)
         return [row for row, has_ended in zip(self.rows, ended, strict=True) if has_ended]
 
-    def drop(self, ended: list[int]) -> None:
-        """Remove rows, and the columns of the cache that no other row uses."""
+    def drop(self, ended: list[int]) -> list[Response]:
+        """Remove rows, and the columns of the cache that no other row uses; returns their responses."""
         assert self.cache is not None, "no rows"
         assert self.logits_NV is not None, "no rows"
+        ended_N = torch.tensor(ended, device=self.device)
+        counted = torch.cat([self.count_R[ended_N, None], self.tokens_RS[ended_N]], dim=1).tolist()
+        tokens, counts = [ids for _, *ids in counted], [count for count, *_ in counted]
+        responses = self.sampler.responses(tokens, [0] * len(ended), counts)
         kept = [place for place, row in enumerate(self.rows) if row not in set(ended)]
         if not kept:
             self._set_rows([], masked=[], cache=None, logits_NV=None)
-            return
+            return responses
         unused = min(self.masked[place] for place in kept)
         masked = [self.masked[place] - unused for place in kept]
         kept_N = torch.tensor(kept, device=self.device)
@@ -348,9 +340,4 @@ class RunningRows:
             layer.keys = layer.keys[kept_N][:, :, unused:]
             layer.values = layer.values[kept_N][:, :, unused:]
         self._set_rows([self.rows[place] for place in kept], masked, self.cache, self.logits_NV[kept_N])
-
-    def responses(self, rows: list[int]) -> list[Response]:
-        """Return the responses of rows; one synchronisation for all of them."""
-        rows_N = torch.tensor(rows, device=self.device)
-        counted = torch.cat([self.count_R[rows_N, None], self.tokens_RS[rows_N]], dim=1).tolist()
-        return self.sampler.responses([ids for _, *ids in counted], [0] * len(rows), [count for count, *_ in counted])
+        return responses

@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_weave.devices import free_memory, is_out_of_memory
 from lightning_weave.errors import InputError, WeaveError, logits_not_finite
 from lightning_weave.heads import Head, candidate_logprobs, find_head, hidden_states, separate_sampled, top_candidates
-from lightning_weave.models.modules import context_limit, free_memory, is_out_of_memory
+from lightning_weave.models.checkpoint import context_limit
 from lightning_weave.models.packing import rotate_by_row, separate_rows
 from lightning_weave.progress import show_rows
 from lightning_weave.types import Request, Response, SamplingSettings

@@ -42,12 +42,28 @@ def main() -> None:
         raise
     send(answers, {"limit": engine.llm_engine.model_config.max_model_len})
     sampling = Sampling(engine, range(settings.get("vocabulary", size), size))
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in questions:
+            lines.put(line)
+        lines.put("")  # the end of the input
+
+    threading.Thread(target=listen, daemon=True).start()
+    job = None
     try:
-        for job in arriving(questions, sampling):
+        while True:
+            if job is None and not (sampling.left and lines.empty()):
+                line = lines.get()
+                if not line:
+                    return
+                job = json.loads(line)
             if job is not None and "prompts" in job:
                 sampling.add(job)
-            elif job is not None:
+                job = None
+            elif job is not None and not sampling.left:
                 send(answers, do_alone(engine, job))
+                job = None
             for entry in sampling.step():
                 send(answers, entry)
     except Exception as error:
@@ -97,30 +113,6 @@ def start(settings: dict[str, Any]) -> tuple[Any, int]:
         **options,
     )
     return engine, engine.llm_engine.model_config.get_vocab_size()
-
-
-def arriving(questions: TextIO, sampling: "Sampling") -> "Iterator[dict[str, Any] | None]":
-    """Yield jobs when they can start, and None in between while the engine is sampling."""
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def listen() -> None:
-        for line in questions:
-            lines.put(line)
-        lines.put("")  # the end of the input
-
-    threading.Thread(target=listen, daemon=True).start()
-    job = None
-    while True:
-        if job is None and not (sampling.left and lines.empty()):
-            line = lines.get()
-            if not line:
-                return
-            job = json.loads(line)
-        if job is None or ("prompts" not in job and sampling.left):
-            yield None
-        else:
-            yield job
-            job = None
 
 
 class Sampling:

@@ -1,9 +1,11 @@
-"""The tensors in a checkpoint's safetensors files, and how they become the weights of a transformers model."""
+"""The tensors in a checkpoint's safetensors files, and how they and LoRA adapters become the weights of a model."""
 
 import re
 import shutil
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -27,6 +30,10 @@ from transformers.core_model_loading import (
 from lightning_weave.errors import InputError, first_line
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.hub import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    MERGE,
+    check_adapter,
     check_trainable,
     check_weights,
     checkpoint_json,
@@ -37,6 +44,7 @@ from lightning_weave.models.hub import (
 from lightning_weave.store import make_directory, whole_directory
 
 ALL_ROWS = slice(None)
+PEFT_PREFIX = "base_model.model."  # of the names of an adapter's layers
 SAME_DIRECTION = 1 - 1e-4  # rows that only weight decay moved stay this parallel; exact equality misses them
 NEAR_ZERO = 1e-3  # of the median row's norm
 SAMPLE_BLOCKS = 64  # where the median norm is measured: spread over the vocabulary, read in few blocks
@@ -180,30 +188,26 @@ class Layout:
                         f"{piece.all_keys[0]} among them. Download or export the checkpoint again"
                     ) from error
             layout.pieces.append(piece)
-        layout._check(state)
-        return layout
-
-    def _check(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse files that lack weights of the model, or whose tensors could not be written back."""
-        names = {name for piece in self.pieces for name in piece.names}
-        for pair in self.model.all_tied_weights_keys.items():  # one of two tied names is enough
+        names = {name for piece in layout.pieces for name in piece.names}
+        for pair in meta_model.all_tied_weights_keys.items():  # one of two tied names is enough
             names |= set(pair) if names & set(pair) else set()
-        ignored = self.model._keys_to_ignore_on_load_missing or []
+        ignored = meta_model._keys_to_ignore_on_load_missing or []
         missing = sorted(name for name in state.keys() - names if not any(re.search(each, name) for each in ignored))
         if missing:
             raise InputError(
-                f"{self.folder}: the weights lack {len(missing)} tensors of the model, {missing[0]} among them. "
+                f"{folder}: the weights lack {len(missing)} tensors of the model, {missing[0]} among them. "
                 "Download or export the checkpoint again"
             )
-        for piece in self.pieces:
+        for piece in layout.pieces:  # whose tensors must be writable
             weights = {name: torch.empty(state[name].shape, device="meta") for name in piece.names}
-            shapes = {key: tuple(tensor.shape) for key, tensor in self._revert(piece, weights).items()}
-            if shapes != (held := {key: self.stored[key].shape for key in piece.all_keys}):
+            shapes = {key: tuple(tensor.shape) for key, tensor in layout._revert(piece, weights).items()}
+            if shapes != (held := {key: layout.stored[key].shape for key in piece.all_keys}):
                 differing = sorted(dict(shapes.items() ^ held.items()))
                 raise InputError(
-                    f"{self.folder}: the tensors of {piece.names[0]} do not have the shapes of the model's "
+                    f"{folder}: the tensors of {piece.names[0]} do not have the shapes of the model's "
                     f"configuration ({differing[0]}). Check its config.json and files"
                 )
+        return layout
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -250,6 +254,111 @@ class Layout:
         if piece.converter is None:
             return {piece.all_keys[0]: weights[piece.names[0]]}
         return revert_weight_conversion(self.model, dict(weights))
+
+
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """What an adapter adds to one matrix of its base: the product of two small matrices."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scale: float
+    transposed: bool  # the base stores the matrix as inputs x outputs
+
+    def rows(self, rows: slice, device: Any) -> Tensor:
+        """Compute some rows of the product, in float32."""
+        left, right = (self.a_RI.t(), self.b_OR.t()) if self.transposed else (self.b_OR, self.a_RI)
+        return left[rows].to(device).float() @ right.to(device).float() * self.scale
+
+
+def read_updates(path: Path, meta_model: Any) -> dict[str, LowRankUpdate]:
+    """Read what an adapter adds, by the names of the weights in the model. Only the shapes of the model are needed."""
+    attach_adapter(meta_model, "merged", path)
+    tensors = _read_tensors(path)
+    by_name = {}
+    for place, layer in _adapted_layers(meta_model):
+        a_RI, b_OR = (tensors.pop(f"{place}.lora_{factor}.weight", None) for factor in "AB")
+        if a_RI is None or b_OR is None or layer.lora_variant:
+            raise InputError(f"{path}: has more than a low-rank update of {place}. {MERGE}")
+        by_name[f"{place}.weight"] = LowRankUpdate(a_RI, b_OR, layer.scaling["merged"], layer.fan_in_fan_out)
+    if tensors:
+        raise InputError(f"{path}: {next(iter(tensors))} is not a low-rank update of a matrix. {MERGE}")
+    return by_name
+
+
+def merge_adapter(model: Any, path: Path) -> Any:
+    """Add an adapter to the weights of its base model, and remove its modules."""
+    attach_adapter(model, "merged", path)
+    _set_adapter(model, "merged")
+    for place, layer in _adapted_layers(model):
+        with explain_fault(path, "cannot be merged into its base model", "Use another adapter"):
+            layer.merge()
+        parent, _, child = place.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer.get_base_layer())
+    del model.peft_config
+    return model.requires_grad_(False)
+
+
+def attach_adapter(model: Any, name: str, path: Path) -> None:
+    """Add an adapter to its base model in place, switched off."""
+    if name in getattr(model, "peft_config", {}):
+        return
+    check_adapter(path)
+    try:
+        from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+    except ImportError:
+        raise InputError(f"{path}: a LoRA adapter needs the package peft: pip install peft") from None
+    with explain_fault(path / ADAPTER_CONFIG, "cannot be used", "Correct it, or download the adapter again"):
+        config = LoraConfig.from_pretrained(str(path))
+    config.init_lora_weights = False  # all are read from the file; some initialisations change the base
+    config.inference_mode = True
+    tensors = _read_tensors(path)
+    with (
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+        explain_fault(path, "does not fit its base model", "Is it the right base?"),
+    ):
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several on one base are intended
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")  # only the names are needed
+        inject_adapter_in_model(config, model, adapter_name=name)
+        try:
+            loaded = set_peft_model_state_dict(model, tensors, adapter_name=name)
+        except RuntimeError as error:  # the reason is in its last line
+            raise ValueError(str(error).splitlines()[-1].strip()) from None
+    missing = [key for key in loaded.missing_keys if f".{name}." in key]
+    if wrong := [*loaded.unexpected_keys, *missing]:
+        raise InputError(f"{path}: does not fit its base model ({wrong[0]}). Is it the right base?")
+    model.eval().requires_grad_(False)
+    _set_adapter(model, None)
+
+
+@contextmanager
+def using_adapter(model: Any, name: str | None) -> Iterator[None]:
+    """Activate one of the attached adapters, or none."""
+    _set_adapter(model, name)
+    try:
+        yield
+    finally:
+        _set_adapter(model, None)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    return {key.removeprefix(PEFT_PREFIX): value for key, value in load_file(path / ADAPTER_WEIGHTS).items()}
+
+
+def _set_adapter(model: Any, name: str | None) -> None:
+    for _, layer in _adapted_layers(model):
+        layer.enable_adapters(name is not None)
+        if name is not None:
+            layer.set_adapter(name, inference_mode=True)
+
+
+def _adapted_layers(model: Any) -> list[tuple[str, Any]]:
+    if not hasattr(model, "peft_config"):  # peft may not be installed
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
 
 
 def find_output_matrix(folder: Path) -> StoredTensor | None:

@@ -50,6 +50,7 @@ GPUS = {
     )
 }
 CALIBRATED = GPUS["H100"]
+BASE = "base_model_name_or_path"  # in the configuration of an adapter
 MEMORY_TOLERANCE = 0.2  # relative difference between the memory of a device and that of its type
 
 
@@ -214,10 +215,22 @@ def _read_layer(config: Mapping[str, Any], kind: str, number: int) -> Layer:
 
 def find_shape(model: str, revision: str | None = None, known: bool = True) -> Shape:
     """Read the sizes of a model without its weights; with `known`, a name from the paper means the paper's model."""
+    config = _read_config(model, revision, known)
+    # The update of a LoRA adapter is small: count its base.
+    return find_shape(base) if (base := config.get(BASE)) is not None else read_shape(config, model)
+
+
+def find_base(adapter: str, revision: str | None = None) -> str:
+    """Read the name of the model that an adapter was trained from."""
+    return str(_read_config(adapter, revision, known=False).get(BASE, f"base of {adapter}"))
+
+
+def _read_config(model: str, revision: str | None, known: bool) -> dict[str, Any]:
+    """Read config.json, or the adapter_config.json of an adapter."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         if known and (config := shipped_config(model)) is not None:
-            return read_shape(config, model)
+            return config
         if model.startswith((".", "/", "~")) or model.count("/") > 1:
             raise InputError(
                 f"model {model!r}: no such directory. Give the path of a checkpoint directory or a hub name"
@@ -245,8 +258,7 @@ def find_shape(model: str, revision: str | None = None, known: bool = True) -> S
         raise InputError(f"{path}: not valid JSON ({first_line(error)})") from None
     if not isinstance(config, dict):
         raise InputError(f"{path}: not a JSON object")
-    # The update of a LoRA adapter is small: count its base.
-    return find_shape(str(config.get("base_model_name_or_path"))) if is_adapter else read_shape(config, model)
+    return {BASE: str(config.get(BASE))} if is_adapter else config
 
 
 def shipped_config(model: str) -> dict[str, Any] | None:

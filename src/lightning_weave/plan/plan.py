@@ -10,9 +10,19 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_weave.bench.definitions import KNOWN, MAX_TOKENS, OWN_SAMPLES, SAMPLES
-from lightning_weave.config import KEPT_CHECKPOINTS, Composition, Dtype, Joint, Online, Recipe, Sequential
+from lightning_weave.config import (
+    HELD_OUT,
+    KEPT_CHECKPOINTS,
+    Composition,
+    Dtype,
+    Joint,
+    Online,
+    Recipe,
+    Sequential,
+    benchmark_folder,
+)
 from lightning_weave.errors import printable
-from lightning_weave.plan.architecture import CALIBRATED, MatmulDtype, Shape, find_shape
+from lightning_weave.plan.architecture import CALIBRATED, MatmulDtype, Shape, find_base, find_shape
 from lightning_weave.plan.costs import (
     CONSTANTS,
     Constants,
@@ -36,6 +46,7 @@ from lightning_weave.plan.memory import (
     sampling_memory,
     scoring_memory,
 )
+from lightning_weave.prompts.build import count_held_out
 
 ROLES: tuple[Literal["post"], Literal["pre"]] = ("post", "pre")
 PROMPT_SHARE = 0.15  # mean length of a prompt, as a share of prompts.max_tokens
@@ -93,9 +104,20 @@ class Plan:
 def scored_name(recipe: Recipe, anchor: str, role: Literal["post", "pre"]) -> str:
     """Name one side of an anchor as in the rows of a plan."""
     named = recipe.anchor_model(anchor, role)
-    model = named[0] if named else f"base of {recipe.anchors[anchor].post}"
+    model = named[0] if named else find_base(*recipe.anchor_model(anchor, "post") or ("",))
+    student = recipe.student.name
+    if Path(model).is_dir() and Path(model).resolve() == Path(student).expanduser().resolve():
+        model = student
     context = recipe.anchors[anchor].context(role)
     return f"{model} with {context}" if context else model
+
+
+def is_student(recipe: Recipe, anchor: str, role: Literal["post", "pre"]) -> bool:
+    """Whether a side is the student with its own prompts: the reference has its scores."""
+    same = recipe.scored_by(anchor, role) == recipe.engine.reference
+    same = same and recipe.engine_of("score").dtype == recipe.engine_of("reference").dtype
+    plain = recipe.anchors[anchor].reads_as_student(role)
+    return same and plain and scored_name(recipe, anchor, role) == recipe.student.name
 
 
 def make_plan(
@@ -107,14 +129,21 @@ def make_plan(
     """Predict FLOPs, bytes, memory and GPU hours of every stage; mean lengths may be given."""
     student = find_shape(recipe.student.name, recipe.student.revision, not recipe.rehearsal)
     models = {}  # every scored model once
+    known = set()  # those that the reference has scored
     for anchor in recipe.anchors:
         for role in ROLES:
+            if is_student(recipe, anchor, role):
+                known.add(recipe.student.name)
             # The base of an adapter has the same shape.
             model = recipe.anchor_model(anchor, role) or recipe.anchor_model(anchor, "post")
             assert model is not None, "an anchor has a post"
             models[scored_name(recipe, anchor, role)] = find_shape(*model, not recipe.rehearsal)
 
-    prompts = _count_prompts(recipe)
+    rows = _count_rows(recipe)
+    held_out = count_held_out(rows or 3200) if HELD_OUT in recipe.eval.benchmarks else 0
+    prompts = recipe.prompts.take or 3200
+    if rows is not None:  # filters are not known yet
+        prompts = max(1, min(rows - held_out, recipe.prompts.take or rows))
     load = Workload(
         trajectories=prompts * recipe.rollout.responses,
         prompt_tokens=prompt_tokens or round(PROMPT_SHARE * recipe.prompts.max_tokens),
@@ -132,24 +161,31 @@ def make_plan(
     train_bytes = 4 if recipe.train.dtype == "float32" else 2
     gpus = min(machine.gpus, recipe.train.shard_ranks or NODE_GPUS)
     checkpointing, _, training = fit_training(recipe, student, gpus, machine.gpu.memory, train_bytes)
-    rollout_bytes = _dtype_bytes(recipe.engine_of("rollout").dtype, student)
-    rows = recipe.train.prompts_per_round * recipe.rollout.responses / recipe.train.updates_per_round
-    hours = offline_hours(
+    live = offline_hours(
         student,
         list(models.values()),
         load,
         machine,
         dtypes=dtypes,
-        sampled_bytes=rollout_bytes,
+        sampled_bytes=_dtype_bytes(recipe.engine_of("rollout").dtype, student),
         checkpointing=checkpointing,
-        rows_per_update=rows,
+        rows_per_update=recipe.train.prompts_per_round * recipe.rollout.responses / recipe.train.updates_per_round,
     )
+    live_scores = dict(zip(models, live.score, strict=True))
+    score_hours = {name: 0.0 if name in known else cost for name, cost in live_scores.items()}
+    hours = replace(live, score=tuple(score_hours.values()))
     sampling = hours.rollout
     if recipe.engine.rollout == "hf":
         sampling = live_sampling_hours(student, load, recipe.rollout.batch_size, train_bytes, machine)
-    score_hours = dict(zip(models, hours.score, strict=True))
     trainings = {
-        name: _training_hours(recipe, composition, hours, score_hours, load, sampling=sampling)
+        name: _training_hours(
+            recipe,
+            composition,
+            hours,
+            live_scores if isinstance(composition, Online) else score_hours,
+            load,
+            sampling=sampling,
+        )
         for name, composition in recipe.compositions.items()
     }
     offline = {name: cost for name, cost in trainings.items() if recipe.compositions[name].method != "online"}
@@ -161,7 +197,8 @@ def make_plan(
         StagePlan("reference", recipe.student.model, forward, hours.reference, disk["reference"]),
     ]
     for name, shape in models.items():
-        stages.append(StagePlan("score", name, load.forward_flops(shape), score_hours[name], disk["score"]))
+        flops = 0.0 if name in known else load.forward_flops(shape)
+        stages.append(StagePlan("score", name, flops, score_hours[name], disk["score"]))
     lora = None if recipe.train.lora is None else lora_parameters(student, recipe.train.lora.rank)
     checkpoint = float((MASTER + OPTIMIZER) * (student.parameters if lora is None else lora))
     exported = student.bytes_per_weight * student.parameters + MASTER * (lora or 0)
@@ -176,8 +213,8 @@ def make_plan(
         path = Path(name.removeprefix("file:"))
         benchmark = KNOWN.get(name)
         kind = benchmark.kind if benchmark is not None else "math"
-        problems = benchmark.count if benchmark is not None else 0
-        if benchmark is None and path.is_file():
+        problems = benchmark.count if benchmark is not None else held_out
+        if name.startswith("file:") and path.is_file():
             problems = path.read_bytes().count(b"\n")
         samples = recipe.eval.samples or (OWN_SAMPLES if benchmark is None else SAMPLES[kind])
         tokens = problems * samples * ANSWER_SHARE * (recipe.eval.max_tokens or MAX_TOKENS[kind])
@@ -196,7 +233,7 @@ def make_plan(
         one_composition=hours.total,
         compositions=len(offline),
         all_compositions=hours.cache + sum(offline.values()),
-        online=live_hours(hours, load, sampling),
+        online=live_hours(live, load, sampling),
         evaluation=sum(benchmarks.values()),
         benchmarks=benchmarks,
         checkpoint=checkpoint,
@@ -204,23 +241,20 @@ def make_plan(
     )
 
 
-def _count_prompts(recipe: Recipe) -> int:
-    """Count the prompts: prompts.take, or the rows of the file if that is less. Filters are not known yet."""
-    rows = None
+def _count_rows(recipe: Recipe) -> int | None:
+    """Count the rows of the file that prompts are taken from; None if it is not a file."""
     path = Path(recipe.prompts.source or "").expanduser()
     if path.is_file() and path.suffix == ".jsonl":
-        rows = sum(bool(line.strip()) for line in path.read_bytes().splitlines())
-    elif path.is_file() and path.suffix == ".parquet":
+        return sum(bool(line.strip()) for line in path.read_bytes().splitlines())
+    if path.is_file() and path.suffix == ".parquet":
         from pyarrow import ArrowException
         from pyarrow.parquet import read_metadata
 
         try:
-            rows = int(read_metadata(path).num_rows)
+            return int(read_metadata(path).num_rows)
         except (ArrowException, OSError):
-            rows = None
-    if rows is None:
-        return recipe.prompts.take or 3200
-    return max(1, min(rows, recipe.prompts.take or rows))
+            return None
+    return None
 
 
 def _dtype_bytes(dtype: Dtype, shape: Shape) -> int:
@@ -344,11 +378,12 @@ def run(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | None, as
             f"{plan.compositions} sharing the cache: {plan.all_compositions:.1f} GPU hours, "
             f"{plan.all_compositions / plan.compositions:.1f} each; online: {plan.compositions * plan.online:.1f}"
         )
+    names = ", ".join(printable(benchmark_folder(name)) for name in plan.benchmarks)
     policies = 1 + len(recipe.compositions) + len(recipe.policies)
     everything = sum(stage.gpu_hours for stage in plan.stages) + policies * plan.evaluation
     lines += [
         f"Online: {plan.online:.1f} GPU hours per composition, {plan.online / total:.2f} x",
-        f"Evaluation: about {plan.evaluation:.1f} GPU hours per policy, assuming answers half of max_tokens"
+        f"Evaluation: about {plan.evaluation:.1f} GPU hours per policy ({names}), assuming answers half of max_tokens"
         if recipe.eval.benchmarks
         else "Evaluation: none, eval.benchmarks is empty",
         f"In all: {everything:.1f} GPU hours, with the evaluation of {policies} policies",

@@ -2,7 +2,6 @@
 
 from lightning_weave.prompts.build import PromptReport, build_prompts, read_columns, read_prompts
 from lightning_weave.prompts.decontaminate import Overlap, Screen
-from lightning_weave.prompts.questions import guess_columns
 from lightning_weave.prompts.render import (
     CHAT_MODES,
     ChatMode,
@@ -15,4 +14,4 @@ from lightning_weave.prompts.render import (
     render,
     unmark,
 )
-from lightning_weave.prompts.sources import read_rows
+from lightning_weave.prompts.sources import guess_columns, read_rows

@@ -12,9 +12,8 @@ from lightning_weave.config import Prompts
 from lightning_weave.config.fields import named_columns
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.prompts.decontaminate import Overlap, Screen, normalise
-from lightning_weave.prompts.questions import ColumnNames, Question, columns_line, read_question
 from lightning_weave.prompts.render import encode, form_of, format_messages, knows_thinking, render, unmark
-from lightning_weave.prompts.sources import read_rows
+from lightning_weave.prompts.sources import ColumnNames, Question, columns_line, read_question, read_rows
 from lightning_weave.store.tables import BadRow, Row
 from lightning_weave.types import Prompt, PromptForm
 
@@ -25,6 +24,8 @@ T = TypeVar("T")
 
 _LISTED = 5  # rows of each kind in the printed report; the manifest of the stage has all of them
 _LOOKED_AT = 20  # rows, to suggest columns
+HELD_OUT_SHARE, LEAST_HELD_OUT, MOST_HELD_OUT = 0.1, 20, 200  # of the questions, but never more than half of them
+HELD_OUT_RULE = f"{HELD_OUT_SHARE:.0%}, {LEAST_HELD_OUT} to {MOST_HELD_OUT}"  # in fingerprints
 SEED = 42  # of the draw
 _PROBLEM_COLUMNS = ("problem", "question_content", "question", "prompt")
 
@@ -36,6 +37,7 @@ class PromptReport:
     read: int = 0
     bad: list[BadRow] = field(default_factory=list)
     duplicates: int = 0
+    held_out: int = 0
     overlaps: list[Overlap] = field(default_factory=list)
     too_long: int = 0
     not_taken: int = 0
@@ -51,6 +53,7 @@ class PromptReport:
         counts = [
             (len(self.bad), "cannot be used:", [f"{row.where}: {row.why}" for row in self.bad]),
             (self.duplicates, "duplicates", []),
+            (self.held_out, "held out for evaluation", []),
             (len(overlaps), "overlap with a benchmark:", overlaps),
             (self.too_long, "too long", []),
             (self.not_taken, "not drawn", []),
@@ -64,9 +67,9 @@ class PromptReport:
 
 
 def build_prompts(
-    tokenizer: "PreTrainedTokenizerBase", section: Prompts, day: str | None = None
+    tokenizer: "PreTrainedTokenizerBase", section: Prompts, day: str | None = None, *, holds_out: bool = False
 ) -> tuple[list[Prompt], PromptReport]:
-    """Read, deduplicate, screen, render, filter by length and draw, in this order.
+    """Read, deduplicate, hold out, screen, render, filter by length and draw, in this order.
 
     Every row ends up in exactly one count of the report.
     """
@@ -78,14 +81,18 @@ def build_prompts(
     is_chat = form.style == "chat"
     if is_chat and not knows_thinking(tokenizer) and not section.thinking:  # fails here if there is no template
         report.notes.append("prompts.thinking = false has no effect: the chat template has no thinking switch")
-    others = named_columns(section.format) - {"problem"}
     answer = (section.columns.answer or "").split(".")[0]
-    if answer in others:
+    if answer in template_columns(section):
         raise InputError(f"prompts.format names {{{answer}}}, which holds the answer. Leave it out of the template.")
 
     rendered: list[tuple[str, Prompt]] = []  # text as `render` returns it, no token ids; and where it is from
-    for question in read_questions(section, others, report):
-        turns = (turn["content"] for turn in question.messages if turn["role"] == "user")
+    questions = list(read_questions(section, (), report))
+    held_out = {normalise(one.messages[0]["content"]) for one in hold_out(questions)} if holds_out else set()
+    for question in questions:
+        turns = [turn["content"] for turn in question.messages if turn["role"] == "user"]
+        if not held_out.isdisjoint(map(normalise, turns)):
+            report.held_out += 1
+            continue
         overlap = next(filter(None, (screen.find(question.where, content) for content in turns)), None)
         if overlap is not None:
             report.overlaps.append(overlap)
@@ -125,7 +132,7 @@ def build_prompts(
 
 
 def read_questions(section: Prompts, others: Collection[str], report: PromptReport) -> Iterator[Question]:
-    """Read the distinct questions of the source, each with a unique id; `others` are columns to keep.
+    """Read the distinct questions of the source, each with a unique id; `others` are further columns to keep.
 
     An id must always mean the same prompt, so a second question with a used id is a bad row and is never renamed.
     An id derived from the question does not depend on the order of rows; where duplicates are kept, later copies get a
@@ -134,7 +141,9 @@ def read_questions(section: Prompts, others: Collection[str], report: PromptRepo
     source = section.source
     assert source is not None, "checked by the caller"
     starter = "starter_code" if section.format == "livecodebench" else None
-    columns = ColumnNames(**section.columns.model_dump(), starter=starter, others=frozenset(others))
+    shown = template_columns(section)
+    others = frozenset(others) | shown
+    columns = ColumnNames(**section.columns.model_dump(), starter=starter, others=others)
     where = {"split": section.split, "name": section.name}
     first_rows: list[Row] = []
     distinct: dict[str, Question] = {}
@@ -148,7 +157,7 @@ def read_questions(section: Prompts, others: Collection[str], report: PromptRepo
         if isinstance(question, BadRow):
             report.bad.append(question)
             continue
-        key = str(report.read) if section.dedup == "none" else duplicate_key(question, section.dedup)
+        key = str(report.read) if section.dedup == "none" else duplicate_key(question, section.dedup, shown)
         distinct.setdefault(key, question)
     if not report.read:
         raise InputError(f"{source}: has no rows. Set prompts.source to a file with one prompt per row.")
@@ -165,7 +174,7 @@ def read_questions(section: Prompts, others: Collection[str], report: PromptRepo
     for question in distinct.values():
         identity = question.id
         if not identity:
-            derived = hashlib.sha256(duplicate_key(question, "exact").encode()).hexdigest()[:16]
+            derived = hashlib.sha256(duplicate_key(question, "exact", shown).encode()).hexdigest()[:16]
             copies[derived] += 1
             identity = derived if copies[derived] == 1 else f"{derived}-{copies[derived]}"
         elif identity in owners:
@@ -175,11 +184,34 @@ def read_questions(section: Prompts, others: Collection[str], report: PromptRepo
         yield replace(question, id=identity)
 
 
-def duplicate_key(question: Question, dedup: Literal["exact", "normalised"]) -> str:
+def template_columns(section: Prompts) -> frozenset[str]:
+    """The columns that the prompts show of a row, except for the problem."""
+    return frozenset(named_columns(section.format) - {"problem"})
+
+
+def count_held_out(questions: int) -> int:
+    """How many of these questions are held out.
+
+    >>> [count_held_out(questions) for questions in (10, 30, 100, 1_000, 10_000)]
+    [5, 15, 20, 100, 200]
+    """
+    return min(max(LEAST_HELD_OUT, min(MOST_HELD_OUT, round(HELD_OUT_SHARE * questions))), questions // 2)
+
+
+def hold_out(questions: Sequence[Question]) -> list[Question]:
+    """Choose the questions that are a benchmark and not prompts: those with an answer, drawn by their content."""
+    single = [one for one in questions if one.answer is not None and len(one.messages) == 1]
+    distinct = {normalise(one.messages[0]["content"]): one for one in reversed(single)}  # the first of equal ones
+    chosen = take_by_seed(list(distinct), str, count_held_out(len(distinct)), SEED)
+    return [distinct[text] for text in chosen]
+
+
+def duplicate_key(question: Question, dedup: Literal["exact", "normalised"], shown: Collection[str]) -> str:
     """Make the key by which questions are duplicates: every turn, the starter code and a template's columns."""
     form = normalise if dedup == "normalised" else str
     turns = [(turn["role"], form(turn["content"])) for turn in question.messages]
-    columns = [question.columns] if question.columns else []
+    own = {name: value for name, value in question.columns.items() if name in shown}
+    columns = [own] if own else []
     return json.dumps([turns, question.starter, *columns], default=str)
 
 

@@ -150,13 +150,15 @@ def render(
     settings: dict[str, Any] = {"enable_thinking": form.thinking} if knows_thinking(tokenizer) else {}
     template = str(tokenizer.get_chat_template(tools=form.tools))
     if day is not None and "strftime_now" in template:
-        settings["chat_template"] = _macro_of_date(day) + template
+        settings["chat_template"] = macro_of_date(day) + template
     tools = _mark(form.tools, [*special], special)
     return _apply_template(tokenizer, turns, tools=tools, add_generation_prompt=opens, **settings)
 
 
-def _macro_of_date(day: str) -> str:
+def macro_of_date(day: str | None) -> str:
     """Define `strftime_now` for a chat template: transformers passes data to templates, no functions."""
+    if day is None:
+        return ""
     directives = [f"%{flag}{letter}" for flag in ("-", "") for letter in "aAbBcdHIjmMpSuUwWxXyY"]
     values = [json.dumps([name, datetime.fromisoformat(day).strftime(name)])[1:-1] for name in directives]
     replaced = "".join(f" | replace({value})" for value in values)

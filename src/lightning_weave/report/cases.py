@@ -6,14 +6,14 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 from pandas import DataFrame
 
 from lightning_weave.bench.definitions import Problem, load_eval_benchmark
-from lightning_weave.bench.samples import read_samples
+from lightning_weave.bench.samples import Sample, read_samples
 from lightning_weave.config import Case, benchmark_folder
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.progress import Progress
@@ -34,22 +34,6 @@ LENGTH = 400  # characters before and after an omission
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One policy's response in a panel: in full, or its exact beginning and end."""
-
-    policy: str
-    correct: bool
-    answer: str | None
-    tokens: int
-    beginning: str
-    end: str | None  # None: nothing is omitted
-
-    @property
-    def omission(self) -> str:
-        return f"[middle omitted; full response: {self.tokens:,} tokens]"
-
-
-@dataclass(frozen=True)
 class Panel:
     """One problem with the responses of the named policies."""
 
@@ -59,7 +43,7 @@ class Panel:
     sample: int
     question: str
     reference: str
-    shown: tuple[Shown, ...]
+    shown: Mapping[str, Sample]  # by policy
 
 
 @dataclass(frozen=True)
@@ -193,30 +177,31 @@ def read_panels(run: Run, wanted: Sequence[tuple[str, Place, Sequence[str]]]) ->
     for (policy, benchmark), some in places.items():
         for sample in read_samples(run.stage("eval", policy, benchmark).folder / "samples.jsonl"):
             if (benchmark, sample.problem, sample.sample) in some:
-                answer = None if sample.answer is None else sample.answer[:200]
-                shown = Shown(policy, sample.correct, answer, sample.tokens, *excerpt(sample.text))
-                texts[policy, benchmark, sample.problem, sample.sample] = shown
+                texts[policy, benchmark, sample.problem, sample.sample] = sample
     problems: dict[str, dict[str, Problem]] = {}
     labels = {}
     for name in dict.fromkeys(place[0] for _, place, _ in wanted):
         try:
-            asked = load_eval_benchmark(run.recipe.eval, name)
+            asked = load_eval_benchmark(run.recipe, name)
             labels[name], problems[name] = asked.label, {problem.id: problem for problem in asked.problems}
         except WeaveError:  # a report outlives the files with its questions
             labels[name], problems[name] = benchmark_folder(name), {}
     panels = []
     for title, place, policies in wanted:
         problem = problems[place[0]].get(place[1])
-        responses = tuple(texts[(policy, *place)] for policy in policies)
+        responses = {policy: texts[(policy, *place)] for policy in policies}
         question = UNAVAILABLE if problem is None else problem.question
         answer = "" if problem is None else "passes every test" if problem.answer is None else problem.answer
         panels.append(Panel(title, labels[place[0]], place[1], place[2], question, answer, responses))
     return panels
 
 
-def excerpt(text: str, length: int = LENGTH) -> tuple[str, str | None]:
-    """Keep the exact beginning and end of a response, or all of it if it is short."""
-    return (text, None) if len(text) <= 2 * length else (text[:length], text[-length:])
+def excerpt(sample: Sample, length: int = LENGTH) -> tuple[str, str, str]:
+    """The exact beginning and end of a response with a note of the omission between, or all of it if it is short."""
+    if len(sample.text) <= 2 * length:
+        return sample.text, "", ""
+    note = f"[middle omitted; full response: {sample.tokens:,} tokens]"
+    return sample.text[:length], note, sample.text[-length:]
 
 
 def latex_panels(panels: Sequence[Panel]) -> str:
@@ -230,18 +215,18 @@ def latex_panels(panels: Sequence[Panel]) -> str:
             rf"\textbf{{Question.}} {latex_text(panel.question)}\hfill"
             rf"\textbf{{Reference: {latex_text(panel.reference)}}}\par\smallskip",
         ]
-        for shown in panel.shown:
+        for policy, shown in panel.shown.items():
             word, colour = ("Correct", "green!40!black") if shown.correct else ("Incorrect", "red!70!black")
-            answer = latex_text(shown.answer) if shown.answer is not None else r"\emph{no answer}"
+            answer = latex_text(shown.answer[:200]) if shown.answer is not None else r"\emph{no answer}"
+            beginning, omission, end = excerpt(shown)
             lines += [
-                rf"\textbf{{{escape_latex(shown.policy)}}}\hfill\textcolor{{{colour}}}{{\textbf{{{word}: {answer}}}}}"
+                rf"\textbf{{{escape_latex(policy)}}}\hfill\textcolor{{{colour}}}{{\textbf{{{word}: {answer}}}}}"
                 rf"\hspace{{0.6em}}\textbf{{{shown.tokens:,} tokens}}\par",
-                rf"{{\ttfamily {latex_text(shown.beginning)}\par}}",
+                rf"{{\ttfamily {latex_text(beginning)}\par}}",
             ]
-            if shown.end is not None:
-                omission = escape_latex(shown.omission)
-                lines.append(rf"\hfill\textcolor{{black!55}}{{\emph{{{omission}}}}}\par")
-                lines.append(rf"{{\ttfamily {latex_text(shown.end)}\par}}")
+            if omission:
+                lines.append(rf"\hfill\textcolor{{black!55}}{{\emph{{{escape_latex(omission)}}}}}\par")
+                lines.append(rf"{{\ttfamily {latex_text(end)}\par}}")
             lines.append(r"\smallskip")
         texts.append("\n".join([*lines, r"\end{minipage}}", r"\par\medskip"]) + "\n")
     return "\n".join(texts)

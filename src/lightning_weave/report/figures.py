@@ -26,24 +26,11 @@ from lightning_weave.stages.costs import offline_cost, online_costs
 from lightning_weave.store import read_lines, write_atomic
 
 COLOURS = {
-    "blue": "#0072b2",
-    "vermilion": "#d55e00",
-    "green": "#009e73",
-    "orange": "#e69f00",
-    "purple": "#cc79a7",
-    "sky": "#56b4e9",
-    "brown": "#8c564b",
-    "olive": "#8a8b00",
-    "indigo": "#5b4bb7",
-    "grey": "#7f7f7f",
+    "blue": "#0072b2", "vermilion": "#d55e00", "green": "#009e73", "orange": "#e69f00", "purple": "#cc79a7",
+    "sky": "#56b4e9", "brown": "#8c564b", "olive": "#8a8b00", "indigo": "#5b4bb7", "grey": "#7f7f7f",
     # Not of policies: parts of a bar.
-    "slate": "#4a5a6a",
-    "steel": "#7d8fa1",
-    "mist": "#aab8c5",
-    "sand": "#c9b78e",
-    "clay": "#a8806a",
-}
-BASE = "grey"
+    "slate": "#4a5a6a", "steel": "#7d8fa1", "mist": "#aab8c5", "sand": "#c9b78e", "clay": "#a8806a",
+}  # fmt: skip
 POLICIES = tuple(COLOURS)[:9]
 PARTS = ("slate", "mist", "clay", "sand", "steel")
 DASHES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
@@ -80,12 +67,12 @@ def policy_hues(policies: Iterable[str]) -> Hues:
     """
     others = [policy for policy in dict.fromkeys(policies) if policy != "base"]
     hues = {policy: Hue(POLICIES[at % len(POLICIES)], at // len(POLICIES)) for at, policy in enumerate(others)}
-    return {"base": Hue(BASE), **hues}
+    return {"base": Hue("grey"), **hues}
 
 
 def part_hues(parts: Sequence[str]) -> Hues:
     """Give the parts of a bar colours that no policy has."""
-    return {part: Hue(PARTS[at % len(PARTS)], at // len(PARTS)) for at, part in enumerate(parts)}
+    return {part: Hue(PARTS[at % len(PARTS)]) for at, part in enumerate(parts)}
 
 
 DIRECTIONS = 16
@@ -188,7 +175,6 @@ STYLE = {
 WIDTH = 4.0  # inches: a column of a paper, and of the page
 CROWD = 7  # points that fit a column
 LEAST = 5.0  # points of accuracy that an axis spans at least
-FIRST = Hue("blue")
 WINDOWS = 25  # the window of a running mean is this part of a training
 READABLE = (2, 3, 4, 6, 8)  # ticks between powers of ten whose labels have room
 DARK = ("slate", "clay")  # parts of a bar whose label is white
@@ -216,6 +202,7 @@ class Figure:
     svg: str = ""  # for the page
 
 
+@matplotlib.rc_context(STYLE)
 def frontier(points: DataFrame, hues: Hues | None = None, problems: int = 0) -> Figure:
     """Draw accuracy against tokens: on the frontier filled, the policies trained here joined; dominated ones hollow.
 
@@ -234,54 +221,49 @@ def frontier(points: DataFrame, hues: Hues | None = None, problems: int = 0) -> 
     families = points[points["family"] != ""].sort_values("share", kind="stable").groupby("family")
     sweeps = [list(zip(one["tokens"], one["accuracy"], strict=True)) for _, one in families]
     sweeps = [sweep for sweep in sweeps if not set(sweep) <= set(front)]  # else the frontier's line joins them
-    caption = [
-        "Solid line: the policies trained here that no other policy beats in both." if len(front) > 1 else "",
-        "Hollow: another policy has more accuracy for as few tokens." if len(on_frontier) < len(points) else "",
-        "Dashed line: a sweep of weights." if sweeps else "",
-        "Star: the highest AES." if best is not None else "",
-        f"Bars: one standard error, clustered by problem{f' ({problems:,} problems)' if problems else ''}."
-        if points[["accuracy_error", "tokens_error"]].any(axis=None)
-        else "",
-    ]
-    with pyplot.rc_context(STYLE):
-        scale = crowd(len(points))
-        figure, axes = pyplot.subplots(figsize=(WIDTH * scale, 3.5 * scale))
-        for sweep in sweeps:
-            axes.plot(*zip(*sweep, strict=True), color=INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.55, zorder=1)
-        if len(front) > 1:
-            axes.plot(*zip(*front, strict=True), color=INK, linewidth=1.3, alpha=0.8, zorder=2)
-        lines = [segment for line in (front, *sweeps) for segment in pairwise(line)]
-        for index, (name, one) in enumerate(points.iterrows()):
-            colour = (hues or {}).get(name, FIRST).hex
-            errors = (one["accuracy_error"], one["tokens_error"])
-            axes.errorbar(*places[index], *errors, ecolor=colour, elinewidth=1.1, linestyle="none", zorder=2)
-            marker, size = ("*", 130) if name == best else (MARKERS[one["kind"]][0], 42)
-            face = colour if index in on_frontier else PAPER
-            style = {"marker": marker, "facecolors": face, "edgecolors": colour, "linewidths": 1.2, "zorder": 3}
-            axes.scatter(*places[index], s=size, **style)
-            x, y = places[index]
-            lines += [((x - errors[1], y), (x + errors[1], y)), ((x, y - errors[0]), (x, y + errors[0]))]
-        for kind in dict.fromkeys(points["kind"]):
-            axes.scatter([], [], marker=MARKERS[kind][0], color=INK, s=30, label=MARKERS[kind][1])
-        if best is not None:
-            axes.scatter([], [], marker="*", color=INK, s=70, label="highest AES")
-        columns = {"ncols": 2 if scale < 1.4 else 5, "handletextpad": 0.1, "columnspacing": 0.9}
-        figure.legend(loc="outside lower center", **columns)
-        axes.set_xlabel("mean response tokens (fewer is better)")
-        axes.set_ylabel("accuracy, %" + (f" ({problems:,} problems)" if problems else ""))
-        axes.margins(0.17, 0.16)
-        span_at_least(axes.get_ylim, axes.set_ylim)
-        figure.canvas.draw()
-        figure.set_layout_engine("none")  # the layout is final now, so labels can be placed by pixel
-        annotate(axes, places, [literal(name) for name in points.index], lines)
+
+    scale = crowd(len(points))
+    figure, axes = pyplot.subplots(figsize=(WIDTH * scale, 3.5 * scale))
+    for sweep in sweeps:
+        axes.plot(*zip(*sweep, strict=True), color=INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.55, zorder=1)
+    if len(front) > 1:
+        axes.plot(*zip(*front, strict=True), color=INK, linewidth=1.3, alpha=0.8, zorder=2)
+    lines = [segment for line in (front, *sweeps) for segment in pairwise(line)]
+    for index, (name, one) in enumerate(points.iterrows()):
+        colour = (hues or {}).get(name, Hue("blue")).hex
+        x, y = places[index]
+        errors = (one["accuracy_error"], one["tokens_error"])
+        axes.errorbar(x, y, *errors, ecolor=colour, elinewidth=1.1, linestyle="none", zorder=2)
+        marker, size = ("*", 130) if name == best else (MARKERS[one["kind"]][0], 42)
+        face = colour if index in on_frontier else PAPER
+        axes.scatter(x, y, s=size, marker=marker, facecolors=face, edgecolors=colour, linewidths=1.2, zorder=3)
+        lines += [((x - errors[1], y), (x + errors[1], y)), ((x, y - errors[0]), (x, y + errors[0]))]
+    for kind in dict.fromkeys(points["kind"]):
+        axes.scatter([], [], marker=MARKERS[kind][0], color=INK, s=30, label=MARKERS[kind][1])
+    if best is not None:
+        axes.scatter([], [], marker="*", color=INK, s=70, label="highest AES")
+    ncols = 2 if scale < 1.4 else 5
+    figure.legend(loc="outside lower center", ncols=ncols, handletextpad=0.1, columnspacing=0.9)
+    axes.set_xlabel("mean response tokens (fewer is better)")
+    axes.set_ylabel("accuracy, %" + (f" ({problems:,} problems)" if problems else ""))
+    axes.margins(0.17, 0.16)
+    span_at_least(axes.get_ylim, axes.set_ylim)
+    figure.canvas.draw()
+    figure.set_layout_engine("none")  # the layout is final now, so labels can be placed by pixel
+    annotate(axes, places, [literal(name) for name in points.index], lines)
+
+    clustered = f"Bars: one standard error, clustered by problem{f' ({problems:,} problems)' if problems else ''}."
+    sentences = {
+        "Solid line: the policies trained here that no other policy beats in both.": len(front) > 1,
+        "Hollow: another policy has more accuracy for as few tokens.": len(on_frontier) < len(points),
+        "Dashed line: a sweep of weights.": bool(sweeps),
+        "Star: the highest AES.": best is not None,
+        clustered: points[["accuracy_error", "tokens_error"]].any(axis=None),
+    }
+    caption = " ".join(sentence for sentence, is_true in sentences.items() if is_true)
     data = "; ".join(f"{name}: {y:.1f} % at {x:,.0f} tokens" for name, (x, y) in zip(points.index, places, strict=True))
-    return Figure(
-        "frontier",
-        figure,
-        "Accuracy against tokens",
-        " ".join(filter(None, caption)),
-        f"Accuracy against mean response tokens. {data}.",
-    )
+    alt = f"Accuracy against mean response tokens. {data}."
+    return Figure("frontier", figure, "Accuracy against tokens", caption, alt)
 
 
 def crowd(points: int) -> float:
@@ -296,42 +278,37 @@ def span_at_least(limits: Callable[[], tuple[float, float]], put: Callable[[floa
     put(max(low - missing / 2, -LEAST / 4), min(high + missing / 2, 100 + LEAST / 4))
 
 
+@matplotlib.rc_context(STYLE)
 def profile(results: DataFrame, hues: Hues) -> Figure:
     """Draw AES and the accuracy on every benchmark: one panel each, one row per policy."""
     policies = list(results.index)
     has_aes = bool(results[AVERAGE, "aes"].notna().any())
-    columns = [*([AVERAGE] if has_aes else []), *benchmarks_of(results)]
-    across = min(len(columns), 2)
-    down = -(-len(columns) // across)
-    with pyplot.rc_context(STYLE):
-        size = (WIDTH, down * (0.95 + 0.2 * len(policies)))
-        figure, grid = pyplot.subplots(down, across, figsize=size, sharey=True, squeeze=False)
-        places = list(range(len(policies)))[::-1]
-        colours = [hues[policy].hex for policy in policies]
-        for axes, part in zip(grid.flat, columns, strict=False):
-            column = results[part]
-            if part == AVERAGE:
-                values, title = column["aes"], "AES"
-                low, high = column["aes_low"].fillna(values), column["aes_high"].fillna(values)
-            else:
-                values, error = column["accuracy"], column["accuracy_error"].fillna(0.0)
-                low, high = values - error, values + error
-                title = f"{literal(part)}, %"
-                counts = sorted({int(count) for count in column["problems"].dropna()})
-                axes.set_xlabel(" or ".join(f"{count:,}" for count in counts) + " problems", fontsize=8.5)
-            axes.hlines(places, low, high, color=colours, linewidth=1.3)
-            axes.scatter(values, places, color=colours, s=24, zorder=3)
-            axes.set_title(title)
-            axes.set_yticks(places, [literal(policy) for policy in policies])
-            axes.tick_params(axis="y", length=0)
-            axes.xaxis.set_major_locator(MaxNLocator(3))
-            axes.margins(0.12, 0.6 / max(len(policies), 1))
-            if part == AVERAGE:
-                axes.axvline(0, color=INK, linewidth=0.7)
-            else:
-                span_at_least(axes.get_xlim, axes.set_xlim)
-        for axes in list(grid.flat)[len(columns) :]:
-            axes.remove()
+    parts = [*([AVERAGE] if has_aes else []), *benchmarks_of(results)]
+    figure, panels = make_panels(len(parts), 0.95 + 0.2 * len(policies), sharey=True)
+    places = list(range(len(policies)))[::-1]
+    colours = [hues[policy].hex for policy in policies]
+    for axes, part in zip(panels, parts, strict=True):
+        column = results[part]
+        if part == AVERAGE:
+            values, title = column["aes"], "AES"
+            low, high = column["aes_low"].fillna(values), column["aes_high"].fillna(values)
+        else:
+            values, error = column["accuracy"], column["accuracy_error"].fillna(0.0)
+            low, high = values - error, values + error
+            title = f"{literal(part)}, %"
+            counts = sorted({int(count) for count in column["problems"].dropna()})
+            axes.set_xlabel(" or ".join(f"{count:,}" for count in counts) + " problems", fontsize=8.5)
+        axes.hlines(places, low, high, color=colours, linewidth=1.3)
+        axes.scatter(values, places, color=colours, s=24, zorder=3)
+        axes.set_title(title)
+        axes.set_yticks(places, [literal(policy) for policy in policies])
+        axes.tick_params(axis="y", length=0)
+        axes.xaxis.set_major_locator(MaxNLocator(3))
+        axes.margins(0.12, 0.6 / max(len(policies), 1))
+        if part == AVERAGE:
+            axes.axvline(0, color=INK, linewidth=0.7)
+        else:
+            span_at_least(axes.get_xlim, axes.set_xlim)
     aes = "AES with its 95 % interval; accuracies" if has_aes else "Accuracies"
     caption = f"{aes} with one standard error, clustered by problem."
     alt = "Dot plot of AES and of the accuracy on every benchmark."
@@ -355,23 +332,14 @@ def budgets(evaluated: Mapping[str, Sequence[Summary]], hues: Hues, benchmark: s
 
 
 CURVES = {  # key of the metrics -> axis, title, caption
-    "reverse_kl": (
-        "KL to the target, nats",
-        "KL between student and target",
-        "Running mean over the decisions of each update.",
-    ),
+    "reverse_kl": ("KL to the target, nats", "KL between student and target",
+                   "Running mean over the decisions of each update."),
     "loss": ("loss", "Loss", "Running mean of the objective. It scales with alpha and the dose."),
-    "eval_accuracy": (
-        "accuracy on a few problems, %",
-        "Accuracy during training",
-        "A few problems of the first benchmark, one sample each: a trend, not a result.",
-    ),
-    "eval_tokens": (
-        "tokens on a few problems",
-        "Tokens during training",
-        "Mean length of the answers to the same few problems.",
-    ),
-}
+    "eval_accuracy": ("accuracy on a few problems, %", "Accuracy during training",
+                      "A few problems of the first benchmark, one sample each: a trend, not a result."),
+    "eval_tokens": ("tokens on a few problems", "Tokens during training",
+                    "Mean length of the answers to the same few problems."),
+}  # fmt: skip
 
 
 def training_figures(run: Run, hues: Hues) -> list[Figure]:
@@ -396,6 +364,7 @@ def training_figures(run: Run, hues: Hues) -> list[Figure]:
     return figures
 
 
+@matplotlib.rc_context(STYLE)
 def cost_figures(run: Run, ledger: list[dict[str, Any]]) -> list[Figure]:
     """Draw the cost of a composition by stage, alone and sharing the cache, and its cost by the number that share."""
     offline = offline_cost(run, ledger)
@@ -419,37 +388,28 @@ def cost_figures(run: Run, ledger: list[dict[str, Any]]) -> list[Figure]:
 
     cache, training = offline.of(0) / divisor, offline.train / divisor
     shared_by = list(range(1, max(number, 8) + 1))
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(WIDTH, 2.6))
-        each = [cache / count + training for count in shared_by]
-        axes.plot(shared_by, each, color=COLOURS["slate"], marker="o", markersize=3, label="offline, shared cache")
-        axes.axhline(training, color=COLOURS["steel"], linewidth=0.9, linestyle="dotted", label="training only")
-        axes.scatter([number], [cache / number + training], s=70, facecolors="none", edgecolors=INK, zorder=3)
-        if online is not None:
-            axes.axhline(online / divisor, color=COLOURS["clay"], linewidth=1.2, label="online, measured")
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("compositions that share a cache")
-        axes.set_ylabel(f"{unit} per composition")
-        axes.legend()
+    figure, axes = pyplot.subplots(figsize=(WIDTH, 2.6))
+    each = [cache / count + training for count in shared_by]
+    axes.plot(shared_by, each, color=COLOURS["slate"], marker="o", markersize=3, label="offline, shared cache")
+    axes.axhline(training, color=COLOURS["steel"], linewidth=0.9, linestyle="dotted", label="training only")
+    axes.scatter([number], [cache / number + training], s=70, facecolors="none", edgecolors=INK, zorder=3)
+    if online is not None:
+        axes.axhline(online / divisor, color=COLOURS["clay"], linewidth=1.2, label="online, measured")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("compositions that share a cache")
+    axes.set_ylabel(f"{unit} per composition")
+    axes.legend()
+    measured_once = "Measured device time. The cache (rollout, reference, score) is computed once."
+    bars_alt = "Stacked bars of device time by stage, for one composition and amortised."
+    shared_alt = "Cost per composition against the number of compositions that share a cache."
+    caption = "Rollouts and scores are shared, so another setting of the weights only costs its training. "
     return [
-        Figure(
-            "cost",
-            by_stage,
-            "Cost by stage",
-            "Measured device time. The cache (rollout, reference, score) is computed once.",
-            "Stacked bars of device time by stage, for one composition and amortised.",
-        ),
-        Figure(
-            "amortised",
-            figure,
-            "Cost per composition",
-            "Rollouts and scores are shared, so another setting of the weights only costs its training. "
-            "Circled: this run.",
-            "Cost per composition against the number of compositions that share a cache.",
-        ),
+        Figure("cost", by_stage, "Cost by stage", measured_once, bars_alt),
+        Figure("amortised", figure, "Cost per composition", f"{caption}Circled: this run.", shared_alt),
     ]
 
 
+@matplotlib.rc_context(STYLE)
 def kinds(survey: Survey, hues: Hues) -> Figure:
     """Draw the mean size of each anchor's pull by kind of token, and with two anchors how often they agree on it."""
     sizes = {anchor: survey.size_by_kind(anchor) for anchor in survey.anchors}
@@ -464,27 +424,25 @@ def kinds(survey: Survey, hues: Hues) -> Figure:
         used = [anchor for anchor, weight in zip(survey.anchors, weights, strict=True) if weight]
         if len(used) == 1 and name in hues:
             colours[used[0]] = hues[name]
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(WIDTH, 0.9 + len(found) * (0.2 + 0.15 * len(colours))))
-        height = 0.8 / max(len(colours), 1)
-        for number, (anchor, hue) in enumerate(colours.items()):
-            places = [-row + 0.4 - (number + 0.5) * height for row in range(len(found))]
-            values = [sizes[anchor].get(kind, 0.0) for kind in found]
-            axes.barh(places, values, height=0.9 * height, color=hue.hex, label=literal(anchor))
-        _label_rows(axes, names, "mean size of the pull, nats")
-        figure.legend(loc="outside lower center", ncols=3)
+    figure, axes = pyplot.subplots(figsize=(WIDTH, 0.9 + len(found) * (0.2 + 0.15 * len(colours))))
+    height = 0.8 / max(len(colours), 1)
+    for number, (anchor, hue) in enumerate(colours.items()):
+        places = [-row + 0.4 - (number + 0.5) * height for row in range(len(found))]
+        values = [sizes[anchor].get(kind, 0.0) for kind in found]
+        axes.barh(places, values, height=0.9 * height, color=hue.hex, label=literal(anchor))
+    _label_rows(axes, names, "mean size of the pull, nats")
+    figure.legend(loc="outside lower center", ncols=3)
     caption = "Pull on the sampled token, by its kind; mean over the cache."
-    return Figure(
-        "kinds", figure, "Size of each anchor's pull", caption, "Mean size of each anchor's pull by kind of token."
-    )
+    alt = "Mean size of each anchor's pull by kind of token."
+    return Figure("kinds", figure, "Size of each anchor's pull", caption, alt)
 
 
 def positions(survey: Survey) -> Figure:
     """Draw the decisions kept and masked: by anchor and reason, and by the anchors of each composition."""
     shared = "masked by one of its anchors"
     rows: dict[str, dict[str, float]] = {}
-    for anchor, counts in zip(survey.anchors, survey.reasons_KR, strict=True):
-        rows[anchor] = dict(zip(REASONS, counts.tolist(), strict=True))
+    for anchor, counts in zip(survey.anchors, survey.reasons, strict=True):
+        rows[anchor] = {reason: counts[reason] for reason in REASONS}
     for name, kept in survey.kept.items():  # compositions of the same anchors have the same mask
         used = [anchor for anchor, weight in zip(survey.anchors, survey.compositions[name], strict=True) if weight]
         if len(used) > 1:
@@ -492,70 +450,70 @@ def positions(survey: Survey) -> Figure:
     categories = [part for part in (*REASONS, shared) if any(parts.get(part) for parts in rows.values())]
     seen = {name: {part: count for part, count in parts.items() if count} for name, parts in rows.items()}
     drawing = stacked(seen, part_hues(categories), f"share of all {survey.decisions:,} decisions, %", shares=True)
-    return Figure(
-        "positions",
-        drawing,
-        "Kept and masked decisions",
-        "An anchor keeps the decisions that it can score; a composition keeps what all its anchors keep.",
-        "Share of decisions kept and masked, by anchor and reason, and kept by each composition.",
-    )
+    caption = "An anchor keeps the decisions that it can score; a composition keeps what all its anchors keep."
+    alt = "Share of decisions kept and masked, by anchor and reason, and kept by each composition."
+    return Figure("positions", drawing, "Kept and masked decisions", caption, alt)
 
 
+@matplotlib.rc_context(STYLE)
 def lines(panels: Mapping[str, Mapping[str, Line]], x: str, y: str, hues: Hues, *, logarithmic: bool = False) -> Any:
     """Draw one panel per key with one line per policy, and a shared legend."""
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
-    across = min(len(panels), 2)
-    down = -(-len(panels) // across)
-    with pyplot.rc_context(STYLE):
-        columns = 3 if max(map(len, names), default=0) < 14 else 2
-        size = (WIDTH, down * 2.2 + 0.2 * -(-len(names) // columns))
-        figure, grid = pyplot.subplots(down, across, figsize=size, squeeze=False)
-        for place, (axes, (title, panel)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
-            for name, line in panel.items():
-                marker = "o" if len(line) <= 12 else ""
-                style = {"color": hues[name].hex, "linestyle": hues[name].dash, "marker": marker, "markersize": 3}
-                axes.plot([at for at, _ in line], [value for _, value in line], **style)
-            axes.set_title(literal(title))
-            axes.set_xlabel(x)
-            if place % across == 0:
-                axes.set_ylabel(y)
-            values = [value for line in panel.values() for _, value in line]
-            if logarithmic and min(values) > 0:
-                axes.set_yscale("log")
-                axes.yaxis.set_major_formatter(ScalarFormatter())
-                axes.yaxis.set_minor_locator(LogLocator(subs=READABLE))
-                decade = max(values) >= 10 * min(values)
-                axes.yaxis.set_minor_formatter(NullFormatter() if decade else ScalarFormatter())
-        for axes in list(grid.flat)[len(panels) :]:
-            axes.remove()
-        handles = [pyplot.Line2D([], [], color=hues[n].hex, linestyle=hues[n].dash, label=literal(n)) for n in names]
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2)
+    columns = 3 if max(map(len, names), default=0) < 14 else 2
+    figure, grid = make_panels(len(panels), 2.2, 0.2 * -(-len(names) // columns))
+    for place, (axes, (title, panel)) in enumerate(zip(grid, panels.items(), strict=True)):
+        for name, line in panel.items():
+            style = {"color": hues[name].hex, "linestyle": hues[name].dash, "marker": "o" if len(line) <= 12 else ""}
+            axes.plot(*zip(*line, strict=True), **style, markersize=3)
+        axes.set_title(literal(title))
+        axes.set_xlabel(x)
+        if place % 2 == 0:
+            axes.set_ylabel(y)
+        values = [value for line in panel.values() for _, value in line]
+        if logarithmic and min(values) > 0:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(ScalarFormatter())
+            axes.yaxis.set_minor_locator(LogLocator(subs=READABLE))
+            decade = max(values) >= 10 * min(values)
+            axes.yaxis.set_minor_formatter(NullFormatter() if decade else ScalarFormatter())
+    handles = [pyplot.Line2D([], [], color=hues[n].hex, linestyle=hues[n].dash, label=literal(n)) for n in names]
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2)
     return figure
 
 
+def make_panels(count: int, height: float, legend: float = 0.0, **options: Any) -> tuple[Any, list[Any]]:
+    """Lay out so many panels in at most two columns, each row of this height in inches, with room for a legend."""
+    across = min(count, 2)
+    down = -(-count // across)
+    figure, grid = pyplot.subplots(down, across, figsize=(WIDTH, down * height + legend), squeeze=False, **options)
+    for axes in grid.flat[count:]:
+        axes.remove()
+    return figure, list(grid.flat[:count])
+
+
+@matplotlib.rc_context(STYLE)
 def stacked(rows: Mapping[str, Mapping[str, float]], hues: Hues, x: str, *, shares: bool = False) -> Any:
     """Draw stacked horizontal bars; with `shares`, each bar adds up to 100 % and its parts are labelled."""
-    with pyplot.rc_context(STYLE):
-        used = dict.fromkeys(part for parts in rows.values() for part, value in parts.items() if value > 0)
-        columns = 4 if max(map(len, used), default=0) < 12 else 1
-        legend = -(-len(used) // columns)
-        figure, axes = pyplot.subplots(figsize=(WIDTH, 0.75 + 0.3 * len(rows) + 0.19 * legend))
-        for place, parts in enumerate(rows.values()):
-            start = 0.0
-            total = sum(parts.values()) or 1.0
-            for part, value in parts.items():
-                width = 100 * value / total if shares else value
-                axes.barh(-place, width, left=start, color=hues[part].hex, height=0.66)
-                if shares and width >= 8:
-                    ink = "white" if hues[part].name in DARK else "#111111"
-                    label = {"ha": "center", "va": "center", "fontsize": 8, "color": ink}
-                    axes.text(start + width / 2, -place, f"{width:.0f} %", **label)
-                start += width
-        _label_rows(axes, list(rows), x)
-        if shares:
-            axes.set_xlim(0, 100)
-        handles = [pyplot.Rectangle((0, 0), 1, 1, color=hues[part].hex, label=part) for part in used]
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+    used = dict.fromkeys(part for parts in rows.values() for part, value in parts.items() if value > 0)
+    columns = 4 if max(map(len, used), default=0) < 12 else 1
+    legend = -(-len(used) // columns)
+    figure, axes = pyplot.subplots(figsize=(WIDTH, 0.75 + 0.3 * len(rows) + 0.19 * legend))
+    for place, parts in enumerate(rows.values()):
+        start = 0.0
+        total = sum(parts.values()) or 1.0
+        for part, value in parts.items():
+            width = 100 * value / total if shares else value
+            axes.barh(-place, width, left=start, color=hues[part].hex, height=0.66)
+            if shares and width >= 8:
+                ink = "white" if hues[part].name in DARK else "#111111"
+                label = {"ha": "center", "va": "center", "fontsize": 8, "color": ink}
+                axes.text(start + width / 2, -place, f"{width:.0f} %", **label)
+            start += width
+    _label_rows(axes, list(rows), x)
+    if shares:
+        axes.set_xlim(0, 100)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=hues[part].hex, label=part) for part in used]
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns)
     return figure
 
 
@@ -571,43 +529,35 @@ def literal(text: str) -> str:
     return text.replace("$", r"\$")
 
 
+@matplotlib.rc_context(STYLE)
 def save(figure: Figure, folder: Path) -> list[Path]:
     """Write a figure as SVG, PDF and PNG."""
-    paths = []
-    with pyplot.rc_context(STYLE):
-        for suffix, options in (
-            ("svg", {"metadata": {"Date": None}}),
-            ("pdf", {"metadata": {"CreationDate": None}}),
-            ("png", {"dpi": 300}),
-        ):
-            paths.append(folder / f"{figure.name}.{suffix}")
-            out = io.BytesIO()
-            figure.drawing.savefig(out, format=suffix, **options)
-            write_atomic(paths[-1], out.getvalue())
+    options: dict[str, dict[str, Any]] = {
+        "svg": {"metadata": {"Date": None}},
+        "pdf": {"metadata": {"CreationDate": None}},
+        "png": {"dpi": 300},
+    }
+    for suffix, own in options.items():
+        out = io.BytesIO()
+        figure.drawing.savefig(out, format=suffix, **own)
+        write_atomic(folder / f"{figure.name}.{suffix}", out.getvalue())
     pyplot.close(figure.drawing)
-    return paths
+    return [folder / f"{figure.name}.{suffix}" for suffix in options]
 
 
+@matplotlib.rc_context(STYLE)
 def inline(figure: Any) -> str:
     """Write a figure as an SVG element for the page, in the colours of the reader's theme and without styles."""
     out = io.StringIO()
-    with pyplot.rc_context(STYLE):
-        figure.savefig(
-            out, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        )
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(out, format="svg", transparent=True, metadata=metadata)
     text = out.getvalue()
-    text = (
-        text[text.index("<svg") :]
-        .replace(INK, "currentColor")
-        .replace(PALE, "var(--rule)")
-        .replace(PAPER, "var(--paper)")
-        .replace("xlink:href", "href")
-    )
-    for name, code in COLOURS.items():
-        text = text.replace(code, f"var(--{name})")
+    text = text[text.index("<svg") :].replace("xlink:href", "href")
+    names = {INK: "currentColor", PALE: "var(--rule)", PAPER: "var(--paper)"}
+    for code, name in (names | {code: f"var(--{name})" for name, code in COLOURS.items()}).items():
+        text = text.replace(code, name)
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(
-        r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true" focusable="false">', text, count=1
-    )
+    svg = r'<svg \1 aria-hidden="true" focusable="false">'
+    text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', svg, text, count=1)
     used = set(re.findall(r'(?:#)([\w.-]+)(?:\)|")', text))
     return re.sub(r' id="([\w.-]+)"', lambda hit: hit[0] if hit[1] in used else "", text)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,63 +12,35 @@ from pandas import DataFrame
 
 from lightning_weave import __version__
 from lightning_weave.checks.findings import Finding
-from lightning_weave.checks.rules import rule_effects
+from lightning_weave.checks.shifts import rule_effects
 from lightning_weave.checks.watch import check_results, check_rollouts, check_scores
 from lightning_weave.config import slug
-from lightning_weave.directory import as_found, older_stages, with_others
+from lightning_weave.directory import as_found, with_others
 from lightning_weave.errors import InputError
-from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress, duration
 from lightning_weave.report import figures, tables
 from lightning_weave.report.cases import case_groups, check_cases, example_groups, latex_panels, named_policies
 from lightning_weave.report.figures import Figure, Hues, inline, policy_hues, save
-from lightning_weave.report.loom import loom_data
-from lightning_weave.report.page import Page, RunView, render
+from lightning_weave.report.page import Page, RunView, hyperparameters, render, setup
 from lightning_weave.report.results import (
-    VARIANTS,
-    PolicySummaries,
-    PolicyTasks,
-    describe,
-    other_protocols,
-    pair_content,
+    StudentResults,
+    ablation,
     points,
-    results_table,
+    read_evaluations,
+    run_names,
     summaries,
     tag_table,
-    task_results,
     track_figures,
-    with_tasks,
 )
-from lightning_weave.report.setup import hyperparameters, setup
-from lightning_weave.report.survey import Vocabulary, survey_cache
-from lightning_weave.report.tables import AVERAGE, SHORT, benchmarks_of, student_names
+from lightning_weave.report.survey import Vocabulary, loom_data, survey_cache
+from lightning_weave.report.tables import AVERAGE, SHORT, benchmarks_of
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_scored
 from lightning_weave.stages.costs import read_spent
 from lightning_weave.stages.costs import summary as cost_summary
 from lightning_weave.store import write_atomic, write_json
 
-OWN_PROTOCOL = "protocol of the recipe"  # the group of a table that also has results by other protocols
 RULE_ROWS = 256  # on which the effect of a rule is measured
-Meaning = tuple[Any, ...]
-Origins = dict[str, list[tuple[Run, str]]]  # policy of a report -> the runs that have it, and its name there
-
-
-@dataclass(frozen=True)
-class StudentResults:
-    """What was evaluated of one student, over all its runs."""
-
-    name: str
-    runs: Sequence[Run]
-    evaluated: PolicySummaries  # joined over runs
-    results: DataFrame
-    policies: DataFrame  # what each of them is
-
-    @property
-    def complete(self) -> DataFrame:
-        """The results of the policies that have every benchmark."""
-        has_average = (AVERAGE, "accuracy") in self.results
-        return self.results[self.results[AVERAGE, "accuracy"].notna()] if has_average else self.results[:0]
 
 
 @dataclass
@@ -115,50 +87,42 @@ def run(
     With `only`, of these policies and the base.
     """
     selection = _only([with_others(run) for run in recipes], only)
-    older = [older_stages(run) for run in selection]
     runs = [as_found(run) for run in selection]
     folder = Folder(_check(runs, out))
     evaluated = [summaries(run) for run in runs]
-    students, results, notes = read_evaluations(selection, runs, older, evaluated)
+    students, results, notes = read_evaluations(selection, runs, evaluated)
     hues = policy_hues(policy for run in runs for policy in run.policies)
     hues |= policy_hues([*hues, *(policy for student in students for policy in student.evaluated)])
-    names = run_names(runs)
+    named = dict(zip(run_names(runs), runs, strict=True))
     several = len(students) > 1
     drawn = result_figures(folder, students, hues, benchmark)
     by_tag = DataFrame() if several else tag_table(runs[0], students[0].evaluated)
-    if not results.empty:
-        _write_results(folder, students, results, by_tag)
-    _write_setup(folder, students, dict(zip(names, runs, strict=True)))
+    write_tables(folder, students, named, results, by_tag)
     cases = [case for run, found in zip(runs, evaluated, strict=True) for case in case_groups(run, found, progress)]
-    views = [
-        run_view(folder, run, name if len(runs) > 1 else "", hues, progress, None if several else students[0].results)
-        for run, name in zip(runs, names, strict=True)
-    ]
+    views = []
+    for name, run in named.items():
+        scores = None if several else students[0].results
+        views.append(run_view(folder, run, name if len(runs) > 1 else "", hues, progress, scores))
     if results.empty and not any(view.loom or view.training_and_cost for view in views):
         raise InputError(f"{runs[0].directory}: there is nothing to report yet. Start with: {runs[0].command('run')}")
-    subject, headline, lead = state_result(students)
     mark = f" ({runs[0].recipe.mark})" if runs[0].recipe.mark and not several else ""
+    facts = [("Students" if several else "Student", ", ".join(student.name for student in students), "")]
+    facts += [] if several else [fact for view in views for fact in view.facts]
+    command = " --run ".join([runs[0].command("report"), *(str(run.arguments) for run in runs[1:])])
+    caches = [
+        f"{name}: cache {one.stage('reference').fingerprint}" for name, one in named.items() if one.recipe.anchors
+    ]
     page = Page(
-        title=" + ".join([student.name for student in students] if several else names) + mark,
-        subject=subject,
-        headline=headline,
-        lead=lead,
-        facts=_facts(runs, students),
+        " + ".join([student.name for student in students] if several else named) + mark,
+        *state_result(students),
+        views,
+        facts=facts,
         results=results,
         by_tag=by_tag,
         figures=drawn,
-        runs=views,
         cases=cases,
         notes=notes,
-        footer=[
-            f"Lightning Weave {__version__}: "
-            + " --run ".join([runs[0].command("report"), *(str(run.arguments) for run in runs[1:])]),
-            *(
-                f"{name}: cache {run.stage('reference').fingerprint}"
-                for run, name in zip(runs, names, strict=True)
-                if run.recipe.anchors
-            ),
-        ],
+        footer=[f"Lightning Weave {__version__}: {command}", *caches],
         hues=hues,
     )
     folder.text("index.html", render(page))
@@ -168,9 +132,8 @@ def run(
     path = folder.path / "index.html"
     if len(runs) == 1:
         track_figures(runs[0], folder.path)
-    for note in page.notes:
+    for note in [*notes, f"{path} ({path.stat().st_size / 1e6:.1f} MB)"]:
         progress.say(f"report: {note}")
-    progress.say(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB)")
     return path
 
 
@@ -216,203 +179,30 @@ def _check(runs: Sequence[Run], out: Path | None) -> Path:
     return folder
 
 
-def read_evaluations(
-    selection: Sequence[Run],
-    runs: Sequence[Run],
-    older: Sequence[Mapping[str, str]],
-    evaluated: Sequence[PolicySummaries],
-) -> tuple[list[StudentResults], DataFrame, list[str]]:
-    """Read what was evaluated: by student, as one table with what has another protocol, and notes about it."""
-    mark = runs[0].recipe.mark
-    notes = [f"This is a {mark}. It shows that the recipe runs."] if mark else []
-    others: dict[str, PolicySummaries] = {}
-    protocol, is_other = "", False
-    if len(runs) == 1:
-        benchmarks = runs[0].recipe.eval.benchmarks
-        used = {runs[0].stage("eval", policy, name).folder for policy in evaluated[0] for name in benchmarks}
-        others = other_protocols(selection[0])
-        is_other = bool(others) and not summaries(selection[0])
-        others = others if is_other else other_protocols(selection[0], used)
-        protocol = OWN_PROTOCOL if others else ""
-        if is_other:  # the page is of the protocol with the most policies
-            protocol = max(others, key=lambda label: len(others[label]))
-            evaluated = [others.pop(protocol)]
-            notes.append(f"Nothing is evaluated by this recipe's protocol. The table has another: {protocol}.")
-    outdated = set()
-    for run, original, paths in zip(runs, selection, older, strict=True):
-        prefixes = {policy: (f"train/{policy}/", f"eval/{policy}/") for policy in run.policies}
-        outdated |= {name for name, starts in prefixes.items() if any(f"{path}/".startswith(starts) for path in paths)}
-        reasons: dict[str, list[str]] = {}
-        for path, why in paths.items():
-            reasons.setdefault(why, []).append(path)
-        for why, stages in reasons.items():
-            names = ", ".join(stages[:6]) + (f" and {len(stages) - 6} more" if len(stages) > 6 else "")
-            notes.append(f"Older recipe: {names}. What differs: {why}. Next: {original.command('run')}")
-    title = ": ".join(filter(None, (mark, protocol)))
-    students = read_students(runs, evaluated, title, () if is_other else outdated)
-    results = pd.concat([student.results for student in students])
-    further = [results_table(policies, label) for label, policies in others.items()]
-    further = [one for one in further if benchmarks_of(one) == benchmarks_of(results)]
-    results = pd.concat([results, *further]) if further else results
-    notes += tables.not_compared(results)
-    for run, policies in zip(runs, evaluated, strict=True):
-        if waiting := [policy for policy in run.policies if policy not in policies]:
-            notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: {run.command('eval')}")
-        errors = [(policy, one) for policy, found in policies.items() for one in found if one.error]
-        notes += [f"{policy} on {one.label}: {one.error}" for policy, one in errors]
-    for student in students:
-        whole = student.complete.index.get_level_values("policy")
-        if partial := [policy for policy, found in student.evaluated.items() if found and policy not in whole]:
-            where = f" of {student.name}" if len(students) > 1 else ""
-            count = len(benchmarks_of(results))
-            notes.append(f"Not on all {count} benchmarks, so without an average{where}: {', '.join(partial)}.")
-    return students, results, notes
-
-
-def read_students(
-    runs: Sequence[Run], evaluated: Sequence[PolicySummaries], group: str = "", older: Collection[str] = ()
-) -> list[StudentResults]:
-    """Group runs by the content of their student and tabulate what was evaluated of each; `evaluated` is by run."""
-    by_student: dict[str, list[int]] = {}
-    for number, run in enumerate(runs):
-        by_student.setdefault(run.identity_of(run.student), []).append(number)
-    tasks = [task_results(run) for run in runs]
-    known = [{**{policy: [] for policy in own}, **found} for own, found in zip(tasks, evaluated, strict=True)]
-    names = run_names(runs)
-    joined = []
-    for numbers in by_student.values():
-        policies, origins = join([(runs[number], names[number], known[number]) for number in numbers])
-        by_run = {id(runs[number]): tasks[number] for number in numbers}
-        own: PolicyTasks = {name: {} for name in policies}
-        for name, places in origins.items():
-            for run, policy in places:
-                own[name] |= by_run[id(run)].get(policy, {})
-        joined.append((policies, origins, {name: found for name, found in own.items() if found}))
-    labels = list(dict.fromkeys(one.label for some, *_ in joined for found in some.values() for one in found))
-    metrics = {task: metric for run in runs for task, metric in run.recipe.harness.metrics.items()}
-    members = [[runs[number] for number in numbers] for numbers in by_student.values()]
-    students = []
-    for name, own_runs, (policies, origins, own_tasks) in zip(student_names(members), members, joined, strict=True):
-        results = results_table(policies, name if len(members) > 1 else group, older, labels)
-        results = with_tasks(results, own_tasks, metrics, [found for *_, found in joined])
-        facts = describe({policy: places[0] for policy, places in origins.items()})
-        students.append(StudentResults(name, own_runs, policies, results, facts))
-    return students
-
-
-def run_names(runs: Sequence[Run]) -> list[str]:
-    """Name each run as its recipe does, or by its directory below the shared one where two would be the same."""
-    names = [run.recipe.name for run in runs]
-    if len(set(names)) == len(names):
-        return names
-    folders = [run.directory.resolve() for run in runs]
-    shared = os.path.commonpath(folders)
-    return [folder.relative_to(shared).as_posix() for folder in folders]
-
-
-def join(runs: Sequence[tuple[Run, str, PolicySummaries]]) -> tuple[PolicySummaries, Origins]:
-    """Join the runs of one student: the same policy becomes one row over all benchmarks, by its first name.
-
-    A policy that some run lacks keeps what it has. One that a run has under two names is two rows.
-    """
-    known: dict[Meaning, str] = {}
-    joined: PolicySummaries = {}
-    origins: Origins = {}
-    for run, run_name, policies in runs:
-        taken: set[str] = set()
-        for policy, results in policies.items():
-            own = policy if policy not in joined else f"{policy} ({run_name})"
-            name = known.setdefault(meaning(run, policy), own)
-            name = own if name in taken else name
-            taken.add(name)
-            origins.setdefault(name, []).append((run, policy))
-            joined.setdefault(name, [])
-            if twice := {one.label for one in joined[name]} & {one.label for one in results}:
-                raise InputError(
-                    f"{name} is evaluated on {sorted(twice)[0]} by two of the runs; a benchmark counts once. Leave "
-                    "one of them out"
-                )
-            joined[name] += results
-    return joined, origins
-
-
-def meaning(run: Run, policy: str) -> Meaning:
-    """What a policy is, regardless of its name and its anchors' names: method, weights of pairs by content, alpha."""
-    recipe = run.recipe
-    if policy in recipe.policies:
-        section = recipe.policies[policy]
-        return "checkpoint", run.identity_of(Checkpoint.from_section(section)), section.system
-    if policy not in recipe.compositions:
-        return ("base",)
-    composition = recipe.compositions[policy]
-    settings = composition.model_dump(mode="json", exclude={"weights", "objective", "sequence"})
-    order = [pair_content(run, anchor) for anchor in getattr(composition, "sequence", ())]
-    by_tag = composition.by_tag or {"": composition.used}
-    weights = sorted(
-        (tag, pair_content(run, anchor), weight) for tag, some in by_tag.items() for anchor, weight in some.items()
-    )
-    tags = str(recipe.tags) if composition.by_tag else ""
-    items = tuple(sorted((key, str(value)) for key, value in settings.items()))
-    return run.objective(policy), tuple(weights), tags, tuple(order), items
-
-
-def _write_results(folder: Folder, students: Sequence[StudentResults], results: DataFrame, by_tag: DataFrame) -> None:
-    """Write the results, by tag too, and the ablation where there is one, as tables, and the policies as points."""
-
-    def legend(table: DataFrame) -> str:
-        return " ".join([tables.legend(table), *tables.not_compared(table)])
-
-    folder.table("results", results, legend(results))
-    if not by_tag.empty:
-        folder.table("tags", by_tag, legend(by_tag))
-    compared = ablation(students[0].complete, students[0].policies, students[0].runs[0].recipe.mark)
-    if len(students) == 1 and not compared.empty:
-        folder.table("ablation", compared, legend(compared))
+def write_tables(
+    folder: Folder, students: Sequence[StudentResults], runs: Mapping[str, Run], results: DataFrame, by_tag: DataFrame
+) -> None:
+    """Write the results, by tag too, the ablation of one student, the points; costs and the hyperparameters of runs."""
+    student = students[0]
+    compared = ablation(student.complete, student.policies, student.runs[0].recipe.mark)
+    for name, table in (("results", results), ("tags", by_tag), ("ablation", compared)):
+        if not table.empty and (len(students) == 1 or name == "results"):
+            folder.table(name, table, " ".join([tables.legend(table), *tables.not_compared(table)]))
     found: list[dict[str, Any]] = []
     for student in students:
-        name = {"student": student.name} if len(students) > 1 else {}
-        found += [{**name, **point} for point in points(student.complete, student.policies)]
-    write_json(folder.path / "points.json", found)
-
-
-def ablation(results: DataFrame, policies: DataFrame, mark: str = "") -> DataFrame:
-    """Arrange the policies of one student as tab. ablation-summary: (a) objectives by anchors, (b) ways to compose.
-
-    Only weights that several ways have in common are compared; the base comes first.
-    """
-    places = {policy: place for place, (_, policy) in enumerate(results.index)}
-    same: dict[Any, dict[str, str]] = {}  # weights -> variant -> policy
-    for policy in places:
-        if variant := policies.loc[policy, "variant"]:
-            same.setdefault(policies.loc[policy, "used"], {}).setdefault(variant, policy)
-    rows: list[tuple[str, str, int]] = []  # group, name, place
-    for part in ("(a) Tilted-target correction", "(b) Composition"):
-        for weights, variants in same.items():
-            others = [one for one in variants if one not in VARIANTS.values()]
-            chosen = [one for one in VARIANTS.values() if one in variants] if part[1] == "a" else others
-            if part[1] == "b" and others and VARIANTS["tilted"] in variants:
-                chosen = [*others, VARIANTS["tilted"]]
-            if len(chosen) > 1:
-                group = f"{part}: {' + '.join(anchor for anchor, _ in weights)}"
-                rows += [(group, one, places[variants[one]]) for one in chosen]
-    if rows and "base" in places:
-        rows.insert(0, (mark, "Base", places["base"]))
-    index = pd.MultiIndex.from_tuples([row[:2] for row in rows], names=["group", "policy"]) if rows else None
-    return results.iloc[[row[2] for row in rows]].set_axis(index) if rows else results[:0]
-
-
-def _write_setup(folder: Folder, students: Sequence[StudentResults], runs: Mapping[str, Run]) -> None:
-    """Write the paper's tables of costs, from the ledgers, and of the hyperparameters of the runs that train."""
+        of_student = {"student": student.name} if len(students) > 1 else {}
+        found += [{**of_student, **point} for point in points(student.complete, student.policies)]
+    if not results.empty:
+        write_json(folder.path / "points.json", found)
     costs = [
         tables.cost_table(run, read_spent(run.directory).kept, student.name)
         for student in students
         for run in student.runs
     ]
-    costs = [cost for cost in costs if not cost.empty]
-    if costs:
+    if costs := [cost for cost in costs if not cost.empty]:
         folder.table("cost", tables.format_costs(pd.concat(costs)), rules=tables.COST_RULES)
     if trained := {name: run for name, run in runs.items() if run.recipe.compositions}:
-        folder.table("hyperparameters", hyperparameters(trained, next(iter(trained.values())).recipe.mark))
+        folder.table("hyperparameters", hyperparameters(trained))
 
 
 def result_figures(
@@ -450,22 +240,28 @@ def result_figures(
 
 def run_view(folder: Folder, run: Run, name: str, hues: Hues, progress: Progress, scores: DataFrame | None) -> RunView:
     """Make the parts of the page about one run; its cache is read unless `scores`, its results, is None."""
-    suffix = f"-{slug(name)}" if name else ""
+    suffix, prefix = (f"-{slug(name)}", f"{name}: ") if name else ("", "")
     ledger = read_spent(run.directory).kept
-    drawings = [*figures.cost_figures(run, ledger), *figures.training_figures(run, hues)]
     cache = open_scored(run)
+    facts = [(f"{prefix}Anchors", ", ".join(run.recipe.anchors), "")] if run.recipe.anchors else []
     notes = []
     if run.recipe.anchors and (cache is None or len(cache.sources) < len(run.recipe.anchors)):
         notes.append(f"The cache is not complete, so some anchors are not shown. Next: {run.command('score')}")
     if cache is not None:
+        positions = cache.reference.require().get("positions", 0)
+        facts.append((f"{prefix}Cache", f"{len(cache.rows):,}", f"trajectories, {positions:,} decisions"))
         rows = range(0, len(cache), max(1, len(cache) // RULE_ROWS))
         notes += [f"anchors.{one}: {effect}" for one in cache.names for effect in rule_effects(run, one, rows)]
+    if seconds := sum(row["device_seconds"] for row in ledger):
+        facts.append((f"{prefix}Device time", duration(seconds), "including evaluation"))
     try:
         findings: list[Finding] = [*check_rollouts(run), *check_scores(run), *check_results(run)]
     except InputError:  # its models are no longer available
         findings = check_results(run)
+    drawings = [*figures.cost_figures(run, ledger), *figures.training_figures(run, hues)]
     view = RunView(
         name=name,
+        facts=facts,
         training_and_cost=[folder.figure(one, suffix) for one in drawings],
         cost_lines=cost_summary(run, ledger),
         notes=notes,
@@ -477,13 +273,9 @@ def run_view(folder: Folder, run: Run, name: str, hues: Hues, progress: Progress
         return view
     vocabulary = Vocabulary.from_tokenizer(run.student.tokenizer, run.student.stop_ids)
     survey = survey_cache(run, cache, vocabulary, progress)
-    known = (
-        {policy: row[AVERAGE, "aes"] for (_, policy), row in scores.dropna(subset=[(AVERAGE, "aes")]).iterrows()}
-        if (AVERAGE, "aes") in scores
-        else {}
-    )
+    aes = scores[AVERAGE, "aes"].droplevel("group").dropna() if (AVERAGE, "aes") in scores else {}
     joint = [(len(one.used), name) for name, one in run.recipe.compositions.items() if one.method == "joint"]
-    start = max(joint, key=lambda one: (one[0], known.get(one[1], -math.inf)), default=(0, None))[1]
+    start = max(joint, key=lambda one: (one[0], aes.get(one[1], -math.inf)), default=(0, None))[1]
     loom = loom_data(run, cache, vocabulary, start, progress)
     if loom is not None:  # a trained student has its policy's colour
         loom["colours"] = {one["name"]: hues[one["policy"]].css for one in loom["settings"]}
@@ -543,22 +335,3 @@ def state_result(students: Sequence[StudentResults]) -> tuple[str, str, str]:
     among = f", the highest of {count} trained policies" if count > 1 else ""
     chance = " The interval includes 0: the difference may be chance." if row["aes_low"] <= 0 <= row["aes_high"] else ""
     return policy, headline, f"Accuracy-efficiency score {row['aes']:+.2f}{interval}{among}.{chance} {counted}"
-
-
-def _facts(runs: Sequence[Run], students: Sequence[StudentResults]) -> list[tuple[str, str, str]]:
-    """The numbers in the header: name, value, note."""
-    if len(students) > 1:
-        return [("Students", ", ".join(student.name for student in students), "")]
-    facts = [("Student", students[0].name, "")]
-    for run, name in zip(runs, run_names(runs), strict=True):
-        prefix = f"{name}: " if len(runs) > 1 else ""
-        if run.recipe.anchors:
-            facts.append((f"{prefix}Anchors", ", ".join(run.recipe.anchors), ""))
-        cache = open_scored(run)
-        if cache is not None:
-            positions = cache.reference.require().get("positions", 0)
-            facts.append((f"{prefix}Cache", f"{len(cache.rows):,}", f"trajectories, {positions:,} decisions"))
-        seconds = sum(row["device_seconds"] for row in read_spent(run.directory).kept)
-        if seconds:
-            facts.append((f"{prefix}Device time", duration(seconds), "including evaluation"))
-    return facts

@@ -1,8 +1,12 @@
 """What was evaluated, as a table of results: read from a run, compared with the base, printed, and sent to trackers."""
 
 import math
+import os
+import re
+from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,38 +15,41 @@ from pandas import DataFrame
 from rich.console import Console
 
 from lightning_weave.bench.definitions import load_eval_benchmark
-from lightning_weave.bench.harness import SUMMARY, Metric, TaskResult, difference, read_result
-from lightning_weave.bench.summary import ASKED, Summary, combine, differing, named_differences, read_summary
+from lightning_weave.bench.summary import (
+    ASKED,
+    SUMMARY,
+    Metric,
+    Summary,
+    TaskResult,
+    combine,
+    difference,
+    differing,
+    named_differences,
+    read_result,
+    read_summary,
+)
 from lightning_weave.cache.shifts import ShiftRules
-from lightning_weave.config import HARNESS, Joint, Sequential, Tags
-from lightning_weave.directory import known_policies
-from lightning_weave.directory import other_protocols as protocols_of
+from lightning_weave.config import HARNESS, HELD_OUT, Joint, Sequential, Tags
+from lightning_weave.directory import known_policies, older_stages
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import RUN_LOG
-from lightning_weave.report.tables import (
-    AVERAGE,
-    benchmarks_of,
-    console,
-    counts,
-    fits,
-    format_results,
-    not_compared,
-    plain,
-    tasks_of,
-)
+from lightning_weave.report import tables
+from lightning_weave.report.tables import AVERAGE, benchmarks_of, tasks_of
 from lightning_weave.run import ROLES, Run
-from lightning_weave.stages.prompts import tag_of
-from lightning_weave.stages.sampling import render_problems
-from lightning_weave.store import MANIFEST, Stage, read_description
-from lightning_weave.store.identity import fingerprint
+from lightning_weave.stages.prompts import render_problems, tag_of
+from lightning_weave.store import MANIFEST, Stage, differences, read_description
+from lightning_weave.store.files import fingerprint
 from lightning_weave.trackers import TrackedRun, open_trackers
 
 REPORT = "report"  # the run of a tracker that has the figures
 MODEL_ARGS = ("model", "model_args", "batch_size")  # of harness.args: how the model is loaded, not what it is asked
 VARIANTS = {"online": "Online DOPD", "direct-opd": "Naive Offline", "tilted": "Tilted-Target (ours)"}
+OWN_PROTOCOL = "protocol of the recipe"  # the group of a table that also has results by other protocols
 PolicySummaries = dict[str, list[Summary]]  # policy -> its benchmarks
 PolicyTasks = dict[str, dict[str, tuple[TaskResult, dict[str, Any]]]]  # policy -> task -> its result and protocol
+Meaning = tuple[Any, ...]
+Origins = dict[str, list[tuple[Run, str]]]  # policy of a report -> the runs that have it, and its name there
 
 
 def summaries(run: Run) -> PolicySummaries:
@@ -61,12 +68,16 @@ def other_protocols(run: Run, shown: Collection[Path] = ()) -> dict[str, PolicyS
     Of each protocol, the policies that have all the benchmarks of the first. Folders in `shown` are left out.
     """
     protocols: dict[str, PolicySummaries] = {}
-    for policy in known_policies(run):
-        for name in run.recipe.eval.benchmarks:
-            for other, label in protocols_of(run.stage("eval", policy, name)):
-                if other.folder not in shown:
-                    summary = _read_evaluation(run, policy, other)
-                    protocols.setdefault(label, {}).setdefault(policy, []).append(summary)
+    for policy, name in product(known_policies(run), run.recipe.eval.benchmarks):
+        stage = run.stage("eval", policy, name)
+        inputs = {one.path: one.fingerprint for one in stage.inputs}
+        for other in stage.siblings():
+            changes = dict(differences(dict(stage.settings), dict(other.settings)))
+            is_same = (other.manifest() or {}).get("inputs") == inputs and not changes.keys() & {"model", "benchmark"}
+            if is_same and other.folder not in shown:
+                words = [f"{key} {re.sub('(?s).* -> ', '= ', what)}" for key, what in changes.items()]
+                label = ", ".join(words) or "another format"
+                protocols.setdefault(label, {}).setdefault(policy, []).append(_read_evaluation(run, policy, other))
     for label, policies in protocols.items():
         names = [summary.benchmark for summary in next(iter(policies.values()))]
         protocols[label] = {
@@ -94,6 +105,7 @@ def results_table(
     """
     labels = labels or list(dict.fromkeys(one.label for results in evaluated.values() for one in results))
     base = {one.label: one for one in evaluated.get("base", [])}
+    measures = ("accuracy", "accuracy_error", "tokens", "tokens_error", "aes", "aes_low", "aes_high")
     rows = []
     for policy, results in evaluated.items():
         row: dict[tuple[str, str], Any] = {("", "older"): policy in older}
@@ -109,16 +121,15 @@ def results_table(
             if comparison is not None and len(comparable) == len(labels):
                 scores[AVERAGE] = comparison.average.aes
         for part, one in measured.items():
-            aes = scores.get(part)
-            row |= {(part, key): getattr(one, key) for key in ("accuracy", "accuracy_error", "tokens", "tokens_error")}
-            row[part, "aes"] = math.nan if aes is None else aes.estimate
-            row[part, "aes_low"] = math.nan if aes is None or policy == "base" else aes.low
-            row[part, "aes_high"] = math.nan if aes is None or policy == "base" else aes.high
+            row |= {(part, key): getattr(one, key) for key in measures[:4]}
+            if aes := scores.get(part):
+                row[part, "aes"] = aes.estimate
+                if policy != "base":
+                    row |= {(part, "aes_low"): aes.low, (part, "aes_high"): aes.high}
         for label, one in by_label.items():
             row |= {(label, "problems"): len(one.problems), (label, "samples"): one.samples}
             row[label, "differs"] = differs.get(label) or math.nan
         rows.append(row)
-    measures = ("accuracy", "accuracy_error", "tokens", "tokens_error", "aes", "aes_low", "aes_high")
     further = ("problems", "samples", "differs")
     columns = [("", "older"), *((label, key) for label in labels for key in (*measures, *further))]
     columns += [(AVERAGE, key) for key in measures] if labels else []
@@ -168,26 +179,25 @@ def with_tasks(
             raise InputError(f"harness.metrics.{result.task} = {name!r}: no such metric; there is {names}")
         kinds.setdefault(result.task, fitting[0])
     for task, kind in kinds.items():
-        cells = []  # value, standard error, difference to the base, its standard error, why there is none
+        column = f"{kind.name.partition(',')[0]}{'↓' if kind.lower_is_better else '↑'}"
+        rows: list[dict[str, Any]] = []
         for policy in results.index.get_level_values("policy"):
-            line: list[Any] = [math.nan] * 5
+            row: dict[str, Any] = {}
             own, base = (tasks.get(name, {}).get(task) for name in (policy, "base"))
             found, from_base = (
                 one and next((metric for metric in one[0].metrics if metric.name == kind.name), None)
                 for one in (own, base)
             )
             if found:
-                line[:2] = found.value, math.nan if found.error is None else found.error
+                row |= {column: found.value, "error": found.error}
             if own and base and found and from_base and policy != "base":
                 if differs := ", ".join(named_differences(sorted({**own[1], **base[1]}), own[1], base[1])):
-                    line[4] = differs
+                    row["task differs"] = differs
                 else:
-                    moved, error = difference(found, from_base)
-                    line[2:4] = moved, math.nan if error is None else error
-            cells.append(line)
-        column = f"{kind.name.partition(',')[0]}{'↓' if kind.lower_is_better else '↑'}"
-        for place, key in enumerate((column, "error", "difference", "difference_error", "task differs")):
-            results[task, key] = [line[place] for line in cells]
+                    row["difference"], row["difference_error"] = difference(found, from_base)
+            rows.append(row)
+        for key in (column, "error", "difference", "difference_error", "task differs"):
+            results[task, key] = [math.nan if row.get(key) is None else row[key] for row in rows]
     return results
 
 
@@ -198,6 +208,162 @@ def read_results(run: Run) -> DataFrame:
     return with_tasks(results_table(evaluated, run.recipe.mark), tasks, run.recipe.harness.metrics)
 
 
+@dataclass(frozen=True)
+class StudentResults:
+    """What was evaluated of one student, over all its runs."""
+
+    name: str
+    runs: Sequence[Run]
+    evaluated: PolicySummaries  # joined over runs
+    results: DataFrame
+    policies: DataFrame  # what each of them is
+
+    @property
+    def complete(self) -> DataFrame:
+        """The results of the policies that have every benchmark."""
+        has_average = (AVERAGE, "accuracy") in self.results
+        return self.results[self.results[AVERAGE, "accuracy"].notna()] if has_average else self.results[:0]
+
+
+def read_evaluations(
+    selection: Sequence[Run], runs: Sequence[Run], evaluated: Sequence[PolicySummaries]
+) -> tuple[list[StudentResults], DataFrame, list[str]]:
+    """Read what was evaluated: by student, as one table with what has another protocol, and notes about it.
+
+    `runs` are those of the selection with the newest complete stages that there are.
+    """
+    mark = runs[0].recipe.mark
+    notes = [f"This is a {mark}. It shows that the recipe runs."] if mark else []
+    others: dict[str, PolicySummaries] = {}
+    protocol, is_other = "", False
+    if len(runs) == 1:
+        benchmarks = runs[0].recipe.eval.benchmarks
+        used = {runs[0].stage("eval", policy, name).folder for policy in evaluated[0] for name in benchmarks}
+        is_own = bool(summaries(selection[0]))
+        others = other_protocols(selection[0], used if is_own else ())
+        is_other = bool(others) and not is_own
+        protocol = OWN_PROTOCOL if others else ""
+        if is_other:  # the page is of the protocol with the most policies
+            protocol = max(others, key=lambda label: len(others[label]))
+            evaluated = [others.pop(protocol)]
+            notes.append(f"Nothing is evaluated by this recipe's protocol. The table has another: {protocol}.")
+    outdated = set()
+    for run in selection:
+        older = older_stages(run)
+        policies = {path.split("/")[1] for path in older if path.startswith(("train/", "eval/"))}
+        outdated |= policies.intersection(run.policies)
+        reasons: dict[str, list[str]] = {}
+        for path, why in older.items():
+            reasons.setdefault(why, []).append(path)
+        for why, stages in reasons.items():
+            names = ", ".join(stages[:6]) + (f" and {len(stages) - 6} more" if len(stages) > 6 else "")
+            notes.append(f"Older recipe: {names}. What differs: {why}. Next: {run.command('run')}")
+    title = ": ".join(filter(None, (mark, protocol)))
+    students = read_students(runs, evaluated, title, () if is_other else outdated)
+    results = pd.concat([student.results for student in students])
+    further = [results_table(policies, label) for label, policies in others.items()]
+    further = [one for one in further if benchmarks_of(one) == benchmarks_of(results)]
+    results = pd.concat([results, *further]) if further else results
+    notes += tables.not_compared(results)
+    for run, found in zip(runs, evaluated, strict=True):
+        asked = run.recipe.eval.benchmarks or run.recipe.harness.tasks
+        if HELD_OUT in run.recipe.eval.benchmarks:
+            notes.append(f"{HELD_OUT} is a part of the run's own prompts that was not trained on.")
+        if asked and (waiting := [policy for policy in run.policies if policy not in found]):
+            notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: {run.command('eval')}")
+        notes += [f"{policy} on {one.label}: {one.error}" for policy in found for one in found[policy] if one.error]
+    for student in students:
+        whole = student.complete.index.get_level_values("policy")
+        if partial := [policy for policy, some in student.evaluated.items() if some and policy not in whole]:
+            where = f" of {student.name}" if len(students) > 1 else ""
+            count = len(benchmarks_of(results))
+            notes.append(f"Not on all {count} benchmarks, so without an average{where}: {', '.join(partial)}.")
+    return students, results, notes
+
+
+def read_students(
+    runs: Sequence[Run], evaluated: Sequence[PolicySummaries], group: str = "", older: Collection[str] = ()
+) -> list[StudentResults]:
+    """Group runs by the content of their student and tabulate what was evaluated of each; `evaluated` is by run."""
+    tasks = {run: task_results(run) for run in runs}
+    by_student: dict[str, list[tuple[Run, str, PolicySummaries]]] = {}
+    for run, name, found in zip(runs, run_names(runs), evaluated, strict=True):
+        known: PolicySummaries = {**{policy: [] for policy in tasks[run]}, **found}
+        by_student.setdefault(run.identity_of(run.student), []).append((run, name, known))
+    members = [[run for run, *_ in some] for some in by_student.values()]
+    joined = [join(some) for some in by_student.values()]
+    joined_tasks: list[PolicyTasks] = []
+    for _, origins in joined:
+        found_in = {name: [tasks[run].get(policy, {}) for run, policy in some] for name, some in origins.items()}
+        joined_tasks.append({name: dict(ChainMap(*reversed(some))) for name, some in found_in.items()})
+    labels = list(dict.fromkeys(one.label for some, _ in joined for found in some.values() for one in found))
+    metrics = {task: metric for run in runs for task, metric in run.recipe.harness.metrics.items()}
+    students = []
+    each = zip(tables.student_names(members), members, joined, joined_tasks, strict=True)
+    for name, own_runs, (policies, origins), own_tasks in each:
+        results = results_table(policies, name if len(members) > 1 else group, older, labels)
+        results = with_tasks(results, own_tasks, metrics, joined_tasks)
+        facts = describe({policy: places[0] for policy, places in origins.items()})
+        students.append(StudentResults(name, own_runs, policies, results, facts))
+    return students
+
+
+def run_names(runs: Sequence[Run]) -> list[str]:
+    """Name each run as its recipe does, or by its directory below the shared one where two would be the same."""
+    names = [run.recipe.name for run in runs]
+    if len(set(names)) == len(names):
+        return names
+    folders = [run.directory.resolve() for run in runs]
+    shared = os.path.commonpath(folders)
+    return [folder.relative_to(shared).as_posix() for folder in folders]
+
+
+def join(runs: Sequence[tuple[Run, str, PolicySummaries]]) -> tuple[PolicySummaries, Origins]:
+    """Join the runs of one student: the same policy becomes one row over all benchmarks, by its first name.
+
+    A policy that some run lacks keeps what it has. One that a run has under two names is two rows.
+    """
+    known: dict[Meaning, str] = {}
+    joined: PolicySummaries = {}
+    origins: Origins = {}
+    for run, run_name, policies in runs:
+        taken: set[str] = set()
+        for policy, results in policies.items():
+            own = policy if policy not in joined else f"{policy} ({run_name})"
+            name = known.setdefault(meaning(run, policy), own)
+            name = own if name in taken else name
+            taken.add(name)
+            origins.setdefault(name, []).append((run, policy))
+            joined.setdefault(name, [])
+            if twice := {one.label for one in joined[name]} & {one.label for one in results}:
+                raise InputError(
+                    f"{name} is evaluated on {sorted(twice)[0]} by two of the runs; a benchmark counts once. Leave "
+                    "one of them out"
+                )
+            joined[name] += results
+    return joined, origins
+
+
+def meaning(run: Run, policy: str) -> Meaning:
+    """What a policy is, regardless of its name and its anchors' names: method, weights of pairs by content, alpha."""
+    recipe = run.recipe
+    if policy in recipe.policies:
+        section = recipe.policies[policy]
+        return "checkpoint", run.identity_of(Checkpoint.from_section(section)), section.system
+    if policy not in recipe.compositions:
+        return ("base",)
+    composition = recipe.compositions[policy]
+    settings = composition.model_dump(mode="json", exclude={"weights", "objective", "sequence"})
+    order = [pair_content(run, anchor) for anchor in getattr(composition, "sequence", ())]
+    by_tag = composition.by_tag or {"": composition.used}
+    weights = sorted(
+        (tag, pair_content(run, anchor), weight) for tag, some in by_tag.items() for anchor, weight in some.items()
+    )
+    tags = str(recipe.tags) if composition.by_tag else ""
+    items = tuple(sorted((key, str(value)) for key, value in settings.items()))
+    return run.objective(policy), tuple(weights), tags, tuple(order), items
+
+
 def tag_table(run: Run, evaluated: PolicySummaries) -> DataFrame:
     """Tabulate every policy by the tag of the problem, over all benchmarks; empty without tags."""
     if run.recipe.tags == Tags():
@@ -205,7 +371,7 @@ def tag_table(run: Run, evaluated: PolicySummaries) -> DataFrame:
     section = run.recipe.eval
     tags: dict[tuple[str, str], str] = {}
     for name in section.benchmarks:
-        benchmark = load_eval_benchmark(section, name)
+        benchmark = load_eval_benchmark(run.recipe, name)
         problems = render_problems(benchmark, run.student.tokenizer, section, run.recipe.date)
         tags |= {(benchmark.name, one.id): tag_of(run.recipe, one) for one in problems}
     rows = []
@@ -239,10 +405,8 @@ def describe(origins: Mapping[str, tuple[Run, str]]) -> DataFrame:
             is_own = composition.method == "joint" and objective == "tilted"
             kind = "single" if len(composition.used) == 1 else "composition"
             row |= {"kind": kind if is_own else "baseline", "alpha": run.alpha(policy)}
-            row |= {
-                "weights": composition.by_tag or composition.weights,
-                "used": tuple(sorted(composition.used.items())),
-            }
+            row["weights"] = composition.by_tag or composition.weights
+            row["used"] = tuple(sorted(composition.used.items()))
             match composition:
                 case Sequential():
                     row["variant"] = " → ".join(composition.sequence)
@@ -267,12 +431,37 @@ def describe(origins: Mapping[str, tuple[Run, str]]) -> DataFrame:
     return table
 
 
+def ablation(results: DataFrame, policies: DataFrame, mark: str = "") -> DataFrame:
+    """Arrange the policies of one student as tab. ablation-summary: (a) objectives by anchors, (b) ways to compose.
+
+    Only weights that several ways have in common are compared; the base comes first.
+    """
+    places = {policy: place for place, (_, policy) in enumerate(results.index)}
+    same: dict[Any, dict[str, str]] = {}  # weights -> variant -> policy
+    for policy in places:
+        if variant := policies.loc[policy, "variant"]:
+            same.setdefault(policies.loc[policy, "used"], {}).setdefault(variant, policy)
+    rows: list[tuple[str, str, int]] = []  # group, name, place
+    for part in ("(a) Tilted-target correction", "(b) Composition"):
+        for weights, variants in same.items():
+            others = [one for one in variants if one not in VARIANTS.values()]
+            chosen = [one for one in VARIANTS.values() if one in variants] if part[1] == "a" else others
+            if part[1] == "b" and others and VARIANTS["tilted"] in variants:
+                chosen = [*others, VARIANTS["tilted"]]
+            if len(chosen) > 1:
+                group = f"{part}: {' + '.join(anchor for anchor, _ in weights)}"
+                rows += [(group, one, places[variants[one]]) for one in chosen]
+    if rows and "base" in places:
+        rows.insert(0, (mark, "Base", places["base"]))
+    arranged = results.iloc[[place for *_, place in rows]]
+    return arranged.set_axis(pd.MultiIndex.from_tuples([row[:2] for row in rows], names=results.index.names))
+
+
 def pair_content(run: Run, anchor: str) -> tuple[str, ...]:
     """Both sides of an anchor by content, what each reads, and the rules of its shift."""
-    sides = [
-        (run.identity_of(run.anchor(anchor, role)), str(run.recipe.anchors[anchor].context(role))) for role in ROLES
-    ]
-    return (*sides[0], *sides[1], str(ShiftRules.from_anchor(run.recipe.anchors[anchor])))
+    section = run.recipe.anchors[anchor]
+    sides = [(run.identity_of(run.anchor(anchor, role)), str(section.context(role))) for role in ROLES]
+    return (*sides[0], *sides[1], str(ShiftRules.from_anchor(section)))
 
 
 def points(results: DataFrame, policies: DataFrame) -> list[dict[str, Any]]:
@@ -316,26 +505,24 @@ def show_results(run: Run, out: Console, base: str = "base") -> None:
     results = read_results(run).rename(index={"base": base}, level="policy")
     if results.empty:
         return
-    table = format_results(results)
-    RUN_LOG.info(plain(table).rstrip())
+    table = tables.format_results(results)
+    RUN_LOG.info(tables.plain(table).rstrip())
     exact: dict[str, Any] = {"soft_wrap": True, "markup": False, "highlight": False}
     if out.is_terminal:
-        out.print(console(table, width=out.width))
+        out.print(tables.console(table, width=out.width))
         out.print("Bold: best. Underlined: second best. In brackets: 95 % interval.", highlight=False)
         count = len(benchmarks_of(results))
-        if count > 1 and not fits(table, out.width):
+        if count > 1 and not tables.fits(table, out.width):
             out.print(f"Means over {count} benchmarks; a wider terminal, or | cat, shows each.", highlight=False)
     else:
-        out.print(f"{plain(table)}* best, + second best; in brackets: 95 % interval", **exact)
-    for line in filter(None, [counts(results), *not_compared(results)]):
+        out.print(f"{tables.plain(table)}* best, + second best; in brackets: 95 % interval", **exact)
+    for line in filter(None, [tables.counts(results), *tables.not_compared(results)]):
         out.print(line, **exact)
     by_tag = tag_table(run, evaluated)
     if not by_tag.empty:
-        out.print(f"By tag of the problem:\n{plain(format_results(by_tag))}", **exact)
-    for policy, found in evaluated.items():
-        for result in found:
-            if result.error:
-                out.print(f"error: {policy} on {result.label}: {result.error}", style="red", **exact)
+        out.print(f"By tag of the problem:\n{tables.plain(tables.format_results(by_tag))}", **exact)
+    for policy, result in [(policy, one) for policy, found in evaluated.items() for one in found if one.error]:
+        out.print(f"error: {policy} on {result.label}: {result.error}", style="red", **exact)
     out.print(f"Samples and summaries: {run.directory / 'eval'}", soft_wrap=True, markup=False)
 
 

@@ -7,20 +7,21 @@ cells in the paper's layout (tables main-results and training-cost); the rendere
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import pandas as pd
-from markupsafe import Markup
 from pandas import DataFrame
+from rich.box import SIMPLE
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
 
 from lightning_weave.errors import InputError
 from lightning_weave.run import Run
-from lightning_weave.stages.costs import SHARED, setting_costs
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
+from lightning_weave.stages.costs import SHARED, offline_cost, training_seconds
 
 AVERAGE = "Average"
 HEADINGS = {"accuracy": "Acc.↑", "tokens": "#Tok.↓", "aes": "AES↑"}  # tasks name theirs: exact_match↑
@@ -138,11 +139,11 @@ def counts(results: DataFrame) -> str:
             groups: dict[int, dict[str, None]] = {}
             for (group, _), count in results[name, measure].dropna().items():
                 groups.setdefault(int(count), {})[group] = None
-            texts[name] = " and ".join(
-                f"{count:,} ({', '.join(filter(None, some))})" if len(groups) > 1 and any(some) else f"{count:,}"
-                for count, some in groups.items()
-            )
-        texts = {name: text for name, text in texts.items() if text}
+            if groups:
+                texts[name] = " and ".join(
+                    f"{count:,} ({', '.join(filter(None, some))})" if len(groups) > 1 and any(some) else f"{count:,}"
+                    for count, some in groups.items()
+                )
         if texts:
             each = " on each benchmark" if measure == "problems" and len(texts) > 1 else ""
             listed = ", ".join(f"{name} {text}" for name, text in texts.items())
@@ -174,14 +175,28 @@ def student_names(students: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def cost_table(run: Run, ledger: list[dict[str, Any]], student: str) -> DataFrame:
-    """Seconds of one composition for every set of anchors, the smallest first: by part, in total, and online."""
+    """Seconds of one composition for every set of anchors, the smallest first: by part, in total, and online.
+
+    Training is the mean over the compositions of these anchors.
+    """
+    trained: dict[tuple[str, ...], dict[str, list[float]]] = {}  # by anchors and method
+    for method in ("joint", "online"):
+        for name, seconds in training_seconds(run, ledger, method).items():
+            if name in run.recipe.compositions:
+                used = run.recipe.compositions[name].used
+                anchors = tuple(one for one in run.recipe.anchors if one in used)
+                trained.setdefault(anchors, {}).setdefault(method, []).append(seconds)
     rows = []
-    for one in setting_costs(run, ledger):
-        parts = {**{SHARED[stage]: seconds for stage, seconds in one.cache.items()}, TRAINING: one.train}
-        offline = sum(parts.values())
-        ratio = one.online / offline if one.online is not None and offline else None
-        totals = {"online": one.online, "offline": offline, "ratio": ratio}
-        rows.append({"student": student, "anchors": one.anchors, **totals, **parts})
+    for anchors, by_method in sorted(trained.items(), key=lambda item: len(item[0])):
+        offline = offline_cost(run, ledger, anchors)
+        if offline is not None and "joint" in by_method:
+            parts = {SHARED[stage]: seconds for stage, seconds in offline.cache.items()}
+            parts[TRAINING] = fmean(by_method["joint"])
+            total = sum(parts.values())
+            online = fmean(by_method["online"]) if "online" in by_method else None
+            ratio = online / total if online is not None and total else None
+            totals = {"online": online, "offline": total, "ratio": ratio}
+            rows.append({"student": student, "anchors": anchors, **totals, **parts})
     return DataFrame(rows)
 
 
@@ -209,7 +224,7 @@ def markdown(table: DataFrame) -> str:
     header = [table.index.names[-1], *_flat_names(table)]
     lines = [[escape_markdown(name) for name in header], [":---", *["---:"] * (len(header) - 1)]]
     marks = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
-    for group, rows in _groups(table):
+    for group, rows in grouped_rows(table):
         if group:
             lines.append([f"***{escape_markdown(group)}***", *[""] * (len(header) - 1)])
         for name, cells in rows:
@@ -225,16 +240,16 @@ def latex(table: DataFrame, rules: Collection[int] = ()) -> str:
         lines = [rf"\begin{{tabular}}{{@{{}}l{'r' * (width - 1)}@{{}}}}", r"\toprule"]
         lines.append(" & ".join(map(escape_latex, [table.index.names[-1], *table.columns])) + r" \\")
     else:
-        spans = _spans(table)
-        ends = [1 + sum(count for _, count in spans[: at + 1]) for at in range(len(spans))]
-        heads = [rf"\multicolumn{{{count}}}{{c}}{{\textbf{{{escape_latex(part)}}}}}" for part, count in spans]
+        parts = spans(table)
+        ends = [1 + sum(count for _, count in parts[: at + 1]) for at in range(len(parts))]
+        heads = [rf"\multicolumn{{{count}}}{{c}}{{\textbf{{{escape_latex(part)}}}}}" for part, count in parts]
         arrows = {"↑": r"$\uparrow$", "↓": r"$\downarrow$"}
         names = [rf"\textbf{{{escape_latex(name[:-1])}}}{arrows[name[-1]]}" for _, name in table.columns]
         lines = [rf"\begin{{tabular}}{{l{'c' * (width - 1)}}}", r"\toprule", " & ".join(["", *heads]) + r" \\"]
-        lines.append("".join(rf"\cmidrule(lr){{{end - n + 1}-{end}}}" for end, (_, n) in zip(ends, spans, strict=True)))
+        lines.append("".join(rf"\cmidrule(lr){{{end - n + 1}-{end}}}" for end, (_, n) in zip(ends, parts, strict=True)))
         lines.append(" & ".join([rf"\textbf{{{table.index.names[-1]}}}", *names]) + r" \\")
     number = 0
-    for group, rows in _groups(table):
+    for group, rows in grouped_rows(table):
         lines.append(r"\midrule")
         if group:
             lines.append(rf"\multicolumn{{{width}}}{{l}}{{\textbf{{\textit{{{escape_latex(group)}}}}}}} \\")
@@ -281,17 +296,27 @@ def plain(table: DataFrame) -> str:
     table = _without_repetition(table)
     signs = {"best": "*", "second": "+", "": " "}
     lines = [[table.index.names[-1], *_flat_names(table)]]
-    for group, rows in _groups(table):
+    for group, rows in grouped_rows(table):
         lines += [[group]] if group else []
         for name, cells in rows:
             texts = [f"{cell.text}{signs[cell.mark]}{' ' * bool(cell.interval)}{cell.interval}" for cell in cells]
             lines.append([("  " if group else "") + name, *texts])
-    widths = [max(len(line[k]) for line in lines if len(line) > 1) for k in range(len(lines[0]))]
-    padded = [
-        [line[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=False))]
-        for line in lines
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in padded) + "\n"
+    return "".join(f"{line}\n" for line in align(lines))
+
+
+def align(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Pad the first cell of each line on the right and the others on the left; a line of one cell may be of any width.
+
+    >>> align([["group"], ["x", "10"], ["yz", "5"]])
+    ['group', 'x   10', 'yz   5']
+    """
+    widths = [max(map(cell_len, column)) for column in zip(*(line for line in lines if len(line) > 1), strict=True)]
+    aligned = []
+    for line in lines:
+        first, *gaps = (" " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=False))
+        cells = [line[0] + first, *(gap + cell for gap, cell in zip(gaps, line[1:], strict=True))]
+        aligned.append("  ".join(cells).rstrip())
+    return aligned
 
 
 def fits(table: DataFrame, width: int) -> bool:
@@ -299,12 +324,8 @@ def fits(table: DataFrame, width: int) -> bool:
     return max(map(len, plain(table).splitlines())) + 2 * len(table.columns) <= width
 
 
-def console(table: DataFrame, width: int | None = None, title: str | None = None) -> "RichTable":
+def console(table: DataFrame, width: int | None = None, title: str | None = None) -> Table:
     """Build a table for a terminal; where it is too narrow for every benchmark, only the averages are shown."""
-    from rich.box import SIMPLE
-    from rich.table import Table
-    from rich.text import Text
-
     parts = [part for part, _ in table.columns] if table.columns.nlevels == 2 else []
     if width is not None and len(benchmarks := parts[: parts.index(AVERAGE)] if AVERAGE in parts else []) > 2:
         table = table if fits(table, width) else table.iloc[:, len(benchmarks) :]
@@ -314,7 +335,7 @@ def console(table: DataFrame, width: int | None = None, title: str | None = None
     grid.add_column(table.index.names[-1], no_wrap=title is None, overflow="fold")
     for name in _flat_names(table):
         grid.add_column(name, justify="right", no_wrap=title is None)
-    for group, rows in _groups(table):
+    for group, rows in grouped_rows(table):
         if group:
             grid.add_row(Text(group, style="bold italic"))
         for name, cells in rows:
@@ -323,56 +344,7 @@ def console(table: DataFrame, width: int | None = None, title: str | None = None
     return grid
 
 
-def html(
-    table: DataFrame,
-    label: str,
-    kind: str = "facts-table",
-    colour: Callable[[str], str] | None = None,
-    best: Any = None,
-) -> Markup:
-    """Write a table as HTML. `colour` gives the colour of a row by its name, and `best` is the index of one to mark."""
-    head = Markup("<tr>{}</tr>")
-    first = Markup('<th scope="col"{}>{}</th>').format(
-        Markup(' rowspan="2"') if table.columns.nlevels == 2 else "", table.index.names[-1]
-    )
-    if table.columns.nlevels == 2:
-        spans = Markup("").join(
-            Markup('<th colspan="{}" scope="colgroup">{}</th>').format(count, part) for part, count in _spans(table)
-        )
-        names = [name.replace("#Tok.", "Tokens").replace("↑", " ↑").replace("↓", " ↓") for _, name in table.columns]
-        lines = [head.format(first + spans)]
-    else:
-        names, lines = list(table.columns), []
-    columns = Markup("").join(Markup('<th scope="col">{}</th>').format(name) for name in names)
-    lines.append(head.format(columns if lines else first + columns))
-    marks = {"best": Markup("<b>{}</b>"), "second": Markup("<u>{}</u>"), "": Markup("{}")}
-    body, at = [], 0
-    for group, rows in _groups(table):
-        if group:
-            wide = len(table.columns) + 1
-            body.append(Markup('<tr class="group"><th colspan="{}" scope="rowgroup">{}</th></tr>').format(wide, group))
-        for name, cells in rows:
-            hue = colour(name.removesuffix(" (older recipe)")) if colour else ""
-            swatch = Markup('<i class="swatch" style="background: {}"></i>').format(hue) if colour else ""
-            texts = Markup("").join(
-                Markup("<td>{}{}</td>").format(
-                    marks[cell.mark].format(re.sub("^-(?=[0-9])", "−", cell.text)),
-                    Markup(' <small class="interval">{}</small>').format(cell.interval.replace("-", "−"))
-                    if cell.interval
-                    else "",
-                )
-                for cell in cells
-            )
-            chosen = Markup(' class="subject" style="--own: {}"').format(hue) if at == best else ""
-            body.append(Markup('<tr{}><th scope="row">{}{}</th>{}</tr>').format(chosen, swatch, name, texts))
-            at += 1
-    return Markup(
-        '<div class="scroll" tabindex="0" role="region" aria-label="{}"><table class="{}">\n'
-        "<thead>{}</thead>\n<tbody>\n{}\n</tbody>\n</table></div>"
-    ).format(label, kind, Markup("").join(lines), Markup("\n").join(body))
-
-
-def _groups(table: DataFrame) -> Iterator[tuple[str, list[tuple[str, list[Cell]]]]]:
+def grouped_rows(table: DataFrame) -> Iterator[tuple[str, list[tuple[str, list[Cell]]]]]:
     """The rows of a table by group, in its order."""
     names = table.index if table.index.nlevels == 2 else [("", name) for name in table.index]
     rows = [
@@ -383,7 +355,7 @@ def _groups(table: DataFrame) -> Iterator[tuple[str, list[tuple[str, list[Cell]]
         yield group, [(name, cells) for _, name, cells in members]
 
 
-def _spans(table: DataFrame) -> list[tuple[str, int]]:
+def spans(table: DataFrame) -> list[tuple[str, int]]:
     """The parts of a table of results with the number of their columns."""
     return [(part, len(list(columns))) for part, columns in groupby(part for part, _ in table.columns)]
 
@@ -396,7 +368,7 @@ def _flat_names(table: DataFrame) -> list[str]:
 
 def _without_repetition(table: DataFrame) -> DataFrame:
     """Leave out the columns of an only benchmark: its average is the same."""
-    parts = [part for part, _ in _spans(table)] if table.columns.nlevels == 2 else []
+    parts = [part for part, _ in spans(table)] if table.columns.nlevels == 2 else []
     if AVERAGE not in parts or parts.index(AVERAGE) != 1:
         return table
     columns = [(parts[0] if part == AVERAGE else part, name) for part, name in table.columns[2:]]

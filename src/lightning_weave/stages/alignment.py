@@ -33,10 +33,7 @@ def pack_rollouts(requests: Sequence[Request], responses: Sequence[Response]) ->
 def find_candidates(scorer: Scorer, rows: Rollouts, count: int, given: Candidates | None = None) -> Candidates:
     """Run the student over its trajectories and keep its likeliest tokens at every decision, or score those given."""
     pairs = list(zip(rows.prompt_ids, rows.response_ids, strict=True))
-    if given is None:
-        scored = scorer.candidates(pairs, count, row_names(rows))
-    else:
-        scored = scorer.candidates(pairs, given.ids.flat.shape[1], row_names(rows), given=list(given.ids))
+    scored = scorer.candidates(pairs, count, row_names(rows), None if given is None else list(given.ids))
     ids, logp, other, sampled = (Ragged.of([np.asarray(row[part]) for row in scored]) for part in range(4))
     return Candidates(rows.trajectories(), ids, logp, other, sampled)
 

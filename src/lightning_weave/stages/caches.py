@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Cache
 from lightning_weave.cache.shifts import (
     PairSource,
     SharpenedSource,

@@ -106,7 +106,7 @@ def costs(rows: list[dict[str, Any]], *keys: str) -> dict[tuple[str, ...], Cost]
 
 def offline_cost(run: Run, rows: list[dict[str, Any]], anchors: Iterable[str] | None = None) -> Offline | None:
     """What a composition of these anchors (default: all) costs with its cache; None before any is trained."""
-    trained = _training_seconds(run, rows, "joint")
+    trained = training_seconds(run, rows, "joint")
     if not trained:
         return None
     sides = [run.side(anchor, role) for anchor in anchors or () for role in ROLES]
@@ -117,36 +117,9 @@ def offline_cost(run: Run, rows: list[dict[str, Any]], anchors: Iterable[str] | 
     return Offline(cache, fmean(trained.values()), len(trained))
 
 
-@dataclass(frozen=True)
-class SettingCost:
-    """Seconds of one composition of these anchors: its cache by stage, its training, and online if it was measured."""
-
-    anchors: tuple[str, ...]
-    cache: dict[str, float]
-    train: float
-    online: float | None
-
-
-def setting_costs(run: Run, rows: list[dict[str, Any]]) -> list[SettingCost]:
-    """What a composition costs by the anchors that it uses, the fewest first; training is the mean over these."""
-    seconds: dict[str, dict[tuple[str, ...], list[float]]] = {"joint": {}, "online": {}}
-    for method, by_anchors in seconds.items():
-        for name, cost in _training_seconds(run, rows, method).items():
-            if name in run.recipe.compositions:
-                used = run.recipe.compositions[name].used
-                by_anchors.setdefault(tuple(one for one in run.recipe.anchors if one in used), []).append(cost)
-    settings = []
-    for anchors, trained in sorted(seconds["joint"].items(), key=lambda item: len(item[0])):
-        offline = offline_cost(run, rows, anchors)
-        assert offline is not None, anchors
-        online = seconds["online"].get(anchors)
-        settings.append(SettingCost(anchors, offline.cache, fmean(trained), fmean(online) if online else None))
-    return settings
-
-
 def online_costs(run: Run, rows: list[dict[str, Any]]) -> dict[str, tuple[float, Offline]]:
     """What each online composition cost, and what the same anchors cost offline at the same number of updates."""
-    seconds = _training_seconds(run, rows, "online")
+    seconds = training_seconds(run, rows, "online")
     compared = {}
     for name in sorted(seconds.keys() & run.recipe.compositions.keys()):
         if offline := offline_cost(run, rows, run.recipe.compositions[name].used):
@@ -170,7 +143,7 @@ def summary(run: Run, rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _training_seconds(run: Run, rows: list[dict[str, Any]], method: str) -> dict[str, float]:
+def training_seconds(run: Run, rows: list[dict[str, Any]], method: str) -> dict[str, float]:
     """By composition, those with the recipe's number of updates and, offline, its objective; no legs of a sequence."""
     by_name = costs([row for row in rows if row["stage"] == "train" and row.get("method") == method], "name")
     others = {

@@ -16,10 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_weave.config import Harness, StageEngine
-from lightning_weave.devices import own_gpus, use_engine_gpu
+from lightning_weave.devices import free_memory, own_gpus, use_engine_gpu
 from lightning_weave.errors import InputError, Mismatch, WeaveError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.modules import free_memory
 from lightning_weave.models.sampler import HFSampler, RefillingSampler
 from lightning_weave.models.scorer import Sampler, Scorer
 from lightning_weave.models.vllm import VLLMBody, VLLMSampler, server_version

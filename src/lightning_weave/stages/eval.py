@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,12 @@ from lightning_weave.bench.samples import (
     write_block,
 )
 from lightning_weave.bench.summary import read_summary, summarise, write_summary
-from lightning_weave.checks.findings import Finding, is_pending
+from lightning_weave.checks.findings import Finding, Level, is_pending
 from lightning_weave.checks.models import attempt, check_engine, check_model, check_package, check_room, open_benchmarks
 from lightning_weave.checks.watch import Watch, check_evaluation, warn
 from lightning_weave.config import is_own_function
 from lightning_weave.errors import InputError
-from lightning_weave.grading.graders import Grader
-from lightning_weave.grading.process import GraderProcess
+from lightning_weave.grading.graders import Grader, GraderProcess
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.scorer import Sampler
 from lightning_weave.plugins import load_function
@@ -49,7 +48,8 @@ from lightning_weave.stages.engines import (
     with_lora,
 )
 from lightning_weave.stages.harness import check_policies, run_tasks
-from lightning_weave.stages.sampling import Journal, render_problems, sample_shards, sampling_settings
+from lightning_weave.stages.prompts import render_problems, sampling_settings
+from lightning_weave.stages.rollout import Journal, sample_shards
 from lightning_weave.stages.work import LOCAL, ComputeShards, Executor, Job, ShardStats
 from lightning_weave.store import Stage, damaged_files, write_atomic
 from lightning_weave.types import Request, Response
@@ -79,21 +79,18 @@ def evaluate_policy(
     run: Run, name: str, progress: Progress, engines: Engines, executor: Executor = LOCAL, *, watch: Watch = warn
 ) -> None:
     """Evaluate one policy on the benchmarks that are not complete."""
-    waiting = {}
-    for benchmark in run.recipe.eval.benchmarks:
-        stage = run.stage("eval", name, benchmark)
-        if not stage.complete:
-            waiting[benchmark] = stage
-            continue
-        stage.settle()
-        _drop_blocks(stage)
+    stages = {benchmark: run.stage("eval", name, benchmark) for benchmark in run.recipe.eval.benchmarks}
+    waiting = {benchmark: stage for benchmark, stage in stages.items() if not stage.complete}
+    for benchmark in stages.keys() - waiting.keys():
+        stages[benchmark].settle()
+        _drop_blocks(stages[benchmark])
     if not waiting:
         return
     policy = EvaluatedPolicy(name, run.policy(name), engines)
     engines.room = room_of(run, name)
     jobs = []
     for benchmark, stage in waiting.items():
-        job = eval_job(run, policy, load_eval_benchmark(run.recipe.eval, benchmark), stage, progress)
+        job = eval_job(run, policy, load_eval_benchmark(run.recipe, benchmark), stage, progress)
         jobs += [job] if job else []
     executor.run_jobs(jobs, run, progress)
     watch(partial(check_evaluation, run, name), True, progress)
@@ -108,7 +105,7 @@ def room_of(run: Run, name: str) -> int:
         return 0
     checkpoint = run.policy(name)
     lengths = []
-    for benchmark in (load_eval_benchmark(section, each) for each in section.benchmarks):
+    for benchmark in (load_eval_benchmark(run.recipe, each) for each in section.benchmarks):
         prompts = [one.token_ids for one in render_problems(benchmark, checkpoint.tokenizer, section, run.recipe.date)]
         lengths.append(longest_context(checkpoint, prompts, sampling_settings(section, benchmark).max_tokens))
     return max(lengths)
@@ -138,13 +135,10 @@ class EvaluatedPolicy:
         return with_adapter(run, sampler, adapter, merged=self.checkpoint, section=section, prompts=prompts)
 
 
-def eval_job(
-    run: Run, policy: EvaluatedPolicy, benchmark: Benchmark, stage: Stage, progress: Progress, booked: str = "eval"
-) -> Job | None:
+def eval_job(run: Run, policy: EvaluatedPolicy, benchmark: Benchmark, stage: Stage, progress: Progress) -> Job | None:
     """Plan what is left to sample of one benchmark; when it is there, samples.jsonl and summary.json are written.
 
-    Samples that only have to be graded again are graded at once, and there is no job. `booked` is the stage name for
-    its rows in the ledger.
+    Samples that only have to be graded again are graded at once, and there is no job.
     """
     section = run.recipe.eval
     grader = Grader.from_section(benchmark, section, run.trust)
@@ -153,12 +147,7 @@ def eval_job(
             f"eval {benchmark.slug}: math-verify is not installed, so only an answer in \\boxed{{}} that is written "
             "like the reference counts. For a forgiving grader: pip install math-verify"
         )
-    if stage.complete:  # another rank has graded it
-        return None
-    if source := _graded_otherwise(stage):
-        if is_main_process():
-            progress.say(f"eval {policy.name}/{stage.name}: grading the samples again, without sampling")
-            _grade_again(run, stage, benchmark, grader, progress, source=source)
+    if stage.complete or _grade_again(run, stage, benchmark, grader, progress):  # another rank may have graded it
         return None
     keys = blocks(len(benchmark.problems), section.samples or benchmark.samples, section.block)
     folder = stage.folder / f"blocks-{stage.fingerprint}"
@@ -172,11 +161,10 @@ def eval_job(
             _drop_blocks(stage)
 
     return Job(
-        booked,
-        f"{policy.name}/{stage.name}",
-        "block",
+        stage.path,
         pending_blocks(folder, len(keys)),
         partial(open_policy, policy=policy, benchmark=benchmark, keys=keys, stage=stage),
+        unit="block",
         fingerprint=stage.fingerprint,
         devices=gpus_of(run.recipe.engine_of("eval")),
         at_once=shards_at_once(run.recipe.engine_of("eval"), section.block),
@@ -261,52 +249,42 @@ def _drop_blocks(stage: Stage) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _graded_otherwise(stage: Stage) -> Stage | None:
-    """Find complete samples that differ from this evaluation only in how they were graded."""
+def _grade_again(run: Run, stage: Stage, benchmark: Benchmark, grader: Grader, progress: Progress) -> bool:
+    """Grade complete samples that differ from this evaluation only in how they were graded; False if there are none."""
     inputs = {one.path: one.fingerprint for one in stage.inputs}
-    for other in stage.siblings():
-        old, new = other.settings, stage.settings
+    for source in stage.siblings():
+        old, new = source.settings, stage.settings
         changed = {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)}
         known = changed <= {"profile", "budgets"} and set(new["budgets"]) <= set(old.get("budgets", ()))
-        if known and (other.manifest() or {}).get("inputs") == inputs and not damaged_files(other.folder):
-            return other
-    return None
-
-
-def _grade_again(
-    run: Run, stage: Stage, benchmark: Benchmark, grader: Grader, progress: Progress, *, source: Stage
-) -> None:
-    """Grade the samples of another evaluation, and summarise them."""
-    problems = {problem.id: problem for problem in benchmark.problems}
-    samples = list(read_samples(source.folder / "samples.jsonl"))
-    graded = grader.grade([(problems[sample.problem], sample.text) for sample in samples])
-    lines = []
-    for sample, verdict in zip(samples, graded, strict=True):
-        cuts = {budget: cut for budget, cut in sample.cuts.items() if budget in run.recipe.eval.budgets}
-        again = replace(sample, answer=verdict.answer, correct=verdict.correct, why=verdict.why, cuts=cuts)
-        lines.append(to_line(replace(again, official=verdict.official)))
-    write_atomic(stage.folder / "samples.jsonl", "".join(lines).encode())
-    for engine in source.engines():
-        stage.note_engine(engine)
-    _summarise(run, stage, benchmark, grader, progress)
+        if not known or (source.manifest() or {}).get("inputs") != inputs or damaged_files(source.folder):
+            continue
+        if is_main_process():
+            progress.say(f"{stage.path.replace('/', ' ', 1)}: grading the samples again, without sampling")
+            problems = {problem.id: problem for problem in benchmark.problems}
+            samples = list(read_samples(source.folder / "samples.jsonl"))
+            graded = grader.grade([(problems[sample.problem], sample.text) for sample in samples])
+            lines = []
+            for sample, verdict in zip(samples, graded, strict=True):
+                cuts = {budget: cut for budget, cut in sample.cuts.items() if budget in run.recipe.eval.budgets}
+                again = replace(sample, answer=verdict.answer, correct=verdict.correct, why=verdict.why, cuts=cuts)
+                lines.append(to_line(replace(again, official=verdict.official)))
+            write_atomic(stage.folder / "samples.jsonl", "".join(lines).encode())
+            for engine in source.engines():
+                stage.note_engine(engine)
+            _summarise(run, stage, benchmark, grader, progress)
+        return True
+    return False
 
 
 def _summarise(run: Run, stage: Stage, benchmark: Benchmark, grader: Grader, progress: Progress) -> None:
     """Write the summary of all samples, and the manifest."""
-    settings = sampling_settings(run.recipe.eval, benchmark)
     problems = {problem.id: problem for problem in benchmark.problems}
 
     def regrade(cut: list[tuple[Sample, str]]) -> list[bool]:
         return [graded.correct for graded in grader.grade([(problems[sample.problem], text) for sample, text in cut])]
 
-    protocol = {
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "max_tokens": settings.max_tokens,
-        "seed": settings.seed,
-        "grading": grader.name,
-        "engine": run.recipe.engine.eval,
-    }
+    settings = asdict(sampling_settings(run.recipe.eval, benchmark))
+    protocol = {**settings, "grading": grader.name, "engine": run.recipe.engine.eval}
     target = stage.folder / "samples.jsonl"
     result = summarise(benchmark, list(read_samples(target)), protocol, run.recipe.eval.budgets, regrade)
     write_summary(stage.folder / "summary.json", result)
@@ -323,7 +301,7 @@ def export_lm_eval(run: Run, folder: Path, when: datetime) -> list[Path]:
             stage = run.stage("eval", policy, name)
             if not stage.complete:
                 continue
-            benchmark = load_eval_benchmark(run.recipe.eval, name)
+            benchmark = load_eval_benchmark(run.recipe, name)
             section = run.recipe.asked(policy)
             rendered = render_problems(benchmark, run.policy(policy).tokenizer, section, run.recipe.date)
             prompts = [one.text for one in rendered]
@@ -345,7 +323,8 @@ def validate(run: Run) -> Iterator[Finding]:
     recipe = run.recipe
     names = recipe.eval.benchmarks
     if not names and not recipe.harness.tasks:
-        yield Finding("eval.benchmarks", "benchmark", "warning", f"nothing will be evaluated: {NO_BENCHMARK}")
+        verdict: Level = "note" if "benchmarks" in recipe.eval.model_fields_set else "warning"
+        yield Finding("eval.benchmarks", "benchmark", verdict, f"nothing will be evaluated: {NO_BENCHMARK}")
     pending = [policy for policy in run.policies if any(is_pending(run, "eval", policy, name) for name in names)]
     if not pending:
         return

@@ -7,6 +7,7 @@ student. A response cut off at rollout.max_tokens counts as it is.
 Letters as in `lightning_weave.types`; A aims, G prompts, B bootstrap resamples.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -19,9 +20,7 @@ from torch import Tensor
 
 from lightning_weave.bench.statistics import TAIL, FloatArray
 from lightning_weave.bench.summary import combine, read_summary
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.reader import Cache
-from lightning_weave.cache.targets import compute_targets
+from lightning_weave.cache.block import Block, Cache, compute_targets
 from lightning_weave.config import Composition, Distilled, Joint, Recipe, SelfDistilled
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.maths import expected_kl, with_other
@@ -31,13 +30,15 @@ from lightning_weave.run import Run
 from lightning_weave.stages.caches import anchor_pair, open_cache
 from lightning_weave.stages.grades import grade_rows
 from lightning_weave.stages.sweep import Planned, extend, is_same, plan_sweep, usual_alpha
+from lightning_weave.store import read_json, write_json
 from lightning_weave.train.data import find_dose
 from lightning_weave.train.schedule import make_schedule
 
-TRUSTED = 50  # effective samples; a working value, not calibrated
+TRUSTED = 30  # effective samples: with fewer, 95 % intervals cover in less than 90 % of cases (docs/forecast.md)
 RESAMPLES = 1000
 DECISIONS = 1 << 17  # read at a time, about
 RUNGS = 14  # larger alphas that are tried where a point is not trusted, each by a factor of sqrt(2)
+FILE = "forecast.json"  # in the run directory: the points that were forecast last, for the report
 NOT_FORECAST = {
     "mixture": "each prompt is trained on one anchor alone; what the student makes of all of them is in no target",
     "sequential": "the target of a later part depends on the student that the part before trains",
@@ -155,6 +156,11 @@ def effective_samples(weight_AR: FloatArray) -> FloatArray:
     """Compute Kish's (sum w)^2 / sum w^2: of so many equally weighted responses the estimate would be as precise."""
     squares_A = np.maximum((weight_AR**2).sum(axis=1), np.finfo(float).tiny)
     return np.asarray(weight_AR.sum(axis=1) ** 2 / squares_A)
+
+
+def truncate(weight_AR: FloatArray) -> FloatArray:
+    """Limit weights to sqrt(R) times their mean: fewer outliers, but a bias towards the student itself."""
+    return np.minimum(weight_AR, weight_AR.mean(axis=1, keepdims=True) * math.sqrt(weight_AR.shape[1]))
 
 
 def bootstrap(
@@ -280,30 +286,47 @@ class Estimates:
 
     accuracy_AB: FloatArray | None  # percent
     tokens_AB: FloatArray
-    aes_AB: FloatArray | None
     samples_A: FloatArray
     kl_A: FloatArray
 
+    def figures(self, place: int) -> dict[str, float | None]:
+        """Describe one policy: accuracy, tokens and AES against the student itself, each with its interval."""
+        accuracy_B = None if self.accuracy_AB is None else self.accuracy_AB[place]
+        score_B = None
+        if self.accuracy_AB is not None:
+            with np.errstate(invalid="ignore"):  # a policy that can draw none of the responses
+                score_B = np.vectorize(aes, otypes=[float])(
+                    accuracy_B, self.tokens_AB[place], self.accuracy_AB[0], self.tokens_AB[0]
+                )
+        found: dict[str, float | None] = {}
+        for key, values_B in (("accuracy", accuracy_B), ("tokens", self.tokens_AB[place]), ("aes", score_B)):
+            found |= dict.fromkeys((key, f"{key}_low", f"{key}_high"))
+            if values_B is not None and not np.isnan(values_B[1:]).all():
+                low, high = np.nanpercentile(values_B[1:], [TAIL, 100 - TAIL])
+                found |= {key: float(values_B[0]), f"{key}_low": float(low), f"{key}_high": float(high)}
+        return found
+
+    def trusted(self, place: int) -> bool:
+        """Whether a policy, and the student itself, have enough effective samples."""
+        return bool(min(self.samples_A[place], self.samples_A[0]) >= TRUSTED)
+
 
 def estimate(weighted: Weighted, grade_R: FloatArray | None, measured: tuple[float, float] | None) -> Estimates:
-    """Average over the weighted rows, with intervals, and score against the student itself.
+    """Average over the weighted rows and over resampled prompts.
 
     With the measured accuracy and tokens of the student, accuracies are moved by its error in points, and tokens by its
     factor: prompts and benchmarks differ, but what the target changes carries over.
     """
     weight_AR = weights_of(weighted.log_weight_AR)
+    samples_A = effective_samples(weight_AR)
+    weight_AR = np.where(samples_A[:, None] < TRUSTED, truncate(weight_AR), weight_AR)
     tokens_AB = bootstrap(weight_AR, weighted.tokens_R, weighted.prompt_R)
     accuracy_AB = None if grade_R is None else bootstrap(weight_AR, 100 * grade_R, weighted.prompt_R)
     if measured is not None:
         tokens_AB = measured[1] * tokens_AB / tokens_AB[:1]
     if measured is not None and accuracy_AB is not None:
         accuracy_AB = np.clip(measured[0] + accuracy_AB - accuracy_AB[:1], 0.0, 100.0)
-    aes_AB = None
-    if accuracy_AB is not None:
-        base = np.broadcast_to(accuracy_AB[0], accuracy_AB.shape), np.broadcast_to(tokens_AB[0], tokens_AB.shape)
-        with np.errstate(invalid="ignore"):  # a policy that can draw none of the responses
-            aes_AB = np.vectorize(aes, otypes=[float])(accuracy_AB, tokens_AB, *base)
-    return Estimates(accuracy_AB, tokens_AB, aes_AB, effective_samples(weight_AR), weighted.kl_A)
+    return Estimates(accuracy_AB, tokens_AB, samples_A, weighted.kl_A)
 
 
 def measured_base(run: Run) -> tuple[float, float] | None:
@@ -348,29 +371,57 @@ def forecast(
         weighted = weigh(cache, aims, decoding, behaviour, recipe.rollout.max_tokens)
         return estimate(weighted, grade_R, measured)
 
+    def describe(name: str, weights: Mapping[str, Any], alpha: float | None, found: Estimates, place: int) -> None:
+        figures: dict[str, Any] = found.figures(place) | {"anchored": measured is not None}
+        kl, samples = float(found.kl_A[place]), float(found.samples_A[place])
+        points[name] = ForecastPoint(
+            name, weights, alpha, kl=kl, effective_samples=samples, trusted=found.trusted(place), **figures
+        )
+
+    points: dict[str, ForecastPoint] = {}
     aims = [_aim(extended, one.name, anchors) for one in joints]
     found = look(cache, aims)
-    points = {"base": _point("base", {}, None, found, 0, measured is not None)}
-    directions: dict[str, list[Aim]] = {}  # of points that are not trusted
+    describe("base", {}, None, found, 0)
+    directions: dict[str, dict[str, Aim]] = {}  # of points that are not trusted
     for place, (one, aim) in enumerate(zip(joints, aims, strict=True), start=1):
         weights = one.composition.by_tag or one.composition.weights
-        points[one.name] = _point(one.name, weights, aim.alpha, found, place, measured is not None)
+        describe(one.name, weights, aim.alpha, found, place)
         if not points[one.name].trusted and points["base"].trusted:
-            directions.setdefault(str(weights), []).append(aim)
-    for key, asked in directions.items():
-        first = min(asked, key=lambda aim: aim.alpha)
+            directions.setdefault(str(weights), {})[one.name] = aim
+    for asked in directions.values():
+        first = min(asked.values(), key=lambda aim: aim.alpha)
         rungs = [replace(first, alpha=first.alpha * 2 ** (rung / 2)) for rung in range(1, RUNGS + 2)]
         dose = _largest_trusted(rungs, look(cache, rungs))
-        for name, point in points.items():
-            if str(point.weights) == key and not point.trusted:
-                points[name] = replace(point, largest_trusted=dose)
+        for name in asked:
+            points[name] = replace(points[name], largest_trusted=dose)
     for one in planned:
         if isinstance(one.composition, Distilled | SelfDistilled):
             own = open_cache(extended, one.name)
             found = look(own, [Aim(own.weights, one.composition.alpha)])
-            weights = dict(one.composition.weights)
-            points[one.name] = _point(one.name, weights, one.composition.alpha, found, 1, measured is not None)
+            describe(one.name, dict(one.composition.weights), one.composition.alpha, found, 1)
     return [points[name] for name in ("base", *(one.name for one in planned))]
+
+
+def keep_points(run: Run, points: Sequence[ForecastPoint]) -> None:
+    """Write points to the run directory, in place of those with the same name, for the report."""
+    kept = {point.policy: point for point in [*read_points(run), *points]}
+    write_json(
+        run.directory / FILE,
+        {"cache": run.stage("reference").fingerprint, "points": [point.to_dict() for point in kept.values()]},
+    )
+
+
+def read_points(run: Run) -> list[ForecastPoint]:
+    """Read the points that were forecast last from the present cache; none if there are none."""
+    path = run.directory / FILE
+    found = read_json(path) if path.exists() else {}
+    if not found or found["cache"] != run.stage("reference").fingerprint:
+        return []
+    points = []
+    for point in found["points"]:
+        dose = point.pop("largest_trusted")
+        points.append(ForecastPoint(**point, largest_trusted=None if dose is None else TrustedDose(**dose)))
+    return points
 
 
 def _aim(run: Run, name: str, anchors: Sequence[str]) -> Aim:
@@ -392,38 +443,10 @@ def _aim(run: Run, name: str, anchors: Sequence[str]) -> Aim:
     return Aim(weights, alpha, weight_RK)
 
 
-def _point(
-    name: str, weights: Mapping[str, Any], alpha: float | None, found: Estimates, place: int, anchored: bool
-) -> ForecastPoint:
-    """Describe one policy of the estimates."""
-    figures: dict[str, Any] = {}
-    for key, values_AB in (("accuracy", found.accuracy_AB), ("tokens", found.tokens_AB), ("aes", found.aes_AB)):
-        values_B = None if values_AB is None else values_AB[place]
-        bounds = (
-            None
-            if values_B is None or np.isnan(values_B[1:]).all()
-            else np.nanpercentile(values_B[1:], [TAIL, 100 - TAIL])
-        )
-        figures[key] = None if values_B is None or np.isnan(values_B[0]) else float(values_B[0])
-        figures[f"{key}_low"], figures[f"{key}_high"] = (None, None) if bounds is None else map(float, bounds)
-    samples = float(found.samples_A[place])
-    trusted = min(samples, float(found.samples_A[0])) >= TRUSTED
-    return ForecastPoint(
-        name,
-        weights,
-        alpha,
-        kl=float(found.kl_A[place]),
-        effective_samples=samples,
-        trusted=trusted,
-        anchored=anchored,
-        **figures,
-    )
-
-
 def _largest_trusted(rungs: Sequence[Aim], found: Estimates) -> TrustedDose | None:
     """Find the first rung that is trusted, with the slope between it and the next; None if none is."""
     for place, rung in enumerate(rungs[:-1], start=1):
-        if found.samples_A[place] >= TRUSTED:
+        if found.trusted(place):
             nats = found.kl_A[place] - found.kl_A[place + 1]
             accuracy = found.accuracy_AB
             return TrustedDose(

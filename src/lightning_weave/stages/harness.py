@@ -2,30 +2,33 @@
 
 import difflib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_weave.bench.harness import WORKER, read_harness, write_result
+from lightning_weave import bench
+from lightning_weave.bench.summary import SUMMARY, read_harness
 from lightning_weave.checks.findings import Finding, is_pending
 from lightning_weave.checks.models import find_lack
-from lightning_weave.devices import own_gpus
+from lightning_weave.devices import free_memory, own_gpus
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.modules import free_memory
 from lightning_weave.models.worker_process import WorkerProcess, WorkerProgram
 from lightning_weave.progress import Progress
+from lightning_weave.prompts.render import macro_of_date
 from lightning_weave.ranks import is_main_process
 from lightning_weave.report.results import track_evaluation
 from lightning_weave.run import Run
 from lightning_weave.stages.engines import gpus_of
 from lightning_weave.stages.work import set_up
-from lightning_weave.store import Stage
+from lightning_weave.store import Stage, write_json
 from lightning_weave.store.files import remove
 from lightning_weave.store.ledger import measure
 
 BATCH_SIZE = 16
+WORKER = Path(bench.__file__).with_name("lm_eval_worker.py")
 LM_EVAL = WorkerProgram(WORKER, "lm-evaluation-harness", "'lm_eval[hf]'")
 
 
@@ -65,15 +68,21 @@ def _run_policy(run: Run, policy: str, waiting: dict[str, Stage], progress: Prog
                     if process is None:
                         free_memory()
                         process = WorkerProcess(settings, section.python, environment, LM_EVAL)
-                        if process.started["unknown"]:
-                            raise _unknown_task(process.started)
+                        for unknown in process.started["unknown"]:
+                            near = difflib.get_close_matches(unknown, process.started["known"], n=3)
+                            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                            raise InputError(
+                                f"harness.tasks: lm-eval {process.started['version']} has no task {unknown!r}.{hint} "
+                                "Definitions of your own are in the directory that harness.include names"
+                            )
                     stage.begin()
                     if not stage.complete:  # another rank may have finished it
                         for leftover in _harness_files(stage):  # of a run that was killed
                             remove(leftover)
                         process.ask({"task": task, "folder": str(stage.folder.resolve())})
                         result = read_harness(stage.folder, task, f"lm-eval {process.started['version']}")
-                        stage.record([write_result(stage.folder, result), *_harness_files(stage)])
+                        write_json(stage.folder / SUMMARY, asdict(result))
+                        stage.record([stage.folder / SUMMARY, *_harness_files(stage)])
                 bar.advance()
     finally:
         if process is not None:
@@ -101,6 +110,7 @@ def _settings(run: Run, checkpoint: Checkpoint, device: torch.device, tasks: lis
         "device": device.type,
         "batch_size": section.args.get("batch_size", BATCH_SIZE),
         "tasks": tasks,
+        "date_macro": macro_of_date(run.recipe.date),
         "include": section.include and str(Path(section.include).expanduser().resolve()),
         "args": {
             "apply_chat_template": bool(checkpoint.tokenizer.chat_template),
@@ -112,16 +122,6 @@ def _settings(run: Run, checkpoint: Checkpoint, device: torch.device, tasks: lis
 
 def _harness_files(stage: Stage) -> list[Path]:
     return [*sorted(stage.folder.glob("results_*.json")), *sorted(stage.folder.glob("samples_*.jsonl"))]
-
-
-def _unknown_task(hello: dict[str, Any]) -> InputError:
-    task = hello["unknown"][0]
-    near = difflib.get_close_matches(task, hello["known"], n=3)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
-    return InputError(
-        f"harness.tasks: lm-eval {hello['version']} has no task {task!r}.{hint} Definitions of your own are in the "
-        "directory that harness.include names"
-    )
 
 
 def validate(run: Run) -> Iterator[Finding]:

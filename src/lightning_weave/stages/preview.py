@@ -11,14 +11,12 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from torch import Tensor
 
 from lightning_weave.bench.definitions import load_eval_benchmark
 from lightning_weave.bench.summary import Summary, read_summary
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.targets import compute_targets
+from lightning_weave.cache.block import compute_targets
 from lightning_weave.config import benchmark_folder
 from lightning_weave.errors import InputError
 from lightning_weave.maths import with_other
@@ -31,7 +29,7 @@ from lightning_weave.stages.alignment import pack_rollouts
 from lightning_weave.stages.caches import routed_weights
 from lightning_weave.stages.engines import Engines
 from lightning_weave.stages.eval import NO_BENCHMARK, EvaluatedPolicy, eval_job
-from lightning_weave.stages.sampling import render_problems
+from lightning_weave.stages.prompts import render_problems
 from lightning_weave.stages.score import AnchorScorer, LiveAnchors
 from lightning_weave.stages.work import run_jobs, set_up
 from lightning_weave.store import Stage
@@ -52,27 +50,23 @@ class Target:
         logp_NC, ids_NC = log_b_NV.topk(self.candidates, dim=-1)
         other_N = torch.logsumexp(log_b_NV.scatter(1, ids_NC, -torch.inf), dim=-1)
         log_b_NO = with_other(logp_NC, other_N)
-        block = self._block(requests, responses, ids_NC.cpu().numpy().astype(np.int32), log_b_NO.cpu().numpy())
-        targets = compute_targets(block, list(self.anchors.weights.values()), self.alpha)
-        log_q_NO = torch.from_numpy(targets.log_q_PO).to(log_b_NO.device)
-        # Tokens that are not candidates keep their odds among themselves.
-        return (log_b_NV + (log_q_NO[:, -1] - log_b_NO[:, -1])[:, None]).scatter(1, ids_NC, log_q_NO[:, :-1])
-
-    def _block(
-        self, requests: list[Request], responses: list[list[int]], ids_NC: NDArray[np.int32], log_b_NO: NDArray
-    ) -> Block:
-        """Put the next decision of every response into a block, as the last token of a longer prompt."""
+        # The next decision of every response, as the last token of a longer prompt. Any token stands for the one that
+        # is about to be drawn: only the decision before it is scored.
         states = [
             Request([*request.prompt_ids, *response], request.prompt, request.response)
             for request, response in zip(requests, responses, strict=True)
         ]
-        # Any token stands for the one that is about to be drawn: only the decision before it is scored.
-        rows = pack_rollouts(states, [Response([int(ids[0])], "length") for ids in ids_NC])
+        candidate_ids = ids_NC.cpu().numpy().astype(np.int32)
+        rows = pack_rollouts(states, [Response([int(ids[0])], "length") for ids in candidate_ids])
         offsets = rows.response_ids.offsets
-        other_N = Ragged(log_b_NO[:, -1], offsets)
-        logp_NC = Ragged(log_b_NO[:, :-1], offsets)
-        candidates = Candidates(rows.trajectories(), Ragged(ids_NC, offsets), logp_NC, other_N, other_N)
-        return self.anchors.block(range(len(states)), rows, candidates)
+        log_b = log_b_NO.cpu().numpy()
+        logp, other = Ragged(log_b[:, :-1], offsets), Ragged(log_b[:, -1], offsets)
+        candidates = Candidates(rows.trajectories(), Ragged(candidate_ids, offsets), logp, other, other)
+        block = self.anchors.block(range(len(states)), rows, candidates)
+        targets = compute_targets(block, list(self.anchors.weights.values()), self.alpha)
+        log_q_NO = torch.from_numpy(targets.log_q_PO).to(log_b_NO.device)
+        # Tokens that are not candidates keep their odds among themselves.
+        return (log_b_NV + (log_q_NO[:, -1] - log_b_NO[:, -1])[:, None]).scatter(1, ids_NC, log_q_NO[:, :-1])
 
 
 def preview(
@@ -103,40 +97,32 @@ def preview(
         progress.say(f"left out: {cannot}")
     if not run.recipe.eval.benchmarks:
         raise InputError(f"nothing to preview on: {NO_BENCHMARK}")
-    loaded: dict[Side, AnchorScorer] = {}
-    names = ["base", *(only or can)]
-    summaries = {name: _evaluate(run, name, problems, loaded, progress) for name in names}
+    section = run.recipe.eval
+    student = run.student
+    loaded: dict[Side, AnchorScorer] = {}  # for all targets
+    summaries: dict[str, list[Summary]] = {}
+    for name in ["base", *(only or can)]:
+        policy = target = None
+        summaries[name] = []
+        for benchmark_name in section.benchmarks:
+            stage = preview_stage(run, name, benchmark_name, problems)
+            if not stage.complete:
+                benchmark = load_eval_benchmark(run.recipe, benchmark_name).first(problems)
+                if policy is None:
+                    device = set_up(run)
+                    model = student.load(student.compute_dtype(run.recipe.engine_of("eval").dtype, device), device)
+                    target = None if name == "base" else open_target(run, name, loaded)
+                    sampler = HFSampler(model, student.stop_ids, student.vocabulary, section.batch_size, tilt=target)
+                    policy = EvaluatedPolicy(name, student, Engines(), sampler)
+                if target is not None:
+                    target.anchors.set_prompts(render_problems(benchmark, student.tokenizer, section, run.recipe.date))
+                if job := eval_job(run, policy, benchmark, stage, progress):
+                    run_jobs([job], run, progress)
+            summaries[name].append(read_summary(stage.folder / "summary.json"))
     out.print(console(format_results(results_table(summaries))))
     out.print(
         "Bold: best. Underlined: second best. Sampled from the targets themselves: no student was trained for this."
     )
-    return summaries
-
-
-def _evaluate(
-    run: Run, name: str, problems: int, loaded: dict[Side, AnchorScorer], progress: Progress
-) -> list[Summary]:
-    """Evaluate the student, or the target of a composition, on the benchmarks that are not complete."""
-    section = run.recipe.eval
-    student = run.student
-    summaries = []
-    policy = None
-    target = None
-    for benchmark_name in section.benchmarks:
-        stage = preview_stage(run, name, benchmark_name, problems)
-        if not stage.complete:
-            benchmark = load_eval_benchmark(section, benchmark_name).first(problems)
-            if policy is None:
-                device = set_up(run)
-                model = student.load(student.compute_dtype(run.recipe.engine_of("eval").dtype, device), device)
-                target = None if name == "base" else open_target(run, name, loaded)
-                sampler = HFSampler(model, student.stop_ids, student.vocabulary, section.batch_size, tilt=target)
-                policy = EvaluatedPolicy(name, student, Engines(), sampler)
-            if target is not None:
-                target.anchors.set_prompts(render_problems(benchmark, student.tokenizer, section, run.recipe.date))
-            if job := eval_job(run, policy, benchmark, stage, progress, booked="preview"):
-                run_jobs([job], run, progress)
-        summaries.append(read_summary(stage.folder / "summary.json"))
     return summaries
 
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_weave import prompts as sources
+from lightning_weave.bench.definitions import Benchmark
 from lightning_weave.checks.findings import Finding, listed, needs_prompts
 from lightning_weave.checks.models import check_student, open_benchmarks
-from lightning_weave.config import Recipe
+from lightning_weave.config import HELD_OUT, Eval, Recipe
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
@@ -23,18 +24,21 @@ from lightning_weave.prompts import (
     PromptReport,
     Screen,
     encode,
+    form_of,
     format_messages,
+    livecodebench,
     read_columns,
     read_prompts,
     read_rows,
     render,
+    unmark,
 )
 from lightning_weave.prompts.decontaminate import normalise
 from lightning_weave.prompts.render import Message
 from lightning_weave.run import ROLES, Run
 from lightning_weave.store import write_atomic
 from lightning_weave.store.tables import BadRow, Row, checked_rows
-from lightning_weave.types import FINISH_REASONS, FinishReason, Prompt, PromptForm, Response
+from lightning_weave.types import FINISH_REASONS, FinishReason, Prompt, PromptForm, Response, SamplingSettings
 
 SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 SHAREGPT |= {"tool": "tool", "observation": "tool", "function_call": "assistant"}
@@ -100,6 +104,35 @@ def tag_columns(recipe: Recipe) -> set[str]:
 def tag_of(recipe: Recipe, prompt: Prompt) -> str:
     """The tag of one prompt, by its column or by its last turn."""
     return recipe.tags.of(prompt.messages[-1]["content"] if prompt.messages else prompt.text, prompt.columns or {})
+
+
+def sampling_settings(section: Eval, benchmark: Benchmark) -> SamplingSettings:
+    """How a benchmark is sampled: as the recipe says, else as the benchmark does."""
+    longest = section.max_tokens or benchmark.max_tokens
+    return SamplingSettings(section.temperature, section.top_p, longest, section.seed)
+
+
+def render_problems(benchmark: Benchmark, tokenizer: Any, section: Eval, day: str | None) -> list[Prompt]:
+    """Render every problem as the paper does: code in LiveCodeBench's form, others in the section's."""
+    form = form_of(section, benchmark.kind == "code")
+    questions = []
+    for problem in benchmark.problems:
+        if problem.row is not None:
+            messages = livecodebench(problem.question, str(problem.row.get("starter_code") or ""))
+            columns = problem.row
+        else:
+            try:
+                messages = format_messages(section, [{"role": "user", "content": problem.question}], problem.columns)
+            except InputError as error:
+                raise InputError(f"eval.format: problem {problem.id}: {error}") from error
+            columns = {**problem.columns, "answer": problem.answer}
+        known = {name: value for name, value in columns.items() if value is not None}
+        text = render(messages, tokenizer, form, day)
+        questions.append(Prompt(problem.id, messages, text, [], form=form, columns=known))
+    ids = encode([one.text for one in questions], tokenizer, form.style == "chat")
+    return [
+        replace(one, text=unmark(one.text, tokenizer), token_ids=own) for one, own in zip(questions, ids, strict=True)
+    ]
 
 
 class OwnGroup(NamedTuple):
@@ -411,7 +444,8 @@ def planned_prompts(run: Run) -> tuple[list[Prompt], PromptReport | None]:
         return read_prompts(run.prompts_file), None
     if run.recipe.rollout.from_ is not None:
         return [group.prompt for group in own_trajectories(run)], None
-    return sources.build_prompts(run.student.tokenizer, run.recipe.prompts, run.recipe.date)
+    holds_out = HELD_OUT in run.recipe.eval.benchmarks
+    return sources.build_prompts(run.student.tokenizer, run.recipe.prompts, run.recipe.date, holds_out=holds_out)
 
 
 GIVEN_AWAY = 0.05  # share of prompts that may contain their own answer by chance
@@ -437,7 +471,12 @@ def validate(run: Run) -> Iterator[Finding]:
         text = f"{len(report.bad):,} of {report.read:,} rows cannot be used; the first: {first.where}: {first.why}"
         yield Finding("prompts", "rows", "warning", text, {"bad": len(report.bad), "read": report.read})
 
-    problems = [(f"{one.name}: {each.id}", each) for one in open_benchmarks(run)[0] for each in one.problems]
+    if report is not None and report.held_out:
+        text = f"{report.held_out:,} of {report.read:,} rows are held out for evaluation, and not trained on"
+        yield Finding("prompts", HELD_OUT, "ok", text, {"held_out": report.held_out, "read": report.read})
+
+    others = [one for one in open_benchmarks(run)[0] if one.name != HELD_OUT]  # which is left out of the prompts
+    problems = [(f"{one.name}: {each.id}", each) for one in others for each in one.problems]
     screen = Screen((where, problem.question) for where, problem in problems)
     turns = {}  # short problems overlap as whole turns, in the prompts' own words
     for where, problem in problems:

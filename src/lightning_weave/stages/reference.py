@@ -25,15 +25,13 @@ def reference(run: Run, progress: Progress, executor: Executor = LOCAL, engines:
         for stage in run.stages("reference"):  # proposal, if there is one, and reference
             job = Job(
                 stage.path,
-                "",
-                "shard",
                 stage.pending(shards),
                 partial(open_model, engines=engines, proposes=stage.path == "proposal"),
                 fingerprint=stage.fingerprint,
                 devices=gpus_of(run.recipe.engine_of("reference")),
+                finish=partial(stage.finish, Candidates, shards),
             )
             executor.run_jobs([job], run, progress)
-            stage.finish(Candidates, shards)
             if stage.path == "proposal":
                 wait_for_ranks(stage, Candidates, shards)
 

@@ -1,23 +1,27 @@
 """`lweave rollout`: sample the student's own trajectories, once (appendix: Behavior trajectories)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from lightning_weave.checks.findings import Finding, needs_prompts
 from lightning_weave.checks.models import attempt, check_engine, check_room, check_student
 from lightning_weave.checks.watch import Watch, check_rollouts, warn
 from lightning_weave.errors import InputError
-from lightning_weave.progress import Progress
+from lightning_weave.models.scorer import Sampler
+from lightning_weave.models.vllm import VLLMSampler
+from lightning_weave.progress import Progress, show_rows
 from lightning_weave.prompts import read_prompts
 from lightning_weave.ranks import is_main_process
 from lightning_weave.run import Run
 from lightning_weave.stages.alignment import pack_rollouts
 from lightning_weave.stages.engines import Engines, borrowed, gpus_of, note_engine, shards_at_once
 from lightning_weave.stages.prompts import build_prompts, own_trajectories, planned_prompts
-from lightning_weave.stages.sampling import Journal, sample_shards
 from lightning_weave.stages.work import LOCAL, ComputeShards, Executor, Job, ShardStats
-from lightning_weave.types import Prompt, Request, Rollouts, SamplingSettings
+from lightning_weave.store import append_line, read_lines
+from lightning_weave.types import Prompt, Request, Response, Rollouts, SamplingSettings
 
 
 def rollout(
@@ -39,17 +43,15 @@ def rollout(
     pending = stage.pending(shards)
     with borrowed(engines) as shared:
         job = Job(
-            "rollout",
-            "",
-            "shard",
+            stage.path,
             pending,
             partial(open_sampler, engines=shared),
             fingerprint=stage.fingerprint,
             devices=gpus_of(engine),
             at_once=shards_at_once(engine, section.prompts_per_shard * section.responses),
+            finish=partial(stage.finish, Rollouts, shards),
         )
         executor.run_jobs([job], run, progress)
-    stage.finish(Rollouts, shards)
     if is_main_process():
         Journal(stage.folder, f"journal-{stage.fingerprint}").remove()
     watch(lambda: check_rollouts(run), bool(pending), progress)
@@ -95,6 +97,69 @@ def open_sampler(run: Run, engines: Engines) -> Iterator[ComputeShards]:
             yield ShardStats(sum(len(response.ids) for response in responses), written)
 
     yield compute_shards
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Finished responses of unfinished shards, one file per shard: whoever computes a shard reads no other's."""
+
+    folder: Path
+    name: str  # with the fingerprint of the stage
+
+    def read(self, shard: int) -> dict[tuple[int, int], Response]:
+        rows = read_lines(self.folder / f"{self.name}-{shard:05d}.jsonl")
+        return {(row["prompt"], row["response"]): Response(row["ids"], row["finish"]) for row in rows}
+
+    def add(self, shard: int, request: Request, response: Response) -> None:
+        row = {"prompt": request.prompt, "response": request.response, "ids": response.ids, "finish": response.finish}
+        append_line(self.folder / f"{self.name}-{shard:05d}.jsonl", row)
+
+    def remove(self) -> None:
+        """Remove all files, once every shard is written."""
+        for path in self.folder.glob(f"{self.name}-*.jsonl"):
+            path.unlink(missing_ok=True)
+
+
+def sample_shards(
+    sampler: Sampler,
+    settings: SamplingSettings,
+    shards: Mapping[int, list[Request]],
+    journal: Journal,
+    late: bool = False,
+) -> Iterator[tuple[int, list[Response]]]:
+    """Yield every shard with its responses as soon as they are all there.
+
+    Our own sampler gets one shard after another, so that what shares a batch does not depend on what is pending. Its
+    responses are in the journal only if shards are written `late`, when others are sampled already.
+    """
+    if not isinstance(sampler, VLLMSampler):
+        for shard, requests in shards.items():
+            entries = journal.read(shard) if late else {}
+            if all(each.key in entries for each in requests):
+                yield shard, [entries[each.key] for each in requests]
+                continue
+            drawn = sampler.sample(requests, settings)
+            for request, response in zip(requests, drawn, strict=True):
+                if late:
+                    journal.add(shard, request, response)
+            yield shard, drawn
+        return
+    responses: dict[int, dict[int, Response]] = {}
+    waiting = []
+    for shard, requests in shards.items():
+        entries = journal.read(shard)
+        responses[shard] = {place: entries[each.key] for place, each in enumerate(requests) if each.key in entries}
+        waiting += [(shard, place) for place in range(len(requests)) if place not in responses[shard]]
+    for shard, requests in shards.items():
+        if len(responses[shard]) == len(requests):
+            yield shard, [response for _, response in sorted(responses.pop(shard).items())]
+    for index, response in sampler.stream([shards[shard][place] for shard, place in waiting], settings):
+        shard, place = waiting[index]
+        journal.add(shard, shards[shard][place], response)
+        responses[shard][place] = response
+        show_rows(len(responses[shard]), len(shards[shard]))
+        if len(responses[shard]) == len(shards[shard]):
+            yield shard, [response for _, response in sorted(responses.pop(shard).items())]
 
 
 def _check_lengths(run: Run, prompts: Sequence[Prompt]) -> None:

@@ -7,8 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_weave.checks.findings import Finding
-from lightning_weave.checks.preflight import preflight
-from lightning_weave.checks.resources import Forecast, forecast
+from lightning_weave.checks.preflight import forecast, preflight
 from lightning_weave.checks.watch import Watch, say, stop, warn
 from lightning_weave.config import Recipe
 from lightning_weave.directory import file_size
@@ -16,8 +15,8 @@ from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress, duration
 from lightning_weave.run import Run, explain_missing
 from lightning_weave.stages.eval import evaluate
-from lightning_weave.stages.pipeline import make_cache
 from lightning_weave.stages.prompts import build_prompts
+from lightning_weave.stages.score import make_cache
 from lightning_weave.stages.train import train as make_students
 from lightning_weave.stages.work import LOCAL, Executor
 from lightning_weave.store import Stage
@@ -36,7 +35,7 @@ def make_everything(
         make_cache(run, progress, executor, watch, evaluates=until == "eval", until=last)
     if run.recipe.compositions and not ends_in_cache:
         make_students(run, progress, watch=watch, executor=executor)
-    if until == "eval":
+    if until == "eval" and (run.recipe.eval.benchmarks or run.recipe.harness.tasks):
         evaluate(run, progress, executor=executor, watch=watch)
 
 
@@ -87,15 +86,16 @@ def dry_run(run: Run, out: Console, until: str = "eval") -> None:
     except InputError:  # some stage has no fingerprint without its models and data, which the findings name
         stages = []
     if stages:
-        _show_stages(run, stages, forecast(run, stages), out)
+        _show_stages(run, stages, out)
     for finding in findings:
         if finding.verdict == "warning":
             out.print(f"warning: {finding.line}", markup=False, highlight=False, soft_wrap=True)
     refuse(findings, force=False)
 
 
-def _show_stages(run: Run, stages: Sequence[Stage], forecasts: dict[str, Forecast], out: Console) -> None:
+def _show_stages(run: Run, stages: Sequence[Stage], out: Console) -> None:
     """Print what is there and what is not, with what that will take, and add it up."""
+    forecasts = forecast(run, stages)
     table = Table(title=Text(str(run.directory)), title_justify="left", box=None)
     for name in ("stage", "state", "time", "bytes", ""):
         table.add_column(name, justify="right" if name in ("time", "bytes") else "left")
@@ -118,9 +118,8 @@ def _show_stages(run: Run, stages: Sequence[Stage], forecasts: dict[str, Forecas
     rough = any(one.rough for one in costly)
     lines = [f"{missing} of {len(stages)} would be made"]
     if costly:
-        total = (
-            f"{'very roughly' if rough else 'about'} {duration(sum(known))} of device time" if known else "time unknown"
-        )
+        about = "very roughly" if rough else "about"
+        total = f"{about} {duration(sum(known))} of device time" if known else "time unknown"
         more = f" and {unknown} stages of unknown time" if known and unknown else ""
         sizes = [one.size for one in costly if one.size is not None]
         lines[0] += f": {total}{more}, {file_size(round(sum(sizes))) if sizes else 'bytes unknown'} on disk"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,23 +15,23 @@ from lightning_weave.cache.block import Block
 from lightning_weave.cache.shifts import ShiftRules, pair_shift
 from lightning_weave.checks.findings import Finding, pending_anchors
 from lightning_weave.checks.models import attempt, check_engine, check_model, check_package, check_student
-from lightning_weave.checks.pairs import find_same_model, judge_positions, judge_stops, open_alignment
-from lightning_weave.checks.sample import take_sample
+from lightning_weave.checks.pairs import find_same_model, judge_positions, judge_stops, open_alignment, take_sample
 from lightning_weave.checks.watch import Watch, check_scores, warn
 from lightning_weave.errors import InputError, Mismatch
-from lightning_weave.models.adapters import attach_adapter, using_adapter
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.scorer import Scorer
-from lightning_weave.models.weights import untrained_rows, untrained_special_tokens
+from lightning_weave.models.scorer import HFBody, Scorer
+from lightning_weave.models.weights import attach_adapter, untrained_rows, untrained_special_tokens, using_adapter
 from lightning_weave.progress import Progress
 from lightning_weave.run import ROLES, Run, Side
 from lightning_weave.stages.alignment import Alignment, check_template, masked_aliases, own_prompts, row_names
-from lightning_weave.stages.engines import Engines, borrowed, gpus_of, note_engine
+from lightning_weave.stages.engines import Engines, borrowed, gpus_of, note_engine, open_scorer, share_an_engine
+from lightning_weave.stages.eval import evaluate_policy, room_of
 from lightning_weave.stages.prompts import load_prompts, planned_prompts
-from lightning_weave.stages.work import LOCAL, ComputeShards, Executor, Job, ShardStats, set_up
+from lightning_weave.stages.reference import reference
+from lightning_weave.stages.rollout import rollout
+from lightning_weave.stages.work import LOCAL, ComputeShards, Executor, Job, ShardStats, wait_for_ranks
+from lightning_weave.store import Stage
 from lightning_weave.types import Candidates, Prompt, Ragged, Rollouts, Scores
-
-LoadedModels = dict[Checkpoint, Any]  # each with the adapters that were attached to it
 
 
 def score(
@@ -46,57 +47,91 @@ def score(
     if unknown := sorted(set(only or ()) - set(names.values())):
         raise InputError(f"{unknown[0]!r}: no such model; this recipe scores {', '.join(names.values())}")
     is_new = any(not run.stage("score", side).complete for side in names)
-    # One load serves all contexts of a checkpoint and all adapters of a base.
-    by_model: dict[Checkpoint, list[Side]] = {}
+    # One load serves all contexts of a checkpoint and all adapters of a base; the student may still be loaded.
+    by_model: dict[Checkpoint, list[Side]] = {run.student: []}
     for side, name in names.items():
         if only is None or name in only:
             try:
-                model = side.checkpoint.base or side.checkpoint
+                model = model_of(run, side)
             except InputError:  # gone since it was scored
                 model = side.checkpoint
             by_model.setdefault(model, []).append(side)
     shards = len(run.stage("reference").require()["shards"])
-    loaded: LoadedModels = {}
     with borrowed(engines) as engines:
         jobs: list[Job] = []
-        for model in sorted(by_model, key=lambda one: one != run.student):  # first: its engine may still be running
-            for side in by_model[model]:
-                stage = run.stage("score", side)
-                is_planned = any(job.fingerprint == stage.fingerprint for job in jobs)  # the same model elsewhere
-                job = Job(
-                    "score",
-                    names[side],
-                    "shard",
-                    [] if is_planned else stage.pending(shards),
-                    partial(open_model, side=side, loaded=loaded, engines=engines),
-                    fingerprint=stage.fingerprint,
-                    devices=gpus_of(run.scoring(side)),
-                    finish=partial(stage.finish, Scores, shards),
-                )
-                jobs.append(job)
+        for side in chain.from_iterable(by_model.values()):
+            stage = run.stage("score", side)
+            is_planned = any(job.fingerprint == stage.fingerprint for job in jobs)  # the same model elsewhere
+            job = Job(
+                stage.path,
+                [] if is_planned else stage.pending(shards),
+                partial(open_model, side=side, engines=engines),
+                fingerprint=stage.fingerprint,
+                devices=gpus_of(run.scoring(side)),
+                finish=partial(stage.finish, Scores, shards),
+            )
+            jobs.append(job)
         executor.run_jobs(jobs, run, progress)
     watch(lambda: check_scores(run), is_new, progress)
 
 
+def model_of(run: Run, side: Side) -> Checkpoint:
+    """The checkpoint that is loaded for a side: an adapter's base, which may be the student by another name."""
+    base = side.checkpoint.base
+    if base is None:
+        return side.checkpoint
+    return run.student if run.identity_of(base) == run.identity_of(run.student) else base
+
+
 @contextmanager
-def open_model(run: Run, side: Side, loaded: LoadedModels, engines: Engines) -> Iterator[ComputeShards]:
-    """Load one anchor model and drop the previous one; it is kept for further contexts and adapters."""
-    model = side.checkpoint.base or side.checkpoint
-    for other in loaded.keys() - {model}:
-        del loaded[other]
-    scorer = AnchorScorer.open(run, side, loaded, engines)
+def open_model(run: Run, side: Side, engines: Engines) -> Iterator[ComputeShards]:
+    """Load one anchor model; it stays loaded for further contexts, and a base for its adapters.
+
+    The student with its own prompts is not loaded: the reference has its scores.
+    """
+    if run.is_student(side) and _reads_as_student(run, side):
+        yield partial(_copy_reference, run, run.stage("score", side))
+        return
+    section = run.scoring(side)
+    model = model_of(run, side)
+    opened = model if section.engine == "hf" else side.checkpoint  # only transformers attaches adapters
+    anchor = AnchorScorer.open(run, side, engines.scorer(run, opened, section, side.url))
     stage = run.stage("score", side)
-    note_engine(run, stage, model, run.scoring(side), side.url)
+    note_engine(run, stage, model, section, side.url)
 
     def compute_shards(shards: Sequence[int]) -> Iterator[ShardStats]:
         for shard in shards:
             rows = run.stage("rollout").open(Rollouts, shard).read()
             candidates = run.stage("reference").open(Candidates, shard).read()
-            scores = scorer.score(rows, candidates)
+            scores = anchor.score(rows, candidates)
             tokens = len(rows.prompt_ids.flat) + len(rows.response_ids.flat)
             yield ShardStats(tokens, stage.write(shard, scores))
 
     yield compute_shards
+
+
+def _reads_as_student(run: Run, side: Side) -> bool:
+    """Whether a side reads every prompt as the student does."""
+    if not side.reads_own_prompts:
+        return True
+    own = own_prompts(run, side, load_prompts(run, side.context.columns))
+    return list(own.read) == list(own.given)
+
+
+def _copy_reference(run: Run, stage: Stage, shards: Sequence[int]) -> Iterator[ShardStats]:
+    """Take the student's own scores from the reference."""
+    for engine in run.stage("reference").engines():
+        stage.note_engine(engine)
+    for shard in shards:
+        rows = run.stage("rollout").open(Rollouts, shard).read()
+        found = run.stage("reference").open(Candidates, shard).read()
+        mapped = np.ones(found.logp.flat.shape, np.bool_)
+        if rows.decided is not None:
+            mapped &= rows.decided.flat[:, None]
+        logp = np.where(mapped, found.logp.flat, np.float32(0))
+        mass = np.where(mapped, np.exp(logp), 0).sum(axis=1, dtype=np.float32)
+        flat = [Ragged(values, found.logp.offsets) for values in (logp, mapped, mass)]
+        yield ShardStats(len(rows.response_ids.flat), stage.write(shard, Scores(found.trajectory_R, *flat)))
 
 
 @dataclass(frozen=True)
@@ -105,32 +140,20 @@ class AnchorScorer:
 
     scorer: Scorer
     alignment: Alignment
-    model: Any  # shared by the scorers of its adapters; None if an engine holds it
-    adapter: str | None  # the adapter that is active while this scorer runs
+    model: Any = None  # with adapters, and the one that is active while this scorer runs
+    adapter: str | None = None
 
     @classmethod
-    def open(cls, run: Run, side: Side, loaded: LoadedModels, engines: Engines | None) -> "AnchorScorer":
-        """Load the model with the engine that the recipe gives it, and align its tokenizer with the student's.
-
-        `loaded` is a cache of models. Without `engines`, transformers loads it in any case.
-        """
-        section = run.scoring(side)
+    def open(cls, run: Run, side: Side, scorer: Scorer) -> "AnchorScorer":
+        """Align the tokenizer of a side with the student's; an adapter is attached to its base, which is loaded."""
         checkpoint = side.checkpoint
-        model = None
-        adapter = None if checkpoint.base is None else hashlib.sha256(str(checkpoint).encode()).hexdigest()[:12]
-        if engines is not None and section.engine != "hf":
-            scorer = engines.scorer(run, checkpoint, section, side.url)
-        else:
-            if engines is not None:
-                engines.close()  # a running engine would leave no GPU memory for the model
-            device = set_up(run)
-            base = checkpoint.base or checkpoint
-            if base not in loaded:
-                loaded[base] = base.load(base.compute_dtype(section.dtype, device), device)
-            model = loaded[base]
-            if adapter is not None:
-                attach_adapter(model, adapter, checkpoint.adapter_path)
-            scorer = Scorer.from_model(model, checkpoint.vocabulary, section.token_budget)
+        model = adapter = None
+        if checkpoint.base is not None:
+            assert isinstance(scorer.body, HFBody), "no other engine takes adapters"
+            model = scorer.body.model
+            adapter = hashlib.sha256(str(checkpoint).encode()).hexdigest()[:12]
+            attach_adapter(model, adapter, checkpoint.adapter_path)
+            scorer = Scorer.from_model(model, checkpoint.vocabulary, scorer.token_budget)
         masked: frozenset[int] = frozenset()
         if side.checks_aliases:
             special = sorted(checkpoint.tokenizer.added_tokens_decoder)
@@ -169,7 +192,7 @@ class LiveAnchors:
     # Weights of each prompt, by tag; None: the same for all.
     weights_of: Callable[[Sequence[Prompt]], NDArray[np.float32]] | None = None
     _weight_GK: NDArray[np.float32] | None = None
-    _models: LoadedModels = field(default_factory=dict)
+    _models: dict[Checkpoint, Scorer] = field(default_factory=dict)  # by the base of adapters
     _with_prompts: dict[Side, AnchorScorer] = field(default_factory=dict)
 
     def set_prompts(self, prompts: Sequence[Prompt]) -> None:
@@ -205,11 +228,46 @@ class LiveAnchors:
             return self._with_prompts[side]
         if side in self.loaded:
             return self.loaded[side]
-        # transformers only: these models share the GPU with the trainee.
-        scorer = AnchorScorer.open(self.run, side, self._models if self.keep else {}, engines=None)
+        base = model_of(self.run, side)
+        scorer = self._models.get(base)
+        if scorer is None:  # with transformers in any case: these models share the GPU with the trainee
+            scorer = open_scorer(self.run, base, replace(self.run.scoring(side), engine="hf"))
+        anchor = AnchorScorer.open(self.run, side, scorer)
         if self.keep:
-            self.loaded[side] = scorer
-        return scorer
+            self._models[base] = scorer
+            self.loaded[side] = anchor
+        return anchor
+
+
+def make_cache(
+    run: Run,
+    progress: Progress,
+    executor: Executor = LOCAL,
+    watch: Watch = warn,
+    evaluates: bool = False,
+    until: str = "score",
+) -> None:
+    """Compute everything that offline training reads. `watch` receives the findings.
+
+    If the student is evaluated too, its rollouts' engine does that before it is closed, where it can.
+    """
+    evaluates = evaluates and bool(run.recipe.eval.benchmarks)
+    shared = evaluates and share_an_engine(run.recipe.engine_of("rollout"), run.recipe.engine_of("eval"))
+    with Engines(room_of(run, "base") if shared else 0) as engines:
+        shards = rollout(run, progress, executor, watch, engines)
+        if shared:
+            evaluate_policy(run, "base", progress, engines, executor, watch=watch)
+    wait_for_ranks(run.stage("rollout"), Rollouts, shards)
+    if until == "rollout":
+        return
+    with Engines() as engines:
+        reference(run, progress, executor, engines)
+        wait_for_ranks(run.stage("reference"), Candidates, shards)
+        if until == "reference":
+            return
+        score(run, progress, executor=executor, watch=watch, engines=engines)
+    for side in run.score_names:
+        wait_for_ranks(run.stage("score", side), Scores, shards)
 
 
 def validate(run: Run) -> Iterator[Finding]:

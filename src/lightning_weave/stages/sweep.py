@@ -14,7 +14,7 @@ from lightning_weave.report.tables import AVERAGE
 from lightning_weave.run import Run
 from lightning_weave.stages.costs import costs, offline_cost, read_spent
 from lightning_weave.stages.eval import evaluate
-from lightning_weave.stages.pipeline import make_cache
+from lightning_weave.stages.score import make_cache
 from lightning_weave.stages.train import train
 from lightning_weave.stages.work import LOCAL, Executor
 

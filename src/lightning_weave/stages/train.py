@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from math import ceil
 
 from lightning_weave.checks.findings import Finding, listed, pending_compositions
 from lightning_weave.checks.models import attempt, check_engine, check_package, check_student
@@ -12,9 +11,9 @@ from lightning_weave.checks.pairs import find_same_model
 from lightning_weave.checks.watch import Watch, check_training, warn
 from lightning_weave.config import Joint, Online, Recipe, Sequential, is_own_function
 from lightning_weave.config.fields import MOST_CANDIDATES
+from lightning_weave.devices import free_memory
 from lightning_weave.errors import InputError
 from lightning_weave.models.hub import check_trainable
-from lightning_weave.models.modules import free_memory
 from lightning_weave.plugins import load_function
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_distributed
@@ -33,6 +32,7 @@ from lightning_weave.train.loop import train_offline
 from lightning_weave.train.online import train_online
 from lightning_weave.train.parallel import join
 from lightning_weave.train.resampled import train_in_sequence, train_refreshed
+from lightning_weave.train.schedule import make_schedule
 from lightning_weave.train.student import TrainContext, check_lora, compute_dtype, needs_sharding
 
 
@@ -97,7 +97,7 @@ FEW_UPDATES = 10
 
 
 def validate(run: Run) -> Iterator[Finding]:
-    """Check that the student can be trained as every pending composition wants it."""
+    """Check that the student can be trained as every pending composition wants it, and has the prompts for it."""
     recipe = run.recipe
     names = pending_compositions(run)
     tables = [table for one in recipe.compositions.values() for table in (one.weights, *one.routes.values())]
@@ -134,7 +134,31 @@ def validate(run: Run) -> Iterator[Finding]:
         yield from attempt(f"compositions.{name}", "candidates", _check_candidates, run, name)
     if lora is not None and not lacks:
         yield from attempt("train.lora", "targets", check_lora, run.student, lora)
-    yield from _validate_prompts(run, names)
+    try:
+        prompts = planned_prompts(run)[0]
+    except InputError:  # reported with the prompts
+        return
+    yield from attempt("rollout.from", "turns", _check_resampling, run, names)
+    updates = count_updates(recipe, len(prompts))
+    if updates < FEW_UPDATES and not recipe.rehearsal:
+        text = f"{len(prompts):,} prompts make {updates:,} updates, too few for the student to change; the paper has "
+        text += f"{PAPER_UPDATES}. Give more prompts, or raise train.epochs"
+        yield Finding("prompts", "updates", "warning", text, {"updates": updates})
+    routed = [name for name in names if recipe.compositions[name].routes]
+    if not routed:
+        return
+    try:
+        asked = load_prompts(run, tag_columns(recipe), prompts)
+        counts = Counter(tag_of(recipe, one) for one in asked)
+        words = listed(f"{tag} {count:,}" for tag, count in counts.most_common())
+        yield Finding("tags", "prompts", "note", f"prompts by tag: {words}", {"tags": dict(counts)})
+        for name in routed:
+            routed_weights(run, name, asked)
+            for tag in [tag for tag in recipe.compositions[name].routes if tag not in counts]:
+                text = f"no prompt has the tag {tag!r}, so its weights are never used"
+                yield Finding(f"compositions.{name}.weights.{tag}", "routes", "warning", text)
+    except InputError as error:
+        yield Finding("tags", "routes", "error", str(error))
 
 
 def _check_dtype(recipe: Recipe) -> None:
@@ -172,37 +196,9 @@ def _check_trainable(run: Run) -> None:
         _ = run.student.updates  # an adapter that is more than low-rank updates is refused
 
 
-def _validate_prompts(run: Run, names: Sequence[str]) -> Iterator[Finding]:
-    """Check that there are enough prompts, and that every tag of theirs has weights."""
-    recipe = run.recipe
-    try:
-        prompts = planned_prompts(run)[0]
-    except InputError:  # reported with the prompts
-        return
-    yield from attempt("rollout.from", "turns", _check_resampling, run, names)
-    updates = count_updates(recipe, len(prompts))
-    if updates < FEW_UPDATES and not recipe.rehearsal:
-        text = f"{len(prompts):,} prompts make {updates:,} updates, too few for the student to change; the paper has "
-        text += f"{PAPER_UPDATES}. Give more prompts, or raise train.epochs"
-        yield Finding("prompts", "updates", "warning", text, {"updates": updates})
-    routed = [name for name in names if recipe.compositions[name].routes]
-    if not routed:
-        return
-    try:
-        asked = load_prompts(run, tag_columns(recipe), prompts)
-        counts = Counter(tag_of(recipe, one) for one in asked)
-        words = listed(f"{tag} {count:,}" for tag, count in counts.most_common())
-        yield Finding("tags", "prompts", "note", f"prompts by tag: {words}", {"tags": dict(counts)})
-        for name in routed:
-            routed_weights(run, name, asked)
-            for tag in [tag for tag in recipe.compositions[name].routes if tag not in counts]:
-                text = f"no prompt has the tag {tag!r}, so its weights are never used"
-                yield Finding(f"compositions.{name}.weights.{tag}", "routes", "warning", text)
-    except InputError as error:
-        yield Finding("tags", "routes", "error", str(error))
-
-
 def count_updates(recipe: Recipe, prompts: int) -> int:
-    """Count the updates that so many prompts make."""
-    rounds = prompts * recipe.train.epochs / recipe.train.prompts_per_round
-    return ceil(rounds * recipe.train.updates_per_round)
+    """Count the updates that so many prompts make. The last one of an epoch may have fewer rows."""
+    try:
+        return len(make_schedule(recipe, prompts))
+    except InputError:  # validation leaves no prompt to train on, which training says
+        return 0

@@ -16,7 +16,7 @@ from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_main_process, is_single_process, rank, world_size
 from lightning_weave.run import Run
 from lightning_weave.store import Stage, write_json
-from lightning_weave.store.ledger import measure
+from lightning_weave.store.ledger import Meter, measure
 
 PATIENCE = 2 * 3600.0  # seconds without a new shard after which the other ranks are taken for dead
 LONGEST_PAUSE = 5.0
@@ -39,11 +39,10 @@ ComputeShards = Callable[[Sequence[int]], Iterator[ShardStats]]
 class Job:
     """The pending shards of one stage, and how to load what computes them, in this process or in another."""
 
-    stage: str
-    name: str  # of the model or policy; empty where a stage has only one
-    unit: str
+    path: str  # of the stage, below the run directory
     pending: Sequence[int]
     open: Callable[[Run], AbstractContextManager[ComputeShards]]
+    unit: str = "shard"
     fingerprint: str = ""  # of the stage, for the ledger
     devices: int = 1  # that one worker computes on
     at_once: int = 1  # shards that a worker of a cluster computes at a time, so that its engine never runs dry
@@ -51,7 +50,12 @@ class Job:
 
     @property
     def label(self) -> str:
-        return f"{self.stage} {self.name}".strip()
+        return self.path.replace("/", " ", 1)
+
+    def measure(self, run: Run) -> AbstractContextManager[Meter]:
+        """Write what its shards cost to the ledger of the run."""
+        kind, _, name = self.path.partition("/")
+        return measure(run.directory, kind, name, fingerprint=self.fingerprint)
 
 
 RankWork = Callable[[Run, Progress], None]  # what every rank does
@@ -70,10 +74,7 @@ def run_jobs(jobs: Sequence[Job], run: Run, progress: Progress) -> None:
     for job in jobs:
         # By number, so that ranks agree on their shares however late each of them looks.
         if pending := [shard for shard in job.pending if shard % world_size() == rank()]:
-            with (
-                measure(run.directory, job.stage, job.name, fingerprint=job.fingerprint) as meter,
-                progress.bar(job.label, len(pending), job.unit) as bar,
-            ):
+            with job.measure(run) as meter, progress.bar(job.label, len(pending), job.unit) as bar:
                 meter.devices = job.devices
                 with job.open(run) as compute_shards:
                     meter.flush()  # so that a stage whose last shard is there has a row, whenever it is killed
@@ -118,32 +119,28 @@ def set_up(run: Run) -> torch.device:
 
 
 def set_threads(run: Run) -> None:
-    """Choose the threads. A measured count is kept with the run, so that its resumes round alike."""
-    threads = run.recipe.machine.threads or kept_threads(run)
-    if threads is None:
-        threads = measure_threads()
-        write_json(run.directory / MACHINE, {"threads": threads})
-    torch.set_num_threads(threads)
+    """Choose the threads: one or all, whichever is faster for a small workload; on a busy machine one often is.
+
+    A measured count is kept with the run, so that its resumes round alike.
+    """
+    chosen = run.recipe.machine.threads or kept_threads(run)
+    if chosen is None:
+        seconds = {}
+        a, b = torch.ones(256, 64), torch.ones(64, 256)
+        for threads in (1, torch.get_num_threads()):
+            torch.set_num_threads(threads)
+            seconds[threads] = float("inf")
+            for _ in range(5):
+                start = time.perf_counter()
+                for _ in range(100):
+                    torch.log_softmax(a @ b, dim=-1)
+                seconds[threads] = min(seconds[threads], time.perf_counter() - start)
+        chosen = min(seconds, key=lambda threads: seconds[threads])
+        write_json(run.directory / MACHINE, {"threads": chosen})
+    torch.set_num_threads(chosen)
 
 
 def choose_device(recipe: Recipe) -> torch.device:
     """Take the device that the recipe names, or the best there is, with the matmul precision that the recipe wants."""
     devices.allow_tf32(recipe.machine.tf32)
     return devices.choose_device(recipe.machine.device)
-
-
-def measure_threads() -> int:
-    """Time a small workload with one thread and with all: on a busy machine one is often several times faster."""
-    most = torch.get_num_threads()
-    seconds = {}
-    a = torch.ones(256, 64)
-    b = torch.ones(64, 256)
-    for threads in (1, most) if most > 1 else ():
-        torch.set_num_threads(threads)
-        seconds[threads] = float("inf")
-        for _ in range(5):
-            start = time.perf_counter()
-            for _ in range(100):
-                torch.log_softmax(a @ b, dim=-1)
-            seconds[threads] = min(seconds[threads], time.perf_counter() - start)
-    return min(seconds, key=lambda threads: seconds[threads], default=1)

@@ -3,28 +3,26 @@
 from lightning_weave.store.files import (
     TEMPORARY,
     append_line,
+    file_identities,
+    file_identity,
+    fingerprint,
     lock_run,
     make_directory,
+    model_identity,
+    read_checked,
     read_json,
     read_lines,
     remove,
     whole_directory,
     write_atomic,
+    write_checked,
     write_json,
 )
-from lightning_weave.store.identity import (
-    RunIdentities,
-    file_identities,
-    file_identity,
-    fingerprint,
-    model_identity,
-    read_checked,
-    write_checked,
-)
-from lightning_weave.store.shards import RowIndex, Shard
 from lightning_weave.store.stage import (
     BEGUN,
     MANIFEST,
+    RowIndex,
+    Shard,
     Stage,
     State,
     damaged_files,

@@ -1,16 +1,21 @@
-"""Files that are either whole or not there, and logs that survive a kill in the middle of a line."""
+"""Files that are whole or not there, logs that survive a kill, locks, and what a model or a file is by its content.
+
+Hashing a checkpoint reads all of its bytes, so hashes are remembered by path, size and modification time.
+"""
 
 import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,30 @@ from lightning_weave.errors import CorruptData, InputError, WeaveError
 from lightning_weave.ranks import is_main_process, is_single_process
 
 TEMPORARY = ".tmp-"
+HOLDER = ".holder"  # names the process that holds a run directory
+NO_FLOCK = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+# Everything that decides what a model computes or how its text becomes tokens; not READMEs, not optimizer states.
+MODEL_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.gguf",
+    "config.json",
+    "generation_config.json",
+    "*.py",
+)
+TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "tokenizer.model",
+    "*.tiktoken",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+)
+CHECKSUM = "checksum"  # of the other keys of a JSON object
+_HUB_BLOB = re.compile(r"/blobs/[0-9a-f]{64}$")  # the hub's cache names large files by their sha256
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -151,10 +180,6 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-HOLDER = ".holder"  # names the process that holds a run directory
-NO_FLOCK = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
-
-
 @contextmanager
 def lock_run(directory: Path) -> Iterator[None]:
     """Hold the run directory for this process, or name who does. Ranks other than 0 work under rank 0's lock."""
@@ -189,3 +214,82 @@ def lock_run(directory: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def fingerprint(value: Mapping[str, Any]) -> str:
+    """Hash plain data, the same for equal contents in any order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+def write_checked(path: Path, table: Mapping[str, Any]) -> None:
+    """Write a JSON object with a checksum of its contents."""
+    write_json(path, {**table, CHECKSUM: fingerprint(table)})
+
+
+def read_checked(path: Path) -> dict[str, Any]:
+    """Read a JSON object that is as it was written, or say that it is not."""
+    table = read_json(path)
+    if not isinstance(table, dict) or table.pop(CHECKSUM, None) != fingerprint(table):
+        raise CorruptData(f"{path}: is damaged (not what was written). Remove it (rm {path}) and run the stage again")
+    return table
+
+
+def model_identity(directory: Path, absent: Mapping[str, str] | None = None) -> str:
+    """Name a model directory by what its weights, configuration and tokenizer are, not by what it is called.
+
+    `absent` gives the sha256 of files that belong to it but are not there yet.
+    """
+    patterns = MODEL_FILES + TOKENIZER_FILES
+    files = sorted({path for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
+    if not files:
+        raise InputError(f"{directory}: no model here (no config.json, weights or tokenizer files)")
+    digests = dict(zip([path.name for path in files], file_identities(files), strict=True))
+    return fingerprint({**(absent or {}), **digests})
+
+
+def file_identity(path: Path) -> str:
+    """Hash a file, or remember its hash if size and modification time have not changed."""
+    return file_identities([path])[0]
+
+
+def file_identities(paths: Sequence[Path]) -> list[str]:
+    """Hash files; what is new is remembered in one go."""
+    cache = _load_cache()
+    new = {}
+    digests = []
+    for path in paths:
+        key = str(path.resolve())
+        if _HUB_BLOB.search(key):
+            digests.append(Path(key).name)
+            continue
+        stat = path.stat()
+        entry = cache.get(key)
+        if not entry or entry[:2] != [stat.st_size, stat.st_mtime_ns]:
+            entry = new[key] = [stat.st_size, stat.st_mtime_ns, sha256_file(path)]
+        digests.append(str(entry[2]))
+    if new:
+        known = {path: entry for path, entry in _load_cache().items() if os.path.exists(path)}
+        with suppress(Exception):  # a read-only home only costs time
+            write_atomic(_cache_file(), json.dumps({**known, **new}).encode())
+    return digests
+
+
+def _cache_file() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lightning-weave" / "identities.json"
+
+
+def _load_cache() -> dict[str, list[Any]]:
+    """Read what is remembered, again only when another process has written it since."""
+    file = _cache_file()
+    try:
+        stat = file.stat()
+        return _read_cache(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    except (OSError, CorruptData):
+        return {}
+
+
+@lru_cache(maxsize=1)
+def _read_cache(file: Path, *_stamp: int) -> dict[str, list[Any]]:
+    cache = read_json(file)
+    return cache if isinstance(cache, dict) else {}

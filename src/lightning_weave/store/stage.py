@@ -1,34 +1,42 @@
-"""A stage of a run: a folder of shards or files with a manifest that is written last.
+"""A stage on disk: its fingerprint, its folder, its manifest, and its shards.
 
-A folder is named after its fingerprint (`train/even@3f2a91c4`), which hashes everything that decides its content, so a
-changed recipe never replaces anything: it computes another folder. `train/even` is a relative symlink to the folder
-that the last command used.
+A shard is one dataclass of row arrays and ragged arrays in a safetensors file, memory-mapped, with a CRC for every row.
+A field that is a plain array has one entry per row; a `Ragged` field is stored flat with its offsets. Reading one
+row touches only that row's bytes (and the small offsets), and checks its CRC.
 """
 
 import json
 import logging
+import mmap
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
 
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.ranks import is_main_process, is_single_process
 from lightning_weave.store.files import (
     TEMPORARY,
     append_line,
+    fingerprint,
+    read_checked,
     read_lines,
     remove_temporaries,
     sha256_file,
     write_atomic,
+    write_checked,
 )
-from lightning_weave.store.identity import fingerprint, read_checked, write_checked
-from lightning_weave.store.shards import BROKEN_HEADER, FINGERPRINT, Shard, pack
+from lightning_weave.types import Ragged
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,6 +47,143 @@ MANIFEST = "manifest.json"
 BEGUN = "stage.json"  # what an unfinished stage will be; the manifest takes its place
 ENGINES = "engines.jsonl"  # the engines of an unfinished stage; the manifest lists them in the end
 DIGITS = 8  # of the fingerprint in a folder's name
+FINGERPRINT = "fingerprint"
+CRC = "row_crc"
+OFFSETS = ".offsets"
+LONGEST_HEADER = 1 << 20
+# What reading a damaged header raises: it may be any JSON, or none.
+BROKEN_HEADER = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+DTYPES = {"BOOL": "?", "U8": "u1", "I32": "<i4", "I64": "<i8", "U32": "<u4", "F32": "<f4", "F64": "<f8"}
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """Row numbers of a whole stage.
+
+    >>> index = RowIndex.of({"shards": [{"rows": 3}, {"rows": 2}]})
+    >>> len(index), index.find(2), index.find(3)
+    (5, (0, 2), (1, 0))
+    """
+
+    starts: NDArray[np.int64]  # of every shard, and the end
+
+    @classmethod
+    def of(cls, manifest: Mapping[str, Any]) -> "RowIndex":
+        return cls(np.cumsum([0, *(entry["rows"] for entry in manifest["shards"])]))
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def shards(self) -> int:
+        return len(self.starts) - 1
+
+    def find(self, row: int) -> tuple[int, int]:
+        """Turn a row of the stage into (shard, row of the shard)."""
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return shard, row - int(self.starts[shard])
+
+
+def pack(shard: Any, fingerprint: str) -> bytes:
+    """Serialise a dataclass of row arrays and ragged arrays, marked with the fingerprint of what made it."""
+    tensors: dict[str, NDArray] = {}
+    counts = {}
+    for name, value in sorted(vars(shard).items()):
+        if isinstance(value, Ragged):
+            tensors[name] = np.ascontiguousarray(value.flat)
+            tensors[name + OFFSETS] = np.ascontiguousarray(value.offsets, dtype=np.int64)
+        elif value is not None:  # a field that may be left out
+            tensors[name] = np.ascontiguousarray(value)
+        if value is not None:
+            counts[name] = len(value)
+    assert len(set(counts.values())) == 1, f"{type(shard).__name__}: unequal numbers of rows {counts}"
+    rows = next(iter(counts.values()))
+    tensors[CRC] = np.array([_row_crc(tensors, counts, row) for row in range(rows)], dtype=np.uint32)
+    # One key only: the library writes several in random order, and equal shards must be equal bytes.
+    return save(tensors, {FINGERPRINT: fingerprint})
+
+
+def _row_crc(tensors: Mapping[str, NDArray], names: Iterable[str], row: int) -> int:
+    crc = zlib.crc32(str(row).encode())
+    for name in names:
+        offsets = tensors.get(name + OFFSETS)
+        begin, end = (row, row + 1) if offsets is None else (int(offsets[row]), int(offsets[row + 1]))
+        if not 0 <= begin <= end <= len(tensors[name]):
+            return -1  # no CRC: the offsets themselves are damaged
+        crc = zlib.crc32(f"{name}{end - begin}".encode(), crc)
+        crc = zlib.crc32(np.ascontiguousarray(tensors[name][begin:end]).view(np.uint8).data, crc)
+    return crc
+
+
+def map_tensors(path: Path) -> tuple[dict[str, NDArray], str | None]:
+    """Map the tensors of a shard and read its fingerprint; only the header is read. Raises one of BROKEN_HEADER.
+
+    (The safetensors library's own slices copy, and cost more than the rows that they read.)
+    """
+    with open(path, "rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : min(start, LONGEST_HEADER)])
+    fingerprint = header.pop("__metadata__", {}).get(FINGERPRINT)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        dtype = np.dtype(DTYPES[entry["dtype"]])
+        if start + end > len(data) or end - begin != dtype.itemsize * int(np.prod(entry["shape"])):
+            raise ValueError(f"{name} is cut off")
+        flat = np.frombuffer(data, dtype, (end - begin) // dtype.itemsize, start + begin)
+        tensors[name] = flat.reshape(entry["shape"])
+    if len(data) != start + max((entry["data_offsets"][1] for entry in header.values()), default=0):
+        raise ValueError("something follows its last tensor")
+    return tensors, fingerprint
+
+
+class Shard(Generic[T]):
+    """One shard on disk. `read(start, stop)` gives those rows as the dataclass they were written from."""
+
+    def __init__(self, kind: type[T], path: Path) -> None:
+        self.kind = kind
+        self.path = path
+        self._remedy = f"Remove it (rm {path}) and run the stage again: only this shard is remade"
+        try:
+            self._tensors, self.fingerprint = map_tensors(path)
+            required = {one.name for one in fields(kind) if one.default is MISSING}  # type: ignore[arg-type]
+            if missing := {*required, CRC} - self._tensors.keys():
+                raise ValueError(f"no {', '.join(sorted(missing))}")
+        except BROKEN_HEADER as error:
+            raise CorruptData(f"{path}: not a whole shard ({error}). {self._remedy}") from None
+
+    def __len__(self) -> int:
+        return len(self._tensors[CRC])
+
+    def read(self, start: int = 0, stop: int | None = None) -> T:
+        """Read a range of rows, checking each row's CRC."""
+        stop = len(self) if stop is None else stop
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"rows {start}:{stop} of {len(self)}")
+        names = sorted(name for name in self._tensors if name != CRC and not name.endswith(OFFSETS))
+        for row in range(start, stop):
+            if _row_crc(self._tensors, names, row) != self._tensors[CRC][row]:
+                raise CorruptData(f"{self.path}: row {row} is damaged (its CRC does not match). {self._remedy}")
+        values: dict[str, NDArray | Ragged | None] = {}
+        for one in fields(self.kind):  # type: ignore[arg-type]
+            flat = self._tensors.get(one.name)
+            offsets = self._tensors.get(one.name + OFFSETS)
+            if flat is None:
+                values[one.name] = None
+            elif offsets is None:
+                values[one.name] = flat[start:stop]
+            else:
+                window = offsets[start : stop + 1]
+                values[one.name] = Ragged(flat[window[0] : window[-1]], window - window[0])
+        return self.kind(**values)
+
+    @property
+    def positions(self) -> int:
+        """The number of entries of the last ragged field: decisions, in every kind of shard that there is."""
+        names = [one.name for one in fields(self.kind)]  # type: ignore[arg-type]
+        ragged = [name for name in names if name + OFFSETS in self._tensors]
+        return len(self._tensors[ragged[-1]]) if ragged else 0
 
 
 @dataclass(frozen=True)
@@ -153,14 +298,14 @@ class Stage:
         """
         missing = self.missing(range(shards))
         if missing and not is_single_process() and self.manifest() is not None:
-            self._look_until(lambda: self.complete)
+            self._wait_until_complete()
             missing = self.missing(missing)
         return missing
 
-    def _look_until(self, seen: Callable[[], bool]) -> None:
-        """Look again until `seen()`, at most as long as a network file system may take to show a file."""
+    def _wait_until_complete(self) -> None:
+        """Look until it is complete, at most as long as a network file system may take to show a file."""
         end = time.monotonic() + LATE
-        while not seen() and time.monotonic() < end:
+        while not self.complete and time.monotonic() < end:
             time.sleep(0.1)
             self._refresh()
 
@@ -168,6 +313,12 @@ class Stage:
         """List the folder, which makes a client of NFS ask the server again for names that it has not seen."""
         if not is_single_process() and self.folder.exists():
             os.listdir(self.folder)
+
+    def _is_ours(self, path: Path) -> bool:
+        """Whether a shard is there, not cut off, and of this stage. Only its header is read."""
+        with suppress(OSError, *BROKEN_HEADER):
+            return map_tensors(path)[1] == self.fingerprint
+        return False
 
     def write(self, index: int, shard: Any) -> int:
         """Write one shard atomically; returns its size in bytes. A manifest for shards that were deleted is removed."""
@@ -189,21 +340,21 @@ class Stage:
             raise CorruptData(f"{path} belongs to another stage. Remove it, then run: {self.command}")
         return shard
 
-    def finish(self, kind: type[Any], shards: int, extra: Mapping[str, Any] | None = None) -> bool:
+    def finish(self, kind: type[Any], shards: int) -> bool:
         """Write the manifest if every shard is there, else return False. All ranks may call it: same bytes."""
         if self.complete:  # no need to read and hash it all again
             self.settle()
             return True
+        paths = [self.shard_path(index) for index in range(shards)]
         if self.missing(range(shards)):
             return False
         # All shards are there, so none is being written; but another rank may be writing this manifest.
         remove_temporaries(self.folder, "" if is_single_process() else ".safetensors")
         counts = []
-        for path in map(self.shard_path, range(shards)):
+        for path in paths:  # one map at a time
             shard = Shard(kind, path)
             counts.append({"rows": len(shard), "positions": shard.positions})
-        totals = {name: sum(each[name] for each in counts) for name in ("rows", "positions")}
-        self.record([self.shard_path(index) for index in range(shards)], {**totals, **(extra or {})}, counts)
+        self.record(paths, {name: sum(each[name] for each in counts) for name in ("rows", "positions")}, counts)
         return True
 
     def record(
@@ -239,9 +390,8 @@ class Stage:
 
     def engines(self) -> list[str]:
         """The engines that computed this stage, by version and dtype. They are not part of its fingerprint."""
-        noted = [
-            row["engine"] for row in read_lines(self.folder / ENGINES, engine=str)
-        ]  # read first: writing a manifest deletes it
+        # Read first: writing a manifest deletes it.
+        noted = [row["engine"] for row in read_lines(self.folder / ENGINES, engine=str)]
         return sorted({*(self.manifest() or {}).get("engines", []), *noted})
 
     def _description(self) -> dict[str, Any]:
@@ -251,8 +401,8 @@ class Stage:
 
     def require(self) -> dict[str, Any]:
         """Return the manifest, or refuse a stage that is not complete with the command that makes it."""
-        if not is_main_process() and not self.complete:  # another rank may just have finished it
-            self._look_until(lambda: self.complete)
+        if not is_main_process():  # another rank may just have finished it
+            self._wait_until_complete()
         state = self.state()
         if state != "complete":
             word = "is not finished" if state == "partial" else "is not there yet"
@@ -260,16 +410,6 @@ class Stage:
         manifest = self.manifest()
         assert manifest is not None
         return manifest
-
-    def _is_ours(self, path: Path) -> bool:
-        """Whether a shard is there, not cut off, and of this stage. Only its header is read."""
-        with suppress(OSError, *BROKEN_HEADER), open(path, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, 1 << 20)))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            is_whole = path.stat().st_size == 8 + size + max(ends, default=0)
-            return is_whole and header.get("__metadata__", {}).get(FINGERPRINT) == self.fingerprint
-        return False
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:

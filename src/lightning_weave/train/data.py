@@ -8,9 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.reader import Cache
-from lightning_weave.cache.targets import Targets, compute_targets
+from lightning_weave.cache.block import Block, Cache, Targets, compute_targets
 from lightning_weave.config import ALPHA, Composition, Distilled, Mixture, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.maths import expected_kl, reverse_kl, solve_alpha_for_kl, tilted_target, with_other

@@ -17,17 +17,15 @@ from lightning_weave import __version__
 from lightning_weave.config import Joint, Recipe, Sequential
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.maths import reverse_kl
-from lightning_weave.models.adapters import LowRankUpdate
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.hub import weight_files
-from lightning_weave.models.weights import Layout
+from lightning_weave.models.weights import Layout, LowRankUpdate
 from lightning_weave.run import Run
 from lightning_weave.store import whole_directory, write_json
-from lightning_weave.store.identity import TOKENIZER_FILES
+from lightning_weave.store.files import TOKENIZER_FILES
 from lightning_weave.train.data import Batch, anchor_doses
-from lightning_weave.train.objectives import Trainee, full_vocabulary
 from lightning_weave.train.parallel import Ranks, full_tensor
-from lightning_weave.train.student import student_weights
+from lightning_weave.train.student import Trainee, full_vocabulary, student_weights
 
 TAG = "tags: [lightning-weave]"
 # Copied from the student: training changes none of them, and other programs keep reading what they read before.

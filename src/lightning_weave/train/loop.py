@@ -1,11 +1,12 @@
 """Training: one update covers 64 trajectories by default, normalised over their kept decisions on all ranks."""
 
+import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,29 +14,43 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
+from lightning_weave.bench.definitions import load_eval_benchmark
 from lightning_weave.cache.block import Block
-from lightning_weave.config import is_own_function
-from lightning_weave.devices import set_device, supports_async_copy
+from lightning_weave.config import Recipe, is_own_function
+from lightning_weave.devices import free_memory, is_out_of_memory, set_device, supports_async_copy
 from lightning_weave.errors import Mismatch, StartAgain, WeaveError
+from lightning_weave.grading.graders import Grader
 from lightning_weave.heads.tiles import check_ids
-from lightning_weave.maths import log_residual_loss
+from lightning_weave.maths import aes, log_residual_loss
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.modules import free_memory, is_out_of_memory
+from lightning_weave.models.sampler import HFSampler
 from lightning_weave.plugins import load_function
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_cache
-from lightning_weave.store import Stage, read_json, write_json
+from lightning_weave.stages.prompts import render_problems, sampling_settings
+from lightning_weave.store import Stage, append_line, read_json, read_lines, write_atomic, write_json
 from lightning_weave.store.ledger import Meter, measure, peak_memory
-from lightning_weave.train.checkpoint import CheckpointWriter, TrainingCheckpoints
+from lightning_weave.trackers import TrackedRun, open_trackers
+from lightning_weave.train.checkpoint import CheckpointWriter, restore_checkpoint
 from lightning_weave.train.data import Batch, compose, find_dose, kept_decisions
-from lightning_weave.train.export import model_card, round_weights, write_model
-from lightning_weave.train.metrics import Metrics, Probe
-from lightning_weave.train.objectives import DISTANCES, Loss, Trainee, distances, without_dropout
-from lightning_weave.train.parallel import Ranks, can_recover, clip_gradients, recover, sync_copies
-from lightning_weave.train.schedule import Schedule, deal_rows, make_schedule, rate_share
-from lightning_weave.train.student import TrainContext, fit_memory, is_quantised, open_trainee
+from lightning_weave.train.export import MEASURED, model_card, round_weights, write_model
+from lightning_weave.train.parallel import Ranks, clip_gradients, recover, unsharded
+from lightning_weave.train.schedule import Schedule, complete_checkpoints, deal_rows, make_schedule, rate_share
+from lightning_weave.train.student import (
+    DISTANCES,
+    Loss,
+    TrainContext,
+    Trainee,
+    distances,
+    fit_memory,
+    is_quantised,
+    open_trainee,
+    without_dropout,
+)
+from lightning_weave.types import Request
 
 AGREEMENT = 1e-4  # largest loss at zero shift with which trainer and cache count as equal
 BAD_ROWS = "bad_rows.json"
@@ -44,18 +59,7 @@ TOKEN_BUDGET_FILE = "token_budget.json"
 LOW_PRECISION_FACTOR = 100.0  # on AGREEMENT, below float32
 EXPORT_ROWS = 4
 EXPORT_DECISIONS = 64  # of each row, where the exported weights are compared with the trained ones
-RECORDED = {  # in the manifest
-    "alpha",
-    "target_kl",
-    "start_kl",
-    "updates",
-    "zero_shift_loss",
-    "loss",
-    "reverse_kl",
-    "validation_reverse_kl",
-    "kept",
-    "export_kl",
-}
+RECORDED = {"alpha", "loss", *(key for key, _ in MEASURED.values())}  # in the manifest
 
 # One update's micro-batches on this rank, in host memory, and counts of its rows. All ranks run equally many
 # micro-batches; a rank that runs out of rows gets empty ones.
@@ -116,7 +120,8 @@ class Fit:
             finite: list[Tensor] = []
             try:
                 for number, composed in enumerate(batches, start=1):
-                    sync_copies(self.trainee, number == len(batches))  # gradients cross machines once per update
+                    if isinstance(self.trainee, FSDPModule):  # gradients cross machines once per update
+                        self.trainee.set_requires_all_reduce(number == len(batches))
                     began = time.perf_counter()
                     batch = composed.to(self.ranks.device)
                     loading += time.perf_counter() - began
@@ -135,10 +140,27 @@ class Fit:
             recover(self.trainee)
             batches, _ = self.prepare(numbers)
         values[:, 0] /= self.ranks.world_size
-        bad = [_bad_rows(batches[at], finite[at].cpu()) for at in np.flatnonzero(~np.isfinite(values[:, 0]))]
+        bad: dict[int, list[int]] = {}  # row -> the decisions at which something is not finite
+        for at in np.flatnonzero(~np.isfinite(values[:, 0])):
+            finite_N = finite[at].cpu()
+            suspect_N = finite_N if finite_N.all() else ~finite_N  # if everything is, all rows are suspect
+            rows_N, places_N = batches[at].rows_N[suspect_N], batches[at].places_N[suspect_N]
+            for row, place in zip(rows_N.tolist(), places_N.tolist(), strict=True):
+                bad.setdefault(row, []).append(place)
         figures = self.ranks.all_reduce(dict(zip(("loss", *DISTANCES), values.sum(axis=0).tolist(), strict=True)))
-        self._stop_unless_finite("loss", figures["loss"], [row for rows in bad for row in rows])
-        norm = self._step(step) if totals["kept"] else 0.0
+        suspects = [{"row": row, "positions": positions} for row, positions in bad.items()]
+        self._stop_unless_finite("loss", figures["loss"], suspects)
+        norm = clip_gradients(self.trainee, self.clip) if totals["kept"] else 0.0
+        try:
+            if totals["kept"] and math.isfinite(norm):
+                self.optimizer.step()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise WeaveError(
+                f"out of memory at update {step}: no room for the optimizer's state (two values per parameter). "
+                "Use more ranks, or train.lora"
+            ) from error
         self.optimizer.zero_grad(set_to_none=True)
         self._stop_unless_finite("gradient", norm, [{"row": row} for row in numbers] if self.ranks.rank == 0 else [])
         seconds = time.perf_counter() - started
@@ -193,21 +215,6 @@ class Fit:
         check_ids(batch.candidate_ids_NC, self.trainee.head_description.vocabulary)  # on the CPU, before the copy
         return batch if block else batch.first(0)
 
-    def _step(self, step: int) -> float:
-        """Clip the gradient and step, if it is finite; returns its norm."""
-        norm = clip_gradients(self.trainee, self.clip)
-        try:
-            if math.isfinite(norm):
-                self.optimizer.step()
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise WeaveError(
-                f"out of memory at update {step}: no room for the optimizer's state (two values per parameter). "
-                "Use more ranks, or train.lora"
-            ) from error
-        return norm
-
     def _lower_budget(self, error: Exception, numbers: Sequence[int], when: str) -> None:
         """Halve the token budget when memory ran out; raise other errors, and where this process cannot recover."""
         if not is_out_of_memory(error):
@@ -220,7 +227,9 @@ class Fit:
                 f"{what}. Its longest row alone is too much: set train.gradient_checkpointing = true, or use more ranks"
             ) from error
         half = min(self.token_budget, sum(lengths) // self.ranks.world_size) // 2
-        if self.ranks.world_size > 1 or not can_recover(self.trainee):
+        # From torch 2.13 on, a sharded module can be used after a pass that raised.
+        can_recover = not isinstance(self.trainee, FSDPModule) or hasattr(self.trainee, "reset_iter_state")
+        if self.ranks.world_size > 1 or not can_recover:
             self.save_budget(half)
             raise StartAgain(what, f"it resumes with {half} on every rank, and the loss is the same") from error
         self.token_budget = half
@@ -270,15 +279,6 @@ class Fit:
         return {name: value / count for name, value in total.items()}
 
 
-def _bad_rows(batch: Batch, finite_N: Tensor) -> list[dict[str, Any]]:
-    """Find the decisions at which something is not finite; if everything is, all rows of the batch are suspect."""
-    suspect_N = finite_N if finite_N.all() else ~finite_N
-    places: dict[int, list[int]] = {}
-    for row, place in zip(batch.rows_N[suspect_N].tolist(), batch.places_N[suspect_N].tolist(), strict=True):
-        places.setdefault(row, []).append(place)
-    return [{"row": row, "positions": positions} for row, positions in places.items()]
-
-
 def adam(trainee: Trainee, learning_rate: float, betas: Sequence[float], weight_decay: float) -> torch.optim.AdamW:
     """Adam with decoupled weight decay, on matrices only, not on norms and biases."""
     trained = [parameter for parameter in trainee.parameters() if parameter.requires_grad]
@@ -315,6 +315,66 @@ def make_fit(run: Run, name: str, trainee: Trainee, rows: Rows, *, alpha: float,
     )
 
 
+class Metrics:
+    """metrics.jsonl, and the trackers that the recipe switches on."""
+
+    def __init__(self, recipe: Recipe, name: str, folder: Path, start: int, fingerprint: str) -> None:
+        self.path = folder / "metrics.jsonl"
+        # After a kill the log may be ahead of the checkpoint: those updates are taken again.
+        rows = [row for row in read_lines(self.path, step=int) if row["step"] <= start] if start else []
+        write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+        self.last: dict[str, float] = {key: value for row in rows for key, value in row.items() if key != "step"}
+        self.first = next((row for row in rows if row["step"] == 0), None)
+        self.trackers = open_trackers(recipe, TrackedRun(name, folder, fingerprint, start))
+
+    def add(self, step: int, figures: dict[str, float]) -> None:
+        """Write one step."""
+        row = {name: float(f"{value:.6g}") for name, value in figures.items()}
+        self.last |= row  # as written: a resumed run has no other digits
+        if step == 0:
+            self.first = row
+        append_line(self.path, {"step": step, **row})
+        for tracker in self.trackers:
+            tracker.log(step, figures)
+
+
+class Probe:
+    """Problems of the recipe's first benchmark, evenly spread: sampled by the recipe's protocol, once each."""
+
+    def __init__(self, run: Run) -> None:
+        section = run.recipe.eval
+        loaded = load_eval_benchmark(run.recipe, section.benchmarks[0])
+        count = len(loaded.problems)
+        most = min(count, run.recipe.train.eval_problems)
+        problems = tuple(loaded.problems[place * count // most] for place in range(most))
+        self.benchmark = replace(loaded, problems=problems)
+        self.student = run.student
+        self.grader = Grader.from_section(self.benchmark, section, run.trust)
+        asked = render_problems(self.benchmark, run.student.tokenizer, section, run.recipe.date)
+        self.requests = [Request(one.token_ids, place, 0) for place, one in enumerate(asked)]
+        self.settings = sampling_settings(section, self.benchmark)
+        self.batch_size = section.batch_size
+
+    def answer(self, trainee: Trainee, ranks: Ranks, base: dict[str, float] | None = None) -> dict[str, float]:
+        """Sample and grade, each rank its share of the problems: the share that is right in %, the mean of tokens.
+
+        With the figures of `base`, the student that training began with, also the AES, if `base` was ever right.
+        """
+        own = self.requests[ranks.rank :: ranks.world_size]
+        with without_dropout(trainee), unsharded(trainee):
+            vocabulary = trainee.head_description.vocabulary
+            sampler = HFSampler(trainee.model, self.student.stop_ids, vocabulary, self.batch_size)
+            responses = sampler.sample(own, self.settings) if own else []
+        texts = [str(self.student.tokenizer.decode(each.ids, skip_special_tokens=True)) for each in responses]
+        problems = [self.benchmark.problems[request.prompt] for request in own]
+        right = sum(one.correct for one in self.grader.grade(list(zip(problems, texts, strict=True))))
+        total = ranks.all_reduce({"right": right, "tokens": sum(len(each.ids) for each in responses)})
+        accuracy, tokens = 100 * total["right"] / len(self.requests), total["tokens"] / len(self.requests)
+        figures = {"eval_accuracy": accuracy, "eval_tokens": tokens}
+        score = aes(accuracy, tokens, base["eval_accuracy"], base["eval_tokens"]) if base else math.nan
+        return figures if math.isnan(score) else {**figures, "eval_aes": score}
+
+
 @dataclass(frozen=True)
 class Training:
     """The training of one composition: its updates, with checkpoints between them, and its export."""
@@ -331,8 +391,8 @@ class Training:
         return self.run.stage("train", self.name)
 
     @property
-    def checkpoints(self) -> TrainingCheckpoints:
-        return TrainingCheckpoints(self.stage.folder / "checkpoints", self.stage.fingerprint)
+    def checkpoints(self) -> Path:
+        return self.stage.folder / "checkpoints"
 
     def say(self, message: str) -> None:
         self.progress.say(f"train {self.name}: {message}")
@@ -372,14 +432,15 @@ class Training:
     def restore(self) -> int:
         """Begin the stage and restore the newest checkpoint that rank 0 sees; returns its update, or 0."""
         self.stage.begin()
-        ranks = self.fit.ranks
-        start = ranks.broadcast((self.checkpoints.latest() or 0) if ranks.is_main_process else 0)
+        fingerprint, ranks = self.stage.fingerprint, self.fit.ranks
+        saved = complete_checkpoints(self.checkpoints, fingerprint) if ranks.is_main_process else []
+        start = ranks.broadcast(int(saved[-1].name) if saved else 0)
         if ranks.is_main_process:
             (self.stage.folder / BAD_ROWS).unlink(missing_ok=True)
             if not start:
-                shutil.rmtree(self.checkpoints.folder, ignore_errors=True)
+                shutil.rmtree(self.checkpoints, ignore_errors=True)
         if start:
-            self.checkpoints.restore(start, self.fit.trainee, self.fit.optimizer)
+            restore_checkpoint(self.checkpoints, fingerprint, start, self.fit.trainee, self.fit.optimizer)
             self.say(f"resuming from update {start}")
         return start
 
@@ -397,7 +458,7 @@ class Training:
             figures = probe.answer(fit.trainee, fit.ranks)
             if metrics:
                 metrics.add(0, figures)
-        writer = CheckpointWriter(self.checkpoints, fit.ranks)
+        writer = CheckpointWriter(self.checkpoints, stage.fingerprint, fit.ranks)
         with writer, self.progress.bar(f"train {self.name}", end - start, "update") as bar:
             for step in range(start + 1, end + 1):
                 this_round = schedule.round_of(step - 1)

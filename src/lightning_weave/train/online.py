@@ -15,9 +15,8 @@ import torch
 
 from lightning_weave.cache.block import Block
 from lightning_weave.config import Online
-from lightning_weave.devices import memory_left
+from lightning_weave.devices import free_memory, memory_left
 from lightning_weave.errors import InputError
-from lightning_weave.models.modules import free_memory
 from lightning_weave.models.sampler import HFSampler
 from lightning_weave.models.scorer import Scorer
 from lightning_weave.models.vllm import VLLMSampler
@@ -32,10 +31,9 @@ from lightning_weave.train.checkpoint import wait_until_seen
 from lightning_weave.train.data import anchor_doses, format_doses
 from lightning_weave.train.export import write_model
 from lightning_weave.train.loop import Training, make_fit
-from lightning_weave.train.objectives import Trainee, without_dropout
 from lightning_weave.train.parallel import Ranks, local_shard, reshard, unsharded
 from lightning_weave.train.schedule import Schedule, make_schedule
-from lightning_weave.train.student import TrainContext, open_trainee
+from lightning_weave.train.student import TrainContext, Trainee, open_trainee, without_dropout
 from lightning_weave.types import Prompt, Request, Response, SamplingSettings
 
 FOLDER = "round-"
@@ -66,14 +64,7 @@ class LiveRows:
     """The trajectories of the current round, drawn by the current student."""
 
     def __init__(
-        self,
-        run: Run,
-        name: str,
-        trainee: Trainee,
-        prompts: Sequence[Prompt],
-        schedule: Schedule,
-        *,
-        ranks: Ranks,
+        self, run: Run, name: str, trainee: Trainee, prompts: Sequence[Prompt], schedule: Schedule, *, ranks: Ranks
     ) -> None:
         self.run = run
         self.trainee = trainee
@@ -122,7 +113,7 @@ class LiveRows:
         places = [divmod(number, recipe.rollout.responses) for number in own]
         requests = [Request(self.prompts[prompt].token_ids, prompt, response) for prompt, response in places]
         # The first epoch draws with the cache's own random numbers: the first round is the offline run's, to the token.
-        seed = recipe.rollout.seed + self.schedule.epoch_of(update)
+        seed = recipe.rollout.seed + update // self.schedule.per_epoch
         settings = SamplingSettings(recipe.rollout.temperature, 1.0, recipe.rollout.max_tokens, seed)
         responses = self.engine.sample(requests, settings, update) if self.engine else []
         rows = []

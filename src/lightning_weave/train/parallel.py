@@ -1,30 +1,19 @@
-"""Ranks: process groups, FSDP2, sharded state.
-
-A single process without a GPU needs none of it. Checkpoints are written by torch.distributed.checkpoint in any case, so
-that a run can be resumed with another number of ranks.
-"""
+"""Ranks: process groups and FSDP2. A single process without a GPU needs none of it."""
 
 import atexit
-import io
-import pickle
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -34,24 +23,6 @@ from lightning_weave.devices import collective_backend
 from lightning_weave.errors import InputError, PeerStopped
 from lightning_weave.ranks import local_world_size, rank, world_size
 
-# The classes in the index of a checkpoint. The index is a pickle: any other class in it could run code.
-INDEX_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},
-}
 T = TypeVar("T")
 DEVICE_TIMEOUT = timedelta(hours=2)  # of one collective on the devices
 HOST_TIMEOUT = timedelta(days=7)  # while rank 0 writes and hashes a large export
@@ -74,7 +45,7 @@ class Ranks:
         if self.world_size == 1:
             return dict(values)
         summed = torch.tensor(list(values.values()), dtype=torch.float64)
-        dist.all_reduce(summed, group=_host_group("values"))
+        dist.all_reduce(summed, group=host_group("values"))
         return dict(zip(values, summed.tolist(), strict=True))
 
     def all_gather(self, values: list[Any]) -> list[Any]:
@@ -82,7 +53,7 @@ class Ranks:
         if self.world_size == 1:
             return values
         lists: list[Any] = [None] * self.world_size
-        dist.all_gather_object(lists, values, group=_host_group("values"))
+        dist.all_gather_object(lists, values, group=host_group("values"))
         return [value for one in lists for value in one]
 
     def broadcast(self, value: T) -> T:
@@ -92,11 +63,11 @@ class Ranks:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world_size > 1:
-            dist.barrier(group=_host_group("values"))
+            dist.barrier(group=host_group("values"))
 
 
 @cache
-def _host_group(purpose: str) -> Any:
+def host_group(purpose: str) -> Any:
     """Make a gloo group of all ranks, one for each purpose: threads that use different groups never mix messages."""
     return dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
 
@@ -113,8 +84,8 @@ def join(device: torch.device, sharded: bool) -> Iterator[Ranks]:
             fresh = fresh_store(store, number, world)
             dist.init_process_group(backend, store=fresh, rank=number, world_size=world, timeout=DEVICE_TIMEOUT)
             atexit.register(dist.destroy_process_group)
-            _host_group("values")
-            _host_group("checkpoints")
+            host_group("values")
+            host_group("checkpoints")
         try:
             yield Ranks(rank(), world, device)
         except BaseException as error:
@@ -199,12 +170,6 @@ def ranks_per_copy(setting: int | None, ranks: Ranks) -> int:
     return local if local > 1 and ranks.world_size % local == 0 else ranks.world_size
 
 
-def sync_copies(module: nn.Module, enabled: bool) -> None:
-    """Choose whether the next backward pass adds gradients over all copies, or only over the ranks of one copy."""
-    if isinstance(module, FSDPModule):
-        module.set_requires_all_reduce(enabled)
-
-
 def reshard(module: nn.Module) -> None:
     """Free the unsharded weights that a pass has left, before the shards are read or written."""
     if isinstance(module, FSDPModule):
@@ -230,11 +195,6 @@ def unsharded(module: nn.Module) -> Iterator[None]:
             if part is not module:
                 part.set_reshard_after_forward(True, recurse=False)
             part.reshard()
-
-
-def can_recover(module: nn.Module) -> bool:
-    """Whether a module can be used after a pass that raised: a sharded one from torch 2.13 on."""
-    return not isinstance(module, FSDPModule) or hasattr(module, "reset_iter_state")
 
 
 def recover(module: nn.Module) -> None:
@@ -267,72 +227,3 @@ def clip_gradients(module: nn.Module, largest: float) -> float:
     """Clip the gradient to a norm over all ranks' shards; returns the norm before."""
     norm = nn.utils.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], largest)
     return float(norm.full_tensor()) if isinstance(norm, DTensor) else float(norm)
-
-
-def stage_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Copy this rank's shards of model and optimizer to the host: later updates do not change the copy."""
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    state, _ = _state(module, optimizer)
-    staged = stager.stage(state)
-    assert isinstance(staged, dict), "asynchronous staging is off"
-    return staged
-
-
-def save_state(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    """Write staged shards, from any thread."""
-    group = _host_group("checkpoints") if ranks.world_size > 1 else None
-    with _plain_errors():
-        dcp.save(state, checkpoint_id=folder, process_group=group, no_dist=ranks.world_size == 1)
-
-
-def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read model and optimizer, written by any number of ranks."""
-    state, options = _state(module, optimizer)
-    with open(folder / ".metadata", "rb") as index:
-        _IndexReader(index).load()  # refuses before torch unpickles it
-    with _plain_errors():
-        dcp.load(state, checkpoint_id=folder, planner=_DataOnly(), no_dist=not dist.is_initialized())
-    states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-    set_state_dict(module, optimizer, **states, options=options)
-
-
-def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], StateDictOptions]:
-    """Give the state of what is trained, and the options to load it with."""
-    frozen = any(not parameter.requires_grad for parameter in module.parameters())
-    options = StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
-    model_state, optimizer_state = get_state_dict(module, optimizer, options=options)
-    return {"model": model_state, "optimizer": optimizer_state}, options
-
-
-class _IndexReader(pickle.Unpickler):
-    """Read the index of a checkpoint, and refuse classes that are not part of one."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in INDEX_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"it holds {module}.{name}, which our checkpoints never contain")
-        return super().find_class(module, name)
-
-
-class _DataOnly(dcp.DefaultLoadPlanner):
-    """Let torch unpickle the non-tensor entries of a checkpoint only if they are plain data."""
-
-    def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)
-        value.seek(0)
-        super().load_bytes(read_item, value)
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """Raise the error of the rank itself: torch wraps it into a BaseException, which `except Exception` lets pass."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # in a single process
-        try:
-            yield
-        except dcp.CheckpointException as error:
-            reason, _ = next(iter(error.failures.values()))
-            while (
-                reason.__context__ is not None
-            ):  # torch's writer fails again as it closes: the first error is the cause
-                reason = reason.__context__
-            raise OSError(f"{type(reason).__name__}: {reason}") from error

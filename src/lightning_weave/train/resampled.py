@@ -19,17 +19,16 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_weave.cache.block import Block
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Block, Cache
 from lightning_weave.config import Joint, Sequential
+from lightning_weave.devices import free_memory
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.modules import free_memory
 from lightning_weave.prompts import read_prompts
 from lightning_weave.run import ROLES, Run
 from lightning_weave.stages.caches import open_cache
-from lightning_weave.stages.pipeline import make_cache
 from lightning_weave.stages.prompts import keep_prompts
+from lightning_weave.stages.score import make_cache
 from lightning_weave.store import Stage, append_line, whole_directory, write_atomic
 from lightning_weave.store.ledger import LEDGER, measure, read_ledger
 from lightning_weave.train.data import find_dose

@@ -1,10 +1,14 @@
-"""Which trajectories make an update, which rank runs them, and in which micro-batches."""
+"""Which trajectories make an update, which rank runs them in which micro-batches, and which updates are checkpointed.
+
+No torch: `lweave status` reads it.
+"""
 
 import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import assert_never
 
 import numpy as np
@@ -12,9 +16,12 @@ from numpy.typing import NDArray
 
 from lightning_weave.config import Decay, Recipe
 from lightning_weave.errors import InputError
+from lightning_weave.store import read_json
+
+POSITION = "position.json"  # of a checkpoint, written last
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Schedule:
     """The rows of every update: rounds of whole prompt groups, reshuffled each epoch, for any composition the same.
 
@@ -31,40 +38,43 @@ class Schedule:
     first: int = 0  # group to begin with; the groups before it belong to other legs
 
     def __post_init__(self) -> None:
-        if len(self._held_out_groups()) >= self.groups:
+        held_out = max(1, round(self.groups * self.validation)) if self.validation else 0
+        if held_out >= self.groups:
             raise InputError(
                 f"train.validation = {self.validation:g} leaves none of the {self.groups} prompts to train on. "
                 "Make it smaller, or take more prompts"
             )
+        order = np.random.default_rng([self.seed, 1]).permutation(self.groups)
+        self._held_out, self._trained = np.sort(order[:held_out]), np.sort(order[held_out:])
+        self._size = self.prompts_per_round * self.responses // self.updates_per_round  # rows of an update
+        self.per_epoch = -(-len(self._trained) * self.responses // self._size)  # updates
 
     def __len__(self) -> int:
         """Count all updates. A last round that is not full makes fewer of them, the last with fewer rows."""
-        return self.epochs * self._per_epoch
+        return self.epochs * self.per_epoch
 
     def rows(self, update: int) -> list[int]:
         """Give the row numbers of one update, counted from 0."""
         if not 0 <= update < len(self):
             raise IndexError(update)
-        epoch, place = divmod(update, self._per_epoch)
-        trained = np.setdiff1d(np.arange(self.groups), self._held_out_groups())
-        order = np.random.default_rng([self.seed, 2, epoch]).permutation(trained)
+        epoch, place = divmod(update, self.per_epoch)
+        order = np.random.default_rng([self.seed, 2, epoch]).permutation(self._trained)
         # Updates divide a round evenly, so the rounds of an epoch are one row of updates.
         return self._rows_of(order)[place * self._size : (place + 1) * self._size].tolist()
 
     def held_out(self) -> list[int]:
         """Give the rows of the prompts that are kept for validation."""
-        return self._rows_of(self._held_out_groups()).tolist()
+        return self._rows_of(self._held_out).tolist()
+
+    def _rows_of(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
+        return ((self.first + groups[:, None]) * self.responses + np.arange(self.responses)).ravel()
 
     def round_of(self, update: int) -> range:
         """Give the updates that replay the same round as this one."""
-        epoch, place = divmod(update, self._per_epoch)
+        epoch, place = divmod(update, self.per_epoch)
         begin = place - place % self.updates_per_round
-        end = min(begin + self.updates_per_round, self._per_epoch)
-        return range(epoch * self._per_epoch + begin, epoch * self._per_epoch + end)
-
-    def epoch_of(self, update: int) -> int:
-        """Tell how often all prompts have been seen before."""
-        return update // self._per_epoch
+        end = min(begin + self.updates_per_round, self.per_epoch)
+        return range(epoch * self.per_epoch + begin, epoch * self.per_epoch + end)
 
     def parts(self, count: int) -> list[range]:
         """Split the updates into so many parts of whole rounds, of about one length."""
@@ -76,21 +86,6 @@ class Schedule:
             )
         cuts = [0, *(ends[round(len(ends) * part / count) - 1] for part in range(1, count + 1))]
         return [range(first, last) for first, last in pairwise(cuts)]
-
-    @property
-    def _per_epoch(self) -> int:
-        return -(-(self.groups - len(self._held_out_groups())) * self.responses // self._size)
-
-    @property
-    def _size(self) -> int:  # rows of an update
-        return self.prompts_per_round * self.responses // self.updates_per_round
-
-    def _held_out_groups(self) -> NDArray[np.int64]:
-        count = max(1, round(self.groups * self.validation)) if self.validation else 0
-        return np.sort(np.random.default_rng([self.seed, 1]).permutation(self.groups)[:count])
-
-    def _rows_of(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
-        return ((self.first + groups[:, None]) * self.responses + np.arange(self.responses)).ravel()
 
 
 def make_schedule(recipe: Recipe, groups: int | range, epochs: int | None = None) -> Schedule:
@@ -107,6 +102,12 @@ def make_schedule(recipe: Recipe, groups: int | range, epochs: int | None = None
         validation=train.validation,
         first=prompts.start,
     )
+
+
+def complete_checkpoints(folder: Path, fingerprint: str) -> list[Path]:
+    """List the checkpoints that this recipe wrote, oldest first; each is named by the updates that were taken."""
+    paths = [path for path in folder.glob("[0-9]*") if (path / POSITION).exists()]
+    return sorted(path for path in paths if read_json(path / POSITION)["fingerprint"] == fingerprint)
 
 
 def rate_share(step: int, total: int, warmup: int, decay: Decay) -> float:
@@ -142,15 +143,23 @@ def deal_rows(
     >>> deal_rows([5, 2, 9, 2], world=2, token_budget=9, width=64)
     [[[2]], [[0, 1, 3]]]
     """
-    if not packed:
-        return _deal_padded(lengths, world, token_budget)
+    ranks: list[list[list[int]]] = [[] for _ in range(world)]
+    if not packed:  # from long to short, back and forth; rows of about one length are padded together
+        order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+        for place, index in enumerate(order):
+            turn = place % (2 * world)
+            batches = ranks[min(turn, 2 * world - 1 - turn)]
+            if not batches or lengths[batches[-1][0]] * (len(batches[-1]) + 1) > token_budget:
+                batches.append([])
+            batches[-1].append(index)
+        most = max(len(batches) for batches in ranks)
+        return [batches + [[]] * (most - len(batches)) for batches in ranks]
     cost = [row_cost(length, width) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda index: (-cost[index], index))
     count = max(1, math.ceil(sum(lengths) / (token_budget * world)))
     while (bins := _fill(order, lengths, cost, count * world, token_budget)) is None:
         count += 1
     bins.sort(key=lambda members: (-sum(cost[index] for index in members), members))
-    ranks: list[list[list[int]]] = [[] for _ in range(world)]
     spent = [0.0] * world
     for step in range(count):  # of those that run side by side, the dearest goes to the rank that has done least
         by_work = sorted(range(world), key=lambda rank: (spent[rank], rank))
@@ -185,17 +194,3 @@ def _fill(
         for entry in (*full, (spent + cost[index], tokens + lengths[index], place)):
             heapq.heappush(cheapest, entry)
     return [sorted(rows) for rows in members]
-
-
-def _deal_padded(lengths: Sequence[int], world: int, token_budget: int) -> list[list[list[int]]]:
-    """Deal rows from long to short, back and forth; rows of about one length are padded together."""
-    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    turns = [turn % (2 * world) for turn in range(len(order))]
-    ranks: list[list[list[int]]] = [[] for _ in range(world)]
-    for index, turn in zip(order, turns, strict=True):
-        batches = ranks[min(turn, 2 * world - 1 - turn)]
-        if not batches or lengths[batches[-1][0]] * (len(batches[-1]) + 1) > token_budget:
-            batches.append([])
-        batches[-1].append(index)
-    most = max(len(batches) for batches in ranks)
-    return [batches + [[]] * (most - len(batches)) for batches in ranks]

@@ -1,26 +1,42 @@
 """`lweave doctor`: check models, data and anchors of a recipe before any GPU time is spent."""
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_weave.checks.findings import Finding, Level, percent
-from lightning_weave.checks.models import describe_student
-from lightning_weave.checks.pairs import FEW_SURVIVE, align_sample, describe_pair
-from lightning_weave.checks.preflight import preflight
-from lightning_weave.checks.resources import check_disk
-from lightning_weave.checks.sample import CheckedRows, take_sample
+from lightning_weave.checks.findings import Finding, Level, listed, percent, visible
+from lightning_weave.checks.pairs import (
+    FEW_SURVIVE,
+    SAMPLE,
+    CheckedRows,
+    align_sample,
+    judge_ends,
+    judge_positions,
+    spread,
+    take_sample,
+)
+from lightning_weave.checks.preflight import check_disk, preflight
+from lightning_weave.checks.shifts import check_scored, rule_effects, suggestions
 from lightning_weave.checks.watch import check_results, check_rollouts
+from lightning_weave.config import Dtype
 from lightning_weave.errors import InputError, printable
-from lightning_weave.run import Run
+from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.weights import find_output_matrix, untrained_special_tokens
+from lightning_weave.prompts import CHAT_MODES, detect_chat_mode
+from lightning_weave.run import ROLES, Run
 from lightning_weave.stages.forecast import suggest_alpha
+from lightning_weave.stages.work import choose_device
+from lightning_weave.tokens import atomic_share, same_tokenizer, unmapped_added_tokens, unmapped_candidates
 
+WANTS_BOS = ("gemma",)  # families whose models break without one
 STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 
 
@@ -106,3 +122,131 @@ def show(findings: list[Finding], console: Console) -> None:
                     console.print(verdict.append_text(text), soft_wrap=True)
     counts = [f"{sum(finding.verdict == verdict for finding in findings)} {verdict}" for verdict in STYLES]
     console.print(", ".join(counts))
+
+
+def describe_student(run: Run) -> Iterator[Finding]:
+    """Report the student's dtype, vocabulary, stop tokens, chat template and context."""
+    student = run.student
+    tokenizer = student.tokenizer
+    recipe = run.recipe
+    yield from describe_checkpoint(run, "student", student, recipe.engine_of("reference").dtype)
+    stops = [visible(tokenizer.convert_ids_to_tokens(id) or f"<id {id}>") for id in sorted(student.stop_ids)]
+    yield Finding(
+        "student", "stop tokens", "ok" if stops else "warning", listed(stops) or "none: no response ever ends"
+    )
+    samples = recipe.rollout.from_ is None
+    if samples and recipe.prompts.chat and not tokenizer.chat_template and recipe.prompts.format != "livecodebench":
+        text = "missing: prompts cannot be rendered. Set prompts.chat = false for plain text"
+        yield Finding("student", "chat template", "error", text)
+    else:
+        kind = detect_chat_mode(tokenizer)
+        unused = kind != "base" and not recipe.prompts.chat and samples
+        aside = ". The recipe prompts it with plain text (prompts.chat = false)" if unused else ""
+        yield Finding("student", "expects", "note" if unused else "ok", CHAT_MODES[kind] + aside, {"kind": kind})
+    limit = student.context_limit
+    needed = recipe.prompts.max_tokens + recipe.rollout.max_tokens
+    if limit is not None and limit < needed and samples:
+        text = f"{limit:,} tokens, less than prompts.max_tokens + rollout.max_tokens = {needed:,}: some responses are "
+        yield Finding("student", "context", "note", f"{text}cut off", {"limit": limit})
+
+
+def describe_checkpoint(run: Run, about: str, checkpoint: Checkpoint, setting: Dtype) -> Iterator[Finding]:
+    """Report the dtype and the padding of the vocabulary of one checkpoint."""
+    saved = str(checkpoint.dtype).removeprefix("torch.")
+    used = str(checkpoint.compute_dtype(setting, choose_device(run.recipe))).removeprefix("torch.")
+    text = f"saved in {saved}, computed in {used}; logits and what is stored are float32"
+    yield Finding(about, "dtype", "note" if used == "float16" else "ok", text, {"saved": saved, "computed": used})
+    vocabulary = checkpoint.vocabulary
+    matrix = find_output_matrix(checkpoint.path) if checkpoint.is_downloaded else None
+    if checkpoint.is_downloaded and matrix is None:
+        text = f"{vocabulary:,} tokens; the output matrix was not found by its name"
+        yield Finding(about, "vocabulary", "note", text)
+        return
+    rows = checkpoint.config.get_text_config().vocab_size if matrix is None else matrix.shape[0]
+    padding = rows - vocabulary
+    text = f"{vocabulary:,} tokens, {rows:,} output rows"
+    if padding < 0:
+        text += ": the tokenizer belongs to another checkpoint"
+    elif padding:
+        text += f": {padding:,} belong to no token and are left out"
+    yield Finding(about, "vocabulary", "warning" if padding < 0 else "ok", text, {"tokens": vocabulary, "rows": rows})
+
+
+def describe_pair(run: Run, name: str, sample: CheckedRows) -> Iterator[Finding]:
+    """Report on the tokens and weights of one pair, and if it is scored, on its shift."""
+    section = run.recipe.anchors[name]
+    about = f"anchors.{name}"
+    post, pre = (run.anchor(name, role) for role in ROLES)
+    for role, checkpoint in zip(ROLES, (post, pre), strict=True):
+        yield from describe_checkpoint(run, f"{about}.{role}", checkpoint, run.recipe.engine_of("score").dtype)
+    same = same_tokenizer(run.student.tokenizer, post.tokenizer)
+    if not same_tokenizer(post.tokenizer, pre.tokenizer):
+        text = "post and pre have different tokenizers: they see different prefixes, which the shift then includes"
+        yield Finding(about, "tokenizer", "warning", text, {"same": False})
+    else:
+        other = "not the student's: contexts are projected, candidates mapped one to one"
+        text = "the same as the student's" if same else other
+        yield Finding(about, "tokenizer", "ok" if same else "note", text, {"same": same})
+    tokens, rows, mapped, _ = align_sample(run, name, sample)
+    share = atomic_share(tokens)
+    text = f"{percent(share)} of the student's vocabulary is a single token of the anchor"
+    yield Finding(about, "atomic", "ok" if share > FEW_SURVIVE else "note", text, {"share": share})
+    yield judge_positions(run, name, sample)
+    ids = [row.candidate_ids_TC for row in sample.rows]
+    if ids and (breaking := unmapped_candidates(tokens, torch.from_numpy(np.concatenate(ids)))):
+        text = "positions with each of these: "
+        text += listed(f"'{visible(token)}' {count:,}" for token, count in breaking)
+        yield Finding(about, "breaking tokens", "note", text, {"tokens": dict(breaking)})
+    if alone := unmapped_added_tokens(tokens):
+        text = f"without a counterpart: {listed(map(visible, alone))}"
+        yield Finding(about, "special tokens", "note", text, {"tokens": alone})
+    else:
+        yield Finding(about, "special tokens", "ok", "every special or added token has a counterpart")
+
+    tokenizer = post.tokenizer
+    family = post.config.model_type
+    bos = tokenizer.bos_token_id
+    first = rows[0][0].ids[:1].tolist() if rows else []
+    if section.bos or (bos is not None and first == [bos]):
+        yield Finding(about, "bos", "ok", "the anchors' contexts begin with their BOS token")
+    elif family.startswith(WANTS_BOS):
+        text = f"{family} models break without a BOS token. Set bos = true in [{about}]"
+        yield Finding(about, "bos", "warning", text, {"family": family})
+    elif bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
+        text = f"its tokenizer starts a text with {visible(tokenizer.bos_token)}, but contexts have none, as in the "
+        text += f"paper. To add it: bos = true in [{about}]"
+        yield Finding(about, "bos", "note", text, {"family": family})
+    else:
+        yield Finding(about, "bos", "ok", "none needed")
+
+    if not pre.is_downloaded:
+        text = f"not checked: the pre-anchor's weights are still on the hub. To fetch them: hf download {pre.name}"
+        yield Finding(about, "untrained rows", "note", text)
+    elif untrained := untrained_special_tokens(pre):
+        texts = [pre.tokenizer.convert_ids_to_tokens(id) for id in sorted(untrained)]
+        touched = [
+            (np.isin(of_pre.candidate_ids_TC, list(untrained)) & both).any(axis=1)
+            for (_, of_pre), both in zip(rows, mapped, strict=True)
+        ]
+        share = float(np.concatenate(touched).mean()) if touched else 0.0
+        text = f"{len(texts):,} special tokens look untrained in the pre-anchor: {listed(map(visible, texts))}. "
+        text += f"{percent(share)} of positions have one among their candidates, where its shift is arbitrary"
+        figures = {"tokens": texts, "share": share}
+        yield Finding(about, "untrained rows", "warning" if share else "note", text, figures)
+    else:
+        yield Finding(about, "untrained rows", "ok", "no special token of the pre-anchor looks untrained")
+
+    if sample.kind == "candidates" and all(stage.complete for stage in run.scores_of(name)):
+        yield from check_scored(run, name)
+        cached = spread(run.stage("reference").require()["rows"], SAMPLE)
+        effects = rule_effects(run, name, cached)
+        yield from (Finding(about, one.rule, "note", str(one), one.figures) for one in effects)
+        if not effects and (values := suggestions(run, name, cached)):
+            text = f"no rule limits its shift. shift.clip = {values['clip']:g} would change one position in 1,000, "
+            text += f"shift.mass_floor = {values['mass_floor']:g} one in 100, "
+            text += f"shift.only_above = {values['only_above']:g} half of them"
+            yield Finding(about, "rules", "ok", text, values)
+    elif sample.kind == "candidates":
+        finished = [(row, both[-1]) for row, both in zip(sample.rows, mapped, strict=True) if row.finished]
+        ends = [(row.response_ids[-1], row.candidate_ids_TC[-1], last) for row, last in finished]
+        yield judge_ends(run, name, ends)

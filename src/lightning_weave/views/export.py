@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCardData, metadata_load
 from numpy.typing import NDArray
 
 from lightning_weave.bench.definitions import KNOWN
-from lightning_weave.cache.targets import Targets
+from lightning_weave.cache.block import Targets
 from lightning_weave.config import dump_recipe, slug
 from lightning_weave.directory import with_others
 from lightning_weave.errors import InputError

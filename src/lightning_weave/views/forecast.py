@@ -15,7 +15,8 @@ from rich.table import Table
 
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.run import Run
-from lightning_weave.stages.forecast import NOT_FORECAST, TRUSTED
+from lightning_weave.stages.forecast import NOT_FORECAST, TRUSTED, read_points
+from lightning_weave.stages.realised import describe_realised, realise, realised_table
 from lightning_weave.store import write_atomic
 
 ForecastRow = dict[str, Any]  # as `run.forecast()` returns it
@@ -190,6 +191,20 @@ def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: boo
         if why := NOT_FORECAST.get(composition.method):
             lines.append(f"{name} ({composition.method}) is not forecast: {why}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def show_realised(run: Run, records: Sequence[dict[str, Any]], console: Console, as_json: bool) -> None:
+    """Print what training made of each target, with what to try; or as JSON."""
+    if as_json:
+        print(json.dumps(records, indent=1, default=float))
+        return
+    results = realise(run, read_points(run))
+    head, *rows = realised_table(results)
+    table = Table(*head, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, markup=False)
+    console.print("\n".join(describe_realised(results)), markup=False, highlight=False, soft_wrap=True)
 
 
 def _weights(weights: dict[str, Any]) -> str:

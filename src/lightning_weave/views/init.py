@@ -16,13 +16,12 @@ from rich.console import Console
 from lightning_weave.bench.definitions import KNOWN, benchmark_name, load_benchmark
 from lightning_weave.checks.models import find_fault
 from lightning_weave.checks.pairs import find_alias
-from lightning_weave.checks.resources import as_computed, this_machine
-from lightning_weave.config import Lora, Recipe, check_recipe, merge_overrides, slug
+from lightning_weave.checks.preflight import as_computed, this_machine
+from lightning_weave.config import HELD_OUT, Lora, Recipe, check_recipe, merge_overrides, slug
 from lightning_weave.errors import InputError
 from lightning_weave.plan.costs import PlannedMachine
 from lightning_weave.plan.plan import MemoryPlan, make_plan
 from lightning_weave.prompts import CHAT_MODES, build_prompts, detect_chat_mode, guess_columns, read_rows
-from lightning_weave.prompts.build import SEED, PromptReport, read_questions, take_by_seed
 from lightning_weave.run import ROLES, Run
 from lightning_weave.stages.forecast import suggest_alpha
 from lightning_weave.stages.train import PAPER_UPDATES, count_updates
@@ -31,7 +30,6 @@ from lightning_weave.store.tables import Row
 from lightning_weave.views.keys import annotated_toml, dotted_key
 
 LOOKED_AT = 200  # rows of the prompts, to find their columns
-HELD_OUT = 64  # problems to evaluate on, where no benchmark is given
 # What is lowered for each stage, one after the other, until it fits.
 SAVINGS: dict[tuple[str, ...], list[tuple[tuple[str, Any], ...]]] = {
     ("rollout",): [(("rollout.batch_size", size),) for size in (32, 16, 8, 4, 2, 1)],
@@ -122,9 +120,10 @@ def run(
     for about, checkpoint in models.items():
         if fault := find_fault(checkpoint):
             raise InputError(f"{about}: {fault}")
+    if benchmarks:
+        draft.put("eval", "benchmarks", value=[benchmark_name(name) for name in benchmarks])
     count = _choose_prompts(draft, run, prompts)
-    held_out = [] if benchmarks or "benchmarks" in draft.tables.get("eval", {}) else _hold_out(draft, out, count)
-    _choose_evaluation(draft, run, [benchmark_name(name) for name in benchmarks])
+    _choose_evaluation(draft, run)
     for name in run.recipe.anchors:
         alias = find_alias(Run(draft.recipe(str(out)), str(out), trust), name)
         if alias is not None and alias.is_untrained:
@@ -140,9 +139,6 @@ def run(
             f"{used:,} prompts make {updates:,} updates, the paper's make {PAPER_UPDATES}: give more prompts, or raise "
             "train.epochs or train.learning_rate"
         )
-    if held_out:
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in held_out]
-        write_atomic(held_out_path(out), "".join(lines).encode())
     write_atomic(out, draft.text.encode())
     if text := suggest_alpha(Run(recipe, str(out), trust)):  # this run has a cache already
         draft.note(text)
@@ -178,15 +174,23 @@ def _choose_prompts(draft: Draft, run: Run, source: str) -> int:
         why = "no column has answers: rollouts are not graded, and no box is asked for"
         draft.put("prompts", "format", value="plain", why=why)
 
-    every = draft.recipe().prompts.model_copy(update={"max_tokens": None, "take": None})
-    prompts, report = build_prompts(run.student.tokenizer, every)
+    recipe = draft.recipe()
+    every = recipe.prompts.model_copy(update={"max_tokens": None, "take": None})
+    holds_out = HELD_OUT in recipe.eval.benchmarks
+    prompts, report = build_prompts(run.student.tokenizer, every, holds_out=holds_out)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if report.bad:
         bad = report.bad[0]
         draft.note(f"{len(report.bad):,} of {report.read:,} rows cannot be used; the first: {bad.where}: {bad.why}")
     take = Recipe.model_fields["prompts"].default.take
     if len(prompts) < take:
-        draft.put("prompts", "take", value=len(prompts), why=f"all of them; the paper takes {take:,}")
+        why = f"all {'that are not held out' if holds_out else 'of them'}; the paper takes {take:,}"
+        draft.put("prompts", "take", value=len(prompts), why=why)
+    if holds_out:
+        why = f"none was given: {report.held_out:,} of your {report.read:,} rows, which are not trained on"
+        draft.put("eval", "benchmarks", value=[HELD_OUT], why=why)
+    elif not recipe.eval.benchmarks:
+        draft.note("no benchmark was given and no prompts can be held out, so nothing will be evaluated: --bench FILE")
     recipe = draft.recipe()
     limit = run.student.context_limit
     if limit is not None and recipe.prompts.max_tokens + recipe.rollout.max_tokens > limit:
@@ -199,54 +203,23 @@ def _choose_prompts(draft: Draft, run: Run, source: str) -> int:
     return len(prompts)
 
 
-def held_out_path(out: Path) -> Path:
-    """The file of held-out problems next to a recipe."""
-    return out.with_name(f"{out.stem}-held-out.jsonl")
-
-
-def _hold_out(draft: Draft, out: Path, count: int) -> list[dict[str, str]]:
-    """Choose problems with answers to evaluate on, a fifth of the prompts at most, and leave them out of training."""
-    path = held_out_path(out)
-    if path.exists():
-        raise InputError(f"{path} exists already. Give it with --bench, or remove it")
-    section = draft.recipe().prompts
-    with_answers = [
-        {"id": question.id or str(number), "problem": question.messages[0]["content"], "answer": question.answer}
-        for number, question in enumerate(read_questions(section, (), PromptReport()))
-        if question.answer is not None and len(question.messages) == 1
-    ]
-    rows = take_by_seed(with_answers, lambda row: row["problem"], min(HELD_OUT, count // 5), SEED)
-    if not rows:
-        draft.note("no benchmark was given and no prompts can be held out, so nothing will be evaluated: --bench FILE")
-        return []
-    why = f"none was given: {len(rows)} of your prompts, held out"
-    draft.put("eval", "benchmarks", value=[f"file:{path}"], why=why)
-    draft.put("prompts", "screen_against", value=[str(path)], why="they are evaluated on, so not trained on")
-    if "take" in draft.tables["prompts"]:
-        draft.put("prompts", "take", value=count - len(rows), why="all but those that are held out")
-    return rows
-
-
-def _choose_evaluation(draft: Draft, run: Run, benchmarks: list[str]) -> None:
-    """Choose the benchmarks, reading those that are files, and how they are sampled."""
-    for name in benchmarks:
-        if name not in KNOWN:
-            own = draft.recipe()
-            try:
-                load_benchmark(name, columns=own.eval.columns)
-            except InputError:
-                load_benchmark(name, columns=own.prompts.columns)  # named as the prompts' are
-                draft.put("eval", "columns", value=draft.tables["prompts"]["columns"], why="as the prompts'")
-    if benchmarks:
-        draft.put("eval", "benchmarks", value=benchmarks)
+def _choose_evaluation(draft: Draft, run: Run) -> None:
+    """Read the benchmarks that are files, and choose how all are sampled."""
     recipe = draft.recipe()
+    for name in recipe.eval.benchmarks:
+        if name not in KNOWN and name != HELD_OUT:
+            try:
+                load_benchmark(name, columns=recipe.eval.columns)
+            except InputError:
+                load_benchmark(name, columns=recipe.prompts.columns)  # named as the prompts' are
+                draft.put("eval", "columns", value=draft.tables["prompts"]["columns"], why="as the prompts'")
     thinks = recipe.prompts.chat and recipe.prompts.thinking and detect_chat_mode(run.student.tokenizer) != "chat"
     length = 32_768 if thinks else 4096
     limit = run.student.context_limit
     room = length if limit is None else max(1, min(length, limit - recipe.prompts.max_tokens))
     why = "as in the paper: it thinks before it answers" if thinks else "it does not think first; the paper has 32,768"
     draft.put("eval", "max_tokens", value=room, why=why if room == length else "what the context leaves")
-    if any(name.startswith("file:") for name in recipe.eval.benchmarks):
+    if any(name not in KNOWN for name in recipe.eval.benchmarks):
         draft.put("eval", "samples", value=4, why="per problem; the paper draws 64 for each of its 30 problems")
 
 

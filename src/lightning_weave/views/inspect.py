@@ -8,16 +8,16 @@ from math import exp
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from lightning_weave.api import as_html
-from lightning_weave.cache.reader import Cache
+from lightning_weave.cache.block import Cache
 from lightning_weave.checks.findings import listed, visible
 from lightning_weave.errors import InputError
 from lightning_weave.prompts import read_prompts
-from lightning_weave.report.survey import NO_END_OF_TURN, NOT_ONE_TOKEN, REASONS, Reading
+from lightning_weave.report.survey import NO_END_OF_TURN, NOT_ONE_TOKEN, Reading
+from lightning_weave.report.tables import align
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import anchor_pair, open_cache
 from lightning_weave.tokens.spelling import Spelling
@@ -105,7 +105,7 @@ def look(run: Run, row: int, position: int) -> Decision:
     for k, name in enumerate(scored):
         if not block.valid_KP[k, position]:
             reason = Reading.from_run(run, name).why_masked(block, k, run.student.stop_ids)[position]
-            masked[name] = REASONS[reason].removeprefix("masked: ")
+            masked[name] = str(reason).removeprefix("masked: ")
             if reason in (NO_END_OF_TURN, NOT_ONE_TOKEN):
                 unmapped = [id for id, mapped in zip(ids, block.mapped_KPC[k, position], strict=True) if not mapped]
                 masked[name] += f" ({listed(repr(visible(text([id]))) for id in unmapped)})"
@@ -163,13 +163,7 @@ def show(decision: Decision, console: Console) -> None:
         if table:  # however wide: a terminal may break a line, but no figure is cut off
             columns = [["candidate", *words, " other"]]
             columns += [[name, *column, *["-"] * (len(words) + 1 - len(column))] for name, column in table.items()]
-            widths = [max(map(cell_len, column)) for column in columns]
-            lines.append("")
-            for row in zip(*columns, strict=True):
-                first, *gaps = (" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True))
-                lines.append(
-                    row[0] + first + "".join(f"  {gap}{cell}" for gap, cell in zip(gaps, row[1:], strict=True))
-                )
+            lines += ["", *align(list(zip(*columns, strict=True)))]
     lines += [f"anchors.{anchor} is masked here: {why}" for anchor, why in decision.masked.items()]
     lines += [f"anchors.{anchor} is not scored yet" for anchor in decision.missing]
     for line in lines:

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from lightning_weave.config import Recipe, load_recipe
 from lightning_weave.config.composition import ALPHA, METHODS
 from lightning_weave.config.fields import Inline
-from lightning_weave.config.recipe import parse_override, read_toml, sections_in
+from lightning_weave.config.recipe import merge_overrides, read_toml, sections_in
 from lightning_weave.errors import InputError
 
 WIDEST = 60  # longest `key = value` with which remarks are aligned
@@ -45,14 +45,27 @@ class Key:
 
 
 def show(files: Sequence[str], overrides: Sequence[str] = ()) -> str:
-    """Write the resolved recipe as TOML, with a remark after every value: where it comes from."""
+    """Write the resolved recipe as TOML, with a remark after every value: a file, --set, or the default."""
     from lightning_weave.run import choose_engines
 
     recipe = load_recipe(files, overrides)
-    tables, sources = sources_of(recipe, files, overrides)
+    resolved = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    layers = [(str(file), read_toml(Path(file))) for file in files]
+    layers += [("--set", merge_overrides({}, [override])) for override in overrides]
+    written: dict[str, str] = {}
+    for where, table in layers:
+        written |= dict.fromkeys((key for text, key in _lines(table, "") if key and not text.startswith("[")), where)
+    sources = {}
+    for text, key in _lines(resolved, ""):
+        if not key or text.startswith("["):
+            continue
+        prompts_key = key.replace("eval.", "prompts.", 1)  # [eval] asks as [prompts] does
+        inherits = key in ("eval.format", "eval.system", "eval.chat", "eval.thinking") and prompts_key in written
+        above = next((where for name, where in written.items() if key.startswith(f"{name}.")), "default")
+        sources[key] = written.get(key) or (f"as {prompts_key}" if inherits else above)
     for stage, (engine, why) in choose_engines(recipe).items():
         sources[f"engine.{stage}"] += f"; here {engine}: {why}"
-    return annotated_toml(tables, sources)
+    return annotated_toml(resolved, sources)
 
 
 def run(under: str | None) -> str:
@@ -170,25 +183,6 @@ def _type(annotation: Any) -> str:
         values = _type(inner[1])
         return "table" if values.count(" or ") > 1 else f"table of {values}"
     return WORDS[annotation]
-
-
-def sources_of(recipe: Recipe, files: Sequence[str | Path], overrides: Sequence[str] = ()) -> tuple[dict, dict]:
-    """The resolved recipe as tables, and where each value comes from: a file, --set, or the default."""
-    resolved = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
-    layers = [(str(file), read_toml(Path(file))) for file in files]
-    layers += [("--set", parse_override(override)) for override in overrides]
-    written: dict[str, str] = {}
-    for where, table in layers:
-        written |= dict.fromkeys((key for text, key in _lines(table, "") if key and not text.startswith("[")), where)
-    sources = {}
-    for text, key in _lines(resolved, ""):
-        if not key or text.startswith("["):
-            continue
-        prompts_key = key.replace("eval.", "prompts.", 1)  # [eval] asks as [prompts] does
-        inherits = key in ("eval.format", "eval.system", "eval.chat", "eval.thinking") and prompts_key in written
-        above = next((where for name, where in written.items() if key.startswith(f"{name}.")), "default")
-        sources[key] = written.get(key) or (f"as {prompts_key}" if inherits else above)
-    return resolved, sources
 
 
 def annotated_toml(tables: Mapping[str, Any], remarks: Mapping[str, str]) -> str:

@@ -31,8 +31,7 @@ from lightning_weave.store import (
     read_json,
     read_manifest,
 )
-from lightning_weave.train.checkpoint import TrainingCheckpoints
-from lightning_weave.train.schedule import make_schedule
+from lightning_weave.train.schedule import complete_checkpoints, make_schedule
 from lightning_weave.views.clean import unneeded_folders
 
 CHECKED = (MANIFEST, BEGUN, IDENTITIES)  # files that contain a checksum
@@ -144,12 +143,11 @@ def _cost_table(rows: list[dict[str, Any]], title: str) -> Table:
 
 @dataclass(frozen=True)
 class Status:
-    """The state of one stage, its size or the reason why it is not complete, and the command that computes it."""
+    """The state of one stage, and its size or the reason why it is not complete."""
 
     path: str
     state: State
     why: str
-    command: str = ""
 
 
 def run(run: Run, console: Console, json: bool = False) -> list[Status]:
@@ -164,7 +162,7 @@ def run(run: Run, console: Console, json: bool = False) -> list[Status]:
             "engines": engines,
             "stages": [{"stage": one.path, "state": one.state, "why": one.why} for one in statuses],
             "unneeded": {str(path): size for path, size in unneeded.items()},
-            "next": pending[0].command if pending else None,
+            "next": run.command("run") if pending else None,
         }
         print(json_format.dumps(document, indent=2))
         return statuses
@@ -181,8 +179,7 @@ def run(run: Run, console: Console, json: bool = False) -> list[Status]:
         lines += [f"  {path}  {file_size(size)}" for path, size in unneeded.items()]
         lines.append(f"Show them: {run.command('report')}. Remove them: {run.command('clean')}")
     if pending:
-        lines.append(f"{len(pending)} of {len(statuses)} to do. Next: {pending[0].command}")
-        lines.append(f"Everything: {run.command('run')}")
+        lines.append(f"{len(pending)} of {len(statuses)} to do, first {pending[0].path}. Next: {run.command('run')}")
     else:
         lines.append("Everything is up to date.")
     console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
@@ -233,7 +230,7 @@ def look(run: Run) -> list[Status]:
             unfinished = [inner.path for inner in stage.inputs if not inner.complete]
             waits = f"waits for {', '.join(unfinished)}" if unfinished else ""
             why = "; ".join(filter(None, [_progress(stage, run), explain_missing(stage), waits]))
-        statuses.append(Status(stage.path, state, why, stage.command))
+        statuses.append(Status(stage.path, state, why))
     return statuses
 
 
@@ -248,7 +245,8 @@ def _progress(stage: Stage, run: Run) -> str:
         if lost:
             return f"was finished, but {len(lost)} of {len(files)} files have been deleted, {lost[0]} among them"
         return "was finished, but a file is truncated"
-    if updates := TrainingCheckpoints(stage.folder / "checkpoints", stage.fingerprint).latest():
+    if saved := complete_checkpoints(stage.folder / "checkpoints", stage.fingerprint):
+        updates = int(saved[-1].name)
         try:
             groups = run.stage("prompts").require()["rows"]
             epochs = run.recipe.compositions[stage.path.removeprefix("train/")].epochs

@@ -30,4 +30,7 @@ def simple_evaluate(model: Model, tasks: list[str], **settings: Any) -> dict[str
         "higher_is_better": {task: {"exact_match": True, "perplexity": False}},
         "samples": {task: samples},
         "asked": json.loads(json.dumps({**settings, "task_manager": None, "model": model.arguments})),
+        "rendered": model.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+        if settings["apply_chat_template"]
+        else "Hi",
     }

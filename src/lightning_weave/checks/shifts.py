@@ -1,7 +1,8 @@
-"""Which responses does the shift of a pair prefer: right ones, or long ones? Post and pre may be swapped.
+"""Checks of a scored pair: does its shift teach what it should, and what do its rules change?
 
-A pair that learned brevity cannot be judged by right and wrong, only by length. One that prefers long responses, and
-among responses of equal length no right ones, has nothing to teach.
+Which responses does the shift of a pair prefer: right ones, or long ones? Post and pre may be swapped. A pair that
+learned brevity cannot be judged by right and wrong, only by length. One that prefers long responses, and among
+responses of equal length no right ones, has nothing to teach.
 
 For length the summed pull is ranked: r(a) - E[r] of every sampled token, the mean taken over what might have been
 sampled at the temperature of the rollout. Its mean is zero at every decision, so it does not grow with the length as
@@ -9,21 +10,27 @@ the summed shift does (at temperature 1 log post/pre drifts downwards, however t
 that makes likely tokens likelier drifts upwards).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy.stats import mannwhitneyu, spearmanr
 
-from lightning_weave.cache.reader import Cache
-from lightning_weave.checks.findings import Bounds, Finding, Level, percent
-from lightning_weave.checks.sample import spread
-from lightning_weave.config import Threshold
+from lightning_weave.cache.block import Block, Cache, compute_targets
+from lightning_weave.cache.shifts import PairSource, ShiftRules, entropy
+from lightning_weave.checks.findings import Bounds, Finding, Level, listed, percent, visible
+from lightning_weave.checks.pairs import SAMPLE, STOP, find_same_model, judge_ends, spread
+from lightning_weave.config import ALPHA, Threshold
 from lightning_weave.grading.graders import grade_rollout
+from lightning_weave.maths import expected_kl
 from lightning_weave.prompts import read_prompts
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import anchor_pair
+from lightning_weave.types import Scores
 
 ROWS = 1024
 CHANCE = 2.0  # standard errors from one half that are still chance
@@ -32,7 +39,30 @@ LONGER = 0.6  # share of cases in which a pair that prefers the longer response 
 PREFERS = 0.65  # AUC of a pair that prefers right responses; one that may have it is not stopped
 STRATA = 10  # of length
 COLDEST = 1e-3  # temperature at which only the likeliest token is drawn
+ENDS = 2048  # rows that are looked at
+CONFIDENT = 0.99  # probability of the likeliest candidate at a decision that is certain
+COPIED = 0.9  # share of certain decisions above which a response is copied
+ADDED = 0.1  # that the context must have added to the other side's share
+TOP = 0.01  # share of decisions whose part of the shift is reported
+RARE = 0.001  # share of positions that a suggested clip touches
+FEW = 0.01  # share of positions that a suggested floor masks
 Floats = NDArray[np.float64]
+
+
+def check_scored(run: Run, anchor: str) -> Iterator[Finding]:
+    """Check the shift of a scored pair: none at all, stopping masked, swapped, or copied from a context."""
+    if not run.has_shift(anchor):
+        yield from find_same_model(run, anchor, "warning")
+        return
+    cache = Cache(run.stage("rollout"), run.stage("reference"), [anchor_pair(run, anchor)])
+    ends = []
+    for row in spread(len(cache), ENDS):
+        block = cache.block([row])
+        if block.rollouts.finish_R[0] == STOP and len(block.sampled_P):
+            ends.append((block.sampled_P[-1], block.candidates.ids.flat[-1], block.mapped_KPC[0, -1]))
+    yield judge_ends(run, anchor, ends)
+    yield from judge_direction(run, anchor)
+    yield from judge_leak(run, anchor)
 
 
 @dataclass(frozen=True)
@@ -216,3 +246,110 @@ def prefers_longer(groups: Sequence[tuple[Floats, Floats]]) -> LengthPreference:
     if not pairs:
         return LengthPreference(0.5, 0.5, 0)
     return LengthPreference((wins / pairs + 1) / 2, variance**0.5 / pairs / 2, pairs)
+
+
+def judge_leak(run: Run, anchor: str) -> Iterator[Finding]:
+    """Judge a scored anchor whose sides read different contexts: does one side copy from its context?"""
+    if run.side(anchor, "post").context == run.side(anchor, "pre").context:
+        return
+    pair = anchor_pair(run, anchor)
+    cache = Cache(run.stage("rollout"), run.stage("reference"), [pair])
+    rows = spread(len(cache), SAMPLE)
+    block = cache.block(rows)
+    sampled_PC = (block.candidates.ids.flat == block.sampled_P[:, None]) & block.valid_KP[0][:, None]
+    decided_P = block.decided_P  # a log has context among its responses
+    size_P = np.abs(np.where(sampled_PC, block.r_KPC[0], 0)).sum(axis=1)[decided_P]
+    nats = float(size_P.sum())
+    few = float(np.sort(size_P)[::-1][: max(1, round(TOP * len(size_P)))].sum()) / (nats or 1.0)
+    by_token: Counter[int] = Counter()
+    for token, size in zip(block.sampled_P[decided_P].tolist(), size_P.tolist(), strict=True):
+        by_token[token] += size
+    certain = []  # share of decisions at which each side gives one candidate nearly everything
+    for stage in pair.stages:
+        scores = [stage.open(Scores, shard).read(at, at + 1) for shard, at in map(cache.rows.find, rows)]
+        best = [np.where(one.mapped.flat, one.logp.flat, -np.inf).max(axis=1) for one in scores]
+        certain.append(float((np.concatenate(best)[decided_P] >= np.log(CONFIDENT)).mean()) if best else 0.0)
+    is_copied = max(certain) >= COPIED and abs(certain[0] - certain[1]) >= ADDED
+    decode = run.student.tokenizer.decode
+    words = [f"'{visible(decode([id]))}' {percent(size / (nats or 1.0))}" for id, size in by_token.most_common(4)]
+    text = (
+        f"post is certain (99 %) at {percent(certain[0])} of decisions, pre at {percent(certain[1])}; of {nats:,.1f} "
+        f"nats of shift on sampled tokens {percent(few)} are at one decision in a hundred, by token: {listed(words)}"
+    )
+    if is_copied:
+        text += ". One side nearly copies its context, so its shift teaches that text. Put less into the context"
+    figures = {"post": certain[0], "pre": certain[1], "nats": nats, "few": few}
+    yield Finding(f"anchors.{anchor}", "leak", "warning" if is_copied else "note", text, figures)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one rule changes by itself, of the anchor alone at weight 1 and the paper's alpha."""
+
+    rule: str
+    value: float
+    positions: float  # share of the positions that were valid without it
+    kl_before: float  # KL(target || behaviour), nats per position
+    kl_after: float
+    changed_P: NDArray[np.bool_] = field(repr=False)  # decisions that it changes
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The numbers, for a finding."""
+        return {name: value for name, value in vars(self).items() if name != "changed_P"}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rule} = {self.value:g} changes {100 * self.positions:.2f} % of positions, and the KL that the "
+            f"anchor asks for from {self.kl_before:.4f} to {self.kl_after:.4f} nats"
+        )
+
+
+def rule_effects(run: Run, anchor: str, rows: Sequence[int]) -> list[Effect]:
+    """Measure every rule that an anchor has on some rows of its scored cache."""
+    pair = anchor_pair(run, anchor)
+    if not pair.rules.active:
+        return []
+    without = _block(run, pair, rows)
+    valid_P = without.valid_KP[0]
+    effects = []
+    for rule, value in pair.rules.active.items():
+        ruled = _block(run, pair, rows, **{rule: value})
+        same_P = (without.r_KPC[0] == ruled.r_KPC[0]).all(axis=1) & (valid_P == ruled.valid_KP[0])
+        share = float((~same_P)[valid_P].mean()) if valid_P.any() else 0.0
+        effects.append(Effect(rule, value, share, _kl(without, without), _kl(ruled, without), ~same_P))
+    return effects
+
+
+def suggestions(run: Run, anchor: str, rows: Sequence[int]) -> dict[str, float]:
+    """Name values that would touch few positions of an anchor: a clip, a floor of mass, a floor of entropy."""
+    pair = anchor_pair(run, anchor)
+    block = _block(run, pair, rows)
+    valid_P = block.valid_KP[0]
+    if not valid_P.any():
+        return {}
+    index = Cache(run.stage("rollout"), run.stage("reference")).rows
+    scores = [
+        [stage.open(Scores, shard).read(at, at + 1) for shard, at in map(index.find, rows)] for stage in pair.stages
+    ]
+    post_P, pre_P = (np.concatenate([each.mass.flat for each in side]) for side in scores)
+    quantiles = {
+        "clip": np.quantile(np.abs(block.r_KPC[0]).max(axis=1)[valid_P], 1 - RARE),
+        "mass_floor": np.quantile(np.minimum(post_P, pre_P)[valid_P], FEW),
+        "only_above": np.quantile(entropy(block.candidates)[valid_P], 0.5),
+    }
+    return {rule: float(f"{value:.2g}") for rule, value in quantiles.items()}
+
+
+def _block(run: Run, pair: PairSource, rows: Sequence[int], **rules: float) -> Block:
+    """Read rows of one anchor by these rules alone."""
+    alone = replace(pair, rules=ShiftRules(pair.rules.validity, **rules))
+    return Cache(run.stage("rollout"), run.stage("reference"), [alone]).block(rows)
+
+
+def _kl(block: Block, among: Block) -> float:
+    """Mean KL(target || behaviour) over the positions that `among` has; a masked one asks for nothing."""
+    targets = compute_targets(block, [1.0], ALPHA)
+    kl_P = expected_kl(torch.from_numpy(targets.log_q_PO), torch.from_numpy(targets.log_b_PO)).numpy()
+    counted_P = among.valid_KP[0]
+    return float(np.where(targets.valid_P, kl_P, 0.0)[counted_P].mean()) if counted_P.any() else 0.0

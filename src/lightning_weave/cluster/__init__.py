@@ -1,1 +1,0 @@
-"""`--cluster ray`: shards and training on a Ray cluster, whose nodes meet on a shared disk."""

@@ -1,0 +1,84 @@
+"""What training made of a target: against the trainer's own measurement, and the verdict."""
+
+import json
+from typing import Any
+
+import pytest
+
+import lightning_weave as lw
+from lightning_weave.errors import InputError
+from lightning_weave.stages import realised
+from lightning_weave.stages.forecast import ForecastPoint, forecast, read_points
+from lightning_weave.stages.realised import judge, measure_all, realise, realised_table
+from lightning_weave.stages.run import make_students
+from pipeline.scored import HALF, QUIET, make_scored
+from tiny import run_of
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    recipe = make_scored(tmp_path_factory.mktemp("realised"))
+    recipe = {
+        **recipe,
+        "tags": {"rules": {"product": r"\*"}},
+        "train": {**recipe["train"], "validation": 0.5},
+        "compositions": {"even": {"weights": HALF, "alpha": 0.3}, "dealt": {"method": "mixture", "weights": HALF}},
+    }
+    with pytest.raises(InputError, match="no composition with a target is trained"):
+        measure_all(run_of(recipe), QUIET)
+    make_students(run_of(recipe), QUIET)
+    assert realise(run_of(recipe), []) == []
+    return recipe
+
+
+def test_what_is_left_is_what_the_trainer_measured_on_held_out_rows(trained: dict[str, Any]) -> None:
+    run = run_of(trained)
+    measure_all(run, QUIET)
+    (one,) = realise(run, forecast(run))  # a mixture has no single target
+    assert one.policy == "even"
+    assert one.held_out
+    metrics = (run.stage("train", "even").folder / "metrics.jsonl").read_text().splitlines()
+    (whole,) = one.closed["all"]
+    assert whole.left == pytest.approx(json.loads(metrics[-1])["validation_forward_kl"], rel=1e-4)
+    assert whole.asked > 0
+    for by in ("position", "kind", "tag"):  # every decision is in one group of each
+        groups = one.closed[by]
+        assert sum(group.decisions for group in groups) == whole.decisions
+        for figure in ("asked", "left"):
+            total = sum(group.decisions * getattr(group, figure) for group in groups)
+            assert total / whole.decisions == pytest.approx(getattr(whole, figure))
+    assert one.closed["position"][0].group == "1/10"
+    assert {group.group for group in one.closed["tag"]} <= {"product", "default"}
+    assert one.verdict == "unknown"  # not evaluated
+    table = realised_table([one])
+    assert table[0] == ["KL to the target closed", "even"]
+    assert table[1] == ["all", f"{whole.share:.0%}"]
+
+
+def test_it_is_measured_once_and_kept(trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = lw.Run(run_of(trained).recipe)
+    first = run.realised()
+    assert read_points(run) == forecast(run)  # for the report
+    monkeypatch.setattr(realised, "find_candidates", None)
+    assert run.realised() == first
+
+
+def point(aes: float, low: float, trusted: bool = True) -> ForecastPoint:
+    return ForecastPoint("x", {}, 2.0, 80, 75, 85, 50, 45, 55, aes, low, aes + 0.2, 0.1, 100, trusted, True)
+
+
+@pytest.mark.parametrize(
+    ("expected", "measured", "closed", "verdict"),
+    [
+        (point(0.5, 0.3), 0.45, 0.8, "as forecast"),
+        (point(0.5, 0.3), 0.25, 0.3, "as forecast"),  # within the error of the evaluation
+        (point(-0.1, -0.3), 0.0, 0.8, "target"),
+        (point(0.5, 0.3), 0.0, 0.3, "training"),
+        (point(0.5, 0.3), 0.0, 0.9, "states"),
+        (point(0.5, 0.3), None, 0.9, "unknown"),
+        (point(0.5, 0.3, trusted=False), 0.0, 0.9, "unknown"),
+        (None, 0.0, 0.9, "unknown"),
+    ],
+)
+def test_verdicts(expected: ForecastPoint | None, measured: float | None, closed: float, verdict: str) -> None:
+    assert judge(expected, None if measured is None else {"aes": measured, "aes_error": 0.1}, closed) == verdict
