@@ -45,6 +45,7 @@ from lightning_weave.train.student import (
     TrainContext,
     Trainee,
     distances,
+    fit_memory,
     is_quantised,
     open_trainee,
     without_dropout,
@@ -294,7 +295,7 @@ def make_fit(run: Run, name: str, trainee: Trainee, rows: Rows, *, alpha: float,
     train = run.recipe.train
     objective = run.objective(name)
     loss = Loss(objective, alpha, load_function(objective, run.trust) if is_own_function(objective) else None)
-    asked = train.token_budget
+    _, asked = fit_memory(run, ranks)
     file = run.directory / TOKEN_BUDGET_FILE
     left = read_json(file) if ranks.is_main_process and file.exists() else {}
     budget = ranks.broadcast(int(left["smaller"]) if left.get("asked") == asked else asked)
