@@ -11,7 +11,7 @@ WORKERS ?= 2
 HERE = not real and not vllm and not ray and not peers and not ranks and not faults and not fuzz and not paper
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo docs docs-site claims real test coverage test-real test-vllm test-peers test-ray test-ranks test-faults test-fuzz test-paper check format lint bench install dev clean
+.PHONY: help demo docs docs-site claims forecasts real test coverage test-real test-vllm test-peers test-ray test-ranks test-faults test-fuzz test-paper check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -49,7 +49,7 @@ test-ranks: dev  ## several processes train, sample and run engines with the res
 test-faults: dev ## kills, full disks, flipped bytes and changed recipes
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m faults tests/faults
 
-test-fuzz: dev   ## generated damages of recipes, data, checkpoints, run directories and answers to graders
+test-fuzz: dev   ## generated damage of recipes, data, checkpoints, run directories and answers to graders
 	OMP_NUM_THREADS=1 $(PYTEST) -q -n $(WORKERS) -m fuzz tests
 
 test-paper: dev  ## every command of docs/paper.md in rehearsal, with the paper's tables and figures
@@ -83,6 +83,10 @@ docs-site:       ## the pages of docs/ as a site with search, in build/site; bro
 claims: install  ## every baseline on three worlds with three seeds each (six hours of one core), into docs/appendix/claims.md
 	$(PY) scripts/claims full --seeds 3 --world 101 --world 202 --set machine.threads=1 --docs
 	$(PY) scripts/claims refresh --seeds 3 --world 101 --world 202 --set machine.threads=1 --docs
+
+forecasts: install  ## forecasts: simulated, and against trained students (three hours of one core), into docs/forecast.md
+	$(PY) scripts/forecast-docs simulated --repetitions 160 --docs
+	$(PY) scripts/forecast-docs trained --seeds 3 --world 101 --world 202 --set machine.threads=1 --docs
 
 real: dev        ## brevity and correctness on SmolLM2-135M (hours of two cores; resumes), into docs/appendix/real-models.md
 	@scripts/real-models "$(PY)" "$(REAL_MODELS)"

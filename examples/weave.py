@@ -1,4 +1,4 @@
-"""Lightning Weave in one file: train one student on what two specialists learned, with neither in memory meanwhile.
+"""Lightning Weave in one file: train a student on what two specialists learned, with neither in memory while it trains.
 
 An anchor pair is a specialist and the checkpoint it was post-trained from. The log-ratio of the two says what the
 specialist learned, apart from what it knew before. Here one pair learned accuracy, the other brevity.
@@ -142,7 +142,7 @@ def project(tokens: TokenMap, trajectory: Trajectory) -> tuple[Context, list[boo
 def find_shift(anchor: str, student: Model, trajectories: Sequence[Trajectory], candidate_ids_NC: Tensor) -> Shift:
     """Score one anchor pair at the student's candidates: its shift, and the decisions at which it has one.
 
-    A candidate that is no single token of the anchor has shift 0. By default a recipe masks its decision, as the paper.
+    A candidate that is no single token of the anchor has shift 0. A recipe masks its decision by default, like the paper.
     """
     post, pre = load(f"{anchor}-post"), load(f"{anchor}-pre")  # they share a tokenizer
     # The end-of-sequence tokens are different strings with the same role: map them explicitly.

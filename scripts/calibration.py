@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_weave.plan.architecture import CALIBRATED, find_shape
-from lightning_weave.plan.costs import HOUR, Constants, Hours, PlannedMachine, Workload, offline_hours
+from lightning_weave.plan.costs import HOUR, PAPER_BYTES, Constants, Hours, PlannedMachine, Workload, offline_hours
 
 # 3,200 prompts x 4 responses of at most 2,048 tokens, which thinking models nearly always reach. The paper does not
 # state the length of its prompts; 150 tokens is typical of DAPO.
@@ -90,7 +90,7 @@ def calibrate(settings: Sequence[PaperSetting] = PAPER) -> Constants:
         passes_per_epoch=1.0,
         sampling_seconds=mean_ratio(
             [setting.rollout * HOUR for setting in settings],
-            [sampled * find_shape(setting.student).active for setting in settings],
+            [sampled * find_shape(setting.student).active * PAPER_BYTES for setting in settings],
         ),
         online_share=1.0,
         online_seconds_per_round=0.0,
@@ -134,7 +134,7 @@ def calibration_page() -> str:
         "forward pass, fixed time per token": f"{constants.forward_seconds_per_token * 1e6:.1f} µs",
         "forward pass, utilisation of the peak": f"{constants.forward_utilisation:.1%}",
         "training, forward passes per epoch": f"{constants.passes_per_epoch:.2f}",
-        "sampling, per token and 10⁹ parameters": f"{constants.sampling_seconds * 1e15:.0f} µs",
+        "sampling, per token and GB of parameters": f"{constants.sampling_seconds * 1e15:.1f} µs",
         "online, cost relative to the same work offline": f"{constants.online_share:.2f}",
         "online, lost per round": f"{constants.online_seconds_per_round:.0f} GPU seconds",
     }

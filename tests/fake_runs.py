@@ -247,7 +247,12 @@ def trainings(setting: Setting, device: Any) -> Iterator[Callable[[int], object]
 
     lora = None if setting.lora is None else Lora(rank=setting.lora)
     section = SimpleNamespace(
-        lora=lora, gradient_checkpointing=setting.checkpointing, compile=False, seed=0, shard_ranks=setting.world
+        lora=lora,
+        gradient_checkpointing=setting.checkpointing,
+        token_budget=1,
+        compile=False,
+        seed=0,
+        shard_ranks=setting.world,
     )
 
     def moved(model: Any) -> Any:  # FSDP2 would move it in a way that only numbers can be moved

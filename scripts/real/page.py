@@ -330,7 +330,7 @@ def readme(policies: Mapping[str, Policy]) -> str:
     named = {
         "base": "the student",
         "system-prompt": "the student with a system prompt that asks for brevity",
-        "weave-50": "trained on *brief* and *right*",
+        "weave-50": "the student trained with two anchors, *brief* and *right*",
     }
     rows = []
     for name in filter(policies.__contains__, named):
@@ -339,14 +339,14 @@ def readme(policies: Mapping[str, Policy]) -> str:
     contrast = ""
     if {"system-prompt", "weave-50"} <= policies.keys():
         difference = against(policies["weave-50"], policies["system-prompt"], policies["base"]).accuracy
-        contrast = f"Training against the system prompt: {shown(difference)} points of accuracy (95 % interval). "
+        contrast = f"Trained student minus system prompt: {shown(difference)} points of accuracy (95 % interval). "
     problems = len(policies["base"].means.problems)
     seeds = max(len(policy.seeds) for policy in policies.values())
     return "\n".join(
         [
             "A small experiment on a real model, SmolLM2-135M-Instruct, on simple sums "
             f"({problems} problems, {seeds} training seeds, `make real`):\n",
-            "| | right | tokens |\n| --- | ---: | ---: |",
+            "| | accuracy | tokens |\n| --- | ---: | ---: |",
             *rows,
             f"\n{contrast}It says little about large",
             "models ([setup and all results](docs/appendix/real-models.md)).\n",

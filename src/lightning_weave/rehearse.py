@@ -203,7 +203,7 @@ def _proofs(small: Run) -> Iterator[str]:
         yield f"rollout: {sampled}. So {engines[recipe.engine.rollout]} loads {student} and samples it"
         yield f"reference: the candidates of all positions. So {engines[recipe.engine.reference]} scores {student}"
         for side, name in small.score_names.items():
-            if small.is_student(side) and not side.reads_own_prompts:
+            if small.is_student(side) and not side.reads_other_prompts:
                 continue  # copied from the reference
             engine = engines[small.scoring(side).engine]
             scored = f"score/{name}: log-probabilities by {architecture(side.checkpoint)}"

@@ -86,12 +86,12 @@ class Side:
     url: str | None = None  # of a server that runs it
 
     @property
-    def reads_own_prompts(self) -> bool:
+    def reads_other_prompts(self) -> bool:
         """Whether it reads something other than the student's prompt."""
         return self.prompt == "native" or bool(self.context)
 
-    def without_own_prompts(self) -> "Side":
-        """The same checkpoint with the student's prompts: usable before its own prompts exist."""
+    def with_student_prompts(self) -> "Side":
+        """The same checkpoint with the student's prompts: usable before other prompts can be rendered."""
         return replace(self, prompt="student", template=None, context=PromptContext(), masks_missing=False)
 
 

@@ -1,9 +1,11 @@
 """What training made of a target: against the trainer's own measurement, and the verdict."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import lightning_weave as lw
 from lightning_weave.errors import InputError
@@ -11,6 +13,7 @@ from lightning_weave.stages import realised
 from lightning_weave.stages.forecast import ForecastPoint, forecast, read_points
 from lightning_weave.stages.realised import judge, measure_all, realise, realised_table
 from lightning_weave.stages.run import make_students
+from lightning_weave.views.forecast import show_realised
 from pipeline.scored import HALF, QUIET, make_scored
 from tiny import run_of
 
@@ -58,9 +61,20 @@ def test_what_is_left_is_what_the_trainer_measured_on_held_out_rows(trained: dic
 def test_it_is_measured_once_and_kept(trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     run = lw.Run(run_of(trained).recipe)
     first = run.realised()
-    assert read_points(run) == forecast(run)  # for the report
+    points = read_points(run)
+    assert points == forecast(run)  # for the report
+    clipped = {"acc": {**trained["anchors"]["acc"], "shift": {"clip": 0.1}}}
+    for changed in ({"eval": {"temperature": 0.3}}, {"anchors": {**trained["anchors"], **clipped}}):
+        assert read_points(run_of({**trained, **changed})) == []
+    assert realise(run, points)[0].forecast == points[1]
+    for other in (replace(points[1], alpha=9.0), replace(points[1], weights={"acc": 1.0})):  # the name meant another
+        assert realise(run, [other])[0].forecast is None
     monkeypatch.setattr(realised, "find_candidates", None)
     assert run.realised() == first
+    console = Console(record=True, width=200)
+    show_realised(run, first, console, as_json=False)
+    assert f"{first[0]['closed']['all'][0]['share']:.0%}" in (text := console.export_text())
+    assert "cached rows held out" in text
 
 
 def point(aes: float, low: float, trusted: bool = True) -> ForecastPoint:

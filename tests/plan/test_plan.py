@@ -14,9 +14,9 @@ import tiny
 from lightning_weave.bench import definitions
 from lightning_weave.bench.definitions import BenchmarkKind
 from lightning_weave.config import check_recipe, load_recipe
-from lightning_weave.plan.architecture import find_gpu
+from lightning_weave.plan.architecture import find_gpu, find_shape
 from lightning_weave.plan.costs import PlannedMachine
-from lightning_weave.plan.memory import cache_bytes
+from lightning_weave.plan.memory import cache_bytes, fit_training
 from lightning_weave.plan.plan import make_plan
 from lightning_weave.progress import Progress
 from lightning_weave.stages import reference, rollout, score
@@ -54,6 +54,62 @@ def changed(recipe, **sections):
     """The same recipe with some keys of some sections changed."""
     data = recipe.model_dump(by_alias=True, exclude_none=True)
     return check_recipe({**data, **{name: {**data[name], **keys} for name, keys in sections.items()}})
+
+
+def stage_hours(recipe, machine: PlannedMachine = EIGHT) -> dict[str, float]:
+    plan = make_plan(recipe, machine)
+    return {row.stage: row.gpu_hours for row in plan.stages} | {"eval": plan.evaluation}
+
+
+def test_sampling_costs_the_bytes_of_its_dtype() -> None:
+    recipe = paper("base", "qwen3-4b", "math", "klear")
+    whole = stage_hours(changed(recipe, engine={"dtype": "float32"}))
+    half = stage_hours(changed(recipe, engine={"dtype": "bfloat16"}))
+    assert half["rollout"] == pytest.approx(whole["rollout"] / 2)
+    assert half["eval"] == pytest.approx(whole["eval"] / 2)
+
+
+def test_recomputed_activations_cost_time() -> None:
+    recipe = paper("base", "qwen3-4b", "math", "klear")
+    recomputed, kept = (
+        stage_hours(changed(recipe, train={"gradient_checkpointing": on}))["train"] for on in (True, False)
+    )
+    assert kept == pytest.approx(0.82 * recomputed)
+
+
+def test_ranks_with_few_rows_wait() -> None:
+    """Updates have 64 rows: on 64 GPUs half of the time of training is lost, on 128 half of the GPUs have none."""
+    recipe = changed(paper("base", "qwen3-4b", "math", "klear"), train={"gradient_checkpointing": False})
+    hours = {gpus: stage_hours(recipe, PlannedMachine(find_gpu("H100"), gpus))["train"] for gpus in (8, 16, 64, 128)}
+    assert hours[8] == hours[16] == pytest.approx(hours[64] / 2) == pytest.approx(hours[128] / 4)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "longer", "keys", "expected"),
+    [
+        ("H200", 8, 0, {}, (False, 16384)),
+        ("H100", 8, 0, {}, (False, 8192)),
+        ("H100", 1, 0, {}, (True, 16384)),
+        ("H100", 8, 30_000, {}, (True, 16384)),
+        ("H100", 8, 0, {"gradient_checkpointing": True}, (True, 16384)),
+        ("H100", 8, 0, {"token_budget": 16384}, (True, 16384)),
+        ("RTX4090", 8, 0, {"gradient_checkpointing": False}, (False, 4096)),  # which does not fit
+    ],
+)
+def test_memory_decides_what_is_kept(gpu: str, gpus: int, longer: int, keys: dict, expected: tuple[bool, int]) -> None:
+    recipe = paper("base", "qwen3-4b", "math", "klear")
+    recipe = changed(recipe, train=keys, rollout={"max_tokens": 2048 + longer})
+    memory = find_gpu(gpu).memory
+    *found, needed = fit_training(recipe, find_shape(recipe.student.name), gpus, memory, bytes_per_number=2)
+    assert tuple(found) == expected
+    (row,) = (row for row in make_plan(recipe, PlannedMachine(find_gpu(gpu), gpus)).memory if row.stage == "train")
+    assert (row.weights, row.working) == (needed.weights, needed.working)
+    assert row.fits == (max(needed.total, needed.loading) <= 0.9 * memory)
+
+
+def test_online_training_always_recomputes() -> None:
+    recipe = paper("base", "qwen3-1.7b", "math", "klear-decs-online")
+    assert fit_training(recipe, find_shape(recipe.student.name), 8, 1e12, bytes_per_number=2)[:2] == (True, 16384)
 
 
 def test_time_knows_the_dtype_of_products() -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pandas import DataFrame, Index
 from tokenizers import Tokenizer, decoders, models
 
 from lightning_weave.cache.block import Block
 from lightning_weave.maths import compose_shifts, expected_kl, tilted_target, with_other
 from lightning_weave.report.page import Page, RunView, render
-from lightning_weave.report.survey import Vocabulary, pack
+from lightning_weave.report.survey import Vocabulary, pack, pack_forecasts
+from lightning_weave.stages.forecast import ForecastPoint
 from report.chromium import Opened, browsing, needs_chromium, open_page
 from rows import decisions_block
 
@@ -57,6 +59,22 @@ CLIPPED, GATED = (np.isin(np.arange(POSITIONS), places) for places in ([6, 9, 20
 GET_IN = "one = document.createElement('script'); one.textContent = 'window.pwned = 3'; document.body.append(one)"
 
 
+def forecast_point(
+    policy: str, weights: dict[str, float], alpha: float, accuracy: float, tokens: float
+) -> ForecastPoint:
+    intervals = accuracy - 5, accuracy + 4, tokens, tokens - 10, tokens + 12
+    return ForecastPoint(policy, weights, alpha, accuracy, *intervals, 0.5, 0.3, 0.7, 0.1, 40 * alpha, alpha >= 1, True)
+
+
+FORECASTS = [
+    forecast_point("acc-only", {"acc": 1.0}, 2.0, 90, 120),
+    forecast_point("brief-only", {"brief": 1.0}, 2.0, 60, 40),
+    forecast_point("both", {"acc": 0.5, "brief": 0.5}, 2.0, 80, 80),
+    forecast_point("both-alpha-0.5", {"acc": 0.5, "brief": 0.5}, 0.5, 85, 60),
+    forecast_point("by-tag", {"code": {"acc": 1.0}}, 2.0, 50, 50),  # no slider reaches it
+]
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with browsing() as started:
@@ -75,8 +93,10 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"name": "both", "policy": "both", "weights": [0.5, 0.5], "alpha": 2.0},
     ]
     loom = pack(threads, VIEWS, Vocabulary.from_tokenizer(tokenizer, []), {"both": [TRAINED] * 2}, rules)
-    loom |= {"settings": settings, "start": "both"}
-    page = Page("t", "both", "weaves.", "", [RunView("r", loom=loom)])
+    loom |= {"settings": settings, "start": "both", "forecasts": pack_forecasts(FORECASTS, ["acc", "brief"])}
+    realised = DataFrame({"both": ["72%", "as forecast"]}, Index(["all", HOSTILE[0]], name="KL to the target closed"))
+    run = RunView("r", loom=loom, realised=realised, realised_lines=[HOSTILE[1]])
+    page = Page("t", "both", "weaves.", "", [run])
     path = tmp_path_factory.mktemp("page") / "index.html"
     path.write_text(render(page), encoding="utf-8")
     return path
@@ -143,6 +163,36 @@ def test_numbers_on_screen_are_those_of_the_maths(browser: Any, page_path: Path)
         page.locator("select.setting").select_option("acc-only")
         page.get_by_label("next trajectory").click()
         check_screen(opened, VIEWS[1], [1.0, 0.0], 2.0)
+        assert opened.complaints == []
+
+
+def test_sliders_move_the_forecast_with_its_interval(browser: Any, page_path: Path) -> None:
+    with open_page(browser, page_path) as opened:
+        page = opened.page
+        line, mark = page.locator(".forecast-line"), page.locator(".forecast .here")
+        assert page.locator(".forecast .hollow").count() == 4
+        assert page.locator(".forecast .untrusted").count() == 1
+        assert line.inner_text() == "80.0 [75.0, 84.0] % in 80.0 [70.0, 92.0] tokens"
+        middle = float(mark.get_attribute("cx"))
+        slide(page, "brief", "0")
+        assert line.inner_text() == "90.0 [85.0, 94.0] % in 120.0 [110.0, 132.0] tokens"
+        assert float(mark.get_attribute("cx")) > middle
+        bars = page.locator(".forecast .bar")
+        assert float(bars.nth(0).get_attribute("x1")) < float(mark.get_attribute("cx"))
+        assert float(bars.nth(1).get_attribute("y1")) > float(mark.get_attribute("cy"))
+        slide(page, "brief", "0.25")  # between two of them
+        accuracy, tokens = (float(part.split()[0]) for part in line.inner_text().split("% in "))
+        assert 80 < accuracy < 90
+        assert 80 < tokens < 120
+        slide(page, "brief", "0.5")
+        slide(page, "alpha", "-1")
+        assert line.inner_text() == "85.0 [80.0, 89.0] % in 60.0 [50.0, 72.0] tokens (not trusted)"
+        slide(page, "brief", "0")
+        slide(page, "alpha", "-3")  # far from all of them
+        assert line.inner_text() == "no forecast near these weights"
+        assert not mark.is_visible()
+        assert "alpha = 0.125" in page.locator("pre.composition").inner_text()
+        assert page.locator("#realised-1 td").all_inner_texts() == ["72%", "as forecast"]
         assert opened.complaints == []
 
 

@@ -24,6 +24,7 @@ from lightning_weave.report.figures import (
     stacked,
 )
 from lightning_weave.report.survey import Survey
+from lightning_weave.stages.forecast import ForecastPoint
 from report.decisions import decisions, vocabulary
 from report.evaluated import point, result_row, results_of
 from tiny import make_world, run_of
@@ -79,6 +80,17 @@ def test_the_caption_describes_only_what_is_drawn() -> None:
     ]  # fmt: skip
     assert "450 problems" in whole
     assert frontier(table([point("base", "base", 60, 400)])).caption == ""
+    trusted, not_trusted = (
+        ForecastPoint("x", {"a": 1.0}, 2.0, 80, 75, 85, 50, 45, 55, 0.5, 0.3, 0.7, 0.1, 99, is_trusted, True)
+        for is_trusted in (True, False)
+    )
+    before, after, same = (
+        frontier(table(starred), forecasts=forecasts) for forecasts in ([], [trusted, not_trusted], [not_trusted])
+    )
+    assert "Small diamonds: forecasts from the cache, with 95 % intervals." in after.caption
+    assert before.caption == same.caption
+    marks = [len(one.drawing.axes[0].collections) for one in (before, after, same)]
+    assert marks[0] == marks[2] < marks[1]
     on_front = [point(f"rho-{n}", "composition", 60 + n, 100 + n, family="f", share=n) for n in range(3)]
     figure = frontier(table(on_front))
     assert figure.caption.startswith("Solid line")

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_weave.cache.block import Block, Cache
-from lightning_weave.errors import Mismatch, WeaveError
+from lightning_weave.errors import InputError, Mismatch, WeaveError
 from lightning_weave.maths import direct_opd_loss, log_residual_loss, reverse_kl, tilted_target, with_other
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_cache
+from lightning_weave.train import student
 from lightning_weave.train.loop import BAD_ROWS, Fit, Training, make_fit
 from lightning_weave.train.parallel import Ranks
 from lightning_weave.train.schedule import make_schedule
@@ -47,6 +48,34 @@ def gradients(fit: Fit) -> dict[str, Tensor]:
     )
     fit.update(1, ROWS)
     return {name.removeprefix("model."): gradient for name, gradient in seen.items()}
+
+
+@pytest.mark.parametrize(
+    ("memory", "train", "expected"),
+    [
+        (None, {}, (False, 16384)),  # a CPU
+        (80e9, {}, (False, 16384)),
+        (1e6, {}, (True, 4096)),  # nothing fits
+        (1e6, {"gradient_checkpointing": False}, (False, 4096)),
+        (1e6, {"token_budget": 99}, (True, 99)),
+        (80e9, {"gradient_checkpointing": True, "token_budget": 99}, (True, 99)),
+    ],
+)
+def test_memory_decides_unless_the_recipe_does(
+    memory: float | None, train: dict, expected: tuple[bool, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, train=train)
+    monkeypatch.setattr(student, "memory_left", lambda device: memory and (memory, memory))
+    monkeypatch.setattr(student, "memory_of", lambda device: memory)
+    fit = open_fit(run)
+    assert (fit.trainee.model.is_gradient_checkpointing, fit.token_budget) == expected
+    monkeypatch.setattr(student, "find_shape", unknown_architecture)
+    checkpointing = train.get("gradient_checkpointing", False)
+    assert student.fit_memory(run, ALONE) == (checkpointing, train.get("token_budget", 16384)), "as on a CPU"
+
+
+def unknown_architecture(*_: object, **__: object) -> None:
+    raise InputError("plan does not know it")
 
 
 def plain_loss(model: Any, rows: list[Row], objective: str) -> Tensor:

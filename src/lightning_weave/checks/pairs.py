@@ -102,7 +102,7 @@ def open_alignment(run: Run, anchor: str, role: Role, cached: bool) -> Alignment
     """Align one side of an anchor with the student; without cached prompts, after the student's own."""
     scored = run.side(anchor, role)
     if not cached:
-        scored = scored.without_own_prompts()
+        scored = scored.with_student_prompts()
     masked: frozenset[int] = frozenset()
     if scored.untrained == "mask":
         masked = masked_aliases(scored, untrained_special_tokens(scored.checkpoint))

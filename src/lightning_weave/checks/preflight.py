@@ -28,6 +28,7 @@ from lightning_weave.directory import file_size
 from lightning_weave.errors import InputError
 from lightning_weave.plan.architecture import CALIBRATED, recognise
 from lightning_weave.plan.costs import HOUR, PlannedMachine
+from lightning_weave.plan.memory import TOKEN_BUDGETS
 from lightning_weave.plan.plan import make_plan, scored_name
 from lightning_weave.ranks import local_world_size, world_size
 from lightning_weave.run import ROLES, Run
@@ -125,13 +126,20 @@ def this_machine(recipe: Recipe) -> PlannedMachine:
 
 
 def as_computed(recipe: Recipe) -> Recipe:
-    """Resolve dtype = "auto" as here: float32 on a CPU; elsewhere the checkpoint's own, as `plan` reads it."""
+    """Resolve "auto" as on a CPU: dtypes are float32, and activations are kept; elsewhere `plan` resolves it."""
     if choose_device(recipe).type != "cpu":
         return recipe
     stages: tuple[EngineStage, ...] = ("rollout", "reference", "score")
     chosen = {stage: recipe.engine_of(stage).dtype for stage in stages}
     dtypes = {stage: "float32" if dtype == "auto" else dtype for stage, dtype in chosen.items()}
-    return recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"dtype": dtypes})})
+    train = {"gradient_checkpointing": False, "token_budget": TOKEN_BUDGETS[0]}
+    given = {key: getattr(recipe.train, key) for key in train if getattr(recipe.train, key) != "auto"}
+    return recipe.model_copy(
+        update={
+            "engine": recipe.engine.model_copy(update={"dtype": dtypes}),
+            "train": recipe.train.model_copy(update={**train, **given}),
+        }
+    )
 
 
 def check_memory(run: Run, stages: set[str], anchors: Sequence[str]) -> Iterator[Finding]:

@@ -154,7 +154,7 @@ class Engine(Strict):
         "auto", description="precision, also as a table by stage; auto: float32 on a CPU, else that of the checkpoint"
     )
     parity: Positive | None = unlisted(
-        None, "largest mean difference of vLLM from transformers, nats per token; default: by dtype"
+        None, "largest mean difference of vLLM from transformers, nats per token; default: by dtype", examples=[0.05]
     )
     options: dict[str, Option | dict[str, Option]] = Field(
         {},
@@ -259,9 +259,17 @@ class Train(Strict):
     seed: Seed = Field(1234, description="random seed of the order of prompts")
     dtype: Dtype = Field("auto", description="compute precision; master weights are always float32")
     lora: Lora | None = None
-    gradient_checkpointing: bool = Field(False, description="recompute activations to save memory")
+    gradient_checkpointing: bool | Literal["auto"] = Field(
+        "auto",
+        description="recompute activations to save memory; auto: on a GPU that could not hold them",
+        examples=[True],
+    )
     compile: bool = Field(False, description="use torch.compile on the decoder layers")
-    token_budget: Count = Field(16384, description="tokens in a micro-batch; affects speed and memory, not the update")
+    token_budget: Count | Literal["auto"] = Field(
+        "auto",
+        description="tokens in a micro-batch, for speed and memory only; auto: 16384, on a GPU less if only that fits",
+        examples=[16384],
+    )
     shard_ranks: Count | None = unlisted(None, "ranks that share a copy; default: those of a machine", examples=[8])
     checkpoint_every: Count = Field(50, description="updates between checkpoints and between validations")
     validation: float = Field(0.0, ge=0, lt=1, description="share of the prompts held out for validation")

@@ -5,9 +5,11 @@ Scoring and training are compared with measurements on a fake device (docs/appen
 
 from dataclasses import dataclass
 
-from lightning_weave.config import LoraBase
+from lightning_weave.config import LoraBase, Online, Recipe
 from lightning_weave.plan.architecture import Layer, Shape
 
+USABLE = 0.9  # of a GPU's memory: the rest goes to the allocator and the driver
+TOKEN_BUDGETS = (16384, 8192, 4096)  # of a micro-batch, the best first
 MASTER = 4  # float32 weights, always
 OPTIMIZER = 8  # Adam's two moments
 GRADIENT = 4
@@ -144,6 +146,38 @@ def training_memory(
         full_root += size * shape.width * max(layer.intermediate for layer in shape.layers)
     loading = (frozen + MASTER * learning) / gpus + full_root + checked
     return Memory(state, float(full_root + max(moments.values())), loading)
+
+
+def fit_training(
+    recipe: Recipe, student: Shape, gpus: int, memory: float, bytes_per_number: int
+) -> tuple[bool, int, Memory]:
+    """Resolve `auto` in [train] for GPUs with so much memory: whether to checkpoint activations, and the token budget.
+
+    Recomputing activations costs more than small micro-batches do, so it comes last. Online training, which holds other
+    models as well, always recomputes.
+    """
+    train, lora = recipe.train, recipe.train.lora
+    longest = recipe.prompts.max_tokens + recipe.rollout.max_tokens
+    is_online = any(isinstance(composition, Online) for composition in recipe.compositions.values())
+    either = (True,) if is_online else (False, True)
+    ways = [
+        (checkpointing, budget)
+        for checkpointing in (either if train.gradient_checkpointing == "auto" else (train.gradient_checkpointing,))
+        for budget in (TOKEN_BUDGETS if train.token_budget == "auto" else (train.token_budget,))
+    ]
+    for checkpointing, budget in ways:
+        needed = training_memory(
+            student,
+            max(budget, longest),
+            gpus,
+            checkpointing,
+            None if lora is None else lora_parameters(student, lora.rank),
+            bytes_per_number=bytes_per_number,
+            base="own" if lora is None else lora.base,
+        )
+        if max(needed.total, needed.loading) <= USABLE * memory:
+            break
+    return checkpointing, budget, needed
 
 
 def _activations(layer: Layer, width: int, size: int, adapters: int | None) -> int:

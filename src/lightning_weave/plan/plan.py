@@ -37,19 +37,20 @@ from lightning_weave.plan.costs import (
 from lightning_weave.plan.memory import (
     MASTER,
     OPTIMIZER,
+    USABLE,
+    Memory,
     cache_bytes,
+    fit_training,
     lora_parameters,
     online_memory,
     sampling_memory,
     scoring_memory,
-    training_memory,
 )
 from lightning_weave.prompts.build import count_held_out
 
 ROLES: tuple[Literal["post"], Literal["pre"]] = ("post", "pre")
 PROMPT_SHARE = 0.15  # mean length of a prompt, as a share of prompts.max_tokens
 NODE_GPUS = 8  # of one machine, which by default share one copy of the student
-USABLE = 0.9  # of a GPU's memory: the rest goes to the allocator and the driver
 MAX_SEQUENCES = 256  # vLLM's default for one batch
 ANSWER_SHARE = 0.5  # mean length of an answer in evaluation, as a share of eval.max_tokens
 
@@ -112,7 +113,7 @@ def scored_name(recipe: Recipe, anchor: str, role: Literal["post", "pre"]) -> st
 
 
 def is_student(recipe: Recipe, anchor: str, role: Literal["post", "pre"]) -> bool:
-    """Whether a side is the student with its own prompts: the reference has its scores."""
+    """Whether a side is the student with the prompts that it answers: the reference has its scores."""
     same = recipe.scored_by(anchor, role) == recipe.engine.reference
     same = same and recipe.engine_of("score").dtype == recipe.engine_of("reference").dtype
     plain = recipe.anchors[anchor].reads_as_student(role)
@@ -157,13 +158,24 @@ def make_plan(
         "score": full if recipe.engine_of("score").dtype == "float32" else "bfloat16",
         "train": full if recipe.train.dtype == "float32" else "bfloat16",
     }
-    live = offline_hours(student, list(models.values()), load, machine, dtypes=dtypes)
+    train_bytes = 4 if recipe.train.dtype == "float32" else 2
+    gpus = min(machine.gpus, recipe.train.shard_ranks or NODE_GPUS)
+    checkpointing, _, training = fit_training(recipe, student, gpus, machine.gpu.memory, train_bytes)
+    live = offline_hours(
+        student,
+        list(models.values()),
+        load,
+        machine,
+        dtypes=dtypes,
+        sampled_bytes=_dtype_bytes(recipe.engine_of("rollout").dtype, student),
+        checkpointing=checkpointing,
+        rows_per_update=recipe.train.prompts_per_round * recipe.rollout.responses / recipe.train.updates_per_round,
+    )
     live_scores = dict(zip(models, live.score, strict=True))
     score_hours = {name: 0.0 if name in known else cost for name, cost in live_scores.items()}
     hours = replace(live, score=tuple(score_hours.values()))
     sampling = hours.rollout
     if recipe.engine.rollout == "hf":
-        train_bytes = 4 if recipe.train.dtype == "float32" else 2
         sampling = live_sampling_hours(student, load, recipe.rollout.batch_size, train_bytes, machine)
     trainings = {
         name: _training_hours(
@@ -191,7 +203,7 @@ def make_plan(
     checkpoint = float((MASTER + OPTIMIZER) * (student.parameters if lora is None else lora))
     exported = student.bytes_per_weight * student.parameters + MASTER * (lora or 0)
     # Forward and backward cost three forward passes, activation checkpointing a fourth.
-    passes = 4 if recipe.train.gradient_checkpointing else 3
+    passes = 4 if checkpointing else 3
     for name, cost in trainings.items():
         flops = (recipe.compositions[name].epochs or load.epochs) * passes * forward
         stages.append(StagePlan("train", name, flops, cost, KEPT_CHECKPOINTS * checkpoint + exported))
@@ -206,7 +218,8 @@ def make_plan(
             problems = path.read_bytes().count(b"\n")
         samples = recipe.eval.samples or (OWN_SAMPLES if benchmark is None else SAMPLES[kind])
         tokens = problems * samples * ANSWER_SHARE * (recipe.eval.max_tokens or MAX_TOKENS[kind])
-        benchmarks[name] = sampling_hours(student, tokens, machine)
+        eval_bytes = _dtype_bytes(recipe.engine_of("eval").dtype, student)
+        benchmarks[name] = sampling_hours(student, tokens, machine, eval_bytes)
     return Plan(
         name=recipe.name,
         gpu=machine.gpu.name,
@@ -215,7 +228,7 @@ def make_plan(
         response_tokens=load.response_tokens,
         trajectories=load.trajectories,
         stages=stages,
-        memory=_plan_memory(recipe, student, models, machine),
+        memory=_plan_memory(recipe, student, models, machine, training),
         cache_hours=hours.cache,
         one_composition=hours.total,
         compositions=len(offline),
@@ -283,7 +296,7 @@ def _training_hours(
 
 
 def _plan_memory(
-    recipe: Recipe, student: Shape, models: Mapping[str, Shape], machine: PlannedMachine
+    recipe: Recipe, student: Shape, models: Mapping[str, Shape], machine: PlannedMachine, training: Memory
 ) -> list[MemoryPlan]:
     """Predict the memory of every stage on one GPU."""
     lora = recipe.train.lora
@@ -296,15 +309,6 @@ def _plan_memory(
         single = sampling_memory(student, longest, 1, rollout_bytes)
         room = USABLE * machine.gpu.memory - single.weights
         sequences = max(1, min(MAX_SEQUENCES, int(room // single.working)))
-    training = training_memory(
-        student,
-        max(recipe.train.token_budget, longest),
-        min(machine.gpus, recipe.train.shard_ranks or NODE_GPUS),
-        recipe.train.gradient_checkpointing,
-        None if lora is None else lora_parameters(student, lora.rank),
-        bytes_per_number=train_bytes,
-        base="own" if lora is None else lora.base,
-    )
     reference_bytes = _dtype_bytes(recipe.engine_of("reference").dtype, student)
     score_tokens = max(recipe.score.token_budget, longest)
     gpus = f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}"

@@ -23,6 +23,7 @@ from lightning_weave.report.survey import KINDS, REASONS, Survey
 from lightning_weave.report.tables import AVERAGE, benchmarks_of
 from lightning_weave.run import Run
 from lightning_weave.stages.costs import offline_cost, online_costs
+from lightning_weave.stages.forecast import ForecastPoint
 from lightning_weave.store import read_lines, write_atomic
 
 COLOURS = {
@@ -203,8 +204,12 @@ class Figure:
 
 
 @matplotlib.rc_context(STYLE)
-def frontier(points: DataFrame, hues: Hues | None = None, problems: int = 0) -> Figure:
+def frontier(
+    points: DataFrame, hues: Hues | None = None, problems: int = 0, forecasts: Sequence[ForecastPoint] = ()
+) -> Figure:
     """Draw accuracy against tokens: on the frontier filled, the policies trained here joined; dominated ones hollow.
+
+    Forecasts that are trusted and anchored at the base's evaluation are small hollow diamonds with their intervals.
 
     One row per policy: kind, accuracy, tokens, their standard errors, AES; compositions of one family (the same anchors
     and alpha) are joined in the order of `share`.
@@ -238,8 +243,17 @@ def frontier(points: DataFrame, hues: Hues | None = None, problems: int = 0) -> 
         face = colour if index in on_frontier else PAPER
         axes.scatter(x, y, s=size, marker=marker, facecolors=face, edgecolors=colour, linewidths=1.2, zorder=3)
         lines += [((x - errors[1], y), (x + errors[1], y)), ((x, y - errors[0]), (x, y + errors[0]))]
+    drawn = [one.to_dict() for one in forecasts if one.trusted and one.anchored and one.weights]
+    drawn = [one for one in drawn if one["accuracy"] is not None]
+    for one in drawn:
+        x, y = one["tokens"], one["accuracy"]
+        bars = [[[one[key] - one[f"{key}_low"]], [one[f"{key}_high"] - one[key]]] for key in ("accuracy", "tokens")]
+        axes.errorbar(x, y, *bars, ecolor=INK, elinewidth=0.6, alpha=0.3, linestyle="none", zorder=0)
+        axes.scatter(x, y, s=16, marker="D", facecolors="none", edgecolors=INK, linewidths=0.8, alpha=0.6, zorder=1)
     for kind in dict.fromkeys(points["kind"]):
         axes.scatter([], [], marker=MARKERS[kind][0], color=INK, s=30, label=MARKERS[kind][1])
+    if drawn:
+        axes.scatter([], [], marker="D", facecolors="none", edgecolors=INK, s=16, linewidths=0.8, label="forecast")
     if best is not None:
         axes.scatter([], [], marker="*", color=INK, s=70, label="highest AES")
     ncols = 2 if scale < 1.4 else 5
@@ -258,6 +272,7 @@ def frontier(points: DataFrame, hues: Hues | None = None, problems: int = 0) -> 
         "Hollow: another policy has more accuracy for as few tokens.": len(on_frontier) < len(points),
         "Dashed line: a sweep of weights.": bool(sweeps),
         "Star: the highest AES.": best is not None,
+        "Small diamonds: forecasts from the cache, with 95 % intervals.": bool(drawn),
         clustered: points[["accuracy_error", "tokens_error"]].any(axis=None),
     }
     caption = " ".join(sentence for sentence, is_true in sentences.items() if is_true)

@@ -51,6 +51,8 @@ class RunView:
     anchors: Sequence[str] = ()
     pushes: DataFrame = field(default_factory=DataFrame)
     anchor_figures: Sequence[Figure] = ()
+    realised: DataFrame = field(default_factory=DataFrame)  # of the targets, by policy
+    realised_lines: Sequence[str] = ()
     training_and_cost: Sequence[Figure] = ()
     cost_lines: Sequence[str] = ()
     notes: Sequence[str] = ()  # what is missing, and the command that computes it

@@ -32,12 +32,14 @@ from lightning_weave.report.results import (
     tag_table,
     track_figures,
 )
-from lightning_weave.report.survey import Vocabulary, loom_data, survey_cache
+from lightning_weave.report.survey import Vocabulary, loom_data, pack_forecasts, survey_cache
 from lightning_weave.report.tables import AVERAGE, SHORT, benchmarks_of
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_scored
 from lightning_weave.stages.costs import read_spent
 from lightning_weave.stages.costs import summary as cost_summary
+from lightning_weave.stages.forecast import read_points
+from lightning_weave.stages.realised import describe_realised, realise, realised_table
 from lightning_weave.store import write_atomic, write_json
 
 RULE_ROWS = 256  # on which the effect of a rule is measured
@@ -225,7 +227,8 @@ def result_figures(
         for part in [*(own if len(own) > 1 else []), None]:  # last: what the page shows
             shown = part or chosen
             problems = int(results[[(name, "problems") for name in ([shown] if shown else own)]].max().sum())
-            found = [figures.frontier(results[shown or AVERAGE].join(student.policies), hues, problems)]
+            forecasts = [] if shown else [point for run in student.runs for point in read_points(run)]
+            found = [figures.frontier(results[shown or AVERAGE].join(student.policies), hues, problems, forecasts)]
             found += [figures.profile(results, hues)] if part is None else []
             found += [one for one in [figures.budgets(evaluated, hues, shown)] if one is not None]
             saved = [folder.figure(one, f"{suffix}-{slug(part)}" if part else suffix) for one in found]
@@ -259,9 +262,14 @@ def run_view(folder: Folder, run: Run, name: str, hues: Hues, progress: Progress
     except InputError:  # its models are no longer available
         findings = check_results(run)
     drawings = [*figures.cost_figures(run, ledger), *figures.training_figures(run, hues)]
+    forecasts = read_points(run)
+    realised = realise(run, forecasts)
+    head, *lines = realised_table(realised) if realised else [[""]]
     view = RunView(
         name=name,
         facts=facts,
+        realised=DataFrame(lines, columns=head).set_index(head[0]),
+        realised_lines=describe_realised(realised) if realised else (),
         training_and_cost=[folder.figure(one, suffix) for one in drawings],
         cost_lines=cost_summary(run, ledger),
         notes=notes,
@@ -278,6 +286,7 @@ def run_view(folder: Folder, run: Run, name: str, hues: Hues, progress: Progress
     start = max(joint, key=lambda one: (one[0], aes.get(one[1], -math.inf)), default=(0, None))[1]
     loom = loom_data(run, cache, vocabulary, start, progress)
     if loom is not None:  # a trained student has its policy's colour
+        loom["forecasts"] = pack_forecasts(forecasts, cache.names)
         loom["colours"] = {one["name"]: hues[one["policy"]].css for one in loom["settings"]}
     return replace(
         view,

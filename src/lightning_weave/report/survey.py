@@ -30,6 +30,7 @@ from lightning_weave.prompts import read_prompts
 from lightning_weave.report.cases import SEED
 from lightning_weave.run import ROLES, Run
 from lightning_weave.stages.alignment import Alignment, Unread
+from lightning_weave.stages.forecast import ForecastPoint
 from lightning_weave.stages.work import set_up
 from lightning_weave.tokens.spelling import Origin, Spelling
 from lightning_weave.types import FINISH_REASONS
@@ -338,6 +339,17 @@ def loom_data(
     first = next((setting for setting in settings if setting["policy"] == start), settings[-1])
     packed = pack(threads, blocks, vocabulary, scores, rules)
     return {**packed, "settings": settings, "start": first["name"]}
+
+
+def pack_forecasts(points: Sequence[ForecastPoint], anchors: Sequence[str]) -> list[dict[str, Any]]:
+    """Pack the forecasts that sliders can reach: with an accuracy, and with one set of weights of these anchors."""
+    packed = []
+    for point in points:
+        is_plain = point.weights and all(isinstance(weight, float | int) for weight in point.weights.values())
+        if point.accuracy is not None and point.alpha is not None and is_plain and set(point.weights) <= set(anchors):
+            weights = [float(point.weights.get(anchor, 0.0)) for anchor in anchors]
+            packed.append({**point.to_dict(), "weights": weights})
+    return packed
 
 
 def score_student(

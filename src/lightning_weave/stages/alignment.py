@@ -92,7 +92,7 @@ class Alignment:
         except InputError as error:
             raise InputError(f"{name}: {error}") from None
         own = None
-        if side.reads_own_prompts:
+        if side.reads_other_prompts:
             own = own_prompts(run, side, load_prompts(run, side.context.columns) if prompts is None else prompts)
         return cls(tokens, limit, (anchor.bos_token_id,) if side.bos else (), own, masked_ids)
 

@@ -50,19 +50,16 @@ def open_cache(run: Run, name: str) -> Cache:
             sources = [SharpenedSource(composition.sharpen, composition.alpha)]
         case _:
             sources = pairs
-    rollouts = run.stage("rollout")
     reference = run.stage("reference")
-    proposal = run.stage("proposal") if run.sampler else None
-    responses = run.recipe.rollout.responses
+    weight_GK = None  # of each prompt; None: the same for all
     if composition.method == "mixture":
-        groups = reference.require()["rows"] // responses
+        groups = reference.require()["rows"] // run.recipe.rollout.responses
         dealt = assign_groups(groups, [source.weight for source in sources], run.recipe.train.seed)
         weight_GK = np.eye(len(sources), dtype=np.float32)[dealt]  # one source alone
     elif composition.routes:
         weight_GK = routed_weights(run, name, load_prompts(run, tag_columns(run.recipe)))
-    else:
-        return Cache(rollouts, reference, sources, proposal=proposal)
-    return Cache(rollouts, reference, sources, np.repeat(weight_GK, responses, axis=0), proposal)
+    weight_RK = None if weight_GK is None else np.repeat(weight_GK, run.recipe.rollout.responses, axis=0)
+    return Cache(run.stage("rollout"), reference, sources, weight_RK, run.stage("proposal") if run.sampler else None)
 
 
 def routed_weights(run: Run, name: str, asked: Sequence[Prompt]) -> NDArray[np.float32]:

@@ -28,7 +28,7 @@ from lightning_weave.maths.metrics import aes, pareto_front
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import anchor_pair, open_cache
-from lightning_weave.stages.grades import grade_rows
+from lightning_weave.stages.grades import grade_rows, prompt_grading
 from lightning_weave.stages.sweep import Planned, extend, is_same, plan_sweep, usual_alpha
 from lightning_weave.store import read_json, write_json
 from lightning_weave.train.data import find_dose
@@ -402,25 +402,29 @@ def forecast(
     return [points[name] for name in ("base", *(one.name for one in planned))]
 
 
+def _origin(run: Run) -> list[str]:
+    """Name everything that all forecasts of a run depend on: cache, scores, rules for shifts, sampling, grading."""
+    stages = [run.stage("reference"), *(run.stage("score", side) for side in run.score_names)]
+    section = run.recipe.eval
+    settings = [*run.recipe.anchors.values(), section.temperature, section.top_p, prompt_grading(section)]
+    return [*(stage.fingerprint for stage in stages), *map(str, settings)]
+
+
 def keep_points(run: Run, points: Sequence[ForecastPoint]) -> None:
     """Write points to the run directory, in place of those with the same name, for the report."""
-    kept = {point.policy: point for point in [*read_points(run), *points]}
-    write_json(
-        run.directory / FILE,
-        {"cache": run.stage("reference").fingerprint, "points": [point.to_dict() for point in kept.values()]},
-    )
+    kept = {point.policy: point.to_dict() for point in [*read_points(run), *points]}
+    write_json(run.directory / FILE, {"origin": _origin(run), "points": list(kept.values())})
 
 
 def read_points(run: Run) -> list[ForecastPoint]:
-    """Read the points that were forecast last from the present cache; none if there are none."""
-    path = run.directory / FILE
-    found = read_json(path) if path.exists() else {}
-    if not found or found["cache"] != run.stage("reference").fingerprint:
-        return []
+    """Read the points that were forecast from the present cache and settings; none if there are none."""
     points = []
-    for point in found["points"]:
-        dose = point.pop("largest_trusted")
-        points.append(ForecastPoint(**point, largest_trusted=None if dose is None else TrustedDose(**dose)))
+    path = run.directory / FILE
+    with suppress(InputError):  # its models are no longer available
+        found = read_json(path) if path.exists() else None
+        for point in found["points"] if found and found.get("origin") == _origin(run) else ():
+            dose = point.pop("largest_trusted")
+            points.append(ForecastPoint(**point, largest_trusted=None if dose is None else TrustedDose(**dose)))
     return points
 
 

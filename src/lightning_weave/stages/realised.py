@@ -3,6 +3,7 @@
 On cached rows, at every decision that was trained on: KL(target || base) was asked for, KL(target || trained) is left.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -184,11 +185,16 @@ def realise(run: Run, points: Sequence[ForecastPoint]) -> list[Realised]:
     forecasts = {point.policy: point for point in points}
     evaluated = summaries(run)
     results = []
-    for name in run.recipe.compositions:
+    for name, composition in run.recipe.compositions.items():
         stage = run.stage("train", name)
         if not stage.complete or not (stage.folder / FILE).exists():
             continue
         found = read_json(stage.folder / FILE)
+        point = forecasts.get(name)
+        if point is not None:
+            is_same = math.isclose(point.alpha or 0.0, stage.require()["alpha"], rel_tol=1e-6)
+            if not is_same or point.weights != (composition.by_tag or composition.weights):
+                point = None  # of another composition that had this name
         closed = {by: [Closed(**one) for one in found["closed"][by]] for by in GROUPED}
         measured = None
         if name in evaluated and "base" in evaluated:
@@ -198,8 +204,8 @@ def realise(run: Run, points: Sequence[ForecastPoint]) -> list[Realised]:
             measured = {"accuracy": overall.accuracy, "tokens": overall.tokens, "aes": score.estimate}
             measured["aes_error"] = (score.high - score.low) / 2
         whole = closed["all"][0].share if closed["all"] else float("nan")
-        verdict = judge(forecasts.get(name), measured, whole)
-        results.append(Realised(name, found["rows"], found["held_out"], closed, forecasts.get(name), measured, verdict))
+        verdict = judge(point, measured, whole)
+        results.append(Realised(name, found["rows"], found["held_out"], closed, point, measured, verdict))
     return results
 
 

@@ -47,13 +47,13 @@ def score(
     if unknown := sorted(set(only or ()) - set(names.values())):
         raise InputError(f"{unknown[0]!r}: no such model; this recipe scores {', '.join(names.values())}")
     is_new = any(not run.stage("score", side).complete for side in names)
-    # One load serves all contexts of a checkpoint and all adapters of a base; the student may still be loaded.
+    # One load serves all contexts of a checkpoint and all adapters of a base. The student may still be loaded.
     by_model: dict[Checkpoint, list[Side]] = {run.student: []}
     for side, name in names.items():
         if only is None or name in only:
             try:
                 model = model_of(run, side)
-            except InputError:  # gone since it was scored
+            except InputError:  # deleted since it was scored
                 model = side.checkpoint
             by_model.setdefault(model, []).append(side)
     shards = len(run.stage("reference").require()["shards"])
@@ -85,9 +85,10 @@ def model_of(run: Run, side: Side) -> Checkpoint:
 
 @contextmanager
 def open_model(run: Run, side: Side, engines: Engines) -> Iterator[ComputeShards]:
-    """Load one anchor model; it stays loaded for further contexts, and a base for its adapters.
+    """Yield the function that scores shards with one anchor model.
 
-    The student with its own prompts is not loaded: the reference has its scores.
+    The model stays loaded for its other contexts and, if it is a base, for its adapters. If the side is the student
+    with the prompts that it answered, nothing is loaded: the reference has the scores.
     """
     if run.is_student(side) and _reads_as_student(run, side):
         yield partial(_copy_reference, run, run.stage("score", side))
@@ -112,7 +113,7 @@ def open_model(run: Run, side: Side, engines: Engines) -> Iterator[ComputeShards
 
 def _reads_as_student(run: Run, side: Side) -> bool:
     """Whether a side reads every prompt as the student does."""
-    if not side.reads_own_prompts:
+    if not side.reads_other_prompts:
         return True
     own = own_prompts(run, side, load_prompts(run, side.context.columns))
     return list(own.read) == list(own.given)
@@ -140,12 +141,12 @@ class AnchorScorer:
 
     scorer: Scorer
     alignment: Alignment
-    model: Any = None  # with adapters, and the one that is active while this scorer runs
-    adapter: str | None = None
+    model: Any = None  # the loaded base, if the side is an adapter
+    adapter: str | None = None  # active while this side is scored
 
     @classmethod
     def open(cls, run: Run, side: Side, scorer: Scorer) -> "AnchorScorer":
-        """Align the tokenizer of a side with the student's; an adapter is attached to its base, which is loaded."""
+        """Align the tokenizer of a side with the student's, and attach an adapter to its loaded base."""
         checkpoint = side.checkpoint
         model = adapter = None
         if checkpoint.base is not None:
@@ -218,10 +219,10 @@ class LiveAnchors:
         return block if self._weight_GK is None else block.with_row_weights(self._weight_GK[rows.prompt_R])
 
     def _open(self, side: Side) -> AnchorScorer:
-        """Return a side, loaded once; one that reads its own prompts is aligned to the current ones."""
-        if self.prompts is not None and side.reads_own_prompts:
+        """Return the scorer of a side, loaded once; aligned again if it reads other prompts than the student."""
+        if self.prompts is not None and side.reads_other_prompts:
             if side not in self._with_prompts:
-                plain = self._open(side.without_own_prompts())
+                plain = self._open(side.with_student_prompts())
                 limit = plain.alignment.limit
                 alignment = Alignment.open(self.run, side, limit, plain.alignment.masked_ids, self.prompts)
                 self._with_prompts[side] = replace(plain, alignment=alignment)
@@ -315,7 +316,7 @@ def validate_anchor(run: Run, name: str) -> Iterator[Finding]:
     yield from find_same_model(run, name)
     for role in ROLES:
         side = run.side(name, role)
-        if side.reads_own_prompts:
+        if side.reads_other_prompts:
             try:
                 prompts = planned_prompts(run)[0]
             except InputError:  # reported with the prompts

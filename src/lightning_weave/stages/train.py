@@ -5,15 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
-import torch
-
 from lightning_weave.checks.findings import Finding, listed, pending_compositions
 from lightning_weave.checks.models import attempt, check_engine, check_package, check_student
 from lightning_weave.checks.pairs import find_same_model
 from lightning_weave.checks.watch import Watch, check_training, warn
 from lightning_weave.config import Joint, Online, Recipe, Sequential, is_own_function
 from lightning_weave.config.fields import MOST_CANDIDATES
-from lightning_weave.devices import free_memory, has_bfloat16
+from lightning_weave.devices import free_memory
 from lightning_weave.errors import InputError
 from lightning_weave.models.hub import check_trainable
 from lightning_weave.plugins import load_function
@@ -35,7 +33,7 @@ from lightning_weave.train.online import train_online
 from lightning_weave.train.parallel import join
 from lightning_weave.train.resampled import train_in_sequence, train_refreshed
 from lightning_weave.train.schedule import make_schedule
-from lightning_weave.train.student import TrainContext, check_lora, needs_sharding
+from lightning_weave.train.student import TrainContext, check_lora, compute_dtype, needs_sharding
 
 
 def train(
@@ -74,11 +72,7 @@ def train_compositions(run: Run, progress: Progress, names: Sequence[str], watch
     """Train the compositions that rank 0 names, each with its method, all ranks together."""
     device = set_up(run)
     _check_dtype(run.recipe)
-    match run.recipe.train.dtype:
-        case "auto":  # bfloat16 only where the hardware has it; masters are float32 in any case
-            dtype = torch.bfloat16 if has_bfloat16(device) else torch.float32
-        case named:
-            dtype = getattr(torch, named)
+    dtype = compute_dtype(run.recipe.train, device)
     with join(device, sharded=needs_sharding(run, dtype, device)) as ranks:
         context = TrainContext(ranks, dtype, progress)
         for name in ranks.broadcast(list(names)):

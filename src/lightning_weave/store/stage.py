@@ -41,17 +41,19 @@ from lightning_weave.types import Ragged
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = Literal["complete", "partial", "missing"]
-LATE = 60.0  # seconds until a shared disk shows what another machine has written: as long as NFS keeps a look-up
+LATE = (
+    60.0  # seconds until a shared disk shows what another machine has written (NFS caches a failed look-up that long)
+)
 FORMAT = 2  # of shards and manifests; part of every fingerprint
 MANIFEST = "manifest.json"
-BEGUN = "stage.json"  # what an unfinished stage will be; the manifest takes its place
+BEGUN = "stage.json"  # describes an unfinished stage; the manifest replaces it
 ENGINES = "engines.jsonl"  # the engines of an unfinished stage; the manifest lists them in the end
 DIGITS = 8  # of the fingerprint in a folder's name
 FINGERPRINT = "fingerprint"
 CRC = "row_crc"
 OFFSETS = ".offsets"
 LONGEST_HEADER = 1 << 20
-# What reading a damaged header raises: it may be any JSON, or none.
+# What reading a damaged header raises: it can be any JSON, or not JSON.
 BROKEN_HEADER = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 DTYPES = {"BOOL": "?", "U8": "u1", "I32": "<i4", "I64": "<i8", "U32": "<u4", "F32": "<f4", "F64": "<f8"}
 
@@ -195,8 +197,8 @@ class Stage:
     settings: Mapping[str, Any]  # what decides the content, model identities included
     inputs: tuple["Stage", ...] = ()
     command: str = ""  # what a user types to make it
-    key: Mapping[str, Any] | None = None  # hashed in place of the settings: without the names of anchors
-    definition: Mapping[str, Any] = field(default_factory=dict)  # the tables of the recipe that name it; not hashed
+    key: Mapping[str, Any] | None = None  # hashed instead of the settings: the same without the names of anchors
+    definition: Mapping[str, Any] = field(default_factory=dict)  # the recipe's tables that define it; not hashed
     found: str = ""  # the fingerprint of an existing folder that is used whatever the recipe says
 
     @cached_property
@@ -234,7 +236,7 @@ class Stage:
         """Read the manifest, if there is one."""
         manifest = read_manifest(self.folder)
         if manifest is not None and manifest["fingerprint"] != self.fingerprint:
-            raise CorruptData(f"{self.manifest_path} is of another stage. Remove it, then run: {self.command}")
+            raise CorruptData(f"{self.manifest_path} belongs to another stage. Remove it, then run: {self.command}")
         return manifest
 
     def state(self) -> State:
@@ -264,7 +266,7 @@ class Stage:
         link = self.directory / self.path
         target = os.path.relpath(self.folder, link.parent)
         if is_main_process() and not (link.is_symlink() and os.readlink(link) == target):
-            temporary = link.with_name(f"{TEMPORARY}{link.name}")  # a killed command's is replaced by the next
+            temporary = link.with_name(f"{TEMPORARY}{link.name}")  # one left by a killed command is replaced
             try:
                 link.parent.mkdir(parents=True, exist_ok=True)
                 temporary.unlink(missing_ok=True)
@@ -286,7 +288,7 @@ class Stage:
         return sorted(others, key=lambda other: other.manifest_path.stat().st_mtime_ns, reverse=True)
 
     def missing(self, shards: Iterable[int]) -> list[int]:
-        """List those shards that are not there as this machine sees it now."""
+        """List the shards that this machine does not see."""
         self._refresh()
         return [index for index in shards if not self._is_ours(self.shard_path(index))]
 
@@ -321,7 +323,7 @@ class Stage:
         return False
 
     def write(self, index: int, shard: Any) -> int:
-        """Write one shard atomically; returns its size in bytes. A manifest for shards that were deleted is removed."""
+        """Write one shard atomically; returns its bytes. If a listed shard was lost, the manifest is removed."""
         self.begin()
         path = self.shard_path(index)
         data = pack(shard, self.fingerprint)
@@ -341,7 +343,7 @@ class Stage:
         return shard
 
     def finish(self, kind: type[Any], shards: int) -> bool:
-        """Write the manifest if every shard is there, else return False. All ranks may call it: same bytes."""
+        """Write the manifest if every shard is there, else return False. Ranks may all call it: same bytes."""
         if self.complete:  # no need to read and hash it all again
             self.settle()
             return True
@@ -400,7 +402,7 @@ class Stage:
         return own | ({"definition": dict(self.definition)} if self.definition else {})
 
     def require(self) -> dict[str, Any]:
-        """Return the manifest, or refuse a stage that is not complete with the command that makes it."""
+        """Return the manifest. If the stage is not complete, raise an error with the command to run."""
         if not is_main_process():  # another rank may just have finished it
             self._wait_until_complete()
         state = self.state()
@@ -420,7 +422,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     manifest = read_checked(path)
     files = [PurePosixPath(entry["file"]) for entry in manifest["shards"]]
     if any(file.is_absolute() or ".." in file.parts for file in files):
-        raise CorruptData(f"{path}: names files outside of its folder. Remove it and run the stage again")
+        raise CorruptData(f"{path}: lists files outside its folder. Remove it and run the stage again")
     return manifest
 
 
@@ -432,7 +434,7 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def damaged_files(folder: Path) -> dict[Path, str]:
-    """Find the files that are not what the manifest of a folder says, and what is wrong with each."""
+    """Find files that do not match the manifest of their folder, and what is wrong with each."""
     faults = {}
     for entry in (read_manifest(folder) or {}).get("shards", []):
         path = folder / entry["file"]
@@ -444,7 +446,7 @@ def damaged_files(folder: Path) -> dict[Path, str]:
 
 
 def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Name what differs between two settings, however deep it lies. A hash says only that something changed."""
+    """Yield the keys, at any depth, in which two settings differ, and how. Of hashes it only says that they changed."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in sorted({*old, *new}):
             yield from differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))

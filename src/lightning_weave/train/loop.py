@@ -45,6 +45,7 @@ from lightning_weave.train.student import (
     TrainContext,
     Trainee,
     distances,
+    fit_memory,
     is_quantised,
     open_trainee,
     without_dropout,
@@ -97,7 +98,7 @@ class Fit:
     def update(self, step: int, numbers: Sequence[int], upcoming: Sequence[int] = ()) -> dict[str, float]:
         """Take one optimizer step on these rows, and read the upcoming ones meanwhile; returns metrics.
 
-        `loading` is the share of the time in which the update waited for its rows.
+        `loading` is the share of the time spent waiting for rows.
         """
         started = time.perf_counter()
         ahead = self._prefetched.pop((tuple(numbers), self.token_budget), None)
@@ -110,7 +111,7 @@ class Fit:
         if not totals["kept"] and not self._warned_empty:
             self.notes.append(f"update {step} has no valid decision and changes nothing; lweave doctor says why")
             self._warned_empty = True
-        normalizer = max(totals["kept"], 1) / self.ranks.world_size  # sharded gradients are averaged over ranks
+        normalizer = max(totals["kept"], 1) / self.ranks.world_size  # FSDP averages gradients over ranks: now a sum
         loss: Tensor | None
         while True:
             # The dropout seed depends only on the update, so a resume needs no saved random state.
@@ -119,7 +120,7 @@ class Fit:
             finite: list[Tensor] = []
             try:
                 for number, composed in enumerate(batches, start=1):
-                    if isinstance(self.trainee, FSDPModule):  # gradients cross machines once per update
+                    if isinstance(self.trainee, FSDPModule):  # reduced across machines after the last one only
                         self.trainee.set_requires_all_reduce(number == len(batches))
                     began = time.perf_counter()
                     batch = composed.to(self.ranks.device)
@@ -129,7 +130,7 @@ class Fit:
                     watched.append(torch.cat([loss.detach()[None], distances(log_pi_NO, batch)]))
                     read = (log_pi_NO, batch.log_b_NO, batch.log_q_NO, batch.r_NC, batch.sampled_log_b_N[:, None])
                     finite.append(torch.stack([values.isfinite().all(dim=1) for values in read]).all(dim=0))
-                values = np.array(torch.stack(watched).tolist())  # the only device synchronization
+                values = np.array(torch.stack(watched).tolist())  # one synchronization for all micro-batches
                 break
             except (MemoryError, RuntimeError) as error:
                 self._lower_budget(error, numbers, f"at update {step}")
@@ -215,7 +216,7 @@ class Fit:
         return batch if block else batch.first(0)
 
     def _lower_budget(self, error: Exception, numbers: Sequence[int], when: str) -> None:
-        """Halve the token budget when memory ran out; raise other errors, and where this process cannot recover."""
+        """Halve the token budget when memory ran out; raise other errors, or if this process cannot recover."""
         if not is_out_of_memory(error):
             raise error
         lengths = [self.cache.length(number) for number in numbers]
@@ -230,7 +231,7 @@ class Fit:
         can_recover = not isinstance(self.trainee, FSDPModule) or hasattr(self.trainee, "reset_iter_state")
         if self.ranks.world_size > 1 or not can_recover:
             self.save_budget(half)
-            raise StartAgain(what, f"it resumes with {half} on every rank, and the loss is the same") from error
+            raise StartAgain(what, f"it resumes with {half} on every rank; the loss does not change") from error
         self.token_budget = half
         self.notes.append(f"out of memory: train.token_budget halved to {half}; the loss is the same")
 
@@ -269,7 +270,7 @@ class Fit:
                         kept += len(batch)
                 break
             except (MemoryError, RuntimeError) as error:
-                self._lower_budget(error, numbers, "before an update")
+                self._lower_budget(error, numbers, "while measuring")
             free_memory()
             recover(self.trainee)
         values = np.array(torch.stack(sums).tolist()).sum(axis=0).tolist()
@@ -279,7 +280,7 @@ class Fit:
 
 
 def adam(trainee: Trainee, learning_rate: float, betas: Sequence[float], weight_decay: float) -> torch.optim.AdamW:
-    """Adam with decoupled weight decay, on matrices only, not on norms and biases."""
+    """Make AdamW with weight decay on matrices only, not on norms and biases."""
     trained = [parameter for parameter in trainee.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
@@ -294,7 +295,7 @@ def make_fit(run: Run, name: str, trainee: Trainee, rows: Rows, *, alpha: float,
     train = run.recipe.train
     objective = run.objective(name)
     loss = Loss(objective, alpha, load_function(objective, run.trust) if is_own_function(objective) else None)
-    asked = train.token_budget
+    _, asked = fit_memory(run, ranks)
     file = run.directory / TOKEN_BUDGET_FILE
     left = read_json(file) if ranks.is_main_process and file.exists() else {}
     budget = ranks.broadcast(int(left["smaller"]) if left.get("asked") == asked else asked)
@@ -522,7 +523,7 @@ class Training:
 def train_offline(
     run: Run, name: str, context: TrainContext, start: Checkpoint | None = None, prompts: range | None = None
 ) -> None:
-    """Fit one composition to the cache; a leg of a sequential run starts from `start` and uses some of the prompts."""
+    """Train one composition from the cache; a leg of a sequence starts from `start` and uses only `prompts`."""
     composition = run.recipe.compositions[name]
     cache = open_cache(run, name)
     groups = prompts or range(len(cache) // run.recipe.rollout.responses)

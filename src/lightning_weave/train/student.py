@@ -4,15 +4,22 @@ The loss runs inside the forward of the root module, where a sharded head weight
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_weave.config import Lora, Train
-from lightning_weave.devices import can_shard, explain_out_of_memory, free_memory
+from lightning_weave.devices import (
+    can_shard,
+    explain_out_of_memory,
+    free_memory,
+    has_bfloat16,
+    memory_left,
+    memory_of,
+)
 from lightning_weave.errors import InputError
 from lightning_weave.heads import (
     Head,
@@ -34,6 +41,8 @@ from lightning_weave.maths import (
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.packing import enable_packing, packed_states, padded_states, use_efficient_attention
 from lightning_weave.models.weights import Layout, LowRankUpdate
+from lightning_weave.plan.architecture import find_shape
+from lightning_weave.plan.memory import TOKEN_BUDGETS, fit_training
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.train.data import Batch
@@ -42,6 +51,27 @@ from lightning_weave.train.parallel import Ranks, local_shard, materialize, rank
 OwnLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # log_pi_NO, log_b_NO, log_q_NO, alpha -> loss_N
 DISTANCES = ("reverse_kl", "forward_kl", "total_variation", "covered_mass")
 ADAPTED = ".base_layer."  # peft's name for a layer that has an adapter
+
+
+def compute_dtype(train: Train, device: torch.device) -> torch.dtype:
+    """Choose the dtype of the computation: by default bfloat16, where the hardware has it."""
+    if train.dtype == "auto":
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
+    return cast(torch.dtype, getattr(torch, train.dtype))
+
+
+def fit_memory(run: Run, ranks: Ranks) -> tuple[bool, int]:
+    """Decide whether to checkpoint activations, and the token budget: what the recipe says, or what fits the GPUs."""
+    train = run.recipe.train
+    checkpointing, budget = train.gradient_checkpointing, train.token_budget
+    if memory_left(ranks.device) is not None and "auto" in (checkpointing, budget):
+        gpus = ranks_per_copy(train.shard_ranks, ranks)
+        size = compute_dtype(train, ranks.device).itemsize
+        with suppress(InputError):  # an architecture that plan does not know
+            shape = find_shape(str(run.student.path), known=False)
+            checkpointing, budget, _ = fit_training(run.recipe, shape, gpus, memory_of(ranks.device), size)
+        checkpointing, budget = ranks.broadcast((checkpointing, budget))
+    return checkpointing is True, TOKEN_BUDGETS[0] if budget == "auto" else budget
 
 
 @dataclass(frozen=True)
@@ -195,7 +225,7 @@ def open_trainee(run: Run, context: TrainContext, start: Checkpoint | None = Non
     decoder, others = find_blocks(model)
     if section.lora is not None:
         model = with_lora(model, section.lora, section.seed)
-    if section.gradient_checkpointing:
+    if fit_memory(run, ranks)[0]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trainee = Trainee(model, checkpoint.vocabulary)
     if quantised:

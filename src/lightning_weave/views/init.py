@@ -16,7 +16,7 @@ from rich.console import Console
 from lightning_weave.bench.definitions import KNOWN, benchmark_name, load_benchmark
 from lightning_weave.checks.models import find_fault
 from lightning_weave.checks.pairs import find_alias
-from lightning_weave.checks.preflight import this_machine
+from lightning_weave.checks.preflight import as_computed, this_machine
 from lightning_weave.config import HELD_OUT, Lora, Recipe, check_recipe, merge_overrides, slug
 from lightning_weave.errors import InputError
 from lightning_weave.plan.costs import PlannedMachine
@@ -230,7 +230,7 @@ def _fit_memory(draft: Draft, run: Run, machine: PlannedMachine) -> None:
     draft.note(f"dtype = auto: float32 on a CPU, else as saved; the student is saved in {saved}")
 
     def too_large() -> list[MemoryPlan]:
-        return [row for row in make_plan(draft.recipe(), machine).memory if not row.fits]
+        return [row for row in make_plan(as_computed(draft.recipe()), machine).memory if not row.fits]
 
     try:
         for stages, savings in SAVINGS.items():

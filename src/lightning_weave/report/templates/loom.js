@@ -4,6 +4,8 @@
 
 const AGREE_FROM = 0.05; // nats: smaller pulls count as neutral
 const MOST_CHANGED = 8;
+const NEAREST = 4; // forecasts that one between them is interpolated from
+const TOO_FAR = 0.75; // from the nearest forecast: in weights, and half as much in doublings of alpha
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g; // not shown as they are
 
 function decode(base64, Type) {
@@ -24,6 +26,8 @@ function shown(text) {
   return text.replace(/ /g, "·").replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/[\u0000-\u001f\u007f]/g, "␀") || "∅";
 }
 
+const SVG = new DOMParser().parseFromString("<svg></svg>", "text/html").querySelector("svg").namespaceURI;
+const FORECAST = ["accuracy", "accuracy_low", "accuracy_high", "tokens", "tokens_low", "tokens_high"];
 const percent = (value) => (100 * value).toFixed(2);
 const signed = (value) => (value < 0 ? "−" : "+") + Math.abs(value).toFixed(2);
 
@@ -41,6 +45,7 @@ class Cache {
     this.rules = data.rules.map((rules) => rules.map(({ rule, changed }) => ({ rule, changed: decode(changed, Uint8Array) })));
     this.students = {};
     this.colours = data.colours || {}; // of each setting's policy
+    this.forecasts = data.forecasts || [];
     for (const [name, student] of Object.entries(data.students)) {
       this.students[name] = { logp: decode(student.logp, Float32Array), mass: decode(student.mass, Float32Array) };
     }
@@ -99,6 +104,27 @@ class Cache {
       mean += Math.exp(logB[o]) * values[o];
     }
     return values.map((value) => value - mean / mass);
+  }
+
+  // What the target is worth: of the nearest forecasts, the nearer the more. Only the weights over alpha matter.
+  forecast(weights, alpha) {
+    const total = weights.reduce((sum, weight) => sum + Math.abs(weight), 0);
+    if (!total) return null;
+    const near = this.forecasts.map((one) => {
+      const own = one.weights.reduce((sum, weight) => sum + Math.abs(weight), 0);
+      const apart = weights.reduce((sum, weight, k) => sum + Math.abs(weight / total - one.weights[k] / own), 0);
+      return [apart + Math.abs(Math.log2(alpha / total / (one.alpha / own))) / 2, one];
+    }).sort((a, b) => a[0] - b[0]).slice(0, NEAREST);
+    if (!near.length || near[0][0] > TOO_FAR) return null;
+    const exact = near[0][0] < 1e-6, found = { trusted: true };
+    const shares = near.map(([distance], i) => (exact ? Number(i === 0) : distance ** -3));
+    const sum = shares.reduce((one, two) => one + two, 0);
+    near.forEach(([, one], i) => {
+      if (!shares[i]) return;
+      found.trusted = found.trusted && one.trusted;
+      for (const key of FORECAST) found[key] = (found[key] || 0) + (shares[i] / sum) * one[key];
+    });
+    return found;
   }
 
   sampledPlace(p) {
@@ -170,6 +196,7 @@ class Loom {
     const box = make("div", "loom-controls"), left = make("div"), right = make("div");
     left.append(this.labelled("Trajectory", this.threadPicker()), this.labelled("Composition", this.settingPicker()));
     left.append(make("p", "caption", "“trained” is the student trained on the selected composition; the sliders do not change it."));
+    if (this.cache.forecasts.length) left.append(this.forecastBox());
     right.append(make("span", "loom-label", "Weights and alpha"));
     const weights = this.cache.settings.flatMap((setting) => setting.weights);
     const most = Math.max(1, ...weights), least = Math.min(0, ...weights);
@@ -248,6 +275,57 @@ class Loom {
     return box;
   }
 
+  // Forecasts as hollow marks, and that of the sliders with its interval.
+  forecastBox() {
+    const box = make("div", "forecast"), edge = 12, width = 360, height = 170;
+    const draw = (tag, attributes) => {
+      const element = document.createElementNS(SVG, tag);
+      for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+      return element;
+    };
+    const axis = (key, from, to) => {
+      const values = this.cache.forecasts.map((one) => one[key]);
+      const least = Math.min(...values), span = Math.max(...values) - least || 1;
+      const place = (value) => from + ((value - least) / span) * (to - from);
+      return (value) => Math.min(Math.max(place(value), Math.min(from, to) - edge / 2), Math.max(from, to) + edge / 2);
+    };
+    this.forecastX = axis("tokens", edge, width - edge);
+    this.forecastY = axis("accuracy", height - edge, edge);
+    const picture = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "Forecasts: accuracy against tokens" });
+    for (const one of this.cache.forecasts) {
+      const mark = draw("circle", { cx: this.forecastX(one.tokens), cy: this.forecastY(one.accuracy), r: 3.5, class: one.trusted ? "hollow" : "hollow untrusted" });
+      const title = draw("title", {});
+      title.textContent = `${one.policy}: ${this.forecastText(one)}`;
+      mark.append(title);
+      picture.append(mark);
+    }
+    this.forecastBars = [draw("line", { class: "bar" }), draw("line", { class: "bar" })];
+    this.forecastMark = draw("circle", { r: 5, class: "here" });
+    picture.append(...this.forecastBars, this.forecastMark);
+    this.forecastLine = make("output", "forecast-line");
+    const caption = "Forecast of this target from the cache; 95 % interval. Up: more accurate, left: fewer tokens.";
+    box.append(make("span", "loom-label", caption), this.forecastLine, picture);
+    return box;
+  }
+
+  forecastText(one) {
+    const range = (key, digits) => `${one[key].toFixed(digits)} [${one[key + "_low"].toFixed(digits)}, ${one[key + "_high"].toFixed(digits)}]`;
+    return `${range("accuracy", 1)} % in ${range("tokens", 1)} tokens${one.trusted ? "" : " (not trusted)"}`;
+  }
+
+  showForecast() {
+    if (!this.forecastLine) return;
+    const one = this.cache.forecast(this.weights, this.alpha);
+    this.forecastLine.textContent = one ? this.forecastText(one) : "no forecast near these weights";
+    for (const element of [this.forecastMark, ...this.forecastBars]) element.style.display = one ? "" : "none";
+    if (!one) return;
+    const place = (element, values) => { for (const [key, value] of Object.entries(values)) element.setAttribute(key, value.toFixed(2)); };
+    const x = this.forecastX(one.tokens), y = this.forecastY(one.accuracy);
+    place(this.forecastMark, { cx: x, cy: y });
+    place(this.forecastBars[0], { x1: this.forecastX(one.tokens_low), x2: this.forecastX(one.tokens_high), y1: y, y2: y });
+    place(this.forecastBars[1], { x1: x, x2: x, y1: this.forecastY(one.accuracy_low), y2: this.forecastY(one.accuracy_high) });
+  }
+
   // The lines of a recipe that train on what the sliders show.
   recipeBox() {
     const box = make("div", "recipe-lines"), button = make("button", "copy", "Copy as composition");
@@ -298,6 +376,7 @@ class Loom {
     this.alphaSlider.output.textContent = this.alpha.toFixed(2);
     this.alphaSlider.input.ariaValueText = this.alpha.toFixed(2);
     this.lines.textContent = this.composition();
+    this.showForecast();
   }
 
   soon() {
