@@ -256,6 +256,7 @@ VALUES = {
     "compositions.NAME.weights": "compositions.joint.weights={right=0.25,brief=0.75}",
     "date": "date=2020-01-31 with policies.other.model={folder}/dated",
     "engine.dtype": "engine.dtype=bfloat16",
+    "engine.parity": "engine.parity=0.01",
     "engine.options": 'engine.options={kv_cache_dtype="fp8"} with engine.rollout=vllm',
     "eval.adapters": "eval.adapters=true with engine.eval=vllm train.lora.rank=4",
     "eval.benchmarks": 'eval.benchmarks=["file:{folder}/more.jsonl"]',
