@@ -69,7 +69,7 @@ def test_it_runs_only_if_the_command_trusts_it(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"own.py:loss is Python that would run here .*add --trust to the command"):
         losses(replace(run, trust=False), "own")
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(InputError, match=r"must be one of 'tilted'.*or your own function"):
+    with pytest.raises(InputError, match=r"train.objective = \"tilte\": must be 'tilted'.*or your own function"):
         check_recipe({**MINIMAL, "train": {"objective": "tilte"}})
     with pytest.raises(InputError, match=r"unknown key train\.trust"):  # a recipe cannot trust itself
         check_recipe({**MINIMAL, "train": {"objective": "own.py:loss", "trust": True}})
