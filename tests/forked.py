@@ -8,6 +8,7 @@ nothing of the package is replaced.
 Tests use it through the session fixture `forked`, or start another one with `serve`.
 """
 
+import itertools
 import json
 import os
 import pkgutil
@@ -261,10 +262,9 @@ class _Strike:
 
 def _watch(counted: str, report: int, strike: _Strike) -> None:
     """Report every write and rename that counts, from now on, and let the fault strike at the planned one."""
-    pattern, seen = re.compile(counted), 0
+    pattern, numbers = re.compile(counted), itertools.count(1)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal seen
         writing = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
         if not (writing or event == "os.rename") or isinstance(arguments[0], int):  # an open descriptor has no name
             return
@@ -272,9 +272,9 @@ def _watch(counted: str, report: int, strike: _Strike) -> None:
         text = f"{'write' if writing else 'rename'} {path}"
         if not pattern.search(text):
             return
-        seen += 1
+        number = next(numbers)  # once for each event, also where a thread writes meanwhile
         os.write(report, f"{text}\n".encode())
-        strike.at(seen, path)
+        strike.at(number, path)
 
     sys.addaudithook(hook)
 
