@@ -350,7 +350,7 @@ def forecast(
     progress: Progress | None = None,
     decoding: Decoding | None = None,
 ) -> list[ForecastPoint]:
-    """ForecastPoint the student itself and every planned composition that has a target, or those of the recipe.
+    """Forecast the student itself and every planned composition that has a target, or those of the recipe.
 
     Reads rollout, reference and scores; the cached responses are graded if they are not yet.
     """
