@@ -68,7 +68,7 @@ class Records(list[dict[str, Any]]):
 
 def as_html(draw: Callable[[Console], object]) -> str:
     """Draw for a terminal, and return that as HTML."""
-    console = Console(record=True, file=io.StringIO(), width=WIDTH)
+    console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)  # or it shows it, too
     draw(console)
     return console.export_html(inline_styles=True, code_format=_PRE)
 
