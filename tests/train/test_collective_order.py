@@ -13,7 +13,7 @@ from train.launch import SERVER
 LORA = {"lora": {"rank": 2}, "gradient_checkpointing": True}
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(("world", "among", "train"), [(8, 8, {}), (8, 4, LORA), (64, 64, {}), (64, 8, {})])
 def test_every_rank_calls_the_same_collectives(tmp_path: Path, world: int, among: int, train: dict[str, Any]) -> None:
     run = make_run(tmp_path, train={"prompts_per_round": 6, "shard_ranks": among, **train})
