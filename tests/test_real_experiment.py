@@ -156,7 +156,10 @@ def test_the_page_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:
     assert "**Base right, weave wrong.** No problem." in text
     assert "| weave-50 | 96 | 25.0 | 50.0 |" in text
     readme = page.readme(page.read_policies(runs, "same"))
-    assert "| the student | 25 % | 40 |\n| the student trained with two anchors, *brief* and *right* | 50 % | 10 |" in readme
+    assert (
+        "| the student | 25 % | 40 |\n| the student trained with two anchors, *brief* and *right* | 50 % | 10 |"
+        in readme
+    )
     assert "(96 problems, 2 training seeds, `make real`)" in readme
     page.draw(page.read_policies(runs, "same"), tmp_path / "frontier.svg")
     assert "weave-50" in (tmp_path / "frontier.svg").read_text()
