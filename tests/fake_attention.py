@@ -1,6 +1,6 @@
 """Count the attention kernels of an update on the fake device, on rows of different lengths.
 
-A program of its own, as the fake device wants. `attention_kernels` starts it.
+A separate program, because the fake device needs one. `attention_kernels` starts it.
 """
 
 import json

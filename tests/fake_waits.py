@@ -1,6 +1,6 @@
 """Count where the host waits for the fake device: while it trains, scores and samples with models of full width.
 
-A program of its own, as the fake device wants. `count_waits` starts it.
+A separate program, because the fake device needs one. `count_waits` starts it.
 """
 
 import json

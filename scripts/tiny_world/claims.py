@@ -139,7 +139,7 @@ def load_experiment(world: World, experiment: Experiment, number: int, overrides
 def load_world(
     world: World, changes: Mapping[str, Any], number: int, overrides: Sequence[str], own_compositions: bool
 ) -> Run:
-    """Load the recipe of the demo with changes, or with compositions of its own, for one world and one seed."""
+    """Load the recipe of the demo with changes, or with other compositions, for one world and one seed."""
     data = tomllib.loads(
         (files("lightning_weave.recipes") / "demo.toml").read_text("utf-8").replace(WORLD, world.folder)
     )

@@ -164,7 +164,7 @@ def _attend_packed(
         or not query.shape[-1] == value.shape[-1] <= 256
         or kwargs.get("dropout")
         or kwargs.get("softcap") is not None
-        or (window and kwargs.get("sliding_window") != window)  # chunks, which are no windows
+        or (window and kwargs.get("sliding_window") != window)  # chunked attention, not a window
     ):
         return _attend_row_by_row(module, query, key, value, attention_mask, **kwargs)
     longest, offsets = attention_mask.longest, attention_mask.offsets
