@@ -1,6 +1,6 @@
 """Count what scoring and training cost per token on the fake device: operations, bytes and kernels, by place.
 
-A separate program, because the fake device needs one. `count` starts it. One layer and what is around the layers are counted
+A separate program, as the fake device needs. `count` starts it. One layer and what is around the layers are counted
 apart, from models of one and of two layers, so that a count holds for any depth.
 """
 
