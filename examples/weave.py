@@ -1,3 +1,9 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["lightning-weave"]
+# [tool.uv.sources]
+# lightning-weave = { path = ".." }
+# ///
 """Lightning Weave in one file: train a student on what two specialists learned, with neither in memory while it trains.
 
 An anchor pair is a specialist and the checkpoint it was post-trained from. The log-ratio of the two says what the
@@ -10,7 +16,8 @@ specialist learned, apart from what it knew before. Here one pair learned accura
   5. train       a copy of the student learns q
   6. evaluate    on problems that were held out
 
-The models are tiny and come with the package. `.venv/bin/python examples/weave.py` (after `make demo`): two minutes.
+The models are tiny and come with the package. `uv run examples/weave.py`, or `.venv/bin/python examples/weave.py` after
+`make demo`: two minutes.
 
 A *decision* is the choice of one response token. Shape letters: B rows of a batch, T tokens of a row, N decisions of
 all rows, C candidates, O = C + 1 outcomes, of which the last is `other` (every token that is not a candidate), D width,
