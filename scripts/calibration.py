@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_weave.plan.architecture import CALIBRATED, find_shape
-from lightning_weave.plan.costs import HOUR, PAPER_BYTES, Constants, Hours, PlannedMachine, Workload, offline_hours
+from lightning_weave.plan.costs import HOUR, Constants, Hours, PlannedMachine, Workload, offline_hours
 
 # 3,200 prompts x 4 responses of at most 2,048 tokens, which thinking models nearly always reach. The paper does not
 # state the length of its prompts; 150 tokens is typical of DAPO.
@@ -22,6 +22,14 @@ PAPER_MACHINE = PlannedMachine(CALIBRATED, gpus=8)
 KLEAR = ("Kwai-Klear/Klear-Reasoner-8B", "Qwen/Qwen3-8B-Base")
 DECS = ("pixas/DECS_1.5B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B")
 MIMO = ("XiaomiMiMo/MiMo-7B-RL-0530", "XiaomiMiMo/MiMo-7B-Base")
+
+
+@dataclass(frozen=True)
+class PaperConstants(Constants):
+    """What describes the paper's program: also what its online training costs."""
+
+    online_share: float = 1.0  # of the cost of the same work offline
+    online_seconds_per_round: float = 0.0  # lost, in GPU time
 
 
 @dataclass(frozen=True)
@@ -54,14 +62,14 @@ PAPER = tuple(
 )
 
 
-def online_hours(offline: Hours, load: Workload, constants: Constants, machine: PlannedMachine) -> float:
+def online_hours(offline: Hours, load: Workload, constants: PaperConstants, machine: PlannedMachine) -> float:
     """Predict the same composition trained online by the paper's program, as in its table."""
     caches = load.rounds * load.trajectories_per_round / load.trajectories  # every round makes its own cache
     lost = load.rounds * constants.online_seconds_per_round * CALIBRATED.peak / machine.gpu.peak / HOUR
     return lost + constants.online_share * (caches * offline.cache + offline.train)
 
 
-def calibrate(settings: Sequence[PaperSetting] = PAPER) -> Constants:
+def calibrate(settings: Sequence[PaperSetting] = PAPER) -> PaperConstants:
     """Fit the constants stage by stage, weighting every figure by its relative error."""
 
     def fit_line(x: Sequence[float], ones: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -72,31 +80,18 @@ def calibrate(settings: Sequence[PaperSetting] = PAPER) -> Constants:
         a, b = np.linalg.lstsq(columns, np.ones(len(target)), rcond=None)[0]
         return float(a), float(b) / scale
 
-    def mean_ratio(measured: Sequence[float], predicted: Sequence[float]) -> float:
-        """Geometric mean of measured / predicted."""
-        return float(np.exp(np.mean(np.log(np.array(measured) / np.array(predicted)))))
+    def mean_ratio(counted: Sequence[float], measured: Sequence[float]) -> float:
+        """Geometric mean of counted / measured."""
+        return float(np.exp(np.mean(np.log(np.array(counted) / np.array(measured)))))
 
-    # Forward passes, a + b x FLOPs: the student's, and all anchors of a setting together.
-    figures: list[tuple[float, float, float]] = []  # FLOPs, passes, measured hours
-    for setting in settings:
-        scoring = sum(PAPER_LOAD.forward_flops(find_shape(model)) for model in setting.models)
-        figures.append((PAPER_LOAD.forward_flops(find_shape(setting.student)), 1, setting.reference))
-        figures.append((scoring, len(setting.models), setting.score))
-    fixed, hours_per_flop = fit_line(*zip(*figures, strict=True))
-    sampled = PAPER_LOAD.trajectories * PAPER_LOAD.response_tokens
-    constants = Constants(
-        forward_seconds_per_token=fixed * HOUR / PAPER_LOAD.tokens,
-        forward_utilisation=1 / (hours_per_flop * HOUR * CALIBRATED.peak),
-        passes_per_epoch=1.0,
-        sampling_seconds=mean_ratio(
-            [setting.rollout * HOUR for setting in settings],
-            [sampled * find_shape(setting.student).active * PAPER_BYTES for setting in settings],
-        ),
-        online_share=1.0,
-        online_seconds_per_round=0.0,
+    counted = Constants(1.0, 1.0, 1.0, 1.0)
+    hours = [setting.predict(counted) for setting in settings]
+    constants = PaperConstants(
+        rollout=mean_ratio([each.rollout for each in hours], [setting.rollout for setting in settings]),
+        reference=mean_ratio([each.reference for each in hours], [setting.reference for setting in settings]),
+        score=mean_ratio([sum(each.score) for each in hours], [setting.score for setting in settings]),
+        train=mean_ratio([each.train for each in hours], [setting.train for setting in settings]),
     )
-    one_pass = [setting.predict(constants).train for setting in settings]
-    constants = replace(constants, passes_per_epoch=mean_ratio([setting.train for setting in settings], one_pass))
     # With a share of 1 and no time lost, online training costs what the same work costs offline.
     work = [online_hours(setting.predict(constants), PAPER_LOAD, constants, PAPER_MACHINE) for setting in settings]
     lost, share = fit_line(work, [1.0] * len(work), [setting.online for setting in settings])
@@ -131,10 +126,10 @@ def calibration_page() -> str:
         totals.append(row(paper, (hours.total, paper.total), (online, paper.online), ratio))
     constants = calibrate()
     fitted = {
-        "forward pass, fixed time per token": f"{constants.forward_seconds_per_token * 1e6:.1f} µs",
-        "forward pass, utilisation of the peak": f"{constants.forward_utilisation:.1%}",
-        "training, forward passes per epoch": f"{constants.passes_per_epoch:.2f}",
-        "sampling, per token and GB of parameters": f"{constants.sampling_seconds * 1e15:.1f} µs",
+        "efficiency of rollout": f"{constants.rollout:.2f}",
+        "efficiency of reference": f"{constants.reference:.2f}",
+        "efficiency of scoring": f"{constants.score:.2f}",
+        "efficiency of training": f"{constants.train:.2f}",
         "online, cost relative to the same work offline": f"{constants.online_share:.2f}",
         "online, lost per round": f"{constants.online_seconds_per_round:.0f} GPU seconds",
     }

@@ -78,12 +78,8 @@ def _recording(device: Any, vocabulary: int) -> Iterator[Counter[tuple[str, str]
     found: Counter[tuple[str, str]] = Counter()
 
     def record(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        import torch
-        from torch.utils._pytree import tree_leaves
-
         name = str(func).split(".")[1]
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        read, written = _read_and_written(func, args, kwargs, result)
         known = {tensor.untyped_storage()._cdata for tensor in read}
         is_view = not func._schema.is_mutable and all(one.untyped_storage()._cdata in known for one in written)
         if is_view or name.startswith(FREE) or name.endswith("set_"):
@@ -104,11 +100,26 @@ def _recording(device: Any, vocabulary: int) -> Iterator[Counter[tuple[str, str]
         device.recorder = None
 
 
+def _read_and_written(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[Any], list[Any]]:
+    """List the tensors that a kernel reads and those that it writes, each once; what is only an output is not read."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    read, written = [], tree_leaves(result)
+    for place, argument in enumerate(func._schema.arguments):
+        given = tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        read += [] if is_written and argument.is_out else given
+        written += given if is_written else []
+    tensors = ({id(one): one for one in listed if isinstance(one, torch.Tensor)} for listed in (read, written))
+    return tuple(list(each.values()) for each in tensors)
+
+
 def _kind_of(name: str, read: Sequence[Any], full_name: str, vocabulary: int) -> tuple[str, float, float]:
     """Name the kind of work, count its operations, and give the rate at which an H100 does them."""
     in_head = any(one.numel() % vocabulary == 0 and one.numel() >= 100 * vocabulary for one in read)
-    if name in PRODUCTS:
-        a, b = read[PRODUCTS[name]], read[PRODUCTS[name] + 1]
+    if (product := name.removesuffix("_")) in PRODUCTS:
+        a, b = read[PRODUCTS[product]], read[PRODUCTS[product] + 1]
         rate = PRODUCT_FLOAT32 if a.element_size() == 4 else PRODUCT
         return "head products" if in_head else "products", 2.0 * a.numel() * b.shape[-1], rate
     if "attn" in name or "attention" in name:

@@ -80,12 +80,12 @@ def test_work_is_what_torch_counts(family: str) -> None:
         model(torch.zeros(1, tokens, dtype=torch.long))
     # The eager model multiplies the whole square of attention; half of it is masked and not counted here.
     masked = sum(layer.attention_flops for layer in shape.layers) * tokens * tokens / 2
-    assert counter.get_total_flops() == pytest.approx(shape.flops(0, tokens) + masked, rel=0.01)
+    assert counter.get_total_flops() == pytest.approx(sum(shape.flops(0, tokens)) + masked, rel=0.01)
 
 
 def test_only_response_positions_pay_for_the_head() -> None:
     shape = read_shape(TINY["qwen3"].to_dict(), "")
-    assert shape.flops(0, 10) - shape.flops(6, 4) == 2 * 6 * 64 * 512
+    assert sum(shape.flops(0, 10)) - sum(shape.flops(6, 4)) == 2 * 6 * 64 * 512
 
 
 def test_a_window_limits_what_a_layer_sees() -> None:
@@ -93,7 +93,7 @@ def test_a_window_limits_what_a_layer_sees() -> None:
     assert [layer.window for layer in shape.layers] == [8, 8, 8, None]
     seen = [min(position, 8) for position in range(1, 41)]  # position 1 sees itself
     full = list(range(1, 41))
-    counted = shape.flops(0, 40) - 40 * 2 * (shape.active)
+    counted = sum(shape.flops(0, 40)) - 40 * 2 * (shape.active)
     per_context = shape.layers[0].attention_flops
     assert counted == pytest.approx(per_context * (3 * sum(seen) + sum(full)), rel=0.05)
 

@@ -22,8 +22,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "appendix" / "plan.md"
 
 def test_settings_that_were_left_out_are_predicted_within_the_goals() -> None:
     for setting, hours, online in leave_one_out():
-        assert hours.total == pytest.approx(setting.total, rel=0.25)
-        assert online == pytest.approx(setting.online, rel=0.25)
+        assert hours.total == pytest.approx(setting.total, rel=0.15)
+        assert online == pytest.approx(setting.online, rel=0.18)  # only the 1.7B student is off by more than 15 %
         assert online / hours.total == pytest.approx(setting.online / setting.total, rel=0.15)
 
 
@@ -61,16 +61,18 @@ def test_one_kind_of_gpu_is_scaled_from_another() -> None:
     models = [find_shape(model) for model in setting.models]
     slower = offline_hours(student, models, PAPER_LOAD, PlannedMachine(find_gpu("a100"), 8))
     usual = offline_hours(student, models, PAPER_LOAD, PAPER_MACHINE)
-    assert slower.reference / usual.reference == pytest.approx(989 / 312)
-    assert slower.rollout / usual.rollout == pytest.approx(3.35 / 2.04)
-    own = offline_hours(student, models, PAPER_LOAD, PlannedMachine(find_gpu("H100"), 8, 1.0, 1000.0))
+    for slow, fast in ((slower.reference, usual.reference), (slower.rollout, usual.rollout)):
+        assert 3.35 / 2.04 < slow / fast < 67 / 19.5  # between the ratios of bandwidth and of float32
+    given = PlannedMachine(find_gpu("H100"), 8, 1.0, 1000.0)
+    own = offline_hours(student, [], PAPER_LOAD, given, dtypes=dict.fromkeys(("reference", "train"), "bfloat16"))
     assert own.rollout == pytest.approx(12800 * 2048 / 1000 / 3600)
     assert own.reference == pytest.approx(PAPER_LOAD.forward_flops(student) / 989e12 / 3600)
 
 
 def test_the_package_has_the_fitted_constants() -> None:
-    for name, value in vars(calibrate()).items():
-        assert getattr(CONSTANTS, name) == pytest.approx(value, rel=1e-9), name
+    fitted = calibrate()
+    for name, value in vars(CONSTANTS).items():
+        assert getattr(fitted, name) == pytest.approx(value, rel=1e-9), name
 
 
 def test_the_page_shows_the_calibration() -> None:

@@ -15,7 +15,7 @@ from lightning_weave.bench import definitions
 from lightning_weave.bench.definitions import BenchmarkKind
 from lightning_weave.config import check_recipe, load_recipe
 from lightning_weave.plan.architecture import find_gpu, find_shape
-from lightning_weave.plan.costs import PlannedMachine
+from lightning_weave.plan.costs import CONSTANTS, PlannedMachine
 from lightning_weave.plan.memory import cache_bytes, fit_training
 from lightning_weave.plan.plan import make_plan
 from lightning_weave.progress import Progress
@@ -61,12 +61,20 @@ def stage_hours(recipe, machine: PlannedMachine = EIGHT) -> dict[str, float]:
     return {row.stage: row.gpu_hours for row in plan.stages} | {"eval": plan.evaluation}
 
 
-def test_sampling_costs_the_bytes_of_its_dtype() -> None:
+def test_sampling_in_16_bits_costs_at_most_half() -> None:
+    """Half of the bytes of weights and caches, and products on tensor cores."""
     recipe = paper("base", "qwen3-4b", "math", "klear")
     whole = stage_hours(changed(recipe, engine={"dtype": "float32"}))
     half = stage_hours(changed(recipe, engine={"dtype": "bfloat16"}))
-    assert half["rollout"] == pytest.approx(whole["rollout"] / 2)
-    assert half["eval"] == pytest.approx(whole["eval"] / 2)
+    assert whole["rollout"] / 8 < half["rollout"] <= whole["rollout"] / 2
+    assert whole["eval"] / 8 < half["eval"] <= whole["eval"] / 2
+
+
+def test_long_responses_cost_more_per_token_to_sample() -> None:
+    """Every step reads the cache of what was sampled before."""
+    recipe = changed(paper("base", "qwen3-4b", "math", "klear"), engine={"dtype": "bfloat16"})
+    short, long = (stage_hours(changed(recipe, rollout={"max_tokens": size}))["rollout"] for size in (2048, 8192))
+    assert long > 6 * short
 
 
 def test_recomputed_activations_cost_time() -> None:
@@ -74,14 +82,19 @@ def test_recomputed_activations_cost_time() -> None:
     recomputed, kept = (
         stage_hours(changed(recipe, train={"gradient_checkpointing": on}))["train"] for on in (True, False)
     )
-    assert kept == pytest.approx(0.82 * recomputed)
+    assert 0.75 * recomputed < kept < 0.9 * recomputed  # a fourth forward pass
 
 
 def test_ranks_with_few_rows_wait() -> None:
     """Updates have 64 rows: on 64 GPUs half of the time of training is lost, on 128 half of the GPUs have none."""
-    recipe = changed(paper("base", "qwen3-4b", "math", "klear"), train={"gradient_checkpointing": False})
+    keys = {"gradient_checkpointing": False, "token_budget": 2048}  # one row at a time
+    recipe = changed(paper("base", "qwen3-4b", "math", "klear"), train=keys)
     hours = {gpus: stage_hours(recipe, PlannedMachine(find_gpu("H100"), gpus))["train"] for gpus in (8, 16, 64, 128)}
     assert hours[8] == hours[16] == pytest.approx(hours[64] / 2) == pytest.approx(hours[128] / 4)
+    # Several rows at a time gather the weights less often: 20 bytes of 4e9 parameters are 28 ms of an H100.
+    rows = paper("base", "qwen3-4b", "math", "klear").train.epochs * 12800
+    saved = hours[8] - stage_hours(changed(recipe, train={"token_budget": 2 * (2048 + 154)}))["train"]
+    assert saved == pytest.approx(rows / 2 * 0.0283 / CONSTANTS.train / 3600, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +136,7 @@ def test_time_knows_the_dtype_of_products() -> None:
         plan = make_plan(changed(recipe, machine=machine, engine={"dtype": {"score": dtype}}), EIGHT)
         hours[name] = sum(row.gpu_hours for row in plan.stages if row.stage == "score")
     assert hours["float32"] > 2 * hours["tf32"]
-    assert hours["tf32"] == pytest.approx(hours["16"])  # neither is at its peak
+    assert hours["tf32"] > 1.5 * hours["16"]
     # No faster than the hardware: 80 % of 67 TFLOP/s.
     work = sum(row.operations for row in make_plan(recipe, EIGHT).stages if row.stage == "score")
     assert hours["float32"] * 3600 > work / (0.8 * 67e12)
@@ -177,6 +190,10 @@ def test_a_composition_may_train_longer_or_sample_again() -> None:
     anchors = sum(row.gpu_hours for row in plan.stages if row.stage == "score")
     again = 3 / 2 * (student + reference + anchors)
     assert refreshed["klear-decs"] == pytest.approx(hours["klear-decs"] + again)
+    recipe["compositions"]["klear-decs"]["refresh"] = "auto"
+    (auto,) = [row for row in make_plan(check_recipe(recipe), EIGHT).stages if row.what == "klear-decs"]
+    assert auto.least_gpu_hours == pytest.approx(hours["klear-decs"])
+    assert auto.gpu_hours == pytest.approx(refreshed["klear-decs"])
 
 
 @pytest.mark.parametrize("kind", ["math", "code"])
@@ -188,7 +205,8 @@ def test_evaluation_samples_as_the_benchmarks_do(monkeypatch: pytest.MonkeyPatch
     assert make_plan(check_recipe({**recipe, "eval": recipe["eval"] | same}), EIGHT).evaluation == usual
     monkeypatch.setitem(definitions.SAMPLES, kind, 2 * definitions.SAMPLES[kind])
     monkeypatch.setitem(definitions.MAX_TOKENS, kind, 3 * definitions.MAX_TOKENS[kind])
-    assert make_plan(check_recipe(recipe), EIGHT).evaluation == pytest.approx(6 * usual)
+    # Six times the tokens, and each reads the cache of an answer that is three times as long.
+    assert 6 * usual < make_plan(check_recipe(recipe), EIGHT).evaluation < 18 * usual
 
 
 def test_a_checkpoint_that_two_pairs_share_is_scored_once() -> None:

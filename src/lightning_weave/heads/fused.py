@@ -43,11 +43,13 @@ def fused_log_residual_loss(
     chunk: int | None = None,
     vocabulary: int | None = None,
     watch_NO: Tensor | None = None,
+    weight_N: Tensor | None = None,
 ) -> Tensor:
     """Sum the squared log-residuals over all positions, divided by `normalizer` (finite-candidate-loss).
 
     A position's candidates must be distinct; matrix rows from `vocabulary` on are ignored. Differentiable once with
-    respect to hidden states and weight. `watch_NO`, if given, is filled with the student's log-probs.
+    respect to hidden states and weight. `watch_NO`, if given, is filled with the student's log-probs; `weight_N`
+    multiplies the loss of each position.
     """
     dtype = maths_dtype(hidden_ND)
     log_b_NO = log_b_NO.to(dtype)
@@ -63,7 +65,7 @@ def fused_log_residual_loss(
         gradient_NO[:, -1].masked_fill_(log_pi_NO[:, -1] < LOG_RESIDUAL_FLOOR, 0.0)
         return log_residual_loss(floored_NO, log_b, log_q, alpha), gradient_NO
 
-    return _fused(hidden_ND, weight_VD, candidate_ids_NC, loss, normalizer, chunk, vocabulary, watch_NO)
+    return _fused(hidden_ND, weight_VD, candidate_ids_NC, loss, normalizer, chunk, vocabulary, watch_NO, weight_N)
 
 
 def fused_reverse_kl(
@@ -76,6 +78,7 @@ def fused_reverse_kl(
     chunk: int | None = None,
     vocabulary: int | None = None,
     watch_NO: Tensor | None = None,
+    weight_N: Tensor | None = None,
 ) -> Tensor:
     """Sum alpha KL(student || target) on the finite outcomes of all positions, over `normalizer` (maps-loss)."""
     log_q_NO = log_q_NO.to(maths_dtype(hidden_ND))
@@ -90,7 +93,7 @@ def fused_reverse_kl(
         gradient_NO[:, -1] = torch.where(floored_N, -alpha * pi_NO[:, -1], gradient_NO[:, -1])
         return reverse_kl(floored_NO, log_q, alpha), gradient_NO
 
-    return _fused(hidden_ND, weight_VD, candidate_ids_NC, loss, normalizer, chunk, vocabulary, watch_NO)
+    return _fused(hidden_ND, weight_VD, candidate_ids_NC, loss, normalizer, chunk, vocabulary, watch_NO, weight_N)
 
 
 def _fused(
@@ -102,7 +105,15 @@ def _fused(
     chunk: int | None,
     vocabulary: int | None,
     watch_NO: Tensor | None,
+    weight_N: Tensor | None,
 ) -> Tensor:
+    def weighted(log_pi_NO: Tensor, floored_NO: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        loss_N, gradient_NO = loss(log_pi_NO, floored_NO, rows)
+        if weight_N is None:
+            return loss_N, gradient_NO
+        weight = weight_N[rows].to(loss_N.dtype)
+        return weight * loss_N, weight[:, None] * gradient_NO
+
     head = Head(weight_VD.detach(), weight_VD.shape[0] if vocabulary is None else vocabulary)
     if isinstance(normalizer, Tensor):
         normalizer = normalizer.to(maths_dtype(hidden_ND))
@@ -111,7 +122,7 @@ def _fused(
     if not chunk and wanted[1]:
         rows = min(rows, rows_within_budget(head.vocabulary, hidden_ND.device))
     ids_NC = check_ids(candidate_ids_NC, head.vocabulary)
-    return _OnePass.apply(hidden_ND, weight_VD, head, ids_NC, loss, normalizer, rows, wanted, watch_NO)
+    return _OnePass.apply(hidden_ND, weight_VD, head, ids_NC, weighted, normalizer, rows, wanted, watch_NO)
 
 
 class _OnePass(torch.autograd.Function):

@@ -14,7 +14,7 @@ from lightning_weave.errors import InputError, first_line
 from lightning_weave.models.hub import explain_hub_error, go_offline_if_unreachable
 
 MatmulDtype = Literal["bfloat16", "tf32", "float32"]
-FLOAT32_UTILISATION = 0.8  # of the float32 peak, reached by a large matrix product without tensor cores
+TENSOR_CORES, FLOAT32_UTILISATION = 0.7, 0.8  # of the peak, reached by a large matrix product
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ class GPU:
         """Speed of a program that reaches this utilisation of the 16-bit peak, limited by the peak of the dtype."""
         limit = {"bfloat16": self.peak, "tf32": self.tf32, "float32": FLOAT32_UTILISATION * self.float32}[dtype]
         return min(utilisation * self.peak, limit)
+
+    def product_rate(self, dtype: MatmulDtype) -> float:
+        """FLOPs per second of a large matrix product."""
+        return {"bfloat16": TENSOR_CORES * self.peak, "tf32": TENSOR_CORES * self.tf32}.get(
+            dtype, FLOAT32_UTILISATION * self.float32
+        )
 
 
 # The paper measured on H100; costs are scaled to the others by peak (scoring, training) and bandwidth (sampling).
@@ -120,8 +126,8 @@ class Shape:
         """Count the parameters that a token is multiplied with: its own experts, and no embedding lookup."""
         return sum(layer.active for layer in self.layers) + self.width * self.vocabulary
 
-    def flops(self, prompt: float, response: float) -> float:
-        """Count the FLOPs of one forward pass over one row; only response positions go through the head."""
+    def flops(self, prompt: float, response: float) -> tuple[float, float, float]:
+        """Count the FLOPs of a forward pass over one row: matrices, attention, and the head at response positions."""
         tokens = prompt + response
         matrices = tokens * sum(2 * layer.active + layer.recurrent_flops for layer in self.layers)
         attention = 0.0
@@ -131,7 +137,7 @@ class Shape:
             else:
                 context = layer.window * layer.window / 2 + (tokens - layer.window) * layer.window
             attention += layer.attention_flops * context
-        return matrices + attention + 2 * response * self.width * self.vocabulary
+        return matrices, attention, 2 * response * self.width * self.vocabulary
 
     def cache_bytes(self, tokens: int, bytes_per_number: int = 2) -> int:
         """Count the bytes cached while generating one sequence of this length."""

@@ -33,6 +33,7 @@ from lightning_weave.plan.costs import (
     live_sampling_hours,
     offline_hours,
     sampling_hours,
+    sequences_at_once,
 )
 from lightning_weave.plan.memory import (
     MASTER,
@@ -51,7 +52,6 @@ from lightning_weave.prompts.build import count_held_out
 ROLES: tuple[Literal["post"], Literal["pre"]] = ("post", "pre")
 PROMPT_SHARE = 0.15  # mean length of a prompt, as a share of prompts.max_tokens
 NODE_GPUS = 8  # of one machine, which by default share one copy of the student
-MAX_SEQUENCES = 256  # vLLM's default for one batch
 ANSWER_SHARE = 0.5  # mean length of an answer in evaluation, as a share of eval.max_tokens
 
 
@@ -62,8 +62,9 @@ class StagePlan:
     stage: str
     what: str
     operations: float
-    gpu_hours: float
+    gpu_hours: float  # the most, where that is decided in training
     disk: float = 0.0
+    least_gpu_hours: float | None = None  # with refresh = "auto": if it never samples again
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def make_plan(
     }
     train_bytes = 4 if recipe.train.dtype == "float32" else 2
     gpus = min(machine.gpus, recipe.train.shard_ranks or NODE_GPUS)
-    checkpointing, _, training = fit_training(recipe, student, gpus, machine.gpu.memory, train_bytes)
+    checkpointing, token_budget, training = fit_training(recipe, student, gpus, machine.gpu.memory, train_bytes)
     live = offline_hours(
         student,
         list(models.values()),
@@ -170,6 +171,7 @@ def make_plan(
         sampled_bytes=_dtype_bytes(recipe.engine_of("rollout").dtype, student),
         checkpointing=checkpointing,
         rows_per_update=recipe.train.prompts_per_round * recipe.rollout.responses / recipe.train.updates_per_round,
+        token_budget=token_budget,
     )
     live_scores = dict(zip(models, live.score, strict=True))
     score_hours = {name: 0.0 if name in known else cost for name, cost in live_scores.items()}
@@ -206,7 +208,10 @@ def make_plan(
     passes = 4 if checkpointing else 3
     for name, cost in trainings.items():
         flops = (recipe.compositions[name].epochs or load.epochs) * passes * forward
-        stages.append(StagePlan("train", name, flops, cost, KEPT_CHECKPOINTS * checkpoint + exported))
+        composition = recipe.compositions[name]
+        is_auto = isinstance(composition, Joint) and composition.refresh == "auto"
+        least = hours.train * (composition.epochs or load.epochs) / load.epochs if is_auto else None
+        stages.append(StagePlan("train", name, flops, cost, KEPT_CHECKPOINTS * checkpoint + exported, least))
 
     benchmarks = {}
     for name in recipe.eval.benchmarks:
@@ -217,9 +222,9 @@ def make_plan(
         if name.startswith("file:") and path.is_file():
             problems = path.read_bytes().count(b"\n")
         samples = recipe.eval.samples or (OWN_SAMPLES if benchmark is None else SAMPLES[kind])
-        tokens = problems * samples * ANSWER_SHARE * (recipe.eval.max_tokens or MAX_TOKENS[kind])
+        answer = ANSWER_SHARE * (recipe.eval.max_tokens or MAX_TOKENS[kind])
         eval_bytes = _dtype_bytes(recipe.engine_of("eval").dtype, student)
-        benchmarks[name] = sampling_hours(student, tokens, machine, eval_bytes)
+        benchmarks[name] = sampling_hours(student, problems * samples, load.prompt_tokens, answer, machine, eval_bytes)
     return Plan(
         name=recipe.name,
         gpu=machine.gpu.name,
@@ -287,7 +292,7 @@ def _training_hours(
             legs = len(composition.sequence)
             resampling = [hours.rollout + hours.reference + sum(scoring([name])) for name in composition.sequence[1:]]
             return training + sum(resampling) / legs
-        case Joint(refresh=parts) if parts > 1:
+        case Joint(parts=parts) if parts > 1:
             # A later part samples the prompts of its updates; the current and the initial student score them, too.
             again = hours.rollout + 2 * hours.reference + sum(scoring(composition.used))
             return training + (parts - 1) * min(1.0, epochs / parts) * again
@@ -306,9 +311,7 @@ def _plan_memory(
     score_bytes = {name: _dtype_bytes(recipe.engine_of("score").dtype, shape) for name, shape in models.items()}
     sequences = recipe.rollout.batch_size
     if recipe.engine.rollout == "vllm":  # as many as fit
-        single = sampling_memory(student, longest, 1, rollout_bytes)
-        room = USABLE * machine.gpu.memory - single.weights
-        sequences = max(1, min(MAX_SEQUENCES, int(room // single.working)))
+        sequences = sequences_at_once(student, longest, machine.gpu, rollout_bytes)
     reference_bytes = _dtype_bytes(recipe.engine_of("reference").dtype, student)
     score_tokens = max(recipe.score.token_budget, longest)
     gpus = f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}"
@@ -354,7 +357,9 @@ def run(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | None, as
     )
     for stage in plan.stages:
         disk = f"{stage.disk / 1e9:.1f} GB"
-        table.add_row(stage.stage, printable(stage.what), f"{stage.operations:.1e}", f"{stage.gpu_hours:.2f}", disk)
+        least = "" if stage.least_gpu_hours is None else f"{stage.least_gpu_hours:.2f} to "
+        cost = f"{least}{stage.gpu_hours:.2f}"
+        table.add_row(stage.stage, printable(stage.what), f"{stage.operations:.1e}", cost, disk)
     console.print(table)
 
     title = f"Memory, {plan.gpu}"
@@ -389,8 +394,6 @@ def run(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | None, as
         f"In all: {everything:.1f} GPU hours, with the evaluation of {policies} policies",
     ]
     if plan.gpu != CALIBRATED.name:
-        lines.append(
-            f"Calibrated on {CALIBRATED.name}; scaled to {plan.gpu} by peak and bandwidth (--utilisation, --rate)"
-        )
+        lines.append(f"Efficiencies are those of {CALIBRATED.name}, at the rates of {plan.gpu} (--utilisation, --rate)")
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)
