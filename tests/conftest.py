@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from lightning_weave.store import files
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 THREADS = torch.get_num_threads()  # before any test has changed it
+# A shell starts what runs in the background with SIGINT ignored, which programs that tests start would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

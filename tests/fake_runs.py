@@ -89,7 +89,9 @@ class Measured:
 
 
 def config_of(model: str) -> dict[str, Any]:
-    """Give the configuration of a model."""
+    """Give the configuration of a model, or the one that is written out instead of a name."""
+    if model.startswith("{"):
+        return json.loads(model)
     if model in CONFIGS:
         return CONFIGS[model]
     shipped = files("lightning_weave.plan") / "configs" / f"{model.replace('/', '--')}.json"

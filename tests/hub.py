@@ -1,10 +1,11 @@
-"""A small hub on the loopback address for the real client: revisions, gated and missing repositories, faults."""
+"""A small hub on the loopback address for the real client: revisions, uploads, gated and missing data, faults."""
 
+import base64
 import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +14,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 import pytest
+import yaml
 
 PATIENCE = 600  # seconds for an answer, however busy the machine
 LARGE = (".safetensors",)  # what it keeps as large files, with a sha256
@@ -29,6 +31,10 @@ class Hub:
     cut: dict[str, int] = field(default_factory=dict)  # file -> bytes after which the connection breaks ...
     cuts: int = 0  # ... so many times
     hold: threading.Event = field(default_factory=threading.Event)  # weights are sent only while it is set
+    private: dict[str, bool] = field(default_factory=dict)  # repositories that the client has created
+    large: dict[str, bytes] = field(default_factory=dict)  # uploaded files by their sha256, before they are committed
+    refused: int | None = None  # uploads after which writing is forbidden
+    before_commit: Callable[[], object] | None = None  # called once, when the next commit has arrived
 
     def push(self, repository: str, folder: Path) -> str:
         """Add a commit with the files of a folder; returns its name."""
@@ -63,6 +69,8 @@ def serve_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
         "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     )
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")  # uploads go to this server, not to Xet storage
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("lightning_weave.models.hub.CONNECT_TIMEOUT", PATIENCE)
     for clock in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):  # after ten seconds it would ask again
@@ -87,8 +95,31 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_POST(self) -> None:
-        """Say what is known of some paths."""
-        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        """Say what is known of some paths, or take a part of an upload."""
+        asked = self._body().decode()
+        path = unquote(self.path.partition("?")[0])
+        upload = re.fullmatch(r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/(preupload|commit)/[^/]+", path)
+        batch = re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)\.git/info/lfs/objects/batch", path)
+        if path == "/api/validate-yaml":
+            header = yaml.safe_load(json.loads(asked)["content"].split("---")[1])
+            return self._json({"errors": [], "warnings": [], "header": header})
+        if path == "/api/repos/create":
+            return self._create(json.loads(asked))
+        if batch or upload:
+            self.hub.asked.append(f"POST {path}")
+            if self.hub.refused is not None and len(self.hub.large) >= self.hub.refused:
+                return self._refuse(403, "Forbidden")
+        if batch:
+            objects = [self._place(one) for one in json.loads(asked)["objects"]]
+            return self._json({"transfer": "basic", "objects": objects})
+        if upload and upload[2] == "preupload":
+            names = [one["path"] for one in json.loads(asked)["files"]]
+            modes = {name: "lfs" if name.endswith(LARGE) else "regular" for name in names}
+            return self._json(
+                {"files": [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in modes.items()]}
+            )
+        if upload:
+            return self._commit(upload[1], [json.loads(line) for line in asked.splitlines()])
         found = re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/paths-info/([^/]+)", self.path)
         commits = self.hub.commits.get(f"datasets/{found[1]}" if found else "")
         if found is None or commits is None:
@@ -96,6 +127,58 @@ class _Handler(BaseHTTPRequestHandler):
         files = commits.get(found[2]) or list(commits.values())[-1]
         wanted = json.loads(asked)["paths"] if asked.startswith("{") else parse_qs(asked)["paths"]
         return self._json([row for row in _tree(files) if row["path"] in wanted])
+
+    def do_PUT(self) -> None:
+        """Take a large file."""
+        data = self._body()
+        name = self.path.rsplit("/", 1)[1]
+        if hashlib.sha256(data).hexdigest() != name:
+            return self._refuse(400, "BadChecksum")
+        self.hub.large[name] = data
+        return self._json({})
+
+    def _body(self) -> bytes:
+        """Read what was sent, also in chunks."""
+        if "Content-Length" in self.headers:
+            return self.rfile.read(int(self.headers["Content-Length"]))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def _create(self, asked: dict[str, Any]) -> None:
+        name = f"{'datasets/' if asked.get('type') == 'dataset' else ''}{asked['organization']}/{asked['name']}"
+        url = {"url": f"{self.hub.url}/{name}"}
+        if name in self.hub.commits:
+            return self._json(url, 409)
+        self.hub.private[name] = asked.get("visibility") == "private" or bool(asked.get("private"))
+        self.hub.push_files(name, {}, hashlib.sha1(name.encode()).hexdigest())
+        return self._json(url)
+
+    def _place(self, one: dict[str, Any]) -> dict[str, Any]:
+        there = {"oid": one["oid"], "size": one["size"]}
+        if one["oid"] in self.hub.large:
+            return there
+        return {**there, "actions": {"upload": {"href": f"{self.hub.url}/large/{one['oid']}"}}}
+
+    def _commit(self, repository: str, lines: list[dict[str, Any]]) -> None:
+        if (call := self.hub.before_commit) is not None:
+            self.hub.before_commit = None
+            call()
+        commits = self.hub.commits[repository]
+        parent = list(commits)[-1]
+        if lines[0]["value"].get("parentCommit", parent) != parent:
+            return self._refuse(412, "PreconditionFailed")
+        files = dict(commits[parent])
+        for line in lines[1:]:
+            value = line["value"]
+            is_large = line["key"] == "lfsFile"
+            files[value["path"]] = self.hub.large[value["oid"]] if is_large else base64.b64decode(value["content"])
+        name = hashlib.sha1(parent.encode() + json.dumps(lines).encode()).hexdigest()
+        self.hub.push_files(repository, files, name)
+        return self._json({"commitUrl": f"{self.hub.url}/{repository}/commit/{name}", "commitOid": name})
 
     def do_GET(self) -> None:
         path = unquote(self.path.partition("?")[0])
@@ -132,13 +215,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def _json(self, value: Any) -> None:
+    def _json(self, value: Any, status: int = 200) -> None:
         body = json.dumps(value).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def _send(self, commit: str, name: str, data: bytes) -> None:

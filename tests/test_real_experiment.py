@@ -75,6 +75,10 @@ def test_the_recipes_are_whole() -> None:
     assert len(budgets) == 1, "the same for all"
     page = script("page")
     assert set(page.KINDS) == {"base", *recipe.compositions, *recipe.policies}
+    parts += [ROOT / "recipes" / f"real-{name}.toml" for name in ("contrast", "effort", "effort-asked")]
+    more = load_recipe(parts, [])
+    assert set(more.compositions) - set(recipe.compositions) == {"contrast", "effort"}
+    assert all(composition.kl_budget in budgets for composition in more.compositions.values())  # type: ignore[union-attr]
 
 
 def means_of(rng: np.random.Generator, problems: int) -> ProblemMeans:
@@ -109,8 +113,9 @@ def test_intervals_are_those_of_a_plain_loop_over_problems_drawn_together() -> N
 
 
 @pytest.mark.slow
-def test_the_page_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:
-    page, tasks = script("page"), script("tasks")
+def test_the_page_says_what_is_there_and_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "real"))
+    page, tasks, more = script("page"), script("tasks"), script("more")
     page.RESAMPLES = 200
     data = tmp_path / "real-data"
     tasks.write(data)
@@ -152,8 +157,8 @@ def test_the_page_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:
     assert "| *right* is more accurate than the base | not measured | |" in text
     assert "| rollout | 2.0 | 1,200 | 10 |" in text
     first = json.loads((data / "same.jsonl").read_text().splitlines()[24])
-    assert f"**Base wrong, weave right and shorter.** {first['problem']} ({first['answer']})" in text
-    assert "**Base right, weave wrong.** No problem." in text
+    assert f"**Base wrong, weave-50 right and shorter.** {first['problem']} ({first['answer']})" in text
+    assert "**Base right, weave-50 wrong.** No problem." in text
     assert "| weave-50 | 96 | 25.0 | 50.0 |" in text
     readme = page.readme(page.read_policies(runs, "same"))
     assert (
@@ -163,6 +168,29 @@ def test_the_page_says_what_is_there_and_what_is_not(tmp_path: Path) -> None:
     assert "(96 problems, 2 training seeds, `make real`)" in readme
     page.draw(page.read_policies(runs, "same"), tmp_path / "frontier.svg")
     assert "weave-50" in (tmp_path / "frontier.svg").read_text()
+
+    more.MODELS = tmp_path / "real-models.md"
+    more.MODELS.write_text(text.replace("| 10.0 |", "| 12.0 |", 1))
+    same = {"accuracy_low": 10, "accuracy_high": 20, "tokens_low": 8, "tokens_high": 12, "aes_low": -2, "aes_high": 0}
+    same |= {"largest_trusted": None}
+    point = {
+        "alpha": 1.0,
+        "accuracy": 12,
+        "tokens": 10,
+        "aes": -1.0,
+        **same,
+        "effective_samples": 31.2,
+        "trusted": True,
+    }
+    far = {"tokens": 9, "aes": 0.5, "accuracy": 90, "accuracy_low": 80, "accuracy_high": 100, "effective_samples": 2.0}
+    far |= {"trusted": False, "largest_trusted": {"alpha": 4.0, "kl": 0.02}}
+    points = [{"policy": "base"}, {"policy": "brief", **point}, {"policy": "weave-50", **point, **far}]
+    (tmp_path / "points.json").write_text(json.dumps(points))
+    lines = list(more.forecast(tmp_path / "points.json"))
+    assert lines[2].endswith("| 2 ? | alpha 4, KL 0.02 |")
+    assert lines[3].startswith("| brief | 1 | 12.0 [10.0, 20.0] | 18.8 | 10.0 [8.0, 12.0] | 12.0 |")
+    assert lines[3].endswith("| 31 |  |")
+    assert lines[-3].startswith("| accuracy | 23.4 | +16.6 | 1.00 | 1 of 2 |")
 
 
 def test_what_models_can_do_alone_and_what_survives_another_tokenizer_is_counted(tmp_path: Path) -> None:

@@ -33,6 +33,24 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_the_lock_has_the_tested_versions_from_the_public_index() -> None:
+    text = (ROOT / "uv.lock").read_text()
+    assert set(re.findall(r"https?://([^/\"]+)", text)) == {"pypi.org", "files.pythonhosted.org"}
+    locked: dict[str, set[str]] = {}
+    for package in tomllib.loads(text)["package"]:
+        locked.setdefault(package["name"], set()).add(package["version"])
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        known = locked.get(re.sub(r"[-_.]+", "-", name.lower()))
+        assert known is None or version in known, line
+    (own,) = [one for one in tomllib.loads(text)["package"] if one["name"] == "lightning-weave"]
+    wanted = {
+        re.split(r"[<>=]", one)[0]
+        for one in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    }
+    assert {one["name"] for one in own["dependencies"]} == wanted
+
+
 def test_the_hook_before_a_commit_is_make_lint() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     assert [hook["entry"] for repo in config["repos"] for hook in repo["hooks"]] == ["make lint"]
@@ -62,6 +80,9 @@ def test_the_tutorial_is_a_page_with_all_its_cells() -> None:
         assert (f"```python\n{source}\n```" if cell["cell_type"] == "code" else source) in page
 
 
+NAMES = ("brief-only", "acc-only", "both", "even")  # of compositions that parts of recipes mention
+
+
 @pytest.mark.parametrize("text", RECIPES)
 def test_recipes_on_the_pages_load(text: str) -> None:
     """A whole recipe as it is; a part of one as an addition to a whole recipe."""
@@ -69,12 +90,12 @@ def test_recipes_on_the_pages_load(text: str) -> None:
     if "name" in part:
         assert check_recipe(part).compositions
         return
-    anchors = {name: {"post": "p", "pre": "q"} for name in ("a", "b")}
+    anchors = {name: {"post": "p", "pre": "q"} for name in ("a", "b", "accuracy", "brevity")}
     whole = {
         "name": "r",
         "student": {"model": "m"},
         "anchors": anchors,
-        "compositions": {name: {"weights": {"a": 0.5, "b": 0.5}} for name in ("brief-only", "acc-only", "both")},
+        "compositions": {name: {"weights": {"a": 0.5, "b": 0.5}} for name in NAMES},
         "prompts": {"source": "prompts.jsonl"},
     }
     check_recipe(merge_tables(whole, part))

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,3 +192,26 @@ def test_wandb_continues_a_run_on_its_server(tmp_path: Path, monkeypatch: pytest
     assert [(one["name"], one["displayName"], one["groupName"]) for one in begun] == 3 * [
         ("abc123", "even of mine", "mine")
     ]
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_trackio_continues_a_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package with its files in a folder: training, its resume and evaluation are one run."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which it reads when it is imported
+    for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    recipe = recipe_of("trackio", entity="me")
+    train(recipe, tmp_path)
+    (tracker,) = open_trackers(recipe, TrackedRun("even", tmp_path, "abc123"))
+    tracker.results({"eval/accuracy": 75.0})
+    imsave(tmp_path / "frontier.png", np.zeros((4, 5, 3)))
+    tracker.images({"frontier": tmp_path / "frontier.png"})
+    tracker.close()
+    rows = storage.get_logs("weave", "even of mine@abc123")
+    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert losses == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 25)]
+    assert [row["eval/accuracy"] for row in rows if "eval/accuracy" in row] == [75.0]
+    assert [row["frontier"]["_type"] for row in rows if "frontier" in row] == ["trackio.image"]
+    assert storage.get_run_config("weave", "even of mine@abc123")["name"] == "mine"

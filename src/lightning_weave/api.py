@@ -169,7 +169,7 @@ class Run(runs.Run):
 
         with self._hold("train", compositions):
             train(self, self.progress, compositions or None, executor=self.executor())
-        names = compositions or self.recipe.compositions
+        names = [name for name in self.recipe.compositions if runs.is_wanted(name, compositions or None)]
         return {name: self.stage("train", name).folder / "final" for name in names}
 
     def eval(self, *policies: str) -> Records:
@@ -217,6 +217,26 @@ class Run(runs.Run):
         with self._hold("sweep"):
             sweep(self, plan, self.progress, console or self.progress.console, executor=self.executor())
         return self.points()
+
+    def compare(
+        self,
+        composition: str,
+        *also: str,
+        only: Sequence[str] | None = None,
+        console: "Console | None" = None,
+    ) -> Records:
+        """Compare a composition with what could be done instead: merges, prompts, a token cap, baselines, placebos.
+
+        What is missing is trained and evaluated; `also` are further policies, `only` some of the alternatives. Returns
+        a row for each policy, and one with `left_out` for each that cannot be built.
+        """
+        from lightning_weave.stages.compare import compare, records
+        from lightning_weave.views.compare import show
+
+        with self._hold("compare", (composition, *also)):
+            plan, rows = compare(self, composition, self.progress, also, only, self.executor())
+            show(plan, rows, console or self.progress.console)
+        return Records(records(plan, rows))
 
     def forecast(
         self,
@@ -274,6 +294,16 @@ class Run(runs.Run):
         from lightning_weave.views import export as stage
 
         return stage.run(self, composition, Path(out), self.progress)
+
+    def push(self, url: str, everything: bool = False, public: bool = False) -> None:
+        """Publish the cache at a URL; with `everything`, the whole run, to continue it elsewhere."""
+        from lightning_weave.directory import writing
+        from lightning_weave.published import push
+        from lightning_weave.store.remote import Remote
+
+        remote = Remote(url)  # before the log has its URL
+        with writing(self, self.typed or f"push({url!r})", keep_recipe=True):
+            push(self, remote, self.progress, everything, public)
 
     # Looking
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from lightning_weave.config import anchors_of, check_recipe, dump_recipe
 from lightning_weave.errors import CorruptData, InputError
-from lightning_weave.progress import keep_log
+from lightning_weave.progress import Progress, keep_log
+from lightning_weave.published import fetch_published
 from lightning_weave.ranks import check_ranks
 from lightning_weave.run import DUMP, RESULTS, Run, explain_missing
 from lightning_weave.store import MANIFEST, lock_run, read_json, read_manifest, write_atomic
@@ -33,6 +34,7 @@ def writing(run: Run, command: str, keep_recipe: bool = False) -> Iterator[None]
         with lock_run(run.directory), keep_log(run.directory / "log.txt", command):
             if not keep_recipe:
                 write_atomic(recipe, dump_recipe(run.recipe).encode())
+            fetch_published(run, getattr(run, "progress", Progress()))
             yield
             run.remember()
     except InputError:
@@ -76,7 +78,7 @@ def as_found(run: Run) -> Run:
     """Use the newest complete stages where the recipe's own are not there, and the compositions that they were."""
     found = run.derive(existing=True)
     data = run.recipe.model_dump(**DUMP)
-    for name in run.recipe.compositions.keys() & known_policies(run):
+    for name in run.recipe.written.keys() & known_policies(run):
         stage = found.stage("train", name)
         definition = (stage.manifest() or {}).get("definition", {}) if stage.found else {}
         for table in definition.get("compositions", {}).values():

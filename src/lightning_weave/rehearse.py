@@ -114,12 +114,14 @@ def small_recipe(run: Run) -> Recipe:
         data["train"]["updates_per_round"] = 1
     for composition in data["compositions"].values():
         composition.pop("epochs", None)
-        composition |= {"refresh": min(composition["refresh"], ROUNDS)} if "refresh" in composition else {}
+        parts = "refresh_budget" if composition.get("refresh") == "auto" else "refresh"
+        composition |= {parts: min(composition[parts], ROUNDS)} if parts in composition else {}
     folders = {one: str(folder) for one, folder in double_folders(run).items()}
     data["student"] |= {"model": folders[run.student]}
     for name, policy in data["policies"].items():
-        policy["model"] = folders[Checkpoint.from_section(recipe.policies[name])]
+        policy |= {"model": folders[run.asked_model(name)]} if "model" in policy else {}
     for name, anchor in data["anchors"].items():
+        anchor.pop("cache", None)
         for role in ROLES:
             if role in anchor:
                 anchor[role] = folders[run.anchor(name, role)]
@@ -132,7 +134,7 @@ def doubles_of(run: Run) -> dict[Checkpoint, list[Checkpoint]]:
     """All checkpoints of a recipe, each with the line that it was post-trained along, itself last."""
     recipe = run.recipe
     before: dict[Checkpoint, Checkpoint] = {}
-    checkpoints = [run.student, *map(Checkpoint.from_section, recipe.policies.values())]
+    checkpoints = [run.student, *map(run.asked_model, recipe.policies)]
     for name in recipe.anchors:
         post, pre = (run.anchor(name, role) for role in ROLES)
         checkpoints += [pre, post]
@@ -210,12 +212,12 @@ def _proofs(small: Run) -> Iterator[str]:
             yield f"{scored}. So {engine} loads it, and its tokens are aligned"
         positions = [finding for finding in check_scores(small) if finding.check == "positions"]
         yield from (f"{finding.line}. So the pair can be composed" for finding in positions)
-    for name, composition in recipe.compositions.items():
+    for name, composition in small.recipe.compositions.items():
         updates = small.stage("train", name).require().get("updates", "all")
         proves = f"{composition.method} training of {student} works, is saved, and is exported"
         yield f"train/{name}: {updates} updates. So {proves}"
     for policy in small.policies:
-        model = f"the exported {student}" if policy in recipe.compositions else architecture(small.policy(policy))
+        model = f"the exported {student}" if small.composition_of(policy) else architecture(small.policy(policy))
         count = len(recipe.eval.benchmarks)
         answers = f"answers to {count} benchmark{'s' * (count != 1)}, graded"
         yield f"eval/{policy}: {answers}. So {engines[recipe.engine.eval]} loads {model}"

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
@@ -23,6 +23,7 @@ from lightning_weave.config import (
     STUDENT,
     Composition,
     Distilled,
+    Grading,
     Joint,
     Mixture,
     Objective,
@@ -33,13 +34,13 @@ from lightning_weave.config import (
     SelfDistilled,
     Sequential,
     StageEngine,
-    Train,
     benchmark_folder,
     is_own_function,
+    replicate_of,
     slug,
 )
 from lightning_weave.devices import sees_gpu
-from lightning_weave.errors import InputError
+from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.grading.graders import choose_grading
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.prompts.build import HELD_OUT_RULE, template_columns
@@ -60,11 +61,11 @@ ENGINES = ("rollout", "reference", "score", "eval")  # sections that name one
 NUMERIC_OPTIONS = ("quantization", "kv_cache_dtype")  # of vLLM: the others only change its speed and memory
 IDENTITIES = "identities.json"
 # Not part of the settings of an evaluation: the benchmark and its grader are there by content.
-EVAL_EXECUTION = {"benchmarks", "sources", "graders", "batch_size", "unsafe_local", "adapters"}
+EVAL_EXECUTION = {"benchmarks", "sources", "graders", "batch_size", "unsafe_local", "adapters", "final"}
 # The objective is there as the composition's own, resolved.
 TRAIN_EXECUTION = {"shard_ranks", "token_budget", "checkpoint_every", "gradient_checkpointing", "compile", "objective"}
-TRAIN_EXECUTION |= {"eval_every", "eval_problems", "agreement", "trackers", "keep_anchors"}
-Kind = Literal["prompts", "rollout", "proposal", "reference", "score", "train", "eval", "harness"]
+TRAIN_EXECUTION |= {"seeds", "eval_every", "eval_problems", "agreement", "trackers", "keep_anchors"}
+Kind = Literal["prompts", "rollout", "proposal", "reference", "score", "train", "merge", "eval", "harness"]
 RESULTS = ("train", "eval")
 
 
@@ -131,9 +132,13 @@ def explain_change(path: str, setting: str, what: str) -> str:
     elif stage == "train" and first == "anchors":
         key = re.sub(r"\.(post|pre)\.(aliases|untrained|bos|prompt)\b", r".\2", setting).removesuffix(".model")
     elif stage == "train" and first not in ("train", "rollout"):
-        key = f"compositions.{name}.{setting}"
+        key = f"compositions.{replicate_of(name)}.{setting}"
     elif stage in ("train", "score"):
         key = setting
+    elif stage == "merge":
+        key = f"policies.{name}.{setting}"
+    elif stage == "eval" and first in ("budget", "template", "target"):
+        key = f"policies.{name.split('/')[0]}.{setting.replace('target', 'decode')}"
     elif stage == "eval" and first in ("model", "benchmark"):
         key = f"policies.{name.split('/')[0]}.model" if first == "model" else "the benchmark's file"
     elif stage == "eval" and f"/{HARNESS}" in name:
@@ -141,6 +146,11 @@ def explain_change(path: str, setting: str, what: str) -> str:
     else:
         key = f"{stage}.{setting}"
     return f"{key}: {what}" if "->" in what else f"{key} {what}"
+
+
+def is_wanted(name: str, only: Collection[str] | None) -> bool:
+    """Whether `only` names a policy, or the one of which it is a replicate."""
+    return only is None or name in only or replicate_of(name) in only
 
 
 def without_anchor_names(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,6 +163,9 @@ def without_anchor_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     key = {**settings, "anchors": sorted(digests.values()), "weights": rename(settings["weights"])}
     if "sequence" in key:
         key["sequence"] = [digests[name] for name in key["sequence"]]
+    if "levels" in key:
+        slots = [[level, rename(weights), *dose] for level, weights, *dose in key["levels"]["slots"]]
+        key["levels"] = {**key["levels"], "slots": slots}
     if "routes" in key:
         by_tag = {tag: rename(weights) for tag, weights in key["routes"]["weights"].items()}
         key["routes"] = {**key["routes"], "weights": by_tag}
@@ -170,7 +183,7 @@ def choose_engines(recipe: Recipe) -> dict[str, tuple[str, str]]:
         if name == "score":
             models += [model for one in recipe.anchors.values() for model in (one.post, one.pre, one.model)]
         if name == "eval":
-            models += [policy.model for policy in recipe.policies.values()]
+            models += [policy.model for policy in recipe.policies.values() if policy.model]
         if isinstance(before, dict) and before.get(name) in ("hf", "vllm"):
             chosen[name] = (before[name], "as the run has it")
         elif not sees_gpu(recipe.machine.device):
@@ -185,9 +198,14 @@ def choose_engines(recipe: Recipe) -> dict[str, tuple[str, str]]:
 
 
 def resolved_recipe(recipe: Recipe) -> dict[str, Any]:
-    """Read the recipe in the run directory; empty before its first command."""
+    """Read the recipe in the run directory; before its first command, that of a published cache; else empty."""
     with suppress(OSError, ValueError):
         return tomllib.loads((Path(recipe.runs) / recipe.name / "recipe.toml").read_text(encoding="utf-8"))
+    for url in (anchor.cache for anchor in recipe.anchors.values() if anchor.cache is not None):
+        from lightning_weave.published import read_index
+
+        with suppress(WeaveError):
+            return dict(read_index(url)["recipe"])
     return {}
 
 
@@ -204,7 +222,8 @@ def method_settings(recipe: Recipe, composition: Composition, objective: Objecti
     settings: dict[str, Any] = {}
     match composition:
         case Joint():
-            settings = {"refresh": composition.refresh, "rollout": rollout} if composition.refresh > 1 else {}
+            settings = {"refresh": composition.refresh, "rollout": rollout} if composition.parts > 1 else {}
+            settings |= {"refresh_budget": composition.parts} if composition.refresh == "auto" else {}
             settings |= {} if composition.kl_budget is None else {"kl_budget": composition.kl_budget}
         case Mixture():
             settings = {"method": "mixture", "kl_budget": composition.kl_budget}
@@ -256,9 +275,15 @@ class Run:
     existing: bool = False  # use the newest complete folder where the recipe's own is not complete
     sampler: Checkpoint | None = None  # samples instead of the student (refreshed training)
     trains_in: Path | None = None  # where training writes, if not the run directory: for the legs of a sequence
-    _identities: dict[str, str] = field(default_factory=dict, repr=False)
+    identities: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        self._published: dict[str, str] = {}  # identities that published anchors bring
+        if any(anchor.cache is not None for anchor in self.recipe.anchors.values()):
+            from lightning_weave.published import expand_recipe
+
+            self.recipe, models, self._published = expand_recipe(self.recipe)
+            self.identities |= {**models, **self.identities}
         self._code = {} if self.trust else self.recipe.code
         if self._code:
             self.recipe = self.recipe.without_remote_code()
@@ -307,33 +332,42 @@ class Run:
 
     def policy(self, name: str) -> Checkpoint:
         """The checkpoint of anything that can be evaluated: the student, a composition that is trained, another."""
-        if name in self.recipe.compositions:
-            stage = self.stage("train", name)
+        if trained := self.composition_of(name):
+            stage = self.stage("train", trained)
             stage.require()
             return self.student.at(stage.folder / "final")
-        return Checkpoint.from_section(self.recipe.policies[name]) if name in self.recipe.policies else self.student
+        if self.recipe.merged(name):
+            stage = self.stage("merge", name)
+            stage.require()
+            return self.student.at(stage.folder / "final")
+        return self.asked_model(name)
+
+    def asked_model(self, policy: str) -> Checkpoint:
+        """The checkpoint whose tokenizer and chat template a policy uses: its own, or the student's."""
+        section = self.recipe.policies.get(policy)
+        return Checkpoint.from_section(section) if section is not None and section.model else self.student
 
     @cached_property
-    def _remembered(self) -> dict[str, str]:
-        """The identities that earlier commands found."""
+    def remembered(self) -> dict[str, str]:
+        """The identities that earlier commands found, or that came with published anchors."""
         file = self.directory / IDENTITIES
-        return read_checked(file) if file.exists() else {}
+        return {**self._published, **(read_checked(file) if file.exists() else {})}
 
     def identity(self, name: str, look: Callable[[], str]) -> str:
         """Return what something is: from `look`, once per command, or where that fails as the run remembers it."""
-        if name not in self._identities:
+        if name not in self.identities:
             try:
-                self._identities[name] = look()
+                self.identities[name] = look()
             except InputError:
-                if name not in self._remembered:
+                if name not in self.remembered:
                     raise
-                self._identities[name] = self._remembered[name]
-        return self._identities[name]
+                self.identities[name] = self.remembered[name]
+        return self.identities[name]
 
     def remember(self) -> None:
         """Keep the identities of this run's models and data, so that they may be moved once they are not needed."""
-        identities = {**self._remembered, **self._identities}
-        if identities != self._remembered:
+        identities = {**self.remembered, **self.identities}
+        if identities != self.remembered or not (self.directory / IDENTITIES).exists():
             write_checked(self.directory / IDENTITIES, identities)
 
     def identity_of(self, checkpoint: Checkpoint) -> str:
@@ -358,8 +392,8 @@ class Run:
             if path.is_dir():
                 files = sorted(file for file in path.rglob("*") if file.is_file())
                 return hashlib.sha256("".join(file_identities(files)).encode()).hexdigest()
-            if source in self._remembered:  # a directory that is gone would be taken for a hub name
-                return self._remembered[source]
+            if source in self.remembered:  # a directory that is gone would be taken for a hub name
+                return self.remembered[source]
             if path.suffix in {".jsonl", ".json", ".parquet"} or source.startswith((".", "/", "~")):
                 raise InputError(
                     f"{key} = {source!r}: no such file. Give a JSONL or Parquet file, a directory or a hub name"
@@ -379,7 +413,7 @@ class Run:
             errors.append(str(error))
         for name in recipe.eval.benchmarks:
             file = name.removeprefix("file:")
-            is_file = name != file and (Path(file).expanduser().exists() or file in self._remembered)
+            is_file = name != file and (Path(file).expanduser().exists() or file in self.remembered)
             if not is_file and name not in KNOWN and name != HELD_OUT:
                 try:
                     load_benchmark(name)
@@ -460,12 +494,16 @@ class Run:
             "tf32": self.recipe.machine.tf32,
         }
         if side.template is not None:
-            files = template_files(side.template)
-            settings["template"] = hashlib.sha256("".join(file_identities(files)).encode()).hexdigest()[:16]
-            settings |= self._dated(side.template)
+            template = side.template
+            settings["template"] = self.identity(
+                f"template of {template}",
+                lambda: hashlib.sha256("".join(file_identities(template_files(template))).encode()).hexdigest()[:16],
+            )
+            settings |= self._dated(template)
         if side.context:
             settings["context"] = side.context.model_dump(exclude_none=True)
             settings["missing"] = "mask" if side.masks_missing else "refuse"
+            settings |= {"grader": self.grading[1]} if side.context.is_graded else {}
         name = self.score_names[side]
         return Stage(self.directory, f"score/{name}", settings, (self.stage("reference"),), self.command("score", name))
 
@@ -552,21 +590,28 @@ class Run:
         for anchor in used:
             section = self.recipe.anchors[anchor]
             post, pre = (dict(stage.settings) for stage in self.scores_of(anchor))
-            rules = section.shift.model_dump(mode="json", exclude_defaults=True)
-            shifts[anchor] = {"post": post, "pre": pre, "validity": section.validity, **rules}
+            shifts[anchor] = {"post": post, "pre": pre, **self.recipe.rules_of(anchor)}
+            if section.where and section.where.answers:
+                shifts[anchor]["grader"] = self.grading[1]
         settings = {
-            "train": self.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION),
+            "train": self.recipe.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION),
             "objective": own_content(objective, f"objective of compositions.{name}") if is_own else objective,
             "weights": {anchor: composition.weights.get(anchor, 0.0) for anchor in used},
             "alpha": composition.alpha,
             "anchors": shifts,
             "student": self.identity_of(self.student),
             **method_settings(self.recipe, composition, objective),
+            **composition.rules,
             "tf32": self.recipe.machine.tf32,
         }
+        tags = self.recipe.tags.model_dump(mode="json", exclude_defaults=True)
         if composition.routes:
-            tags = self.recipe.tags.model_dump(mode="json", exclude_defaults=True)
             settings["routes"] = {"tags": tags, "weights": composition.by_tag}
+        elif self.recipe.train.balance == "tags":
+            settings["tags"] = tags
+        if isinstance(composition, Joint) and composition.control is not None:
+            slots = [[slot.level, slot.weights, slot.alpha, slot.kl_budget] for slot in composition.slots]
+            settings["levels"] = {"slots": slots, "control": str(composition.control), **self._dated(self.student)}
         if composition.method == "online":
             inputs: tuple[Stage, ...] = (self.stage("prompts"),)
         else:
@@ -584,10 +629,18 @@ class Run:
             definition={"compositions": {name: composition.model_dump(**DUMP)}, "anchors": anchors},
         )
 
-    def train_section(self, name: str) -> Train:
-        """[train] with the overrides of a composition."""
-        epochs = self.recipe.compositions[name].epochs
-        return self.recipe.train if epochs is None else self.recipe.train.model_copy(update={"epochs": epochs})
+    @property
+    def grading(self) -> tuple[Grading, Any]:
+        """How responses to the prompts are graded: as the benchmarks are, if all are graded alike, else by profile.
+
+        Also returns what identifies the grader.
+        """
+        section = self.recipe.eval
+        rules = {choose_grading(section, name) for name in section.benchmarks}
+        rule = rules.pop() if len(rules) == 1 else Grading(kind=section.profile or "paper")
+        if rule.function is not None:
+            return rule, {"kind": rule.kind, **own_content(rule.function, "eval.graders")}
+        return rule, "code" if self.recipe.prompts.format == "livecodebench" else str(rule)
 
     def objective(self, name: str) -> Objective:
         """What a composition minimises: its own choice, or the recipe's; online direct-opd."""
@@ -606,7 +659,17 @@ class Run:
     @property
     def policies(self) -> list[str]:
         """Everything that can be evaluated: the student, every composition, every other checkpoint."""
-        return ["base", *self.recipe.compositions, *self.recipe.policies]
+        return ["base", *self._students(), *self.recipe.policies]
+
+    def _students(self) -> Iterator[str]:
+        for name, composition in self.recipe.compositions.items():
+            yield name
+            yield from (f"{name}@{level}" for level in getattr(composition, "levels", ()))
+
+    def composition_of(self, policy: str) -> str | None:
+        """The composition that a policy was trained as, at whatever effort level; None for other checkpoints."""
+        name = policy.partition("@")[0]
+        return name if name in self.recipe.compositions else None
 
     @property
     def lora_rank(self) -> int | None:
@@ -623,7 +686,7 @@ class Run:
         if rule.function is not None:  # a user's own, by its content
             own = own_content(rule.function, f"eval.graders.{benchmark_folder(benchmark)}")
             settings["profile"] = {"kind": rule.kind, **own}
-        if policy in self.recipe.compositions and self.lora_rank is not None:
+        if self.composition_of(policy) and self.lora_rank is not None:
             settings["adapters"] = True
         if benchmark == HELD_OUT:
             prompts = self.recipe.prompts
@@ -636,8 +699,9 @@ class Run:
             key = f"eval.sources.{benchmark}" if benchmark in section.sources else "eval.benchmarks"
             settings["benchmark"] = self._data_identity(source, key)
         if section.chat:
-            named = self.recipe.policies.get(policy)
-            settings |= self._dated(self.student if named is None else Checkpoint.from_section(named))
+            settings |= self._dated(self.asked_model(policy))
+        if getattr(section, "budget", None) is not None:
+            settings["final"] = section.final
         return self._evaluation(policy, benchmark_folder(benchmark), settings, self.command("eval", policy))
 
     def _harness(self, policy: str, task: str) -> Stage:
@@ -647,22 +711,79 @@ class Run:
         if section.include is not None:
             settings["include"] = self._data_identity(section.include, "harness.include")
         if section.args.get("apply_chat_template", True):
-            named = self.recipe.policies.get(policy)
-            settings |= self._dated(self.student if named is None else Checkpoint.from_section(named))
+            settings |= self._dated(self.asked_model(policy))
         return self._evaluation(policy, f"{HARNESS}{slug(task)}", settings, self.command("harness", policy))
 
     def _evaluation(self, policy: str, folder: str, settings: dict[str, Any], command: str) -> Stage:
         """Describe the evaluation of a policy on one benchmark or task."""
         inputs: tuple[Stage, ...] = ()
-        definition = {}
-        if policy in self.recipe.compositions:
-            inputs = (self.stage("train", policy),)
-        elif policy in self.recipe.policies:
-            settings["model"] = self.identity_of(Checkpoint.from_section(self.recipe.policies[policy]))
-            definition = {"policies": {policy: self.recipe.policies[policy].model_dump(**DUMP)}}
+        key = None
+        section = self.recipe.policies.get(policy)
+        if trained := self.composition_of(policy):
+            inputs = (self.stage("train", trained),)
+        elif section is not None and section.merge:
+            inputs = (self.stage("merge", policy),)
         else:
-            settings["model"] = self.identity_of(self.student)
-        return Stage(self.directory, f"eval/{policy}/{folder}", settings, inputs, command, definition=definition)
+            settings["model"] = self.identity_of(self.asked_model(policy))
+        if section is not None and section.decode:
+            target = self.target_settings(section.decode)
+            key = {**settings, "target": without_anchor_names(target)}
+            settings |= {"target": target}
+            if self.recipe.cannot_decode(section.decode, cached=False):  # its dose is solved on the cache
+                inputs = self.stage("train", section.decode).inputs
+        path = f"eval/{policy}/{folder}"
+        return Stage(self.directory, path, settings, inputs, command, key=key, definition=self._definition(policy))
+
+    def _definition(self, policy: str) -> dict[str, Any]:
+        """The tables of the recipe that describe a policy which is no composition."""
+        section = self.recipe.policies.get(policy)
+        if section is None:
+            return {}
+        named = {*section.weights, *([section.decode] if section.decode else [])}
+        named |= {
+            anchor for one in named & self.recipe.compositions.keys() for anchor in self.recipe.compositions[one].used
+        }
+        found: dict[str, Any] = {"policies": {policy: section}}
+        for part in ("anchors", "compositions", "policies"):
+            found[part] = {
+                **{one: table for one, table in getattr(self.recipe, part).items() if one in named},
+                **found.get(part, {}),
+            }
+        return {
+            part: {one: table.model_dump(**DUMP) for one, table in tables.items()}
+            for part, tables in found.items()
+            if tables
+        }
+
+    def target_settings(self, composition: str) -> dict[str, Any]:
+        """What the target of a composition depends on, where it is sampled from."""
+        train = self.stage("train", composition).settings
+        names = ("weights", "alpha", "kl_budget", "anchors", "routes")
+        target = {name: train[name] for name in names if train.get(name) is not None}
+        return {**target, "candidates": self.recipe.reference.candidates}
+
+    def _merge(self, policy: str) -> Stage:
+        """Weights of the student, or of checkpoints, put together."""
+        section = self.recipe.policies[policy]
+        inputs = []
+        parts: dict[str, Any] = {}
+        for name in self.recipe.merged(policy):
+            if name in self.recipe.compositions:
+                inputs.append(self.stage("train", name))
+                parts[name] = {"train": inputs[-1].fingerprint}
+            elif name in self.recipe.anchors:
+                roles = ROLES[:1] if section.merge == "linear" else ROLES
+                parts[name] = {role: self.identity_of(self.anchor(name, role)) for role in roles}
+            else:
+                parts[name] = {"model": self.identity_of(self.asked_model(name))}
+        settings: dict[str, Any] = {"merge": section.merge, "weights": section.weights, "parts": parts}
+        settings |= {"density": section.density or 0.5} if section.merge in ("ties", "dare") else {}
+        settings["student"] = self.identity_of(self.student)
+        by_content = sorted([fingerprint(parts[name]), section.weights[name]] for name in parts)
+        key = {**settings, "weights": by_content, "parts": []}
+        path, command = f"merge/{policy}", self.command("eval", policy)
+        definition = self._definition(policy)
+        return Stage(self.directory, path, settings, tuple(inputs), command, key=key, definition=definition)
 
     def everything(self) -> list[Stage]:
         """All stages in the order in which they can be computed."""
@@ -674,7 +795,7 @@ class Run:
         """The stages that a verb computes; `only` names models, compositions or policies, as its option does."""
 
         def wanted(name: str) -> bool:
-            return only is None or name in only
+            return is_wanted(name, only)
 
         match verb:
             case "rollout":
@@ -690,17 +811,19 @@ class Run:
             case "eval":
                 names = self.recipe.eval.benchmarks
                 own = [self.stage("eval", one, name) for one in self.policies if wanted(one) for name in names]
-                return [*own, *self.stages("harness", only)]
+                merged = [self.stage("merge", one) for one in self.policies if wanted(one) and self.recipe.merged(one)]
+                return [*merged, *own, *self.stages("harness", only)]
             case "harness":
                 tasks = self.recipe.harness.tasks
-                return [self.stage("harness", one, task) for one in self.policies if wanted(one) for task in tasks]
+                names = [one for one in self.policies if wanted(one) and self.recipe.has_weights(one)]
+                return [self.stage("harness", one, task) for one in names for task in tasks]
             case _:
                 raise AssertionError(verb)
 
     def methods(self, only: Sequence[str] | None = None) -> set[str]:
         """The methods of these compositions, or of all."""
         named = self.recipe.compositions.items()
-        return {composition.method for name, composition in named if only is None or name in only}
+        return {composition.method for name, composition in named if is_wanted(name, only)}
 
     @property
     def needs_cache(self) -> bool:

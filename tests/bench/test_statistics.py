@@ -2,11 +2,20 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from lightning_weave.bench.statistics import ProblemMeans, clustered_error, compare, contrast, resample
+from lightning_weave.bench.statistics import (
+    ProblemMeans,
+    clustered_error,
+    compare,
+    contrast,
+    matched_difference,
+    resample,
+)
 from lightning_weave.errors import Mismatch
 from lightning_weave.maths.metrics import aes, mean_aes
 
@@ -210,3 +219,105 @@ def test_a_contrast_is_paired_by_problem_whatever_their_order() -> None:
     turned = ProblemMeans("X", tuple(one.problems[i] for i in turn), one.accuracy[turn], one.tokens[turn])
     found = contrast([one], [turned], [base], resamples=200)
     assert (found.accuracy.low, found.accuracy.high, found.aes.high) == pytest.approx((0, 0, 0), abs=1e-9)
+
+
+def trained(rng: np.random.Generator, ability: np.ndarray, seeds: int, spread: float) -> ProblemMeans:
+    """A policy whose seeds differ by `spread` points, each measured with noise: the mean over them, by problem."""
+    shape = (seeds, len(ability))
+    accuracy = ability + rng.normal(0, spread, (seeds, 1)) + rng.normal(0, 20, shape)
+    tokens = rng.normal(300, 20, shape) + rng.normal(0, spread, (seeds, 1))
+    found = means(accuracy.mean(axis=0), tokens.mean(axis=0))
+    return replace(found, seeds_S2=np.stack([accuracy.mean(axis=1), tokens.mean(axis=1)], axis=1))
+
+
+@pytest.mark.parametrize("spread", [0.0, 6.0, 20.0])
+def test_intervals_of_three_seeds_cover_the_truth_whichever_chance_is_the_larger(spread: float) -> None:
+    """Fresh problems and fresh seeds each time; without the spread of seeds the interval would claim too much."""
+    rng, covered, alone, contrasted = np.random.default_rng(8), [], [], []
+    for _ in range(150):
+        ability, gain = rng.normal(50, 20, 60), rng.normal(5, 15, 60)
+        base = means(ability + rng.normal(0, 20, 60), np.full(60, 300.0))
+        one, two = (trained(rng, ability + own, 3, spread) for own in (gain, 0))
+        for found, (policy, other) in ((covered, (one, base)), (alone, (replace(one, seeds_S2=None), base))):
+            interval = compare([policy], [other], 200).average.accuracy
+            found.append(interval.low <= 5 <= interval.high)
+        interval = contrast([one], [two], [base], 200).accuracy
+        contrasted.append(interval.low <= 5 <= interval.high)
+    assert np.mean(covered) > 0.9
+    assert np.mean(contrasted) > 0.9
+    assert spread < 20 or np.mean(alone) < 0.6
+
+
+def test_the_spread_of_seeds_is_a_t_interval_of_the_mean_over_benchmarks() -> None:
+    """Without variance between problems only the seeds are left; two policies as in Welch's test."""
+    values = {"X": [[50.0, 100], [54, 110], [61, 120]], "Y": [[10.0, 300], [12, 280], [20, 290]]}
+    policy = [replace(means([np.mean(some, 0)[0]] * 4, [np.mean(some, 0)[1]] * 4, name), seeds_S2=np.array(some))
+              for name, some in values.items()]  # fmt: skip
+    base = [means([40.0] * 4, [200.0] * 4, name) for name in values]
+    found = compare(policy, base, 50)
+    by_seed = np.mean([values["X"], values["Y"]], axis=0)
+    low, high = stats.t.interval(0.95, 2, by_seed[:, 0].mean() - 40, by_seed[:, 0].std(ddof=1) / math.sqrt(3))
+    assert (found.average.accuracy.low, found.average.accuracy.high) == pytest.approx((low, high))
+    low, high = stats.t.interval(0.95, 2, 110 - 200, 10 / math.sqrt(3))
+    assert (found.benchmarks["X"].tokens.low, found.benchmarks["X"].tokens.high) == pytest.approx((low, high))
+    scores = [np.mean([aes(*values[name][seed], 40, 200) for name in values]) for seed in range(3)]
+    half = stats.t.ppf(0.975, 2) * np.std(scores, ddof=1) / math.sqrt(3)
+    score = found.average.aes
+    assert (score.estimate - score.low, score.high - score.estimate) == pytest.approx((half, half))
+    other = [replace(policy[0], seeds_S2=policy[0].seeds_S2[:2])]
+    between = contrast(policy[:1], other, base[:1], 50).accuracy
+    welch = stats.ttest_ind([50.0, 54, 61], [50.0, 54], equal_var=False).confidence_interval()
+    assert between.high - between.low == pytest.approx(welch.high - welch.low)
+
+
+def test_a_matched_difference_is_the_distance_from_the_line_between_points() -> None:
+    """Against brute force over the same draws; beyond the longest point its accuracy counts, before the first none."""
+    rng = np.random.default_rng(5)
+    short, long, other = ([random_means(rng, 12, name) for name in ("X", "Y")] for _ in range(3))
+
+    def at(tokens: float) -> list[ProblemMeans]:
+        shift = tokens - np.mean([one.tokens.mean() for one in other])
+        return [means(one.accuracy, one.tokens + shift, one.benchmark) for one in other]
+
+    places = {}
+    for name, one in (("short", short), ("long", long)):
+        places[name] = np.mean([[each.tokens.mean(), each.accuracy.mean()] for each in one], axis=0)
+    (x1, y1), (x2, y2) = sorted(map(tuple, places.values()))
+    mine = np.mean([one.accuracy.mean() for one in other])
+    middle = at((x1 + 3 * x2) / 4)
+    found = matched_difference(middle, [short, long], resamples=200, seed=3)
+    assert found.estimate == pytest.approx(mine - (y1 + 3 * y2) / 4)
+    assert matched_difference(at(x2 + 500), [short, long], resamples=1).estimate == pytest.approx(mine - y2)
+    assert math.isnan(matched_difference(at(x1 - 500), [short, long], resamples=1).estimate)
+
+    draws = [list(np.concatenate(list(resample(12, 200, 3, name)))) for name in ("X", "Y")]
+    values = []
+    for rows in zip(*draws, strict=True):
+        drawn = [
+            np.mean(
+                [[each.tokens[row].mean(), each.accuracy[row].mean()] for each, row in zip(one, rows, strict=True)],
+                axis=0,
+            )
+            for one in (middle, short, long)
+        ]
+        (x, y), *points = drawn
+        (x1, y1), (x2, y2) = sorted(map(tuple, points))
+        if x >= x1:
+            values.append(y - (y2 if x >= x2 else y1 + (y2 - y1) * (x - x1) / (x2 - x1)))
+    assert [found.low, found.high] == pytest.approx(np.percentile(values, [2.5, 97.5]).tolist())
+
+
+def test_a_matched_difference_contains_the_spread_of_seeds_of_the_policy_and_of_each_point() -> None:
+    """Without variance between problems: Welch's t over how far each seed moves the difference."""
+
+    def seeds(*values: tuple[float, float]) -> list[ProblemMeans]:
+        accuracy, tokens = np.mean(values, axis=0)
+        return [replace(means([accuracy] * 4, [tokens] * 4), seeds_S2=np.array(values))]
+
+    short, long = [means([40.0] * 4, [100.0] * 4)], seeds((78.0, 300.0), (80.0, 300.0), (82.0, 300.0))
+    other = seeds((60.0, 200.0), (62.0, 200.0), (67.0, 200.0))
+    found = matched_difference(other, [short, long], resamples=50)
+    assert found.estimate == pytest.approx(63 - 60)  # the line is at 60 halfway
+    half_moves = [39.0, 40.0, 41.0]  # a point halfway along the line moves by half of what its end does
+    welch = stats.ttest_ind([60.0, 62.0, 67.0], half_moves, equal_var=False).confidence_interval()
+    assert found.high - found.low == pytest.approx(welch.high - welch.low)

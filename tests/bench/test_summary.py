@@ -1,5 +1,6 @@
 import json
 import math
+import statistics
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +8,19 @@ import pytest
 
 from lightning_weave.bench.definitions import Benchmark, Problem, ids_digest
 from lightning_weave.bench.samples import Sample
-from lightning_weave.bench.summary import Summary, combine, read_summary, summarise, write_summary
+from lightning_weave.bench.summary import (
+    Metric,
+    Summary,
+    TaskResult,
+    combine,
+    difference,
+    half_interval,
+    pool,
+    pool_task,
+    read_summary,
+    summarise,
+    write_summary,
+)
 from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.maths.metrics import mean_aes
 
@@ -117,3 +130,46 @@ def test_a_comparison_needs_the_same_protocol():
     combine([one], [replace(base, settings={**SETTINGS, "seed": 9})], resamples=10)
     with pytest.raises(InputError, match="Run eval"):
         combine([])
+
+
+def test_a_policy_of_several_seeds_is_their_mean_and_its_error_has_both_kinds_of_chance(tmp_path):
+    bench = benchmark()
+    seeds = [summarise(bench, draw(bench, 5 + seed, 0.5), SETTINGS, [50], first_of_25) for seed in range(3)]
+    pooled = pool(seeds)
+    for key in ("accuracy", "tokens", "truncated", "no_answer"):
+        assert getattr(pooled, key) == pytest.approx(statistics.mean(getattr(one, key) for one in seeds))
+    by_problem = [statistics.mean(some) for some in zip(*(one.problem_accuracy for one in seeds), strict=True)]
+    assert pooled.problem_accuracy == pytest.approx(by_problem)
+    assert pooled.budgets[0].accuracy == pytest.approx(statistics.mean(one.budgets[0].accuracy for one in seeds))
+    assert pooled.budgets[0].budget == 50
+    assert pooled.pass_at[4] == pytest.approx(statistics.mean(one.pass_at[4] for one in seeds))
+    problems = statistics.stdev(by_problem) / math.sqrt(6)
+    between = statistics.stdev(one.accuracy for one in seeds) / math.sqrt(3)
+    assert pooled.accuracy_error == pytest.approx(math.hypot(problems, between))
+    half = math.hypot(1.96 * problems, 4.3027 * between)  # t of two degrees of freedom
+    assert half_interval([pooled], "accuracy") == pytest.approx(half, rel=1e-4)
+    assert half_interval(seeds[:1], "accuracy") == pytest.approx(1.96 * seeds[0].accuracy_error)
+    assert combine([pooled]).accuracy_error == pytest.approx(pooled.accuracy_error)
+    base = summarise(bench, draw(bench, 9, 0.3), SETTINGS)
+    found, narrow = (combine([one], [base]).comparison for one in (pooled, replace(pooled, seeds=())))
+    assert found.average.accuracy.estimate == narrow.average.accuracy.estimate
+    assert found.average.accuracy.low < narrow.average.accuracy.low
+    assert pool(seeds[:1]) is seeds[0]
+    write_summary(tmp_path / "summary.json", seeds[0])
+    assert "seeds" not in json.loads((tmp_path / "summary.json").read_text())
+
+
+def test_a_task_of_another_harness_is_averaged_over_seeds_question_by_question():
+    def task(*values):
+        own = {f"q{place}": value for place, value in enumerate(values)}
+        return TaskResult("sums", "lm-eval 1", [Metric("acc,none", sum(values) / 4, 0.2, False, own)])
+
+    pooled = pool_task([task(1.0, 1.0, 0.0, 0.0), task(1.0, 0.0, 0.0, 0.0), task(1.0, 1.0, 1.0, 0.0)]).metrics[0]
+    assert pooled.value == pytest.approx(0.5)
+    assert list(pooled.values.values()) == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
+    between = 0.25 / math.sqrt(3)
+    problems = statistics.stdev(pooled.values.values()) / 2
+    assert pooled.error == pytest.approx(math.hypot(problems, between))
+    base = task(0.0, 1.0, 0.0, 0.0).metrics[0]
+    paired = statistics.stdev([1.0, -1 / 3, 1 / 3, 0.0]) / 2
+    assert difference(pooled, base) == pytest.approx((0.25, math.hypot(paired, between)))

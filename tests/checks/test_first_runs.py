@@ -128,6 +128,7 @@ def test_a_disk_without_room_for_students_is_refused(recipe: dict[str, Any], mon
 @pytest.mark.slow
 def test_a_format_that_the_student_does_not_follow_stops_after_sampling(recipe: dict[str, Any]) -> None:
     recipe["prompts"] |= {"format": "boxed"}
+    recipe["eval"] = {**recipe.get("eval", {}), "profile": "paper"}  # whose rule reads a box and nothing else
     recipe["checks"] = {"truncated": "warn"}
     run = run_of(recipe)
     with pytest.raises(WeaveError, match=r"of 32 sampled responses have no \\boxed\{\} answer") as stopped:

@@ -63,6 +63,7 @@ def test_a_run_whose_responses_are_all_cut_off_stops_before_the_next_stage(recip
 
 @pytest.mark.slow
 def test_figures_are_those_of_what_was_made(recipe: dict[str, Any]) -> None:
+    recipe["eval"]["profile"] = "paper"
     run = run_of(recipe)
     run_stage.run_all(run, QUIET, force=True)
     found = by_check(check_rollouts(run) + check_scores(run) + check_training(run, "acc-only"))
@@ -71,6 +72,8 @@ def test_figures_are_those_of_what_was_made(recipe: dict[str, Any]) -> None:
     assert found["rollout", "right"].verdict == "warning"
     numeric = run_of({**recipe, "eval": {**recipe["eval"], "profile": "numeric"}})
     assert "no numeric answer" in by_check(check_rollouts(numeric))["rollout", "unanswered"].text
+    own = run_of({**recipe, "eval": {**recipe["eval"], "graders": {"bench": "regex:(?s).+"}}})
+    assert by_check(check_rollouts(own))["rollout", "unanswered"].figures["share"] < 1, "as the benchmark is graded"
     assert 0 < found["anchors.acc", "positions"].figures["share"] <= 1
     assert ("compositions.acc-only", "KL to the target") in found
     samples = [json.loads(line) for line in (run.directory / "eval/base/bench/samples.jsonl").read_text().splitlines()]

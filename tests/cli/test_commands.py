@@ -54,7 +54,10 @@ def test_looking_at_a_run_imports_neither_torch_nor_transformers(recipe: Path, o
     subprocess.run([sys.executable, "-c", LIGHT, "status", str(recipe), *option], check=True)
 
 
-VERBS = "init recipe doctor plan rehearse run eval forecast sweep preview status report inspect export clean demo"
+VERBS = (
+    "init recipe doctor plan rehearse run eval forecast sweep compare preview status report inspect export push "
+    "pull clean demo"
+)
 MOVED = {
     "show r.toml": "lweave recipe show",
     "keys": "lweave recipe keys",
@@ -80,7 +83,7 @@ def test_a_verb_that_has_moved_is_answered_with_the_new_command(words: str) -> N
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("verb", ["rollout", "reference", "score", "train", "interpolate"])
+@pytest.mark.parametrize("verb", ["rollout", "reference", "score", "train"])
 def test_hidden_verbs_work(verb: str) -> None:
     assert f"{verb} [OPTIONS]" in lweave(verb, "--help")
 

@@ -85,14 +85,16 @@ CODE: dict[str, object] = {  # each with a value that would run something
 }
 DATA = """
 name runs date student.model anchors.NAME.post anchors.NAME.pre anchors.NAME.model anchors.NAME.post_prompt
-anchors.NAME.pre_prompt anchors.NAME.engine anchors.NAME.aliases anchors.NAME.bos anchors.NAME.shift
-tags.column tags.rules compositions.NAME.normalize compositions.NAME.allow_negative compositions.NAME.weights
-compositions.NAME.sequence compositions.NAME.resample policies.NAME.model policies.NAME.system
-prompts.system prompts.chat prompts.thinking prompts.source prompts.name prompts.split prompts.columns prompts.format
-prompts.screen_against engine.dtype rollout.from train.optimizer train.lora.targets train.lora.stabilised
-train.gradient_checkpointing train.compile train.keep_anchors rehearsal
-eval.system eval.chat eval.thinking eval.benchmarks eval.columns eval.sources eval.format eval.adapters
-harness.tasks harness.metrics report.students report.cases machine.tf32
+anchors.NAME.cache anchors.NAME.pre_prompt anchors.NAME.engine anchors.NAME.aliases anchors.NAME.bos anchors.NAME.shift
+anchors.NAME.where anchors.NAME.kl_budget spans tags.column tags.rules compositions.NAME.normalize
+compositions.NAME.allow_negative compositions.NAME.weights compositions.NAME.levels compositions.NAME.default
+compositions.NAME.control compositions.NAME.flip compositions.NAME.sequence compositions.NAME.resample
+policies.NAME.model policies.NAME.weights policies.NAME.decode policies.NAME.system policies.NAME.thinking
+policies.NAME.template eval.final prompts.system prompts.chat prompts.thinking prompts.source prompts.name
+prompts.split prompts.columns prompts.format prompts.screen_against engine.dtype rollout.from train.optimizer
+train.lora.targets train.lora.stabilised train.gradient_checkpointing train.compile train.keep_anchors rehearsal
+eval.system eval.chat eval.thinking eval.benchmarks eval.columns eval.sources eval.format eval.adapters harness.tasks
+harness.metrics report.students report.cases machine.tf32
 """  # read as data, or sent to a model as text
 
 

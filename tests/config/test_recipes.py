@@ -121,7 +121,7 @@ def test_the_page_has_every_method_with_the_keys_of_its_own() -> None:
     page = (Path(__file__).parents[2] / "docs" / "your-models.md").read_text(encoding="utf-8")
     rows = re.findall(r'^\| `"(\w+)"`[^|]*\|[^|]*\|([^|]*)\|$', page, flags=re.MULTILINE)
     assert [method for method, _ in rows] == list(METHODS)
-    shared = {"method", "alpha", "objective", "epochs", "weights", "normalize", "allow_negative", "routes"}
+    shared = {"method", "alpha", "objective", "epochs", "seed", "weights", "normalize", "allow_negative", "routes"}
     for method, keys in rows:
         assert set(re.findall(r"`(\w+)", keys)) - shared == set(METHODS[method].model_fields) - shared
 

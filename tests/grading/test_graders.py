@@ -91,11 +91,12 @@ def test_own_files_are_graded_forgivingly_and_the_papers_benchmarks_by_its_rule(
     assert [choose_grading(section, name).kind for name in names] == ["math-verify", "math-verify", "choice"]
 
 
-def test_rollouts_are_graded_by_the_profile_else_by_the_papers_rule() -> None:
-    assert grade_rollout(Eval(profile="numeric"), "It is 4.", "4") == ("4", True)
-    assert grade_rollout(Eval(), "It is 4.", "4") == (None, False)
-    assert grade_rollout(Eval(), r"\boxed{4}", "4") == ("4", True)
-    assert grade_rollout(Eval(profile="numeric"), "It is 4.", "four") == (None, False), "no number to compare with"
+def test_rollouts_are_graded_without_running_code() -> None:
+    assert grade_rollout(Grading("numeric"), "It is 4.", "4") == ("4", True)
+    assert grade_rollout(Grading("numeric"), "It is 4.", "four") == (None, False), "no number to compare with"
+    for rule in (Grading("paper"), Grading("code"), Grading("python", function="nowhere.py:grade")):
+        assert grade_rollout(rule, "It is 4.", "4") == (None, False)
+        assert grade_rollout(rule, r"\boxed{4}", "4") == ("4", True)
 
 
 def test_a_function_of_ones_own_grades(tmp_path: Path) -> None:

@@ -2,10 +2,7 @@
 
 import base64
 import json
-import subprocess
 import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -21,7 +18,7 @@ from lightning_weave.heads import hidden_states
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.scorer import Scorer
 from lightning_weave.models.vllm import SERVER_COMMAND, VLLMBody, server_version
-from ports import held_port
+from ports import held_port, vllm_server
 
 Answer = Callable[[str, dict[str, Any]], dict[str, Any] | None]
 
@@ -116,24 +113,5 @@ def test_no_server_is_said(tmp_path: Path) -> None:
 def test_a_real_server_scores_as_transformers_does(tmp_path: Path, vllm_python: str) -> None:
     checkpoint = save(tmp_path / "model", "experts")
     words = SERVER_COMMAND.removeprefix("vllm serve MODEL ").split()
-    # What `vllm serve` calls; that word itself is missing from builds for a CPU.
-    program = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint.name]
-    with held_port() as port, open(tmp_path / "server.log", "w") as log:
-        more = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-        url = f"http://127.0.0.1:{port}"
-        server = subprocess.Popen([*program, *words, *more], stdout=log, stderr=log)
-        try:
-            while not _is_healthy(url):
-                assert server.poll() is None, (tmp_path / "server.log").read_text()[-2000:]
-                time.sleep(0.5)
-            check_scores(checkpoint, url)
-        finally:
-            server.terminate()
-            server.wait()
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return urllib.request.urlopen(f"{url}/health", timeout=60).status == 200
-    except OSError:
-        return False
+    with vllm_server(vllm_python, checkpoint.path, tmp_path / "server.log", *words) as url:
+        check_scores(checkpoint, url)

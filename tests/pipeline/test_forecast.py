@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import tomli_w
+from rich.console import Console
 
 import oracle
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.shifts import Shift
 from lightning_weave.config import load_recipe
-from lightning_weave.errors import InputError
+from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.stages.caches import open_cache
 from lightning_weave.stages.forecast import (
+    REACHED,
     Aim,
     Decoding,
     ForecastPoint,
@@ -35,7 +37,15 @@ from lightning_weave.stages.forecast import (
     weights_of,
 )
 from lightning_weave.types import Candidates, Ragged, Rollouts
-from lightning_weave.views.forecast import Goal, add_composition, best, composition_toml, parse_goals
+from lightning_weave.views.forecast import (
+    Goal,
+    add_composition,
+    best,
+    choose_levels,
+    composition_toml,
+    parse_goals,
+    show_levels,
+)
 from pipeline.scored import make_scored
 from tiny import run_of
 from train.cached import make_run
@@ -403,20 +413,24 @@ def test_a_sweep_takes_the_best_trusted_points(
     points = by_name(forecast(run, plan_forecast(run.recipe, [0.0, 0.5, 1.0], alphas=[1.0, 2.0])))
     chosen = plan_promising(run, 2, [0.0, 0.5, 1.0], alphas=[1.0, 2.0])
     assert len(chosen) == 2
+    assert all(points[one.name].kl <= REACHED for one in chosen)
     ours = points[chosen[0].name]
     assert not any(
         other.accuracy >= ours.accuracy and other.tokens < ours.tokens  # type: ignore[operator]
         for name, other in points.items()
-        if name != "base"
+        if name != "base" and other.kl <= REACHED
     )
 
 
 # Choosing
 
 
-def point(policy: str, accuracy: float, tokens: float, aes: float, trusted: bool = True) -> dict[str, Any]:
-    values = {"policy": policy, "accuracy": accuracy, "tokens": tokens, "aes": aes, "kl": 0.1, "trusted": trusted}
-    return {**values, "weights": {"acc": 0.5, "brief": 0.5}, "alpha": 1.0}
+def point(
+    policy: str, accuracy: float, tokens: float, aes: float, trusted: bool = True, kl: float = 0.1
+) -> dict[str, Any]:
+    weights = {"acc": 0.5, "brief": 0.5}
+    figures = (accuracy, 0, 100, tokens, 0, 200, aes, -9, 9, kl, 99)
+    return ForecastPoint(policy, weights, 1.0, *figures, trusted, True).to_dict()
 
 
 POINTS = [
@@ -425,6 +439,7 @@ POINTS = [
     point("short", 72, 50, 0.6),
     point("shortest", 60, 40, -0.1),
     point("dream", 99, 10, 5.0, trusted=False),
+    point("far", 98, 20, 3.0, kl=0.5),  # farther than offline training follows
 ]
 
 
@@ -438,10 +453,18 @@ POINTS = [
         (["tokens"], "shortest"),
         (["aes and tokens < 1"], "short"),
         (["tokens <= 0.6", "accuracy >= 65"], "short"),
+        (["aes and kl <= 1"], "far"),
     ],
 )
 def test_goals_choose_among_trusted_points(goal: list[str], chosen: str) -> None:
     assert best(POINTS, parse_goals(goal))["policy"] == chosen
+
+
+def test_a_goal_without_a_trusted_base_asks_for_more_samples() -> None:
+    base = {**POINTS[0], "trusted": False, "effective_samples": 4.2}
+    others = [{**one, "trusted": False} for one in POINTS[1:]]
+    with pytest.raises(WeaveError, match=r"4 effective samples.* --temperature .* rollout\.responses"):
+        best([base, *others], parse_goals(["aes"]))
 
 
 @pytest.mark.parametrize("goal", ["speed", "tokens <=", "accuracy >= base 3", "tokens <= base", "aes >> 1", ""])
@@ -474,6 +497,26 @@ def test_the_written_composition_is_the_forecast_one(tmp_path: Path) -> None:
         add_composition(file, chosen["policy"], composition_toml(chosen))
 
 
+def test_levels_are_evenly_spaced_on_the_trusted_frontier(scored: dict[str, Any], tmp_path: Path) -> None:
+    line = [point(f"p{tokens}", 50 + tokens / 10, tokens, 0.5) for tokens in (38, 40, 50, 68, 72, 90, 100)]
+    line[4] = {**line[4], "policy": "one@low", "weights": {"acc": 0.75, "brief": 0.25}, "alpha": 0.5}
+    off = [point("dominated", 52, 70, 0.1), {**point("raw", 99, 70, 1.0), "weights": {"acc": 1.5}}]
+    levels = choose_levels([*POINTS[:1], *line, *off, *POINTS[-2:]], 3)
+    assert {name: one["tokens"] for name, one in levels.items()} == {"high": 100, "medium": 72, "low": 40}
+    assert [one["tokens"] for one in choose_levels([*POINTS[:1], *line[2:]], 2).values()] == [100, 50]
+    with pytest.raises(WeaveError, match="only 3 of 4"):
+        choose_levels([*POINTS[:1], *line[:3], *off[:1]], 5)
+    file = tmp_path / "r.toml"
+    file.write_text(tomli_w.dumps(scored))
+    out = Console(quiet=True)
+    show_levels(run_of(scored), levels, str(file), out)
+    show_levels(run_of(scored), levels, str(file), out)  # again: it is already there
+    written = load_recipe(file).compositions["effort"]
+    slots = {slot.level: (slot.weights, slot.alpha) for slot in written.slots}
+    assert slots["low"] == slots["high"] == ({"acc": 0.5, "brief": 0.5}, 1.0)
+    assert slots["medium"] == slots[None] == ({"acc": 0.75, "brief": 0.25}, 0.5)
+
+
 def test_by_tag_is_written_by_tag(tmp_path: Path) -> None:
     file = tmp_path / "r.toml"
     file.write_text("")
@@ -484,8 +527,24 @@ def test_by_tag_is_written_by_tag(tmp_path: Path) -> None:
 
 # The program
 
-KEYS = {"policy", "weights", "alpha", "accuracy", "tokens", "aes", "kl", "effective_samples", "trusted", "anchored"}
-KEYS |= {f"{key}_{end}" for key in ("accuracy", "tokens", "aes") for end in ("low", "high")} | {"largest_trusted"}
+KEYS = {
+    "policy",
+    "weights",
+    "alpha",
+    "accuracy",
+    "tokens",
+    "aes",
+    "kl",
+    "effective_samples",
+    "trusted",
+    "reachable",
+    "anchored",
+}
+KEYS |= {f"{key}_{end}" for key in ("accuracy", "tokens", "aes") for end in ("low", "high")} | {
+    "largest_trusted",
+    "anchored",
+    "reachable",
+}
 
 
 def lweave(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -522,8 +581,9 @@ def test_the_program_refuses_what_it_cannot_do(scored: dict[str, Any], tmp_path:
     file.write_text(tomli_w.dumps({**scored, "runs": str(tmp_path / "none")}))
     assert "lweave rollout" in lweave("forecast", str(file), code=2).stderr
     file.write_text(tomli_w.dumps(scored))
-    for words in (["--write"], ["--goal", "speed"], ["--alphas", "0"]):
+    for words in (["--write"], ["--goal", "speed"], ["--alphas", "0"], ["--levels", "9"]):
         lweave("forecast", str(file), *words, code=2)
-    assert "meets the goal" in lweave("forecast", str(file), "--goal", "tokens <= 0.001", code=1).stderr
+    said = lweave("forecast", str(file), "--goal", "tokens <= 0.001", code=1).stderr
+    assert "30 are needed" in said, "there are 24 responses"
     file.write_text(tomli_w.dumps({**scored, "rollout": {**scored["rollout"], "temperature": 0.0}}))
     lweave("forecast", str(file), code=2)

@@ -11,12 +11,12 @@ from rich.console import Console
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
-from lightning_weave.stages import preview
+from lightning_weave.stages import decoding, preview
 from lightning_weave.stages.caches import open_cache
 from lightning_weave.stages.prompts import load_prompts
 from lightning_weave.stages.score import make_cache
 from lightning_weave.store.ledger import read_ledger
-from lightning_weave.train.data import compose, kept_decisions
+from lightning_weave.train.data import compose
 from lightning_weave.types import Request
 from rows import block_of, read_row
 from tiny import make_tokenizer, make_world, run_of
@@ -46,7 +46,7 @@ def test_the_live_target_is_the_cached_one(recipe: dict, name: str) -> None:
     run = run_of(recipe)
     make_cache(run, QUIET)
     cache = open_cache(run, name)
-    target = preview.open_target(run, name, {})
+    target = decoding.open_target(run, name, {})
     target.anchors.set_prompts(load_prompts(run, {"answer"}))
     student = Checkpoint(str(run.student.path)).load(torch.float32, torch.device("cpu"))
     vocabulary, masked = len(make_tokenizer("student")), 0
@@ -54,7 +54,7 @@ def test_the_live_target_is_the_cached_one(recipe: dict, name: str) -> None:
         row = read_row(cache, number)
         batch, places = (
             compose(block_of([row]), cache.weights, 2.0),
-            np.flatnonzero(kept_decisions(cache.block([number]), cache.weights)),
+            np.flatnonzero(cache.block([number]).kept(cache.weights)),
         )
         expected = dict(zip(places.tolist(), batch.log_q_NO, strict=True))
         ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()

@@ -4,13 +4,18 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 import lightning_weave as lw
+import oracle
+from lightning_weave.cache.block import compute_targets
 from lightning_weave.errors import InputError
 from lightning_weave.stages import realised
+from lightning_weave.stages.caches import open_cache
 from lightning_weave.stages.forecast import ForecastPoint, forecast, read_points
+from lightning_weave.stages.prompts import load_prompts, tag_of
 from lightning_weave.stages.realised import judge, measure_all, realise, realised_table
 from lightning_weave.stages.run import make_students
 from lightning_weave.views.forecast import show_realised
@@ -56,6 +61,36 @@ def test_what_is_left_is_what_the_trainer_measured_on_held_out_rows(trained: dic
     table = realised_table([one])
     assert table[0] == ["KL to the target closed", "even"]
     assert table[1] == ["all", f"{whole.share:.0%}"]
+
+
+@pytest.mark.parametrize("balance", ["decisions", "rows", "tags"])
+def test_shares_of_tags_are_what_loops_over_decisions_say(trained: dict[str, Any], balance: str) -> None:
+    recipe = {**trained, "train": {**trained["train"], "balance": balance, "validation": 0.0}}
+    run = run_of({**recipe, "compositions": {"even": trained["compositions"]["even"]}})
+    make_students(run, QUIET)
+    measure_all(run, QUIET)
+    (one,) = realise(run, [])
+    cache = open_cache(run, "even")
+    prompts = load_prompts(run, ())
+    losses: dict[str, list[list[float]]] = {}  # tag -> row -> decisions
+    for row in range(len(cache)):
+        targets = compute_targets(cache.block([row]), cache.weights, 0.3)
+        b_PO, q_PO = np.exp(targets.log_b_PO.astype(float)), np.exp(targets.log_q_PO.astype(float))
+        kept = np.flatnonzero(targets.valid_P)
+        own = [oracle.log_residual_loss(b_PO[at], b_PO[at], q_PO[at], 0.3) for at in kept]
+        losses.setdefault(tag_of(run.recipe, prompts[row // 2]), []).append(own)
+    decisions = {tag: sum(map(len, rows)) for tag, rows in losses.items()}
+    says = {
+        "decisions": {tag: sum(map(sum, rows)) for tag, rows in losses.items()},
+        "rows": {tag: sum(sum(row) / len(row) for row in rows if row) for tag, rows in losses.items()},
+        "tags": {tag: sum(map(sum, rows)) / decisions[tag] for tag, rows in losses.items()},
+    }[balance]
+    shares = one.tag_shares()
+    assert shares.keys() == {"product", "default"}
+    for tag, share in shares.items():
+        assert share["decisions"] == pytest.approx(decisions[tag] / sum(decisions.values()))
+        assert share["loss"] == pytest.approx(says[tag] / sum(says.values()), rel=1e-4)
+    assert sum(share["closed"] for share in shares.values()) == pytest.approx(1)
 
 
 def test_it_is_measured_once_and_kept(trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

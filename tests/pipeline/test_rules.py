@@ -5,13 +5,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from lightning_weave.cache.shifts import Shift, ShiftRules, TeacherSource, pair_shift
 from lightning_weave.checks.shifts import rule_effects, suggestions
+from lightning_weave.errors import InputError
+from lightning_weave.report.survey import joint_weights
 from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.forecast import forecast
+from lightning_weave.stages.preview import preview
 from lightning_weave.types import Candidates, Ragged, Scores, join_rows
 from lightning_weave.views.doctor import examine
-from pipeline.scored import make_scored
+from pipeline.scored import QUIET, make_scored
 from tiny import run_of
 
 POSITIONS, CANDIDATES, VOCABULARY = 40, 5, 30
@@ -212,6 +217,55 @@ def test_every_method_uses_of_each_anchor_what_its_own_rules_leave(recipe: dict[
             assert own, f"{name}: row of the decisions {start} to {end}"
             used |= {*own}
         assert used == {0, 1}, name
+
+
+def test_placebos_negate_the_shift_or_take_it_from_another_decision_of_the_row(recipe: dict[str, Any]) -> None:
+    """At the same decisions as their composition; the only one of a row has no other, and is left out."""
+    placebos = {"flipped": {"weights": HALF, "flip": True}, "shuffled": {"weights": HALF, "shuffle": "states"}}
+    alone = {"one": {"weights": {"acc": 1.0}}, "one-shuffled": {"weights": {"acc": 1.0}, "shuffle": "states"}}
+    anchors = {**recipe["anchors"], "acc": {**recipe["anchors"]["acc"], "where": {"first": 1}}}
+    compositions = {"joint": {"weights": HALF}, **placebos, **alone}
+    run = run_of({**recipe, "anchors": anchors, "compositions": compositions})
+    caches = {name: open_cache(run, name) for name in run.recipe.compositions}
+    rows = range(len(caches["joint"]))
+    plain, flipped, shuffled, one, none = (cache.block(rows) for cache in caches.values())
+    np.testing.assert_array_equal(flipped.r_KPC, -plain.r_KPC)
+    np.testing.assert_array_equal(flipped.valid_KP, plain.valid_KP)
+    assert one.kept([1.0]).any()
+    assert not none.kept([1.0]).any()
+    weights = caches["joint"].weights
+    assert 0 < plain.kept(weights).mean() < 1
+    moved = 0
+    ends = np.cumsum(plain.decisions_R)
+    for row, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        places = start + np.flatnonzero(plain.kept(weights)[start:end])
+        kept = places if len(places) > 1 else []
+        np.testing.assert_array_equal(start + np.flatnonzero(shuffled.kept(weights)[start:end]), kept)
+        before, after = (
+            [(block.r_KPC[:, at].tobytes(), block.mapped_KPC[:, at].tobytes()) for at in places]
+            for block in (plain, shuffled)
+        )
+        assert sorted(before) == sorted(after), "each shift is used once, in its own row"
+        if len(set(before)) == len(before) > 1:
+            assert all(one != two for one, two in zip(before, after, strict=True))
+            moved += 1
+        by_itself = caches["shuffled"].block([row])
+        np.testing.assert_array_equal(by_itself.r_KPC, shuffled.r_KPC[:, start:end])  # whatever is read with it
+    assert moved
+    joint = run.stage("train", "joint")
+    for name in placebos:
+        assert run.stage("train", name).fingerprint != joint.fingerprint
+        assert {one.fingerprint for one in run.stage("train", name).inputs} == {one.fingerprint for one in joint.inputs}
+
+
+@pytest.mark.parametrize("placebo", [{"flip": True}, {"shuffle": "states"}])
+def test_no_target_of_a_placebo_is_shown_as_that_of_its_weights(recipe: dict[str, Any], placebo: dict) -> None:
+    compositions = {"joint": {"weights": HALF}, "control": {"weights": HALF, **placebo}}
+    run = run_of({**recipe, "compositions": compositions})
+    assert [point.policy for point in forecast(run)] == ["base", "joint"]
+    assert list(joint_weights(run, open_cache(run, "joint"))) == ["joint"]
+    with pytest.raises(InputError):
+        preview(run, QUIET, Console(), problems=1, only=["control"])
 
 
 def test_a_tempered_teacher_is_its_distribution_to_a_power(parts: dict[str, Any]) -> None:

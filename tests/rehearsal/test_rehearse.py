@@ -128,7 +128,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(stage: Stage) -> N
 def _contents(run: Path) -> dict[str, Any]:
     """All that does not tell the time: the page and the costs do."""
     files = [path for path in run.rglob("*") if path.is_file() and path.name not in CLOCKS]
-    kept = [path for path in files if path.relative_to(run).parts[0] != "report" or path.name.startswith("results")]
+    kept = [path for path in files if "report" not in path.relative_to(run).parts or path.name.startswith("results")]
     return {str(path.relative_to(run)): _timeless(path) for path in kept}
 
 
@@ -219,6 +219,15 @@ def test_a_context_that_a_row_has_no_column_for(stage: Stage) -> None:
     assert "hint" in ended.said
 
 
+def test_random_models_need_not_be_right_where_the_real_ones_must(stage: Stage) -> None:
+    """Contexts with right responses, and an anchor that speaks in right ones only."""
+    context = {"template": "{prompt} So: {right}"}
+    of_acc, of_brief = ({"post_prompt": context}, {"where": {"answers": "right"}})
+    both = {"acc": of_acc, "brief": of_brief}
+    ended = stage.rehearse(anchors={name: {**one, **both[name]} for name, one in stage.recipe["anchors"].items()})
+    assert ended.code == 0, ended.said
+
+
 def test_a_pair_of_one_model(stage: Stage) -> None:
     anchors = {**stage.recipe["anchors"], "acc": {**stage.recipe["anchors"]["acc"]}}
     anchors["acc"]["post"] = anchors["acc"]["pre"]
@@ -253,6 +262,9 @@ def test_a_recipe_is_made_smaller_and_nothing_of_it_larger(stage: Stage, tmp_pat
     assert (small.rollout.responses, small.rollout.max_tokens) == (3, 5)
     assert (small.train.prompts_per_round, small.train.updates_per_round, small.train.checkpoint_every) == (1, 1, 1)
     assert (small.train.epochs, small.compositions["both"].epochs, small.compositions["both"].refresh) == (1, None, 2)
+    auto = {"both": {"weights": {"acc": 0.5, "brief": 0.5}, "refresh": "auto", "refresh_budget": 5}}
+    small_auto = small_recipe(Run(check_recipe({**recipe, "compositions": auto}))).compositions["both"]
+    assert (small_auto.refresh, small_auto.refresh_budget) == ("auto", 2)
     assert small.student.revision is None
     assert small.rehearsal
     assert small.checks.truncated is False

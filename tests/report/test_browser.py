@@ -32,16 +32,21 @@ HOSTILE = [
 ]
 WORDS = [*HOSTILE, "7", " the", "\n", "+", " wait", "done", "x", "=", "1", "0", " so"]
 POSITIONS, CANDIDATES = 30, 5
+SILENT = [8, 15]
 
 
 def view(seed: int) -> Block:
-    """Random decisions, some masked for either anchor, one whose candidates hold all but 1e-12 of the mass."""
+    """Random decisions, some masked for either anchor, one whose candidates hold all but 1e-12 of the mass.
+
+    One anchor is silent at two of them, at one of these both are.
+    """
     rng = np.random.default_rng(seed)
     ids = np.stack([rng.permutation(len(WORDS))[:CANDIDATES] for _ in range(POSITIONS)]).astype(np.int32)
     logits = 2 * rng.normal(size=(POSITIONS, CANDIDATES + 1))
     logits[3, -1] = -28.0
     logp = (logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32)
     mapped = rng.random((2, POSITIONS, CANDIDATES)) < 0.96
+    mapped[0, 15] = mapped[1, SILENT] = False
     rest = rng.integers(0, len(WORDS), POSITIONS - len(HOSTILE))
     return decisions_block(
         np.concatenate([np.arange(len(HOSTILE)), rest]).astype(np.int32),
@@ -49,13 +54,13 @@ def view(seed: int) -> Block:
         logp,
         mapped,
         r_KPC=np.where(mapped, 2 * rng.normal(size=mapped.shape), 0).astype(np.float32),
-        valid_KP=mapped.all(axis=2),
+        valid_KP=mapped.all(axis=2) | ~mapped.any(axis=2),
     )
 
 
 VIEWS = [view(1), view(2)]
 TRAINED = (np.log(np.full((POSITIONS, CANDIDATES), 0.125, np.float32)), np.full(POSITIONS, 0.625, np.float32))
-CLIPPED, GATED = (np.isin(np.arange(POSITIONS), places) for places in ([6, 9, 20], [9, 11]))
+CLIPPED, GATED, SILENCED = (np.isin(np.arange(POSITIONS), places) for places in ([6, 9, 20], [9, 11], SILENT))
 GET_IN = "one = document.createElement('script'); one.textContent = 'window.pwned = 3'; document.body.append(one)"
 
 
@@ -86,6 +91,7 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(WORDS)}, unk_token="x"))
     tokenizer.decoder = decoders.Fuse()
     rules = {"acc": {"clip = 2": [CLIPPED] * 2}, "brief": {"only_above = 0.1": [GATED] * 2}}
+    rules["brief"]["where = { first = 8 }"] = [SILENCED] * 2
     shared = {"prompt": HOSTILE[1] + HOSTILE[2], "finish": "stop", "shown": POSITIONS}
     threads = [{"name": f"{HOSTILE[0]}, {n}", "tokens": POSITIONS + 60 * n, **shared} for n in range(len(VIEWS))]
     settings = [
@@ -109,6 +115,7 @@ def expected(one: Block, weights: list[float], alpha: float) -> tuple[torch.Tens
         torch.tensor(one.candidates.logp.flat).double(), torch.tensor(one.candidates.other_logp.flat).double()
     )
     log_q_NO = tilted_target(log_b_NO, r_NC, alpha)
+    valid_N &= torch.tensor(one.kept(weights) if any(weights) else np.ones(POSITIONS, np.bool_))
     return log_b_NO.exp(), log_q_NO.exp(), expected_kl(log_q_NO, log_b_NO), valid_N
 
 
@@ -132,7 +139,7 @@ def check_screen(opened: Opened, one: Block, weights: list[float], alpha: float)
     everything = [expected(other, weights, alpha) for other in VIEWS]
     overall = torch.cat([kl[valid] for _, _, kl, valid in everything]).mean().item()
     assert float(opened.page.locator(".all-kl").inner_text()) == pytest.approx(overall, abs=1e-4)
-    for place in (0, 3, 8, 20):
+    for place in (0, 3, 8, 15, 20):
         opened.page.locator(".weave .t").nth(place).click()
         assert column(opened, "p") == pytest.approx(b_NO[place].tolist(), abs=1e-4)
         if valid_N[place]:
@@ -232,8 +239,10 @@ def test_decisions_that_a_rule_changes_are_marked_and_say_which(browser: Any, pa
     with open_page(browser, page_path) as opened:
         page = opened.page
         marked = "[...document.querySelectorAll('.weave .t')].map((token) => token.classList.contains('ruled'))"
-        assert page.evaluate(marked) == (CLIPPED | GATED).tolist()
-        assert page.locator("output.ruled").inner_text() == f"4 of {POSITIONS}"
+        assert page.evaluate(marked) == (CLIPPED | GATED | SILENCED).tolist()
+        assert page.locator("output.ruled").inner_text() == f"6 of {POSITIONS}"
+        page.locator(".weave .t").nth(8).click()
+        assert page.locator(".badges .ruled").all_inner_texts() == ["brief: silenced by where = { first = 8 }"]
         page.locator(".weave .t").nth(9).click()
         said = page.locator(".badges .ruled").all_inner_texts()
         what = ["changed" if valid else "masked" for valid in VIEWS[0].valid_KP[:, 9]]

@@ -24,6 +24,10 @@ one = { weights = { right = 1.0, brief = 0.0 }, alpha = 1.5, epochs = 5 }
 naive = { weights = { brief = 1.0 }, objective = "direct-opd" }
 contrast = { weights = { right = 1.5, brief = -0.25 }, normalize = false, allow_negative = true }
 budget = { weights = { right = 0.5, brief = 0.5 }, kl_budget = 0.02 }
+dial.method = "joint"
+dial.levels = { a = { right = 1.0 }, b = { brief = 1.0 } }
+dial.default = "a"
+dial.control.prefix = "{level}:"
 mixture = { method = "mixture", weights = { right = 0.25, brief = 0.75 } }
 mixture-budget = { method = "mixture", weights = { right = 0.5, brief = 0.5 }, kl_budget = 0.02 }
 online = { method = "online", weights = { right = 0.5, brief = 0.5 } }
@@ -68,7 +72,7 @@ def test_a_recipe_that_is_written_and_read_again_has_the_same_fingerprints(tmp_p
     path = write_recipe(tmp_path, COMPOSITIONS)
     recipe = load_recipe([path])
     made = fingerprints(recipe)
-    assert len(set(made.values())) == len(made) == 13, "no two methods are the same"
+    assert len(set(made.values())) == len(made) == 14, "no two methods are the same"
     assert fingerprints(check_recipe(tomllib.loads(dump_recipe(recipe)))) == made
     said = ["train.warmup=0", "train.decay=constant", "train.token_budget=99"]
     assert fingerprints(load_recipe([path], said)) == made, "defaults that are said, and how it is executed"
@@ -123,7 +127,7 @@ def test_products_in_tf32_make_other_numbers_and_only_those() -> None:
         recipe["anchors"] = {"a": {"post": "x", "pre": "y"}}
         recipe["compositions"] = {"c": {"weights": {"a": 1.0}}}
         named = {name: name for name in ("s", "x", "y", "p")}
-        return Run(check_recipe(recipe), "recipe.toml", _identities=named)
+        return Run(check_recipe(recipe), "recipe.toml", identities=named)
 
     usual, rounded, threads = run(), run(tf32=True), run(threads=4)
     for of in (
@@ -171,6 +175,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 # How a stage is executed, what is reported and where: these change no result.
 EXECUTION = {
+    "anchors.NAME.cache",
     "anchors.NAME.trust_remote_code",
     "checks.kl_rise",
     "checks.repeated",
@@ -212,11 +217,13 @@ EXECUTION = {
     "train.eval_problems",
     "train.gradient_checkpointing",
     "train.keep_anchors",
+    "train.seeds",
     "train.shard_ranks",
     "train.token_budget",
     "train.trackers",
 }
 ROUTED = "compositions.joint.weights={sums={right=1.0},default={brief=1.0}}"
+MERGED = 'policies.new={merge="dare",weights={right=1.0}}'
 # What a key is set to, where its kind does not tell; after " with " what has to be set for it to matter.
 VALUES = {
     "report.cases.NAME.shortest": "report.cases.one.shortest=base",
@@ -224,6 +231,7 @@ VALUES = {
     "checks.repeated": "checks.repeated=0.5",
     "checks.kl_rise": "checks.kl_rise=0.5",
     "report.students": 'report.students=["joint"]',
+    "train.balance": "train.balance=rows",
     "train.trackers": 'train.trackers=["tensorboard"]',
     "train.validation": "train.validation=0.1",
     "train.updates_per_round": "train.updates_per_round=8",
@@ -245,17 +253,28 @@ VALUES = {
     "anchors.NAME.post_prompt.template": 'anchors.right.post_prompt.template="{prompt}!"',
     "anchors.NAME.pre_prompt.template": 'anchors.right.pre_prompt.template="{prompt}!"',
     "anchors.NAME.untrained": 'anchors.right.untrained=mask with anchors.right.aliases={a="b"}',
+    "spans": 'spans={plan=["a","b"]} with spans={plan=["a","c"]} anchors.right.where.inside=plan',
+    "anchors.NAME.where.answers": "anchors.right.where.answers=wrong with prompts.columns.answer=answer",
+    "compositions.NAME.flip": "compositions.joint.flip=true",
+    "compositions.NAME.shuffle": "compositions.joint.shuffle=states",
     "compositions.NAME.dose": "compositions.sequential.dose=matched",
     "compositions.NAME.kl_budget": "compositions.budget.kl_budget=0.5",
+    "compositions.NAME.levels": "compositions.dial.levels.b.alpha=1.0",
+    "compositions.NAME.default": "compositions.dial.default=b",
+    "compositions.NAME.control.prefix": 'compositions.dial.control={prefix="{level} "}',
+    "compositions.NAME.control.system": 'compositions.dial.control={system="{level}"}',
+    "compositions.NAME.control.variable": 'compositions.dial.control={variable="effort"}',
     "compositions.NAME.method": "compositions.joint.method=mixture",
     "compositions.NAME.objective": "compositions.joint.objective=reverse-kl",
-    "compositions.NAME.refresh": "compositions.joint.refresh=2",
+    "compositions.NAME.refresh": "compositions.joint.refresh=auto",
+    "compositions.NAME.refresh_budget": 'compositions.joint.refresh_budget=3 with compositions.joint.refresh="auto"',
     "compositions.NAME.resample": "compositions.sequential.resample=false",
     "compositions.NAME.sequence": 'compositions.sequential.sequence=["right","brief"]',
     "compositions.NAME.sharpen": "compositions.self.sharpen=0.7",
     "compositions.NAME.weights": "compositions.joint.weights={right=0.25,brief=0.75}",
     "date": "date=2020-01-31 with policies.other.model={folder}/dated",
     "engine.dtype": "engine.dtype=bfloat16",
+    "anchors.NAME.cache": "anchors.right.cache=file://{folder}/nowhere",
     "engine.parity": "engine.parity=0.01",
     "engine.options": 'engine.options={kv_cache_dtype="fp8"} with engine.rollout=vllm',
     "eval.adapters": "eval.adapters=true with engine.eval=vllm train.lora.rank=4",
@@ -268,6 +287,14 @@ VALUES = {
     "harness.include": "harness.include={folder}/student with harness.tasks=['ifeval']",
     "policies.NAME.model": "policies.other.model={folder}/brief",
     "policies.NAME.system": 'policies.other.system="x"',
+    "policies.NAME.thinking": "policies.other.thinking=false",
+    "policies.NAME.template": 'policies.other.template={effort="low"}',
+    "policies.NAME.budget": "policies.other.budget=9",
+    "policies.NAME.merge": f"{MERGED} with {MERGED.replace('dare', 'ties')}",
+    "policies.NAME.weights": f"{MERGED.replace('1.0', '0.5')} with {MERGED}",
+    "policies.NAME.density": f"policies.new.density=0.2 with {MERGED}",
+    "policies.NAME.decode": 'policies.new={decode="joint"}',
+    "eval.final": "eval.final=x with policies.other.budget=9",
     "prompts.format": 'prompts.format="{problem}!"',
     "prompts.screen_against": 'prompts.screen_against=["{folder}/more.jsonl"]',
     "prompts.source": "prompts.source={folder}/more.jsonl",
@@ -320,7 +347,9 @@ def every_method(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def everything(path: Path, sets: Sequence[str]) -> set[tuple[str, str]]:
-    return {(stage.path, stage.fingerprint) for stage in Run(load_recipe([path], sets)).everything()}
+    """Every stage but those of replicates, which `train.seeds` adds: it leaves the others as they are."""
+    stages = Run(load_recipe([path], sets)).everything()
+    return {(stage.path, stage.fingerprint) for stage in stages if "~" not in stage.path}
 
 
 KEYS = dict(recipe_keys(Recipe))

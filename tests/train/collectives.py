@@ -4,7 +4,10 @@ Nothing is sent, and every result is filled with ones. Each rank needs its own p
 """
 
 import gc
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_weave.config import check_recipe
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_cache
-from lightning_weave.train import loop, parallel
+from lightning_weave.train import loop, online, parallel
 from lightning_weave.train.schedule import make_schedule
 from lightning_weave.train.student import Loss, open_trainee
+from lightning_weave.types import Prompt, Request, Response
 from train.cached import QUIET, context
 from train.launch import lopsided
 
@@ -59,9 +64,45 @@ class Collectives(TorchDispatchMode):
                 each.fill_(1)
         return result
 
+    def all_gather_object(self, gathered: list[Any], value: Any, group: Any) -> None:
+        """Give each rank what it has sent itself: the tensors that torch sends have no object in them here."""
+        members = tuple(dist.get_process_group_ranks(group))
+        self.calls.append(Call("all_gather_object", (), group.group_name, members))
+        gathered[:] = [value] * len(members)
+
+    def taken(self) -> list[Call]:
+        """Return the calls since the last time."""
+        calls, self.calls = self.calls, []
+        return calls
+
+
+class Engine(online.RoundEngine):
+    """An engine that draws without looking at the weights that it is given."""
+
+    def __init__(self, run: Run, name: str, trainee: Any, prompts: Sequence[Prompt], ranks: parallel.Ranks) -> None:
+        self.student, self.trainee, self.ranks = run.student, trainee, ranks
+        self.folder = run.stage("train", name).folder
+        self.section = run.recipe.engine_of("rollout")
+        self.engine: Any = SimpleNamespace(reload=Path.exists, sample=self.draw, sleep=lambda: None)
+
+    def draw(self, requests: Sequence[Request], *rest: Any, **options: Any) -> list[Response]:
+        return [Response([2, 1], "stop", logprobs=[-3.0, -3.0]) for _ in requests]
+
+
+def live_run(run: Run, engine: str) -> Run:
+    """Turn a run into one that trains online, with the student as every anchor, and probes three problems."""
+    student, problems = run.recipe.student.model, run.directory.parent / "problems.jsonl"
+    problems.write_text("".join(json.dumps({"problem": f"w{place}", "answer": "w3"}) + "\n" for place in range(3)))
+    recipe = run.recipe.model_dump(by_alias=True, exclude_none=True)
+    recipe["anchors"] = {name: {"post": student, "pre": student} for name in recipe["anchors"]}
+    recipe["compositions"] = {"both": {"method": "online", "weights": dict(run.recipe.compositions["both"].used)}}
+    recipe["eval"] |= {"benchmarks": [f"file:{problems}"], "max_tokens": 4, "chat": False}
+    recipe["engine"] |= {"rollout": engine, "parity": 100.0}  # weights of ones
+    return Run(check_recipe(recipe), "live.toml")
+
 
 def train_as_rank(run: Run, rank: int, world: int) -> tuple[dict[str, list[Call]], dict[str, list[int]]]:
-    """Update, measure and export; returns the calls of each, and the number of rows in each micro-batch."""
+    """Update, measure, sample and export; returns the calls of each, and the number of rows in each micro-batch."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     gc.freeze()  # `free_memory` need not go through what was imported
@@ -70,7 +111,9 @@ def train_as_rank(run: Run, rank: int, world: int) -> tuple[dict[str, list[Call]
     parallel.host_group = host_groups.__getitem__  # type: ignore[assignment]
     ranks = parallel.Ranks(rank, world, torch.device("cpu"))
     calls, dealt = {}, {}
+    prompts = [Prompt(str(group), [], "w3", [3]) for group in range(6)]
     with Collectives() as recorded:
+        dist.all_gather_object = recorded.all_gather_object
         trainee = open_trainee(run, context(ranks, torch.bfloat16))
         fit = loop.Fit(
             trainee=trainee,
@@ -85,15 +128,24 @@ def train_as_rank(run: Run, rank: int, world: int) -> tuple[dict[str, list[Call]
         )
         schedule = make_schedule(run.recipe, groups=range(6))
         rows = schedule.rows(0)
-        calls["open"], recorded.calls = recorded.calls, []
+        calls["open"] = recorded.taken()
         for how, deal, fit.token_budget in (("even", loop.deal_rows, max(1, 48 // world)), ("lopsided", lopsided, 24)):
             loop.deal_rows = deal
             dealt[how] = [len(members) for members in fit._deal(rows)]
             fit.update(1, rows)
-            calls[f"{how} update"], recorded.calls = recorded.calls, []
+            calls[f"{how} update"] = recorded.taken()
             fit.measure(rows)
-            calls[f"{how} measure"], recorded.calls = recorded.calls, []
+            calls[f"{how} measure"] = recorded.taken()
+        online.RoundEngine = Engine  # type: ignore[misc]
+        for engine in ("hf", "vllm"):
+            live = live_run(run, engine)
+            drawn = online.LiveRows(live, "both", trainee, prompts, schedule, ranks=ranks)
+            for update in range(2):
+                drawn.refresh(update)
+            calls[f"rounds, {engine}"] = recorded.taken()
+        loop.Probe(live).answer(trainee, ranks)
+        calls["probe"] = recorded.taken()
         training = loop.Training(run, "both", schedule, fit, QUIET)
         training.export(training.stage, 1, {"alpha": 2.0})
-        calls["export"] = recorded.calls
+        calls["export"] = recorded.taken()
     return calls, dealt

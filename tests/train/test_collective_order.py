@@ -36,3 +36,10 @@ def test_every_rank_calls_the_same_collectives(tmp_path: Path, world: int, among
     assert {each.operation for each in update} == kinds
     assert {len(each.members) for each in update} == {world, among, world // among} - {1}
     assert {"barrier", "all_gather_into_tensor"} <= {each.operation for each in calls[0]["export"]}
+    # Six prompts are twelve rows and there are three problems: some ranks sample nothing, and gather what others did.
+    for what, kinds in (
+        ("probe", {"_allgather_base_", "allreduce_"}),
+        ("rounds, hf", {"_allgather_base_", "all_gather_object"}),
+        ("rounds, vllm", {"_allgather_base_", "all_gather_into_tensor", "all_gather_object", "allreduce_", "barrier"}),
+    ):
+        assert {each.operation for each in calls[0][what]} == kinds, what

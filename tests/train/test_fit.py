@@ -153,6 +153,24 @@ def test_what_is_watched_is_what_the_batch_says(tmp_path: Path) -> None:
     assert min(figures["reverse_kl"], figures["forward_kl"], figures["total_variation"]) > 0
 
 
+def test_drift_is_the_kl_between_the_student_and_who_sampled(tmp_path: Path) -> None:
+    """Against plain transformers, on the kept decisions."""
+    run = make_run(tmp_path, valid=patchy)
+    fit = open_fit(run)
+    assert fit.update(1, ROWS)["drift"] == pytest.approx(0, abs=1e-5), "it begins as the student that sampled"
+    kl_N = []
+    for row in (read_row(fit.cache, number) for number in ROWS):
+        ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()[None]
+        with torch.no_grad():
+            logits_TV = fit.trainee.model(ids).logits[0, len(row.prompt_ids) - 1 : -1, : run.student.vocabulary]
+        asked_TC = torch.tensor(row.candidate_ids_TC).long()
+        now_TC, then_TC = logits_TV.softmax(-1).gather(1, asked_TC).double().numpy(), np.exp(row.logp_TC)
+        now_TO, then_TO = (np.c_[p_TC, 1 - p_TC.sum(axis=1)] for p_TC in (now_TC, then_TC))
+        kl_N += (now_TO * np.log(now_TO / then_TO)).sum(axis=1)[row.valid_KT.all(axis=0)].tolist()
+    assert np.mean(kl_N) > 1e-4
+    assert fit.measure(ROWS)["drift"] == pytest.approx(np.mean(kl_N), rel=1e-2)
+
+
 def test_one_update_at_the_papers_learning_rate_moves_nearly_all_master_weights(tmp_path: Path) -> None:
     settings = {"learning_rate": 1e-6, "agreement": False}
     run = make_run(tmp_path, student={"dtype": torch.bfloat16}, train=settings)

@@ -32,6 +32,7 @@ from tiny import run_of
 
 BOTH = ("candidates", "proposal")
 THRICE = {"weights": HALF, "refresh": 3}
+AUTO = {"weights": HALF, "refresh": "auto", "refresh_budget": 3}  # which finds no reason to sample again
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 @pytest.fixture(scope="module")
 def refreshed(recipe: dict) -> Run:
-    run = run_of({**recipe, "compositions": {"thrice": THRICE}})
+    run = run_of({**recipe, "compositions": {"thrice": THRICE, "auto": AUTO}})
     make_students(run, QUIET)
     return run
 
@@ -192,24 +193,51 @@ def test_weights_by_tag_and_a_budget_stay_those_of_the_first_cache(recipe: dict)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("where", "count"),
+    ("name", "where", "count"),
     [
-        (r"/part-2/sampler@\w+/\.tmp-final$", 1),
-        (r"/part-3/score/.*\.safetensors$", 2),
+        ("thrice", r"/part-2/sampler@\w+/\.tmp-final$", 1),
+        ("thrice", r"/part-3/score/.*\.safetensors$", 2),
+        ("auto", r"/part-3/sampler@\w+/.*manifest\.json$", 1),
     ],
-    ids=["between parts", "scoring"],
+    ids=["between parts", "scoring", "deciding"],
 )
 def test_killed_anywhere_it_ends_the_same(
-    refreshed: Run, recipe: dict, tmp_path: Path, forked: Forked, where: str, count: int
+    refreshed: Run, recipe: dict, tmp_path: Path, forked: Forked, name: str, where: str, count: int
 ) -> None:
-    expected = load_file(refreshed.directory / "train/thrice/final/model.safetensors")
+    expected = load_file(refreshed.directory / f"train/{name}/final/model.safetensors")
     file = tmp_path / "thrice.toml"
-    mine = {**copied(recipe, tmp_path), "compositions": {"thrice": THRICE}}
+    mine = {**copied(recipe, tmp_path), "compositions": {name: refreshed.recipe.compositions[name].model_dump()}}
     file.write_text(dump_recipe(check_recipe(mine)))
     assert forked.lweave("train", file, **kill_at("rename", where, count)).code == -signal.SIGKILL
     status = forked.lweave("status", file)
-    assert re.search(r"train/thrice +partial", status.said), status.said
+    assert re.search(rf"train/{name} +partial", status.said), status.said
     ended = forked.lweave("train", file)
     assert ended.code == 0, ended.said
-    assert same(load_file(tmp_path / "runs/tiny/train/thrice/final/model.safetensors"), expected)
-    assert [part.sampler.state() for part in parts_of(run_of(mine), "thrice")][1:] == ["complete", "complete"]
+    assert same(load_file(tmp_path / f"runs/tiny/train/{name}/final/model.safetensors"), expected)
+    assert [part.sampler.state() for part in parts_of(run_of(mine), name)][1:] == ["complete", "complete"]
+
+
+@pytest.mark.slow
+def test_auto_samples_again_only_where_the_student_has_left_who_sampled(
+    refreshed: Run, recipe: dict, tmp_path: Path
+) -> None:
+    """At a weak dose it is plain training, at a strong one training with all parts, to the last bit."""
+    strong = {"alpha": 0.05}
+    compositions = {"plain": {"weights": HALF}, "all": {**THRICE, **strong}, "strong": {**AUTO, **strong}}
+    students = trained(mine := copied(recipe, tmp_path), **compositions)
+    assert same(students["strong"], students["all"])
+    assert same(load_file(refreshed.directory / "train/auto/final/model.safetensors"), students["plain"])
+    for run, name, samples in (
+        (refreshed, "auto", False),
+        (run_of({**mine, "compositions": compositions}), "strong", True),
+    ):
+        parts = [*parts_of(run, name)]
+        assert [part.samples for part in parts] == [False, samples, samples]
+        drift = parts[1].sampler.require()["drift"]
+        assert (drift > resampled.FAR) == samples
+        assert run.stage("train", name).require()["parts"] == (3 if samples else 1)
+        rows = [row for row in read_ledger(run.directory) if row["name"] == name]
+        assert {row["method"] for row in rows} == {"refreshed"}
+        assert len(rows) == (2 * 7 if samples else 0) + 3
+    card = (refreshed.stage("train", "auto").folder / "final" / "README.md").read_text()
+    assert "sampled again by the current student 0 times" in card

@@ -18,6 +18,7 @@ from lightning_weave.stages.run import make_students
 from lightning_weave.stages.score import make_cache
 from lightning_weave.store import read_lines
 from lightning_weave.store.ledger import read_ledger
+from lightning_weave.train.data import Balance
 from lightning_weave.train.resampled import legs
 from lightning_weave.types import Rollouts
 from lightning_weave.views import status as verify
@@ -180,16 +181,24 @@ def test_a_sequence_killed_in_any_leg_ends_the_same(
 
 
 @pytest.mark.slow
-def test_a_later_leg_reads_the_columns_of_its_context(recipe: dict, tmp_path: Path) -> None:
+def test_a_later_leg_reads_the_columns_of_its_context_and_of_tags(recipe: dict, tmp_path: Path) -> None:
     hinted = {"model": "student", "post_prompt": {"template": "{prompt} {hint}"}}
     rows = [{**row, "hint": row["answer"]} for row in read_lines(Path(recipe["prompts"]["source"]))]
+    rows = [{**row, "kind": "ab"[place % 2]} for place, row in enumerate(rows)]
     source = tmp_path / "hinted.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     both = {"method": "sequential", "weights": {"acc": 0.5, "hinted": 0.5}, "sequence": ["acc", "hinted"]}
     own = {**recipe, "runs": str(tmp_path), "prompts": {**recipe["prompts"], "source": str(source)}}
-    own |= {"anchors": {"acc": recipe["anchors"]["acc"], "hinted": hinted}, "compositions": {"both": both}}
-    run = run_of({**own, "train": {**recipe["train"], "epochs": 1}})
+    compositions = {"both": both, "back": {**both, "sequence": ["hinted", "acc"]}}
+    own |= {"anchors": {"acc": recipe["anchors"]["acc"], "hinted": hinted}, "compositions": compositions}
+    own |= {"train": {**recipe["train"], "epochs": 1, "balance": "tags"}, "tags": {"column": "kind"}}
+    run = run_of(own)
     make_cache(run, QUIET)
     make_students(run, QUIET)
-    assert run.stage("train", "both").complete
-    assert len(leg_prompts(run.directory, "both", 2)) == 6, "half of the 12"
+    for name in compositions:
+        assert run.stage("train", name).complete
+        assert len(leg_prompts(run.directory, name, 2)) == 6, "half of the 12"
+        tag_G = Balance.from_run([*legs(run, name)][1].run).tag_G
+        assert tag_G is not None
+        assert len(tag_G) == 6
+        assert set(tag_G.tolist()) == {0, 1}

@@ -1,12 +1,16 @@
 """A directory for the hub: complete, made again by the same command, and never put over anything else."""
 
+import json
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import metadata_load
+import yaml
+from huggingface_hub import metadata_load, parse_eval_result_entries
 
+from hub import serve_hub
+from lightning_weave.cli.commands import app
 from lightning_weave.config import dump_recipe, load_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
@@ -89,3 +93,45 @@ def test_nothing_else_is_replaced(trained: Run, tmp_path: Path) -> None:
         card.card(trained, "both", run_dir / "recipe.toml" / "x", QUIET)
     with pytest.raises(InputError, match="no such composition; this run has both"):
         card.card(trained, "bot", None, QUIET)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the hub's client, which calls httpx in an old way
+def test_a_student_is_pushed_with_card_results_and_report(
+    trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real client uploads to a hub on this machine: private unless asked otherwise, and only what changed."""
+    rows = [{"id": n, "problem": f"{n}+1", "answer": n + 1} for n in range(30)]
+    problems = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    recipe = trained.recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    recipe["eval"] |= {"benchmarks": ["aime-2025"], "chat": False}
+    with serve_hub(monkeypatch, tmp_path / "hub") as hub:
+        hub.push_files("datasets/MathArena/aime_2025", {"test.jsonl": problems})
+        run = run_of(recipe)
+        write_evaluations(run, {"base": (0.0, 50.0), "both": (1.0, 40.0)}, samples=6)
+        file = tmp_path / "tiny.toml"
+        file.write_text(dump_recipe(run.recipe))
+        words = ["export", str(file), "--composition", "both", "--out", str(tmp_path / "out"), "--push", "me/tiny"]
+        app(words, standalone_mode=False)
+        assert hub.private == {"me/tiny": True}
+        files = list(hub.commits["me/tiny"].values())[-1]
+        final = trained.directory / "train" / "both" / "final"
+        assert files["model.safetensors"] == (final / "model.safetensors").read_bytes()
+        (tmp_path / "README.md").write_bytes(files["README.md"])
+        (model,) = metadata_load(tmp_path / "README.md")["model-index"]
+        assert model["results"][0]["dataset"]["type"] == "MathArena/aime_2025"
+        (entry,) = parse_eval_result_entries(yaml.safe_load(files[".eval_results/aime-2025.yaml"]))
+        assert (entry.dataset_id, entry.value) == ("MathArena/aime_2025", 100.0)
+        assert files["report/index.html"].lstrip().lower().startswith(b"<!doctype html>")
+        large = len(hub.large)
+        app(words, standalone_mode=False)
+        assert len(hub.large) == large
+        hub.refused = 0
+        with pytest.raises(InputError, match="me/tiny") as raised:
+            app(words, standalone_mode=False)
+        assert raised.value.code == 2
+        hub.refused = None
+        app([*words[:-1], "me/open", "--public"], standalone_mode=False)
+        assert hub.private["me/open"] is False
+    for wrong in ([*words[:-1], "tiny"], [*words, "--as", "targets"]):
+        with pytest.raises(InputError, match="--push"):
+            app(wrong, standalone_mode=False)

@@ -1,4 +1,4 @@
-"""The tables of docs/forecast.md: simulated responses have the truth that is computed, and how pairs are compared."""
+"""The tables of docs/appendix/forecast.md: simulations against a truth that is computed; how pairs are compared."""
 
 import subprocess
 import sys
@@ -54,13 +54,13 @@ def test_the_table_of_trust_has_all_trials() -> None:
     assert "400 and more" in trust_table({"simulated": found})
 
 
-def pair(share: float, alpha: float, forecast: float, measured: float, trusted: bool = True) -> Pair:
+def pair(share: float, alpha: float, forecast: float, measured: float, trusted: bool = True, near: bool = True) -> Pair:
     tokens = {"tokens": 50 - 20 * share, "tokens_low": 30, "tokens_high": 60}
     figures = {"accuracy": 80 + forecast, "accuracy_low": 79 + forecast, "accuracy_high": 81 + forecast}
     point = {"policy": f"{share}-{alpha}", "weights": {"brevity": share}, "alpha": alpha, "trusted": trusted}
     known = {"accuracy": 80 + measured, "tokens": 50 - 20 * share, "aes": measured}
     return Pair(
-        {**point, **tokens, **figures, "aes": forecast, "effective_samples": 99},
+        {**point, **tokens, **figures, "aes": forecast, "effective_samples": 99, "reachable": near},
         known | {f"{figure}_error": 0.5 for figure in ("accuracy", "tokens", "aes")},
     )
 
@@ -73,8 +73,8 @@ def test_pairs_are_compared() -> None:
     assert rank_correlation(pairs[:3], "accuracy") == 1
     row = summary_table({"one": pairs}).splitlines()[2]
     assert row.startswith("| one | 3 of 4 | 1.2 | -1.2 | 1.00 | 67% |")
-    chosen = choice_table({"one": pairs}).splitlines()[2]
-    assert chosen == "| one | 0.5-1.0 | 3.50 | 0.5-2.0 | 2.00 | 3.50 |"  # what is not trusted is not chosen
+    chosen = choice_table({"one": [*pairs, pair(0.25, 0.5, 8, 0, near=False)]}).splitlines()[2]
+    assert chosen == "| one | 0.5-1.0 | 3.50 | 0.5-2.0 | 2.00 | 3.50 |"  # what is not trusted or too far is not chosen
 
 
 def test_the_grid_has_three_alphas_of_five_shares() -> None:

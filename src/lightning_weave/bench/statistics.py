@@ -3,6 +3,10 @@
 AIME has 30 problems, so the standard error of an accuracy is 6 to 7 points; differences between two policies on the
 same problems are more precise. The bootstrap resamples problems within each benchmark, policy and base together.
 
+A policy that is trained with several seeds is the mean over them, problem by problem. Both kinds of chance enter its
+intervals: the distance from the estimate to each end of the bootstrap interval and the half-width of the t interval of
+the seeds' means are added in quadrature. With two seeds t is 12.7, with three 4.3: few seeds say little about others.
+
 AES is asymmetric: a relative loss of accuracy counts 5 times, a gain 3 times. A policy equal to its base except for
 sampling noise therefore has a negative expected AES: 4 (s/m)^2 - 2 s / (m sqrt(pi)) for accuracies of mean m and
 standard error s, for example -0.06 for 60 +- 4. A score that close to 0 is no evidence of harm.
@@ -15,6 +19,7 @@ from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 from lightning_weave.bench.samples import Sample
 from lightning_weave.errors import InputError, Mismatch
@@ -33,11 +38,12 @@ class ProblemMeans:
     problems: tuple[str, ...]
     accuracy: FloatArray
     tokens: FloatArray
+    seeds_S2: FloatArray | None = None  # accuracy and tokens of each training seed, if these are means over several
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its 95 % percentile interval."""
+    """An estimate with its 95 % interval: percentiles over resampled problems, widened by the spread of seeds."""
 
     estimate: float
     low: float
@@ -67,6 +73,26 @@ def clustered_error(values: NDArray[np.generic]) -> float:
     return float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else float("nan")
 
 
+def standard_error(values_S: Sequence[float] | FloatArray) -> float:
+    """Compute the standard error of a mean over training seeds; 0 for one, whose spread is unknown."""
+    return float(np.std(values_S, ddof=1)) / math.sqrt(len(values_S)) if len(values_S) > 1 else 0.0
+
+
+def seed_error(*groups: Sequence[float] | FloatArray) -> float:
+    """Compute the half-width of the 95 % t interval of a mean over training seeds, or of a difference of two (Welch).
+
+    A policy with one seed adds nothing: its spread is unknown.
+
+    >>> round(seed_error([1.0, 2.0, 3.0]), 2), seed_error([1.0]), round(seed_error([1, 2, 3], [1, 2, 3]), 2)
+    (2.48, 0.0, 2.27)
+    """
+    error = math.hypot(*map(standard_error, groups))
+    if not error:
+        return 0.0
+    freedom = error**4 / sum(standard_error(values) ** 4 / (len(values) - 1) for values in groups if len(values) > 1)
+    return float(stdtrit(freedom, 1 - TAIL / 100)) * error
+
+
 def compare(
     policy: Sequence[ProblemMeans], base: Sequence[ProblemMeans], resamples: int = 10_000, seed: int = 0
 ) -> Comparison:
@@ -74,10 +100,10 @@ def compare(
     both = _bootstrap(policy, policy, base, resamples, seed)
     differences = (both[..., 0] - both[..., 2], both[..., 1] - both[..., 3], _scores(both))
     contrasts = {
-        means.benchmark: Contrast(*(_interval(values[number]) for values in differences))
+        means.benchmark: _contrast([values[[number]] for values in differences], [seed_means([means], [base[number]])])
         for number, means in enumerate(policy)
     }
-    return Comparison(contrasts, Contrast(*(_interval(values.mean(axis=0)) for values in differences)))
+    return Comparison(contrasts, _contrast(differences, [seed_means(policy, base)]))
 
 
 def contrast(
@@ -90,7 +116,56 @@ def contrast(
     """Bootstrap the first policy minus the second, averaged over benchmarks, both scored against the same base."""
     first, second = (_bootstrap(one, policy, base, resamples, seed) for policy in (one, two))
     differences = (first[..., 0] - second[..., 0], first[..., 1] - second[..., 1], _scores(first) - _scores(second))
-    return Contrast(*(_interval(values.mean(axis=0)) for values in differences))
+    return _contrast(differences, [seed_means(one, base), seed_means(two, base)])
+
+
+def _contrast(differences: Sequence[FloatArray], seeds: Sequence[FloatArray]) -> Contrast:
+    """Average accuracy, tokens and AES over benchmarks, with the errors of seeds of these policies."""
+    errors = (seed_error(*(values_S3[:, column] for values_S3 in seeds)) for column in range(3))
+    return Contrast(*(_interval(one.mean(axis=0), error) for one, error in zip(differences, errors, strict=True)))
+
+
+def seed_means(policy: Sequence[ProblemMeans], base: Sequence[ProblemMeans]) -> FloatArray:
+    """Compute accuracy, tokens and AES of each training seed, averaged over benchmarks: seeds x 3.
+
+    Where benchmarks have different seeds, these are the first of each; one with a single seed adds its mean.
+    """
+    count = min((len(one.seeds_S2) for one in policy if one.seeds_S2 is not None), default=1)
+    scores_BS3 = []
+    for one, reference in zip(policy, base, strict=True):
+        mean = np.array([[one.accuracy.mean(), one.tokens.mean()]])
+        seeds_S2 = np.repeat(mean, count, axis=0) if one.seeds_S2 is None else one.seeds_S2[:count]
+        level = (reference.accuracy.mean(), reference.tokens.mean())
+        scores_BS3.append([(*seed, aes(seed[0], seed[1], *level)) for seed in seeds_S2.tolist()])
+    return np.mean(scores_BS3, axis=0)
+
+
+def matched_difference(
+    policy: Sequence[ProblemMeans],
+    frontier: Sequence[Sequence[ProblemMeans]],
+    resamples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
+    """Bootstrap the accuracy of a policy minus that of a frontier at the same tokens, averaged over benchmarks.
+
+    Between its points the frontier is a straight line; beyond the longest it is as accurate as that one. NaN for a
+    policy that is shorter than all of them.
+    """
+
+    def above(places: FloatArray) -> float:
+        """Accuracy of the first place minus that of the line through the others, at its tokens."""
+        line = places[1:][places[1:, 1].argsort()]
+        return float(places[0, 0] - np.interp(places[0, 1], line[:, 1], line[:, 0], left=np.nan))
+
+    # (accuracy, tokens) of the policy and of each point, as measured and resampled by the same draws of problems
+    each = (policy, *frontier)
+    places = np.stack([_bootstrap(policy, one, one, resamples, seed)[..., :2].mean(axis=0) for one in each], axis=1)
+    by_seed = []  # of each policy, the others as measured
+    for number, one in enumerate(each):
+        moved = np.repeat(places[:1], len(seeds := seed_means(one, one)[:, :2]), axis=0)
+        moved[:, number] = seeds
+        by_seed.append([value for value in map(above, moved) if not math.isnan(value)])
+    return _interval(np.array([*map(above, places)]), seed_error(*by_seed))
 
 
 def _bootstrap(
@@ -142,13 +217,16 @@ def _scores(means: FloatArray) -> FloatArray:
     return np.array([aes(*row) for row in flat]).reshape(means.shape[:-1])
 
 
-def _interval(values: FloatArray) -> Interval:
-    """Take the first value as the estimate and percentiles of the others, NaN left out."""
+def _interval(values: FloatArray, error: float = 0.0) -> Interval:
+    """Take the first value as the estimate and percentiles of the others, NaN left out, and add the error of seeds."""
     estimate, resampled = float(values[0]), values[1:]
     known = resampled[~np.isnan(resampled)]
     if np.isnan(estimate) or not len(known):
         return Interval(estimate, float("nan"), float("nan"))
-    return Interval(estimate, *np.percentile(known, [TAIL, 100 - TAIL]).tolist())
+    low, high = np.percentile(known, [TAIL, 100 - TAIL]).tolist()
+    if error:
+        low, high = estimate - math.hypot(estimate - low, error), estimate + math.hypot(high - estimate, error)
+    return Interval(estimate, low, high)
 
 
 # Samples with their truncated texts -> which are correct. One call for all, because grading code uses every core.

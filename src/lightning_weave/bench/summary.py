@@ -3,8 +3,9 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from lightning_weave.bench.samples import Sample
 from lightning_weave.bench.statistics import (
     BudgetPoint,
     Comparison,
+    FloatArray,
     ProblemMeans,
     Regrade,
     budget_curve,
@@ -21,12 +23,16 @@ from lightning_weave.bench.statistics import (
     compare,
     grid,
     pass_at_k,
+    seed_error,
+    seed_means,
+    standard_error,
 )
 from lightning_weave.errors import InputError, Mismatch, WeaveError
 from lightning_weave.store.files import read_json, write_json
 
 SUMMARY = "summary.json"
 ASKED = ("format", "chat", "thinking", "system", "quantization")  # settings of an evaluation's stage
+Z = 1.96  # standard errors in half a 95 % interval
 PROTOCOL = ("temperature", "top_p", "max_tokens", "grading", *ASKED)  # equal, or two results are not compared
 
 
@@ -54,12 +60,14 @@ class Summary:
     problem_tokens: list[float]
     official_differs: int = 0  # samples that the official LiveCodeBench runner is known to judge otherwise
     error: str | None = None  # why the accuracy is not a measure of the policy
+    seeds: tuple["Summary", ...] = ()  # of each training seed, if this is their mean; never in a file
 
     @property
     def means(self) -> ProblemMeans:
         """Return the per-problem means for the paired bootstrap."""
         values = np.array([self.problem_accuracy, self.problem_tokens], dtype=np.float64)
-        return ProblemMeans(self.benchmark, tuple(self.problems), values[0], values[1])
+        seeds_S2 = np.array([[one.accuracy, one.tokens] for one in self.seeds]) if self.seeds else None
+        return ProblemMeans(self.benchmark, tuple(self.problems), values[0], values[1], seeds_S2)
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,51 @@ def summarise(
     )
 
 
+def pool(seeds: Sequence[Summary]) -> Summary:
+    """Average one policy over training seeds, problem by problem."""
+    if len(seeds) == 1:
+        return seeds[0]
+
+    def mean(key: str) -> Any:
+        return np.mean([getattr(one, key) for one in seeds], axis=0).tolist()
+
+    keys = ("accuracy", "tokens", "truncated", "no_answer", "problem_accuracy", "problem_tokens")
+    budgets = [[astuple(point) for point in one.budgets] for one in seeds]
+    pooled = replace(
+        seeds[0],
+        **{key: mean(key) for key in keys},
+        pass_at={k: float(np.mean([one.pass_at[k] for one in seeds])) for k in seeds[0].pass_at},
+        budgets=[BudgetPoint(round(budget), *rest) for budget, *rest in np.mean(budgets, axis=0).tolist()],
+        official_differs=sum(one.official_differs for one in seeds),
+        error=next((one.error for one in seeds if one.error), None),
+        seeds=tuple(seeds),
+    )
+    accuracy_error, tokens_error = (_mean_error([pooled], key) for key in ("accuracy", "tokens"))
+    return replace(pooled, accuracy_error=accuracy_error, tokens_error=tokens_error)
+
+
+def half_interval(policy: Sequence[Summary], key: str) -> float:
+    """Compute half the 95 % interval of a mean over benchmarks, from its problems and its seeds."""
+    error, seeds_S = _chances(policy, key)
+    return math.hypot(Z * error, seed_error(seeds_S))
+
+
+def _mean_error(policy: Sequence[Summary], key: str) -> float:
+    """Compute the standard error of a mean over benchmarks, from its problems and its seeds."""
+    error, seeds_S = _chances(policy, key)
+    return math.hypot(error, standard_error(seeds_S))
+
+
+def _chances(policy: Sequence[Summary], key: str) -> tuple[float, FloatArray]:
+    """Compute the standard error that is due to problems, and the mean of each seed."""
+    errors = [
+        clustered_error(np.array([getattr(one, f"problem_{key}")]).T) if one.seeds else getattr(one, f"{key}_error")
+        for one in policy
+    ]
+    means = [one.means for one in policy]
+    return math.hypot(*errors) / len(policy), seed_means(means, means)[:, 0 if key == "accuracy" else 1]
+
+
 def _explain_no_answers(benchmark: Benchmark, samples: Sequence[Sample]) -> str | None:
     """Explain why no response had an answer, if none had: the accuracy of 0 then measures the prompt or the grader."""
     if any(sample.answer is not None for sample in samples):
@@ -153,9 +206,9 @@ def combine(
         comparison = compare([summary.means for summary in policy], matching, resamples, seed)
     return Overall(
         accuracy=math.fsum(summary.accuracy for summary in policy) / len(policy),
-        accuracy_error=math.hypot(*(summary.accuracy_error for summary in policy)) / len(policy),
+        accuracy_error=_mean_error(policy, "accuracy"),
         tokens=math.fsum(summary.tokens for summary in policy) / len(policy),
-        tokens_error=math.hypot(*(summary.tokens_error for summary in policy)) / len(policy),
+        tokens_error=_mean_error(policy, "tokens"),
         comparison=comparison,
     )
 
@@ -180,6 +233,7 @@ def named_differences(keys: Iterable[str], own: Mapping[str, Any], base: Mapping
 def write_summary(path: Path, summary: Summary) -> None:
     """Write summary.json; NaN becomes null, because JSON has no NaN."""
     fields = asdict(summary)
+    del fields["seeds"]
     for name in ("accuracy_error", "tokens_error"):  # NaN for a single problem
         fields[name] = None if math.isnan(fields[name]) else fields[name]
     fields["pass_at"] = {str(k): value for k, value in summary.pass_at.items()}
@@ -208,6 +262,7 @@ class Metric:
     error: float | None
     lower_is_better: bool
     values: dict[str, float]  # by question; empty if the score is not their mean
+    seeds: Sequence[float] = ()  # of each training seed, if this is their mean
 
 
 @dataclass(frozen=True)
@@ -263,6 +318,25 @@ def read_result(folder: Path) -> TaskResult:
     return TaskResult(data["task"], data["harness"], [Metric(**one) for one in data["metrics"]])
 
 
+def pool_task(seeds: Sequence[TaskResult]) -> TaskResult:
+    """Average one task over training seeds, question by question."""
+    if len(seeds) == 1:
+        return seeds[0]
+    metrics = []
+    for metric in seeds[0].metrics:
+        each = [one for result in seeds for one in result.metrics if one.name == metric.name]
+        scores = [one.value for one in each]
+        same = all(one.values.keys() == metric.values.keys() for one in each)
+        values = {key: fmean(one.values[key] for one in each) for key in metric.values} if same else {}
+        error = metric.error
+        if len(values) > 1:
+            error = clustered_error(np.array([[*values.values()]]).T)
+        if error is not None:
+            error = math.hypot(error, standard_error(scores))
+        metrics.append(replace(metric, value=fmean(scores), error=error, values=values, seeds=scores))
+    return replace(seeds[0], metrics=metrics)
+
+
 def difference(policy: Metric, base: Metric) -> tuple[float, float | None]:
     """Subtract the base's score, with the standard error: over the questions if both have the same, else of the two.
 
@@ -274,6 +348,8 @@ def difference(policy: Metric, base: Metric) -> tuple[float, float | None]:
     value = policy.value - base.value
     if policy.values and policy.values.keys() == base.values.keys():
         pairs = np.array([policy.values[key] - base.values[key] for key in policy.values])
-        return value, float(pairs.std(ddof=1) / np.sqrt(len(pairs))) if len(pairs) > 1 else None
+        if len(pairs) < 2:
+            return value, None
+        return value, math.hypot(pairs.std(ddof=1) / np.sqrt(len(pairs)), standard_error(policy.seeds))
     known = policy.error is not None and base.error is not None
     return value, math.hypot(policy.error or 0.0, base.error or 0.0) if known else None

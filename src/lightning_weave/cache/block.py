@@ -3,7 +3,7 @@
 `Cache` reads blocks from memory-mapped shards; what is held never grows with the cache.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -93,7 +93,13 @@ class Block:
         weight_KP = np.repeat(weight_RK.T, self.decisions_R, axis=1)
         used_KP = weight_KP != 0
         r_KPC = np.where(used_KP[..., None], weight_KP[..., None] * self.r_KPC, np.float32(0))
-        return replace(self, r_KPC=r_KPC, valid_KP=(self.valid_KP | ~used_KP) & self.decided_P)
+        mapped_KPC = self.mapped_KPC & used_KP[..., None]
+        return replace(self, r_KPC=r_KPC, mapped_KPC=mapped_KPC, valid_KP=(self.valid_KP | ~used_KP) & self.decided_P)
+
+    def kept(self, weights: Sequence[float]) -> NDArray[np.bool_]:
+        """Find the decisions that are trained on: all anchors of nonzero weight are valid, and one of them speaks."""
+        used_K = np.array(weights) != 0
+        return np.asarray(self.valid_KP[used_K].all(axis=0) & self.mapped_KPC[used_K].any(axis=(0, 2)))
 
     def __len__(self) -> int:
         return len(self.number_R)
@@ -186,6 +192,35 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Rules:
+    """What a composition does to the shifts of its anchors, apart from weighing them. All of these are placebos."""
+
+    flip: bool = False
+    shuffle: str | None = None
+
+    def apply(self, block: Block, weights: Sequence[float]) -> Block:
+        """Change the shifts of a block. It depends on each row alone, not on what is read with it."""
+        if self.shuffle:
+            block = self._shuffle(block, block.kept(weights))
+        return replace(block, r_KPC=-block.r_KPC) if self.flip else block
+
+    def _shuffle(self, block: Block, kept_P: NDArray[np.bool_]) -> Block:
+        """Give every kept decision the shifts of another one of its row, candidate by candidate in their order.
+
+        The only one of a row has no other to take them from, and is masked.
+        """
+        offsets = block.rollouts.response_ids.offsets
+        from_P, alone_P = np.arange(len(kept_P)), np.zeros(len(kept_P), np.bool_)
+        for row, number in enumerate(block.number_R.tolist()):
+            places = offsets[row] + np.flatnonzero(kept_P[offsets[row] : offsets[row + 1]])
+            cycle = np.random.default_rng([number, 5]).permutation(places)
+            from_P[cycle] = np.roll(cycle, 1)
+            alone_P[places] = len(places) == 1
+        moved = {name: getattr(block, name)[:, from_P] for name in ("r_KPC", "mapped_KPC")}
+        return replace(block, valid_KP=block.valid_KP & ~alone_P, **moved)
+
+
+@dataclass(frozen=True)
 class Targets:
     """Behaviour and target of P decisions over O = C + 1 outcomes, as log-probabilities; the last is `other`.
 
@@ -204,13 +239,22 @@ class Targets:
 def compute_targets(block: Block, weights: Sequence[float], alpha: float) -> Targets:
     """Weigh the shifts, intersect the masks (composed-shift) and tilt the behaviour (finite-candidate-target)."""
     shifts = torch.from_numpy(block.r_KPC), torch.from_numpy(block.valid_KP)
-    r_PC, valid_P = compose_shifts(*shifts, torch.tensor(weights, dtype=torch.float32))
+    r_PC, _ = compose_shifts(*shifts, torch.tensor(weights, dtype=torch.float32))
+    valid_P = block.kept(weights)
     candidates = block.candidates
     # Copied: the arrays of a cache are read-only maps of its files.
     log_b_PO = with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat))
     log_q_PO = tilted_target(log_b_PO, r_PC, alpha)
     log_q_PO[~valid_P] = log_b_PO[~valid_P]
-    return Targets(block, valid_P.numpy(), r_PC.numpy(), log_b_PO.numpy(), log_q_PO.numpy(), alpha)
+    return Targets(block, valid_P, r_PC.numpy(), log_b_PO.numpy(), log_q_PO.numpy(), alpha)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Effort levels: row `slot * rows + row` is a cached row whose prompt names the level and whose shifts weigh so."""
+
+    read: Callable[[int, int], Sequence[int]]  # slot and prompt -> what the student reads
+    weight_SK: NDArray[np.float32]
 
 
 class Cache:
@@ -227,12 +271,18 @@ class Cache:
         sources: Sequence[ShiftSource] = (),
         weight_RK: NDArray[np.float32] | None = None,
         proposal: Stage | None = None,
+        levels: Levels | None = None,
+        rules: Rules = Rules(),
     ) -> None:
         self.rollouts = rollouts
         self.reference = reference
         self.sources = tuple(sources)
         self.weight_RK = weight_RK
         self.proposal = proposal
+        self.levels = levels
+        self.rules = rules
+        self.alpha: float | None = None  # solved with the budgets of its anchors ...
+        self.shares: list[Any] = []  # ... and what each of them got
         stages = [rollouts, reference, *(stage for source in sources for stage in source.stages)]
         stages += [] if proposal is None else [proposal]
         for stage in stages:
@@ -247,7 +297,7 @@ class Cache:
     @property
     def weights(self) -> list[float]:
         """The weight of each source; 1 where rows have their own weights."""
-        return [source.weight if self.weight_RK is None else 1.0 for source in self.sources]
+        return [source.weight if self.weight_RK is None and self.levels is None else 1.0 for source in self.sources]
 
     @property
     def names(self) -> list[str]:
@@ -255,14 +305,34 @@ class Cache:
 
     def length(self, number: int) -> int:
         """Tokens of one row, prompt and response."""
-        shard, place = self.rows.find(number)
+        slot, row = divmod(number, len(self))
+        shard, place = self.rows.find(row)
         rollouts = self._open(self.rollouts.folder, Rollouts, shard).read(place, place + 1)
-        return len(rollouts.prompt_ids.flat) + len(rollouts.response_ids.flat)
+        prompt = self.levels.read(slot, int(rollouts.prompt_R[0])) if slot and self.levels else rollouts.prompt_ids.flat
+        return len(prompt) + len(rollouts.response_ids.flat)
 
     def block(self, rows: Sequence[int]) -> Block:
         """Read rows from every stage, checking CRCs, that all stages mean the same trajectories, and every number."""
         if not len(rows):  # a rank without rows: an empty block with the right shapes
             return self.block([0]).pick([])
+        block = self._plain(rows) if self.levels is None else self._at_levels(rows, self.levels)
+        return self.rules.apply(block, self.weights)
+
+    def _at_levels(self, numbers: Sequence[int], levels: Levels) -> Block:
+        """Give rows the prompts and weights of their levels; the rest is that of the plain prompt."""
+        slot_R, row_R = np.divmod(np.asarray(numbers), len(self))
+        block = self._plain(row_R.tolist()).with_row_weights(levels.weight_SK[slot_R])
+        rollouts = block.rollouts
+        prompts = [
+            np.array(levels.read(slot, prompt), np.int32) if slot else plain
+            for slot, prompt, plain in zip(
+                slot_R.tolist(), rollouts.prompt_R.tolist(), rollouts.prompt_ids, strict=True
+            )
+        ]
+        rollouts = replace(rollouts, prompt_ids=Ragged.of(prompts))
+        return replace(block, number_R=np.asarray(numbers, np.int64), rollouts=rollouts)
+
+    def _plain(self, rows: Sequence[int]) -> Block:
         for row in (min(rows), max(rows)):
             if not 0 <= row < len(self):
                 raise InputError(f"row {row}: this run has rows 0 to {len(self) - 1}")
@@ -318,6 +388,7 @@ class Cache:
                 # Where a candidate is not mapped its number means nothing, so it is not checked.
                 check(stage, one, np.where(one.mapped.flat, one.logp.flat, 0), one.mass.flat)
             # A rule may ask for the entropy of what sampled the rows.
-            shifts.append(source.shift(candidates if proposal is None else proposal, scores))
+            shift = source.shift(candidates if proposal is None else proposal, scores)
+            shifts.append(source.rules.silence(shift, span, rollouts))
         block = Block.from_shifts(span, rollouts, candidates, shifts, proposal)
         return block if self.weight_RK is None else block.with_row_weights(self.weight_RK[span])

@@ -5,14 +5,15 @@ All of them are shifts of the student's candidates against `other`, so that one 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_weave.cache.where import WhereRule
 from lightning_weave.config import Anchor
 from lightning_weave.store import Stage
-from lightning_weave.types import Candidates, Scores
+from lightning_weave.types import Candidates, Rollouts, Scores
 
 SMALLEST_MASS = 1e-8  # what a teacher leaves at least to the tokens that are not candidates
 
@@ -21,7 +22,7 @@ class Shift(NamedTuple):
     """A shift at every decision of some rows."""
 
     r_PC: NDArray[np.float32]
-    mapped_PC: NDArray[np.bool_]  # candidates that have a shift
+    mapped_PC: NDArray[np.bool_]  # candidates that have a shift; none at a valid decision: the anchor is silent there
     valid_P: NDArray[np.bool_]  # decisions that can be learned from
 
 
@@ -43,17 +44,26 @@ class ShiftRules:
     only_above: float | None = None
     mass_floor: float | None = None
     temperature: float = 1.0
+    where: WhereRule | None = None
 
     @classmethod
     def from_anchor(cls, anchor: Anchor) -> "ShiftRules":
-        """Read the rules of an anchor of the recipe."""
+        """Read the rules of an anchor of the recipe, without where it speaks."""
         return cls(anchor.validity, **anchor.shift.model_dump())
 
     @property
-    def active(self) -> dict[str, float]:
+    def active(self) -> dict[str, Any]:
         """The rules that change something, the validity rule aside."""
         rules = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "validity"}
         return {name: value for name, value in rules.items() if value != getattr(ShiftRules, name)}
+
+    def silence(self, shift: Shift, numbers: Sequence[int], rollouts: Rollouts) -> Shift:
+        """Take the shift away where the anchor does not speak; it masks nothing there."""
+        if self.where is None:
+            return shift
+        speaks_P = self.where.speaks(numbers, rollouts)
+        r_PC = np.where(speaks_P[:, None], shift.r_PC, np.float32(0))
+        return Shift(r_PC, shift.mapped_PC & speaks_P[:, None], shift.valid_P | ~speaks_P)
 
 
 def pair_shift(post: Scores, pre: Scores, candidates: Candidates, rules: ShiftRules) -> Shift:
@@ -152,6 +162,7 @@ class SharpenedSource:
     name: str = "self"
     weight: float = 1.0
     stages: tuple[Stage, ...] = ()
+    rules: ShiftRules = ShiftRules()
 
     def shift(self, candidates: Candidates, scores: Sequence[Scores]) -> Shift:
         """Raise the behaviour to the power 1 / temperature, on the finite outcomes."""

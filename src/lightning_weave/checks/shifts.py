@@ -121,7 +121,7 @@ def _grade(run: Run, cache: Cache) -> GradedShifts | None:
             block = cache.block([number])
             sampled_PC = (block.candidates.ids.flat == block.sampled_P[:, None]) & block.valid_KP[0][:, None]
             text = tokenizer.decode(block.sampled_P.tolist(), skip_special_tokens=True)
-            right = grade_rollout(run.recipe.eval, text, answer)[1]
+            right = grade_rollout(run.grading[0], text, answer)[1]
             rows.append((float(block.r_KPC[0][sampled_PC].sum()), len(block.sampled_P), right))
     if not rows:
         return None
@@ -287,8 +287,10 @@ class Effect:
     """What one rule changes by itself, of the anchor alone at weight 1 and the paper's alpha."""
 
     rule: str
-    value: float
+    value: Any
     positions: float  # share of the positions that were valid without it
+    decisions: int  # that the anchor has without it
+    left: int  # of these
     kl_before: float  # KL(target || behaviour), nats per position
     kl_after: float
     changed_P: NDArray[np.bool_] = field(repr=False)  # decisions that it changes
@@ -296,12 +298,18 @@ class Effect:
     @property
     def figures(self) -> dict[str, Any]:
         """The numbers, for a finding."""
-        return {name: value for name, value in vars(self).items() if name != "changed_P"}
+        return {name: value for name, value in vars(self).items() if name != "changed_P"} | {"value": str(self.value)}
+
+    @property
+    def name(self) -> str:
+        """The rule as it is written."""
+        return f"{self.rule} = {self.value:g}" if isinstance(self.value, float) else f"{self.rule} = {self.value}"
 
     def __str__(self) -> str:
         return (
-            f"{self.rule} = {self.value:g} changes {100 * self.positions:.2f} % of positions, and the KL that the "
-            f"anchor asks for from {self.kl_before:.4f} to {self.kl_after:.4f} nats"
+            f"{self.name} changes {100 * self.positions:.2f} % of positions and leaves {self.left:,} of "
+            f"{self.decisions:,}, and the KL that the anchor asks for goes from {self.kl_before:.4f} to "
+            f"{self.kl_after:.4f} nats"
         )
 
 
@@ -317,7 +325,9 @@ def rule_effects(run: Run, anchor: str, rows: Sequence[int]) -> list[Effect]:
         ruled = _block(run, pair, rows, **{rule: value})
         same_P = (without.r_KPC[0] == ruled.r_KPC[0]).all(axis=1) & (valid_P == ruled.valid_KP[0])
         share = float((~same_P)[valid_P].mean()) if valid_P.any() else 0.0
-        effects.append(Effect(rule, value, share, _kl(without, without), _kl(ruled, without), ~same_P))
+        left = int(ruled.kept([1.0]).sum())
+        kl = _kl(without, without), _kl(ruled, without)
+        effects.append(Effect(rule, value, share, int(valid_P.sum()), left, *kl, ~same_P))
     return effects
 
 
@@ -341,7 +351,7 @@ def suggestions(run: Run, anchor: str, rows: Sequence[int]) -> dict[str, float]:
     return {rule: float(f"{value:.2g}") for rule, value in quantiles.items()}
 
 
-def _block(run: Run, pair: PairSource, rows: Sequence[int], **rules: float) -> Block:
+def _block(run: Run, pair: PairSource, rows: Sequence[int], **rules: Any) -> Block:
     """Read rows of one anchor by these rules alone."""
     alone = replace(pair, rules=ShiftRules(pair.rules.validity, **rules))
     return Cache(run.stage("rollout"), run.stage("reference"), [alone]).block(rows)

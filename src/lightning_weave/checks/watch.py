@@ -84,7 +84,7 @@ def check_rollouts(run: Run) -> list[Finding]:
     """Check what the student sampled: cut off, without an answer, wrong, or repetitive."""
     if not run.stage("rollout").complete:  # other ranks are still sampling
         return []
-    section = run.recipe.eval
+    rule, _ = run.grading
     prompts = read_prompts(run.prompts_file)
     rows = list(rollout_rows(run, ROWS))
 
@@ -103,8 +103,8 @@ def check_rollouts(run: Run) -> list[Finding]:
     if answered:
         decode = run.student.tokenizer.decode
         texts = [(decode(row.response_ids[0].tolist(), skip_special_tokens=True), answer) for row, answer in answered]
-        grades = [grade_rollout(section, text, answer) for text, answer in texts]
-        kind = "\\boxed{}" if section.profile in (None, "paper") else section.profile
+        grades = [grade_rollout(rule, text, answer) for text, answer in texts]
+        kind = "\\boxed{}" if rule.kind in ("paper", "code", "python") else rule.kind
         advice = f"Let the prompt ask for one, or set eval.profile to grade it otherwise. {FORM}"
         asks = any("\\boxed" in prompt.text for prompt in prompts)  # else the answers may have another form
         unanswered = [answer is None for answer, _ in grades]

@@ -22,8 +22,8 @@ from lightning_weave.cli import commands
 from lightning_weave.errors import InputError, WeaveError, explain_error, printable
 from lightning_weave.ranks import check_ranks, is_main_process
 
-VERBS = ["init", "recipe", "doctor", "plan", "rehearse", "run", "eval", "forecast", "sweep", "preview"]  # as in --help
-VERBS += ["status", "report", "inspect", "export", "clean", "demo"]
+VERBS = ["init", "recipe", "doctor", "plan", "rehearse", "run", "eval", "forecast", "sweep", "compare"]  # as in --help
+VERBS += ["preview", "status", "report", "inspect", "export", "push", "pull", "clean", "demo"]
 MOVED = {
     "show": "lweave recipe show RECIPE",
     "keys": "lweave recipe keys [KEY]",

@@ -213,6 +213,10 @@ def plan(
     from lightning_weave.config import load_recipe
 
     loaded = load_recipe(recipe, set_ or ())
+    if any(anchor.cache is not None for anchor in loaded.anchors.values()):
+        from lightning_weave.run import Run
+
+        loaded = Run(loaded).recipe
     from lightning_weave.plan import plan as stage
     from lightning_weave.plan.architecture import find_gpu
     from lightning_weave.plan.costs import PlannedMachine
@@ -375,6 +379,10 @@ def forecast(
             "may be repeated",
         ),
     ] = None,
+    levels: Annotated[
+        int | None,
+        Option(min=2, max=5, metavar="N", help="choose N effort levels, evenly spaced in tokens on the frontier"),
+    ] = None,
     write: Annotated[bool, Option("--write", help="add the chosen composition to the recipe file")] = False,
     compute: Annotated[
         bool, Option("--compute", help="make rollout, reference and scores if they are missing")
@@ -392,8 +400,10 @@ def forecast(
 
     Needs rollout, reference and scores. Points with too few effective samples are shown as not trusted.
     """
-    if write and not goal:
-        raise InputError('--write needs a goal to choose by, such as --goal aes or --goal "tokens <= 0.6"')
+    if write and not goal and not levels:
+        raise InputError('--write needs --levels 3 or a goal to choose by, such as --goal "tokens <= 0.6"')
+    if goal and levels:
+        raise InputError("--goal chooses one composition and --levels several: give one of them")
     if top_p is not None and not 0 < top_p <= 1:
         raise InputError(f"--top-p {top_p:g}: must be greater than 0 and at most 1")
     varied = {"shares": shares, "alphas": alphas, "kl_budgets": kl_budgets}
@@ -407,9 +417,14 @@ def forecast(
         stage.show_realised(run, run.realised(), open_console(), json)
         return
     goals = stage.parse_goals(goal or ())
+    if levels:
+        grid, numbers["alphas"] = stage.level_grid(run, shares, grid, numbers.get("alphas"))
     sampled: Any = {"temperature": temperature, "top_p": top_p}
     points = run.forecast(anchor=anchor, tag=tag, grid=grid, compute=compute, **numbers, **sampled)
     stage.show(run, points, open_console(), json)
+    if levels:
+        chosen = stage.choose_levels(points, levels)
+        stage.show_levels(run, chosen, recipe[-1] if write else None, open_console(stderr=json))
     if goals:
         stage.choose(points, goals, recipe[-1] if write else None, open_console(stderr=json))
 
@@ -445,6 +460,44 @@ def sweep(
     doses = _numbers("--alphas", alphas) if alphas else None
     run = load_run(recipe, set_, trust=trust, cluster=cluster, address=address)
     run.sweep(numbers, anchor, doses, tag, forecast=forecast, console=open_console())
+
+
+@app.command()
+def compare(
+    recipe: Files,
+    composition: Annotated[str, Option(metavar="NAME", help="which composition")],
+    also: Annotated[
+        list[str] | None, Option("--also", metavar="NAME", help="another policy of the recipe; may be repeated")
+    ] = None,
+    only: Annotated[
+        list[str] | None, Option("--only", metavar="NAME", help="only this alternative; may be repeated")
+    ] = None,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="only list what would be computed, and what is left out")
+    ] = False,
+    set_: Sets = None,
+    json: Json = False,
+    trust: Trust = False,
+    cluster: Cluster = None,
+    address: Address = None,
+) -> None:
+    """Compare a composition with what could be done instead.
+
+    Merged weights, system prompts, a token cap, decoding from the target, the baselines and placebos that apply to the
+    recipe are made, evaluated, and compared with the composition's frontier at the same number of tokens.
+    """
+    run = load_run(recipe, set_, trust=trust, cluster=cluster, address=address)
+    run.check_data()
+    from lightning_weave.stages.compare import plan_compare
+    from lightning_weave.views import compare as stage
+
+    plan = plan_compare(run, composition, also or (), only)
+    if dry_run:
+        stage.show_plan(plan, open_console())
+        return
+    found = run.compare(composition, *also or (), only=only, console=open_console(stderr=json))
+    if json:
+        stage.print_json(found)
 
 
 @app.command()
@@ -554,27 +607,66 @@ def export(
     recipe: Files,
     composition: Annotated[str, Option(metavar="NAME", help="which composition")],
     kind: Annotated[
-        Literal["targets", "student"],
-        Option("--as", metavar="KIND", help="targets: a Parquet data set; student: a directory for the hub"),
-    ] = "targets",
+        Literal["targets", "student"] | None,
+        Option("--as", metavar="KIND", help="targets (default): a Parquet data set; student: a directory for the hub"),
+    ] = None,
     out: Annotated[
         str | None, Option(metavar="DIR", help="default: targets/NAME or publish/NAME in the run directory")
     ] = None,
+    push: Annotated[
+        str | None, Option(metavar="OWNER/NAME", help="also upload the student to this repository of the hub")
+    ] = None,
+    public: Annotated[bool, Option("--public", help="with --push: a public repository; default: private")] = False,
     set_: Sets = None,
     trust: Trust = False,
 ) -> None:
     """Write targets for other trainers, or a student for the hub.
 
     Targets are rows that Hugging Face datasets reads; rerun to resume. A student comes with its card, which has the
-    evaluation, and with its recipe.
+    evaluation, with its recipe and with the report.
     """
+    if push and kind == "targets":
+        raise InputError(f"--push {push}: uploads a student; remove --as targets")
     run = load_run(recipe, set_, trust=trust)
     from lightning_weave.views import export as stage
 
-    if kind == "student":
+    if push:
+        stage.publish(run, composition, Path(out) if out else None, push, public, run.progress)
+    elif kind == "student":
         stage.card(run, composition, Path(out) if out else None, run.progress)
     else:
         run.export(composition, out or run.directory / "targets" / composition)
+
+
+@app.command()
+def push(
+    recipe: Files,
+    url: Annotated[str, Argument(metavar="URL", help="s3://, gs://, hf://datasets/OWNER/NAME, file://")],
+    everything: Annotated[bool, Option("--all", help="the whole run, to continue it elsewhere")] = False,
+    public: Annotated[bool, Option("--public", help="a public repository on the hub; default: private")] = False,
+    set_: Sets = None,
+    trust: Trust = False,
+) -> None:
+    """Publish rollouts, reference and scores, for others to compose.
+
+    Only what is missing there is copied; rerun to resume.
+    """
+    load_run(recipe, set_, trust=trust).push(url, everything, public)
+
+
+@app.command()
+def pull(
+    url: Annotated[str, Argument(metavar="URL", help="where it was pushed to")],
+    runs: Annotated[str, Option(metavar="DIR", help="directory of runs")] = "runs",
+) -> None:
+    """Fetch what was pushed, into ./runs.
+
+    Every file is checked on arrival; rerun to resume.
+    """
+    from lightning_weave.progress import Progress
+    from lightning_weave.published import pull as fetch
+
+    fetch(url, runs, Progress())
 
 
 @app.command()
@@ -613,25 +705,6 @@ def demo(set_: Sets = None, trust: Trust = False) -> None:
     run = stage.load_demo(set_ or (), trust)
     with writing(run):
         stage.run(run, Progress(), open_console())
-
-
-@app.command(hidden=True)
-def interpolate(
-    first: Annotated[str, Argument(metavar="A", help="checkpoint at 0")],
-    second: Annotated[str, Argument(metavar="B", help="checkpoint at 1, of the same shape")],
-    out: Annotated[str, Argument(metavar="OUT", help="directory to write")],
-    share: Annotated[float, Option("--lambda", metavar="SHARE", help="share of B, from 0 to 1")] = 0.5,
-) -> None:
-    """Interpolate the weights of two checkpoints; name OUT in [policies] to evaluate it."""
-    from lightning_weave.models.hub import resolve_model
-    from lightning_weave.models.weights import interpolate as mix
-    from lightning_weave.progress import Progress
-
-    differing = mix(resolve_model(first), resolve_model(second), share, Path(out))
-    progress = Progress()
-    if differing:
-        progress.say(f"note: config.json differs in {', '.join(differing)}; {out} uses that of {first}")
-    progress.say(f"{out}: {1 - share:g} x {first} + {share:g} x {second}")
 
 
 def _add_stage(verb: str, summary: str) -> None:

@@ -2,10 +2,13 @@
 
 from lightning_weave.config.composition import (
     ALPHA,
+    ANSWER,
     DEFAULT_TAG,
+    SPANS,
     STUDENT,
     Anchor,
     Composition,
+    Control,
     Distilled,
     Joint,
     Mixture,
@@ -13,6 +16,7 @@ from lightning_weave.config.composition import (
     PromptContext,
     SelfDistilled,
     Sequential,
+    Where,
     anchors_of,
 )
 from lightning_weave.config.evaluation import Case, Checks, Eval, Grading, Harness
@@ -29,10 +33,19 @@ from lightning_weave.config.fields import (
     Threshold,
     benchmark_folder,
     is_own_function,
+    replicate_of,
     slug,
     split_revision,
 )
-from lightning_weave.config.recipe import Recipe, check_recipe, dump_recipe, load_recipe, merge_overrides, merge_tables
+from lightning_weave.config.recipe import (
+    EvalAtLevel,
+    Recipe,
+    check_recipe,
+    dump_recipe,
+    load_recipe,
+    merge_overrides,
+    merge_tables,
+)
 from lightning_weave.config.sections import (
     Columns,
     Engine,

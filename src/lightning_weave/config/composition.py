@@ -1,6 +1,7 @@
 """Anchors, and compositions: which shifts, how strongly, and by which of the methods that the paper compares."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
 from pydantic.json_schema import SkipJsonSchema
 
 from lightning_weave.config.fields import (
+    Count,
     EngineOrUrl,
     Finite,
     Inline,
@@ -24,13 +26,18 @@ from lightning_weave.config.fields import (
     Positive,
     Repeats,
     Role,
+    Seed,
     Source,
     Strict,
     Text,
     named_columns,
+    unlisted,
 )
+from lightning_weave.config.levels import LEVEL_KEYS, Control, LevelSlot, as_number, levels_between
 
 STUDENT = "student"  # as anchors.NAME.model: the student of the recipe
+# Columns that the run fills for each response: another response to its prompt that is graded so, or is shorter.
+RUN_COLUMNS = frozenset({"wrong", "right", "shorter"})
 
 
 class PromptContext(Inline):
@@ -42,7 +49,8 @@ class PromptContext(Inline):
     )
     template: str | None = Field(
         None,
-        description="the user's turn; {prompt} is the student's, other names are columns",
+        description="the user's turn; {prompt} is the student's, other names are columns; {wrong}, {right} and "
+        "{shorter} are other responses to the prompt, from the run itself",
         examples=["{prompt}\n\nA correct solution: {solution}"],
     )
 
@@ -56,7 +64,17 @@ class PromptContext(Inline):
     @property
     def columns(self) -> set[str]:
         """The columns of a row that it needs."""
-        return set() if self.template is None else named_columns(self.template) - {"prompt"}
+        return set() if self.template is None else named_columns(self.template) - {"prompt"} - RUN_COLUMNS
+
+    @property
+    def run_columns(self) -> set[str]:
+        """The columns that it needs of the run itself, for each response."""
+        return set() if self.template is None else named_columns(self.template) & RUN_COLUMNS
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether it depends on which responses are right."""
+        return bool(self.run_columns & {"wrong", "right"})
 
     def __bool__(self) -> bool:
         return self != PromptContext()
@@ -77,8 +95,38 @@ class ShiftSettings(Inline):
     )
 
 
+ANSWER = "answer"  # the span after the last thinking and tool call of the last turn
+SPANS = {"thinking": ("<think>", "</think>"), "tools": ("<tool_call>", "</tool_call>")}
+
+
+class Where(Inline):
+    """The decisions at which an anchor speaks: those for which all that is given holds."""
+
+    inside: Text | None = Field(
+        None, description="only in this span: thinking, tools, answer, or one of [spans]", examples=["thinking"]
+    )
+    outside: Text | None = Field(None, description="only outside of this span", examples=["tools"])
+    first: Count | None = Field(None, description="only the first tokens of each turn", examples=[64])
+    end: Count | None = Field(None, description="only the last tokens of each turn, its end included", examples=[8])
+    answers: Literal["wrong", "right"] | None = Field(
+        None, description="only responses whose answer is wrong, or right", examples=["wrong"]
+    )
+
+    @model_validator(mode="after")
+    def _limits_something(self) -> Self:
+        if self == Where.model_construct():
+            raise ValueError("is empty: give inside, outside, first, end or answers, or remove it")
+        return self
+
+    def __str__(self) -> str:
+        given = self.model_dump(exclude_none=True)
+        return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in given.items())} }}"
+
+
 class Anchor(Strict):
     """A specialist and the checkpoint it was post-trained from, or one checkpoint in two contexts."""
+
+    RULES: ClassVar = ("validity", "shift", "where", "kl_budget")  # how its scores are used, whatever they are
 
     post: Source | None = Field(
         None,
@@ -89,13 +137,16 @@ class Anchor(Strict):
     model: Source | None = Field(
         None, description='instead of both: one checkpoint in two contexts; "student" is possible', examples=["student"]
     )
+    cache: Source | None = Field(
+        None,
+        description="URL of published scores (`lweave push`), which also say what post and pre are",
+        examples=["hf://datasets/org/name"],
+    )
     post_prompt: PromptContext = Field(
         PromptContext(), description="what post reads", examples=[{"system": "Be brief."}]
     )
     pre_prompt: PromptContext = Field(PromptContext(), description="what pre reads", examples=[{"system": "Be brief."}])
-    missing: Literal["refuse", "mask"] = Field(
-        "refuse", description="what to do with rows that lack a template's column"
-    )
+    missing: Literal["refuse", "mask"] = unlisted("refuse", "what to do with rows that lack a template's column")
     trust_remote_code: bool = Field(False, description="run the code that comes with these checkpoints; needs --trust")
     engine: dict[Role, EngineOrUrl] = Field(
         {},
@@ -122,6 +173,15 @@ class Anchor(Strict):
     shift: ShiftSettings = Field(
         ShiftSettings(), description="rules for the shift between post and pre", examples=[{"clip": 5.0}]
     )
+    where: Where | None = Field(
+        None, description="the decisions at which it speaks; default: all", examples=[{"inside": "thinking"}]
+    )
+    kl_budget: Positive | dict[Name, Positive] | None = Field(
+        None,
+        description="instead of the size of its weight: KL(target of this anchor alone || behaviour), nats per token, "
+        "met in every tag of a composition with weights by tag; or a table by tag",
+        examples=[0.02],
+    )
 
     @field_validator("engine", mode="before")
     @classmethod
@@ -130,6 +190,10 @@ class Anchor(Strict):
 
     @model_validator(mode="after")
     def _has_two_sides(self) -> Self:
+        if self.cache is not None and self.post is None and self.model is None:
+            if extra := sorted(self.model_fields_set - {"cache", *self.RULES}):
+                raise ValueError(f"cache brings what was published: remove {', '.join(extra)}")
+            return self
         if self.model is None and self.post is None:
             raise ValueError(
                 "post is missing, the specialist. A pair has post and pre (a LoRA adapter: post alone); one checkpoint "
@@ -159,6 +223,18 @@ class Anchor(Strict):
         """What one side reads."""
         return self.post_prompt if role == "post" else self.pre_prompt
 
+    @property
+    def run_columns(self) -> set[str]:
+        """The columns of the run itself that its sides read."""
+        return self.post_prompt.run_columns | self.pre_prompt.run_columns
+
+    @property
+    def graded(self) -> str:
+        """The key for which responses are graded; empty if there is none."""
+        if self.where and self.where.answers:
+            return "where.answers"
+        return next((f"{role}_prompt" for role in get_args(Role) if self.context(role).is_graded), "")
+
     def server(self, role: Role) -> str | None:
         """The URL of the server that runs one side, if there is one."""
         engine = self.engine.get(role)
@@ -171,6 +247,7 @@ class Anchor(Strict):
 
 
 ALPHA = 2.0  # the paper's
+REFRESH_BUDGET = 4  # parts
 DEFAULT_TAG = "default"  # the tag of prompts without another one
 Alpha = Annotated[Positive, Field(description="KL strength; larger stays nearer the student")]
 
@@ -178,14 +255,27 @@ Alpha = Annotated[Positive, Field(description="KL strength; larger stays nearer 
 class _Shared(Strict):
     """Keys of all methods."""
 
+    slots: ClassVar[Sequence[LevelSlot]] = ()
+
     method: str = Field(description="how the composition is trained", examples=["joint"])
     objective: Objective | None = Field(None, description="instead of train.objective", examples=["direct-opd"])
     epochs: Repeats | None = Field(None, description="instead of train.epochs", examples=[4])
+    seed: Seed | None = unlisted(None, "instead of train.seed", examples=[7])
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """What it does to shifts other than weigh them: fields of `cache.block.Rules`."""
+        return {name: getattr(self, name) for name in ("flip", "shuffle") if getattr(self, name, None)}
+
+    @property
+    def is_placebo(self) -> bool:
+        """Whether it is a control, whose target nobody wants to see."""
+        return bool(self.rules)
 
     @property
     def samples(self) -> bool:
         """Whether training samples and scores, so that the anchors must still exist."""
-        return self.method == "online" or getattr(self, "refresh", 1) > 1 or getattr(self, "resample", False)
+        return self.method == "online" or getattr(self, "parts", 1) > 1 or getattr(self, "resample", False)
 
 
 class _Weighted(_Shared):
@@ -207,7 +297,7 @@ class _Weighted(_Shared):
     def used(self) -> dict[str, float]:
         """The weights of the anchors that take part; where they differ by tag, the largest of each."""
         weights: dict[str, float] = {}
-        for shares in (self.weights, *self.routes.values()):
+        for shares in (self.weights, *self.routes.values(), *(slot.weights for slot in self.slots)):
             for anchor, weight in shares.items():
                 if abs(weight) > abs(weights.get(anchor, 0.0)):
                     weights[anchor] = weight
@@ -226,6 +316,8 @@ class _Weighted(_Shared):
     def _as_written(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = plain(self)
         data.pop("routes", None)
+        if self.slots:
+            data.pop("weights", None)
         return {**data, "weights": self.by_tag} if self.routes and "weights" in data else data
 
     @field_validator("routes")
@@ -287,9 +379,103 @@ class Joint(_Budgeted):
     subtracts = True
     routed = True
     method: Literal["joint"] = "joint"
-    refresh: Repeats = Field(
-        1, description="parts of training; the current student samples again before each later one"
+    flip: bool = unlisted(False, "placebo: negate the shift, as a control")
+    shuffle: Literal["states"] | None = unlisted(
+        None, "placebo: use shifts of other decisions of the same response", examples=["states"]
     )
+    refresh: Repeats | Literal["auto"] = Field(
+        1,
+        description='parts of training; the current student samples again before each later one; "auto": at most '
+        "refresh_budget (4) parts, and only where the student has left the one that sampled",
+        examples=["auto"],
+    )
+    refresh_budget: Repeats | None = unlisted(
+        None, 'with refresh = "auto": the largest number of parts; 4 if it is not given', ge=2, examples=[4]
+    )
+    levels: dict[Name, dict[str, Finite]] = Field(
+        {},
+        description="instead of weights: effort levels of one student, each with weights and perhaps alpha or "
+        "kl_budget; numbers as names: every number between them",
+        examples=[{"high": {"acc": 1.0}, "low": {"acc": 0.25, "brief": 0.75, "alpha": 1.0}}],
+    )
+    default: str | None = unlisted(None, "with levels: that of a prompt that names none", examples=["high"])
+    control: Control | None = unlisted(
+        None, "with levels: where the student reads them", examples=[{"system": "Reasoning effort: {level}"}]
+    )
+
+    @field_validator("refresh_budget")
+    @classmethod
+    def _limits_auto(cls, budget: int | None, info: ValidationInfo) -> int | None:
+        if budget is not None and info.data.get("refresh", "auto") != "auto":
+            raise ValueError(f'is for refresh = "auto"; refresh = {info.data["refresh"]} is that many parts already')
+        return budget
+
+    @property
+    def parts(self) -> int:
+        """The largest number of parts of training."""
+        return (self.refresh_budget or REFRESH_BUDGET) if self.refresh == "auto" else self.refresh
+
+    @field_validator("levels")
+    @classmethod
+    def _have_shares(cls, levels: dict[str, dict[str, float]], info: ValidationInfo) -> dict[str, dict[str, float]]:
+        for name, level in levels.items():
+            try:
+                cls._are_shares({anchor: weight for anchor, weight in level.items() if anchor not in LEVEL_KEYS}, info)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return levels
+
+    @field_validator("default", mode="before")
+    @classmethod
+    def _may_be_a_number(cls, default: Any) -> Any:
+        return f"{default:g}" if isinstance(default, int | float) and not isinstance(default, bool) else default
+
+    @model_validator(mode="after")
+    def _has_whole_levels(self) -> Self:
+        if not self.levels:
+            if self.default is not None or self.control is not None:
+                raise ValueError("default and control are for levels, and there are none: add levels.NAME = { ... }")
+            return self
+        if self.routes:
+            raise ValueError("levels and weights by tag cannot be combined")
+        if len(self.levels) < 2:
+            raise ValueError("one level is no choice: add another, or write weights instead of levels")
+        if self.control is None:
+            raise ValueError('control is missing, where the student reads the level: { system = "Effort: {level}" }')
+        for name, level in self.levels.items():
+            given = [key for key in LEVEL_KEYS if key in level]
+            if len(given) == 2 or any(level[key] <= 0 for key in given):
+                raise ValueError(f"levels.{name}: give a positive alpha or a positive kl_budget, not both")
+        if self.is_numeric and len({slot.kl_budget is None for slot in self.named}) > 1:
+            raise ValueError("levels between which numbers are drawn have either all alpha or all kl_budget")
+        if self.default not in self.levels:
+            raise ValueError(f"default = {self.default!r} is no level; levels: {', '.join(self.levels)}")
+        return self
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether levels are numbers, so that the student learns all that lie between them."""
+        return all(as_number(level) is not None for level in self.levels)
+
+    @property
+    def named(self) -> list[LevelSlot]:
+        """The levels that the recipe names."""
+        slots = []
+        for name, level in self.levels.items():
+            weights = {anchor: weight for anchor, weight in level.items() if anchor not in LEVEL_KEYS}
+            alpha = level.get("alpha", None if "kl_budget" in level else self.alpha)
+            budget = level.get("kl_budget", None if alpha is not None else self.kl_budget)
+            slots.append(LevelSlot(name, weights, alpha, budget))
+        return slots
+
+    @property
+    def slots(self) -> list[LevelSlot]:  # type: ignore[override]
+        """What rows are trained as: the plain prompt, as the default level, and all levels."""
+        if not self.levels:
+            return []
+        named = {str(slot.level): slot for slot in self.named}
+        between = levels_between(self.named) if self.is_numeric else {}
+        return [named[str(self.default)]._replace(level=None), *named.values(), *between.values()]
 
 
 class Mixture(_Budgeted):
@@ -312,8 +498,8 @@ class Sequential(_Weighted):
     method: Literal["sequential"] = "sequential"
     alpha: Alpha = ALPHA
     sequence: list[str] = Field(description="the anchors in their order", examples=[["acc", "brief"]])
-    dose: Literal["full", "matched"] = Field("full", description="weight 1 in every leg, or the composition's weights")
-    resample: bool = Field(True, description="sample again before later legs; false: reuse the first cache")
+    dose: Literal["full", "matched"] = unlisted("full", "weight 1 in every leg, or the composition's weights")
+    resample: bool = unlisted(True, "sample again before later legs; false: reuse the first cache")
 
     @field_validator("sequence")
     @classmethod
@@ -358,6 +544,14 @@ def _split_weights(table: Any) -> Any:
     if "routes" in table:
         raise ValueError("has no key routes; write weights = { TAG = { a = 1.0 }, default = { b = 1.0 } }")
     table = {"method": "joint", **table}
+    if isinstance(levels := table.get("levels"), Mapping) and levels:
+        if "weights" in table:
+            raise ValueError("weights and levels exclude each other: a level has its own weights")
+        if table["method"] != "joint":
+            raise ValueError(f'levels are for method = "joint"; method = {table["method"]!r} has one target')
+        level = levels.get(str(table.get("default")), next(iter(levels.values())))
+        weights = level if isinstance(level, Mapping) else {}
+        return {**table, "weights": {key: weight for key, weight in weights.items() if key not in LEVEL_KEYS}}
     weights = table.get("weights")
     if not isinstance(weights, Mapping) or not any(isinstance(value, Mapping) for value in weights.values()):
         return table
@@ -369,8 +563,9 @@ def _split_weights(table: Any) -> Any:
 
 def anchors_of(composition: Mapping[str, Any]) -> set[str]:
     """Name the anchors of a composition as it is written, with weights by tag or not."""
-    weights = composition.get("weights", {})
-    return {anchor for key, value in weights.items() for anchor in (value if isinstance(value, Mapping) else (key,))}
+    weights = composition.get("levels") or composition.get("weights", {})
+    named = (value if isinstance(value, Mapping) else (key,) for key, value in weights.items())
+    return {anchor for anchors in named for anchor in anchors} - ({*LEVEL_KEYS} if "levels" in composition else set())
 
 
 _AnyMethod = Joint | Mixture | Online | Sequential | Distilled | SelfDistilled

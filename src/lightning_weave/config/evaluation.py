@@ -20,6 +20,7 @@ from lightning_weave.config.fields import (
     Seed,
     Source,
     Strict,
+    Text,
     Threshold,
     benchmark_folder,
     is_own_function,
@@ -109,6 +110,12 @@ class Eval(Asked):
         examples=[{"gsm8k": "regex:#### (.*)"}],
     )
     unsafe_local: bool = Field(False, description="run generated code without a sandbox; needs --trust")
+    final: Text | None = unlisted(
+        None,
+        description="what policies.NAME.budget appends; default: the end of thinking, if it goes on, and "
+        '"The final answer is", with \\boxed{ if format = "boxed"',
+        examples=["\n#### "],
+    )
     budgets: list[Count] = Field(
         [], description="also report accuracy within these many tokens", examples=[[1024, 4096]]
     )
@@ -159,12 +166,12 @@ class Harness(Strict):
     python: Source | None = Field(
         None, description="Python with lm_eval; needs --trust", examples=[".venv-lm-eval/bin/python"]
     )
-    include: Source | None = Field(
+    include: Source | None = unlisted(
         None, description="directory of your own tasks; needs --trust", examples=["my-tasks"]
     )
-    metrics: dict[str, str] = Field(
+    metrics: dict[str, str] = unlisted(
         {},
-        description="task -> metric to show; default: its first",
+        "task -> metric to show; default: its first",
         examples=[{"gsm8k": "exact_match,flexible-extract"}],
     )
     args: dict[str, Any] = Field(
@@ -229,7 +236,7 @@ class Case(Inline):
 class Report(Strict):
     """What the report shows in addition to the results."""
 
-    students: list[str] | None = Field(None, description="compositions in the loom; default: all", examples=[["even"]])
+    students: list[str] | None = unlisted(None, "compositions in the loom; default: all", examples=[["even"]])
     cases: dict[Name, Case] = Field(
         {}, description="examples to print, by a name that you choose", examples=[{"fixed": {"wrong": ["base"]}}]
     )

@@ -153,6 +153,15 @@ def slug(model: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", last).strip("-.")[:100] or "model"
 
 
+def replicate_of(policy: str) -> str:
+    """Name the policy of which this is a replicate with another seed; the first is its own.
+
+    >>> replicate_of("even~2"), replicate_of("effort~2@low"), replicate_of("even")
+    ('even', 'effort@low', 'even')
+    """
+    return re.sub(r"~\d+", "", policy)
+
+
 def benchmark_folder(benchmark: str) -> str:
     """Name a benchmark's folder.
 

@@ -2,16 +2,34 @@
 
 import difflib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
-from lightning_weave.config.composition import DEFAULT_TAG, METHODS, STUDENT, Anchor, Composition
+from lightning_weave.config.composition import (
+    ANSWER,
+    DEFAULT_TAG,
+    METHODS,
+    SPANS,
+    STUDENT,
+    Anchor,
+    Composition,
+    Control,
+)
 from lightning_weave.config.evaluation import Checks, Eval, Harness, Report
 from lightning_weave.config.fields import (
     FORMATS,
@@ -23,9 +41,11 @@ from lightning_weave.config.fields import (
     Role,
     Source,
     Strict,
+    Text,
     code_options,
     is_own_function,
     named_columns,
+    replicate_of,
     split_revision,
     unlisted,
 )
@@ -45,6 +65,20 @@ from lightning_weave.config.sections import (
 from lightning_weave.errors import InputError
 
 
+class EvalAtLevel(Eval):
+    """[eval] for a student at one of its effort levels."""
+
+    control: Control
+    level: str
+
+
+class EvalOfPolicy(Eval):
+    """[eval] for a policy that is asked in another way."""
+
+    template: dict[str, Any] = Field({})
+    budget: int | None = None
+
+
 class Recipe(Strict):
     """One experiment."""
 
@@ -56,6 +90,11 @@ class Recipe(Strict):
     )
     student: Student
     anchors: dict[Name, Anchor] = Field({})
+    spans: dict[Name, Annotated[list[Text], Field(min_length=2, max_length=2)]] = unlisted(
+        {},
+        "spans for anchors.NAME.where: name -> text that opens one, text that closes it",
+        examples=[{"plan": ["<plan>", "</plan>"]}],
+    )
     tags: Tags = Tags()
     compositions: dict[Name, Composition] = Field({})
     policies: dict[Name, Policy] = Field({})
@@ -66,7 +105,9 @@ class Recipe(Strict):
     score: Score = Score()
     train: Train = Train()
     tracking: dict[str, Any] = Field(
-        {}, description="arguments of wandb.init; name may contain {run} and {policy}", examples=[{"project": "mine"}]
+        {},
+        description="arguments of wandb.init or trackio.init; name may contain {run} and {policy}",
+        examples=[{"project": "mine"}],
     )
     eval: Eval = Eval()
     harness: Harness = Harness()
@@ -117,6 +158,21 @@ class Recipe(Strict):
         """Read a recipe as `load_recipe` does: files that are merged, and `key=value` overrides."""
         return load_recipe(files, overrides)
 
+    @property
+    def written(self) -> dict[str, Composition]:
+        """The compositions without their replicates with further seeds, which no file names."""
+        return {name: one for name, one in self.compositions.items() if name == replicate_of(name)}
+
+    @field_serializer("compositions", mode="wrap")
+    def _leave_out_replicates(self, _: dict[str, Composition], write: SerializerFunctionWrapHandler) -> Any:
+        return write(self.written)
+
+    def train_section(self, composition: str) -> Train:
+        """[train] with the overrides of a composition."""
+        section = self.compositions[composition]
+        own = {"epochs": section.epochs, "seed": section.seed}
+        return self.train.model_copy(update={key: value for key, value in own.items() if value is not None})
+
     def anchor_model(self, anchor: str, role: Role) -> tuple[str, str | None] | None:
         """Name and revision of one of the two models of an anchor; None for the base of an adapter."""
         section = self.anchors[anchor]
@@ -124,6 +180,67 @@ class Recipe(Strict):
             return self.student.name, self.student.revision
         model = section.model or (section.post if role == "post" else section.pre)
         return None if model is None else split_revision(model)
+
+    def delimiters(self, anchor: str) -> dict[str, tuple[str, str]]:
+        """The texts around the spans that `where` of an anchor names, by span."""
+        where = self.anchors[anchor].where
+        named = {where.inside, where.outside} if where else set()
+        named |= {*SPANS} if ANSWER in named else set()
+        known = SPANS | {name: (first, last) for name, (first, last) in self.spans.items()}
+        return {name: texts for name, texts in known.items() if name in named}
+
+    def rules_of(self, anchor: str) -> dict[str, Any]:
+        """How the scores of an anchor become its shift, without what is as by default."""
+        section = self.anchors[anchor]
+        rules = {"validity": section.validity, **section.shift.model_dump(mode="json", exclude_defaults=True)}
+        if section.where is not None:
+            spans = {name: list(texts) for name, texts in self.delimiters(anchor).items()}
+            rules["where"] = {**section.where.model_dump(exclude_none=True), **({"spans": spans} if spans else {})}
+        return rules | ({} if section.kl_budget is None else {"kl_budget": section.kl_budget})
+
+    def budgets(self, composition: str) -> dict[str, float | dict[str, float]]:
+        """The KL budgets of the anchors of a composition that have one."""
+        used = self.compositions[composition].used
+        found = {anchor: self.anchors[anchor].kl_budget for anchor, weight in used.items() if weight}
+        return {anchor: budget for anchor, budget in found.items() if budget is not None}
+
+    def refuse_rules(self, composition: str) -> None:
+        """Refuse what the method of a composition cannot do."""
+        section, budgets = self.compositions[composition], self.budgets(composition)
+        if section.method == "online" and (why := self.needs_cache(composition)):
+            raise InputError(f'{why}, and method = "online" has none. Use method = "joint" with refresh')
+        if budgets and (section.method != "joint" or section.slots):
+            anchor, method = next(iter(budgets)), "levels" if section.slots else f'method = "{section.method}"'
+            raise InputError(
+                f"anchors.{anchor}.kl_budget is for joint compositions, and this one has {method}: remove it"
+            )
+        for anchor, budget in budgets.items():
+            if isinstance(budget, dict) and not section.routes:
+                raise InputError(
+                    f"anchors.{anchor}.kl_budget is a table by tag, but compositions.{composition}.weights do not "
+                    "differ by tag: give one number"
+                )
+        if getattr(section, "kl_budget", None) is not None and budgets and len(budgets) == len(section.used):
+            raise InputError(
+                f"compositions.{composition}.kl_budget: all its anchors have a kl_budget, so nothing is left to solve"
+            )
+
+    def needs_cache(self, composition: str, solved: bool = False) -> str:
+        """Explain why the target of a composition exists on cached responses only; empty if it does everywhere.
+
+        With `solved`, KL budgets do not count: a cache exists on which they can be solved.
+        """
+        section = self.compositions[composition]
+        for anchor in section.used:
+            if self.anchors[anchor].where:
+                return f"anchors.{anchor}.where is for whole responses in a cache"
+            if self.anchors[anchor].kl_budget is not None and not solved:
+                return f"anchors.{anchor}.kl_budget is solved on a cache"
+            if named := self.anchors[anchor].run_columns:
+                return f"anchors.{anchor} reads {{{min(named)}}} from a cache"
+        if getattr(section, "kl_budget", None) is not None and not solved:
+            return f"compositions.{composition}.kl_budget is solved on a cache"
+        return ""
 
     def scored_by(self, anchor: str, role: Role) -> Literal["auto", "hf", "vllm", "server"]:
         """What scores one of the two models of an anchor."""
@@ -150,9 +267,24 @@ class Recipe(Strict):
         )
 
     def asked(self, policy: str) -> Eval:
-        """[eval] for one policy, with that policy's system prompt."""
-        own = self.policies[policy].system if policy in self.policies else None
-        return self.eval if own is None else self.eval.model_copy(update={"system": own})
+        """[eval] for one policy, with what that policy or its effort level changes."""
+        name, _, level = policy.partition("@")
+        if level and (control := getattr(self.compositions.get(name), "control", None)):
+            return EvalAtLevel.model_construct(**dict(self.eval), control=control, level=level)
+        keys = {"system", "thinking", "template", "budget"}
+        own = self.policies[policy].model_dump(exclude_none=True, include=keys) if policy in self.policies else {}
+        own = {key: value for key, value in own.items() if value != {}}
+        return EvalOfPolicy.model_construct(**{**dict(self.eval), **own}) if own else self.eval
+
+    def has_weights(self, policy: str) -> bool:
+        """Whether a policy is a checkpoint that another program can load; not one that is asked in another way."""
+        section = self.policies.get(policy)
+        return "@" not in policy if section is None else bool(section.model or section.merge)
+
+    def merged(self, policy: str) -> list[str]:
+        """The names that a merged policy puts together; none for another policy."""
+        section = self.policies.get(policy)
+        return [name for name, weight in section.weights.items() if weight] if section else []
 
     @property
     def code(self) -> dict[str, Any]:
@@ -199,6 +331,8 @@ class Recipe(Strict):
             )
         if HELD_OUT in self.eval.benchmarks and self.rollout.from_ is not None:
             raise ValueError(f'eval.benchmarks names "{HELD_OUT}", but rollout.from brings its own prompts; remove it')
+        if self.train.balance == "tags" and self.tags == Tags():
+            raise ValueError('train.balance = "tags", but prompts have no tags: add [tags] with column or rules')
         for name, anchor in self.anchors.items():
             has_system = anchor.post_prompt.system or anchor.pre_prompt.system
             if has_system and anchor.prompt == "student" and not self.prompts.chat:
@@ -206,6 +340,7 @@ class Recipe(Strict):
                     f"anchors.{name}: system needs a chat template, but prompts.chat = false. Use prefix, plain text "
                     "before the prompt"
                 )
+            self._check_where(name)
         for name, composition in self.compositions.items():
             if composition.routes and self.tags == Tags():
                 raise ValueError(
@@ -218,19 +353,78 @@ class Recipe(Strict):
                     f"compositions.{name}.weights.{unknown[0]}: no rule of [tags.rules] gives this tag; known: "
                     f"{', '.join(self.tags.rules)}, and {DEFAULT_TAG} for all other prompts"
                 )
-            for used in (*composition.weights, *(one for route in composition.routes.values() for one in route)):
+            tables = [composition.weights, *composition.routes.values(), *(slot.weights for slot in composition.slots)]
+            for used in (anchor for table in tables for anchor in table):
                 if used not in self.anchors:
                     names = ", ".join(self.anchors) or "none"
-                    raise ValueError(f"compositions.{name}.weights names the anchor {used!r}; known anchors: {names}")
+                    key = "levels" if composition.slots else "weights"
+                    raise ValueError(f"compositions.{name}.{key} names the anchor {used!r}; known anchors: {names}")
+            control = getattr(composition, "control", None)
+            if control and not control.prefix and not (self.prompts.chat and self.eval.chat):
+                raise ValueError(
+                    f"compositions.{name}.control: system and variable need a chat template, but chat = false. Use "
+                    'prefix, plain text before the prompt: { prefix = "Effort {level}. " }'
+                )
         owners = {"base": "the student itself", **dict.fromkeys(self.compositions, "a composition")}
         for name in self.policies:
             if name in owners:
                 raise ValueError(f"policies.{name} has the name of {owners[name]}; give it another one")
-            if self.policies[name].system is not None and not self.eval.chat:
-                raise ValueError(f"policies.{name}.system needs a chat template, but eval.chat = false")
+            self._check_policy(name)
         if "base" in self.compositions:
             raise ValueError("compositions.base has the name of the student itself; give it another one")
         return self
+
+    def _check_policy(self, name: str) -> None:
+        """Refuse a policy that names what the recipe does not have, or that has no place to be asked differently."""
+        section = self.policies[name]
+        for key in ("system", "thinking", "template"):
+            if getattr(section, key) not in (None, {}) and not self.eval.chat:
+                raise ValueError(f"policies.{name}.{key} needs a chat template, but eval.chat = false")
+        if section.budget is not None and section.budget >= (self.eval.max_tokens or math.inf):
+            raise ValueError(
+                f"policies.{name}.budget = {section.budget} must be less than eval.max_tokens = {self.eval.max_tokens}"
+            )
+        checkpoints = [*self.compositions, *(one for one, other in self.policies.items() if other.model)]
+        known = [*self.anchors, *checkpoints]
+        for one in section.weights:
+            if one not in known:
+                raise ValueError(f"policies.{name}.weights names {one!r}; known: {', '.join(known) or 'none'}")
+            if one in self.anchors and self.anchors[one].model is not None:
+                raise ValueError(
+                    f"policies.{name}.weights names {one!r}, a context, which has no separate weights. Remove it"
+                )
+        if section.decode is not None and (why := self.cannot_decode(section.decode)):
+            raise ValueError(f"policies.{name}.decode = {section.decode!r}: {why}")
+
+    def cannot_decode(self, composition: str, cached: bool = True) -> str:
+        """Explain why a target cannot be sampled from with live anchors; empty if it can. Budgets need the cache."""
+        section = self.compositions.get(composition)
+        if section is None:
+            return "no such composition"
+        if section.method != "joint":
+            return f"its method is {section.method}; only shifts that act together have a target to sample from"
+        if section.is_placebo:
+            return "it is a placebo, a control that is compared after training"
+        if section.slots:
+            return "it has effort levels, whose targets differ"
+        return self.needs_cache(composition, solved=cached)
+
+    def _check_where(self, name: str) -> None:
+        """Refuse spans that nobody defines, and grades of responses whose answers nobody knows."""
+        where = self.anchors[name].where
+        if ANSWER in self.spans:
+            raise ValueError(f"spans.{ANSWER} is the name of what follows thinking and tool calls; give it another one")
+        known = (*SPANS, ANSWER, *self.spans)
+        for key in ("inside", "outside"):
+            if where and (span := getattr(where, key)) and span not in known:
+                raise ValueError(
+                    f"anchors.{name}.where.{key} = {span!r}: known spans: {', '.join(dict.fromkeys(known))}"
+                )
+        has_answers = self.prompts.columns.answer or self.prompts.format == "livecodebench" or self.rollout.from_
+        if (graded := self.anchors[name].graded) and not has_answers:
+            raise ValueError(f"anchors.{name}.{graded} needs answers to the prompts: set prompts.columns.answer")
+        if self.anchors[name].run_columns and self.rollout.responses < 2:
+            raise ValueError(f"anchors.{name} reads other responses to a prompt: set rollout.responses to 2 or more")
 
     @model_validator(mode="after")
     def _rounds_come_out_even(self) -> Self:
@@ -245,17 +439,26 @@ class Recipe(Strict):
             if composition.method != "joint" or take is None or self.rollout.from_ is not None:
                 continue
             rounds = (composition.epochs or self.train.epochs) * -(-take // self.train.prompts_per_round)
-            if composition.refresh > rounds:
+            if composition.refresh != "auto" and composition.refresh > rounds:
                 raise ValueError(
                     f"compositions.{name}.refresh = {composition.refresh}, but {take} prompts make at most {rounds} "
                     "rounds (train.epochs, train.prompts_per_round), and a part has at least one"
                 )
         return self
 
+    @model_validator(mode="after")
+    def _add_replicates(self) -> Self:
+        written = self.written.items()
+        for number in range(1, self.train.seeds):
+            for name, one in written:
+                seed = (self.train.seed if one.seed is None else one.seed) + number
+                self.compositions[f"{name}~{number + 1}"] = one.model_copy(update={"seed": seed})
+        return self
+
 
 Loc = tuple[int | str, ...]
 # A later file replaces these tables as a whole: half of one set of weights and half of another is never meant.
-WHOLE_TABLES = frozenset({"weights", "aliases"})
+WHOLE_TABLES = frozenset({"weights", "levels", "control", "aliases"})
 # Keys of earlier recipes, each with the key to write instead, or with what to do. VALUE and NAME are what was written.
 _STAGES = get_args(EngineStage)
 _REVISION = 'append it to the model: {} = "owner/name@REVISION"'
@@ -439,6 +642,8 @@ def explain(error: ValidationError, data: Mapping[str, Any], where: str) -> str:
             first = f"{key} = {shown}: must be one text, such as {examples}"
         case _:
             message = detail["msg"].replace("Input should be", "must be")
+            same = [other for other in details[1:] if _written(tuple(other["loc"]), data) == path]
+            message += "".join(f" or {other['ctx']['expected']}" for other in same if other["type"] == "literal_error")
             first = f"{key} = {shown}: {message[0].lower()}{message[1:]}"
     keys = dict.fromkeys(".".join(map(str, _written(tuple(other["loc"]), data))) for other in details[1:])
     more = [other for other in keys if other not in first]  # the correct spelling of a misspelt key is there already

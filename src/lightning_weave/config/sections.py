@@ -52,9 +52,56 @@ class Student(Strict):
 
 
 class Policy(Student):
-    """Another checkpoint that is evaluated and shown with the students."""
+    """Something else that is evaluated and shown with the students."""
 
+    model: Source | None = Field(  # type: ignore[assignment]
+        None, description="another checkpoint; default: the student", examples=["owner/name"]
+    )
+    merge: Literal["linear", "task-arithmetic", "ties", "dare"] | None = unlisted(
+        None, description="instead of model: merge weights into the student's; shapes must agree", examples=["ties"]
+    )
+    weights: dict[str, Finite] = unlisted(
+        {},
+        description="with merge: weight of the difference post - pre of an anchor, or of that of a composition or "
+        "policy and the student; linear averages post with the student, which has the rest of the weight",
+        examples=[{"acc": 0.5, "brief": 0.5}],
+    )
+    density: float | None = unlisted(
+        None,
+        gt=0,
+        le=1,
+        description="with ties and dare: share of each difference that is kept; default: 0.5",
+        examples=[0.2],
+    )
+    decode: str | None = unlisted(
+        None,
+        description="instead of model: sample from the target of this composition, with all its models loaded",
+        examples=["even"],
+    )
     system: Text | None = Field(None, description="instead of eval.system", examples=["Answer briefly."])
+    thinking: bool | None = unlisted(None, description="instead of eval.thinking", examples=[False])
+    template: dict[Name, Option] = unlisted(
+        {}, description="variables of the chat template", examples=[{"reasoning_effort": "low"}]
+    )
+    budget: Count | None = unlisted(
+        None, description="tokens after which eval.final is appended and the answer sampled", examples=[512]
+    )
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> Self:
+        chosen = [key for key in ("model", "merge", "decode") if getattr(self, key) is not None]
+        if len(chosen) > 1:
+            raise ValueError(f"{' and '.join(chosen)} exclude each other: leave one")
+        asked = [key for key in ("system", "thinking", "template", "budget") if getattr(self, key) not in (None, {})]
+        if not chosen and not asked:
+            raise ValueError("is the student itself: give it model, merge, decode, or another way to be asked")
+        if (self.merge is None) != (not self.weights):
+            raise ValueError("merge and weights belong together: give both or neither")
+        if self.density is not None and self.merge not in ("ties", "dare"):
+            raise ValueError('density is for merge = "ties" or "dare"; remove it')
+        if self.decode is not None and asked:
+            raise ValueError(f"decode asks as [eval] does; remove {', '.join(asked)}")
+        return self
 
 
 class Tags(Strict):
@@ -249,6 +296,9 @@ class Train(Strict):
         "tilted",
         description="tilted (the paper's), reverse-kl, reverse-kl-full, direct-opd, or your own my.py:loss (--trust)",
     )
+    balance: Literal["decisions", "rows", "tags"] = Field(
+        "decisions", description="what counts equally in the loss of an update: decisions, responses or tags"
+    )
     epochs: Repeats = Field(2, description="number of passes over the prompts")
     prompts_per_round: Count = Field(64, description="prompts in a round, each with all its responses")
     updates_per_round: Count = Field(4, description="optimizer updates in a round")
@@ -257,6 +307,9 @@ class Train(Strict):
     decay: Decay = Field("constant", description="how the learning rate falls after that, to zero at the end")
     optimizer: Optimizer = Field(Optimizer(), description="settings of AdamW", examples=[{"weight_decay": 0.0}])
     seed: Seed = Field(1234, description="random seed of the order of prompts")
+    seeds: Repeats = Field(
+        1, description="train every composition with so many seeds: seed, seed + 1, ...", examples=[3]
+    )
     dtype: Dtype = Field("auto", description="compute precision; master weights are always float32")
     lora: Lora | None = None
     gradient_checkpointing: bool | Literal["auto"] = Field(
@@ -278,7 +331,9 @@ class Train(Strict):
     )
     eval_problems: Count = unlisted(32, "problems in such an evaluation")
     agreement: Threshold = unlisted(1e-4, "largest loss at zero shift before training; false: only warn")
-    trackers: list[Literal["tensorboard", "wandb"]] = Field([], description="log there, too", examples=[["wandb"]])
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        [], description="log there, too", examples=[["wandb"]]
+    )
     keep_anchors: bool = unlisted(True, "online: keep all anchors in memory, not one at a time")
 
 

@@ -45,13 +45,13 @@ def choose_grading(section: Eval, benchmark: str) -> Grading:
     return Grading(kind=section.profile or ("math-verify" if lenient else "paper"))
 
 
-def grade_rollout(section: Eval, response: str, reference: str) -> tuple[str | None, bool]:
-    """Grade the student's own response to a prompt: by the profile, else by the paper's rule.
+def grade_rollout(rule: Grading, response: str, reference: str) -> tuple[str | None, bool]:
+    """Grade the student's own response to a prompt, for a check: no code is run, the paper's rule is used instead.
 
     No response is right if the grader cannot read the reference, such as a word where it expects a number.
     """
     try:
-        return grade_answer(Grading(kind=section.profile or "paper"), response, reference)
+        return grade_answer(Grading("paper") if rule.kind in ("code", "python") else rule, response, reference)
     except InputError:
         return None, False
 

@@ -77,19 +77,22 @@ def expected_kl(log_q_NO: Tensor, log_b_NO: Tensor) -> Tensor:
     return kl(log_q_NO, log_b_NO)
 
 
-def solve_alpha_for_kl(log_b_NO: Tensor, r_NC: Tensor, budget: float) -> float:
+def solve_alpha_for_kl(log_b_NO: Tensor, r_NC: Tensor, budget: float, fixed_NC: Tensor | None = None) -> float:
     """Find the alpha whose target has a mean KL(target || behaviour) of `budget` nats per position.
 
     Takes valid positions only. KL(q || b) grows with 1/alpha (its derivative is Var_q(r)/alpha), so bisection finds the
-    only solution.
+    only solution. `fixed_NC` is added to r / alpha, whatever alpha is: then it finds a solution between no r at all and
+    the smallest alpha.
     """
     if log_b_NO.shape[0] == 0:
         raise ValueError("no valid position to solve alpha on")
     log_b_NO = log_b_NO.double()
     r_NC = r_NC.double()
+    fixed_NC = torch.zeros_like(r_NC) if fixed_NC is None else fixed_NC.double()
 
     def spent(log_alpha: float) -> float:
-        return expected_kl(tilted_target(log_b_NO, r_NC, math.exp(log_alpha)), log_b_NO).mean().item()
+        alpha = math.exp(log_alpha)
+        return expected_kl(tilted_target(log_b_NO, r_NC + alpha * fixed_NC, alpha), log_b_NO).mean().item()
 
     low, high = (math.log(alpha) for alpha in ALPHA_RANGE)
     most = spent(low)

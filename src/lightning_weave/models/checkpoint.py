@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import metadata_load
+
 from lightning_weave.config import Dtype, Policy, Student
 from lightning_weave.devices import explain_out_of_memory, free_memory
 from lightning_weave.errors import InputError
@@ -43,6 +45,14 @@ LARGEST = {  # what config.json may say of a model's size
 }
 END_OF_TURN_TOKENS = ("<|im_end|>", "<end_of_turn>", "<|eot_id|>")
 log = logging.getLogger(__name__)
+
+
+def card_header(checkpoint: "Checkpoint") -> dict[str, Any]:
+    """What the card of a model states for the hub; empty if the model is gone or has no such card."""
+    try:
+        return metadata_load(checkpoint.config_path / "README.md") or {}
+    except (InputError, OSError, ValueError):
+        return {}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The tensors in a checkpoint's safetensors files, and how they and LoRA adapters become the weights of a model."""
 
 import re
-import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,12 +35,10 @@ from lightning_weave.models.hub import (
     check_adapter,
     check_trainable,
     check_weights,
-    checkpoint_json,
     explain_fault,
     quantisation_method,
     weight_files,
 )
-from lightning_weave.store import make_directory, whole_directory
 
 ALL_ROWS = slice(None)
 PEFT_PREFIX = "base_model.model."  # of the names of an adapter's layers
@@ -51,15 +48,6 @@ SAMPLE_BLOCKS = 64  # where the median norm is measured: spread over the vocabul
 BLOCK_ROWS = 32
 OUTPUT_NAMES = ("lm_head.weight", "embed_out.weight")
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight")  # the output matrix too if they are tied
-NOT_SHAPING = {  # keys of config.json that do not change what the model computes
-    "_name_or_path",
-    "transformers_version",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "use_cache",
-    "rehearsal",
-}
 
 
 @dataclass(frozen=True)
@@ -399,47 +387,3 @@ def untrained_rows(matrix: Tensor | StoredTensor, special: Sequence[int]) -> set
     cosine_SS = (unit_SD @ unit_SD.T).fill_diagonal_(-1.0)
     alike_S = (cosine_SS >= SAME_DIRECTION).any(dim=-1)
     return {id for id, found in zip(ids, (near_zero_S | alike_S).tolist(), strict=True) if found}
-
-
-def interpolate(first: Path, second: Path, share: float, out: Path) -> list[str]:
-    """Write (1 - share) * first + share * second; everything but weights and card is the first's.
-
-    Returns the keys of config.json in which the two differ, since only the first's is kept.
-    """
-    if not 0 <= share <= 1:
-        raise InputError(f"--lambda {share}: must be between 0 (the first checkpoint) and 1 (the second)")
-    if out.exists():
-        raise InputError(f"{out} exists already. Give another directory, or remove it")
-    for folder in (first, second):
-        check_weights(folder)
-    one, two = (stored_tensors(folder) for folder in (first, second))
-    if differing := sorted(one.keys() ^ two.keys()):
-        raise InputError(
-            f"{first} and {second} do not have the same tensors: only one of them has {differing[0]}. "
-            "Interpolation needs two checkpoints of the same architecture"
-        )
-    for name, tensor in one.items():
-        if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
-            raise InputError(f"{first}: {name} is {tensor.dtype}, which cannot be mixed. Convert it to bfloat16 first")
-        if (tensor.shape, tensor.dtype) != (two[name].shape, two[name].dtype):
-            raise InputError(
-                f"{name} is {tensor.shape} {tensor.dtype} in {first} but {two[name].shape} {two[name].dtype} in "
-                f"{second}. Interpolation needs two checkpoints of the same shape and dtype"
-            )
-    configs = [checkpoint_json(folder / "config.json") for folder in (first, second)]
-    keys = (configs[0].keys() | configs[1].keys()) - NOT_SHAPING
-    make_directory(out.parent, str(out))
-    with whole_directory(out) as unfinished:
-        weights = set(weight_files(first))
-        for path in sorted(first.iterdir()):
-            if path.is_file() and (path.suffix != ".safetensors" or path in weights):
-                shutil.copyfile(path, unfinished / path.name)
-        card = f"(1 - {share:g}) x `{first.name}` + {share:g} x `{second.name}`, weight by weight.\n"
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
-        for name, tensor in one.items() if share > 0 else ():
-            if share == 1:  # bit for bit
-                tensor.write(unfinished, two[name].read())
-            elif tensor.dtype.is_floating_point:
-                mixed = torch.lerp(tensor.read().float(), two[name].read().float(), share)
-                tensor.write(unfinished, mixed.to(tensor.dtype))
-    return sorted(key for key in keys if configs[0].get(key) != configs[1].get(key))

@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_weave.config import Eval, PromptContext, Prompts
+from lightning_weave.config import Control, Eval, PromptContext, Prompts
 from lightning_weave.config.fields import named_columns
 from lightning_weave.errors import InputError, first_line
 from lightning_weave.types import PromptForm
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 CHAT = PromptForm("chat")
+EFFORT_VARIABLE = "reasoning_effort"  # of the chat templates that are written, and of gpt-oss
 MARK = "\U000f0000"  # a private character, before one that stands for a special token; twice: itself
 _MARKED = re.compile(f"{MARK}(.)", re.DOTALL)
 
@@ -113,6 +114,53 @@ def add_context(messages: list[Message], context: PromptContext, columns: Mappin
     return [*before, {**last, "content": f"{context.prefix or ''}{turn}"}]
 
 
+def render_at_level(
+    messages: list[Message],
+    tokenizer: "PreTrainedTokenizerBase",
+    form: PromptForm,
+    day: str | None,
+    control: Control,
+    level: str,
+) -> str:
+    """Render messages with an effort level: after the system turn, before the user's, or by a variable."""
+    if control.variable is not None:
+        return render(messages, tokenizer, form, day, variables={control.variable: level})
+    text = control.text(level)
+    if control.prefix is not None:
+        return render(add_context(messages, PromptContext(prefix=text), {}), tokenizer, form, day)
+    first, rest = (messages[0], messages[1:]) if messages[0]["role"] == "system" else ({"content": ""}, messages)
+    system = f"{first['content']}\n\n{text}" if first["content"] else text
+    return render([{"role": "system", "content": system}, *rest], tokenizer, form, day)
+
+
+def template_with_levels(tokenizer: "PreTrainedTokenizerBase", control: Control, levels: Sequence[str] | None) -> str:
+    """Wrap the chat template so that EFFORT_VARIABLE does what `render_at_level` did in training.
+
+    Without the variable it renders as before; so it does with a value other than `levels`, if these are given.
+    """
+    template = chat_template(tokenizer)
+    name = EFFORT_VARIABLE
+    known = f"in {json.dumps(list(levels))}" if levels is not None else "not in [none, '']"
+    condition = f"{{%- if {name} is defined and {name} {known} -%}}"
+    if control.variable is not None:
+        if control.variable == name:
+            return template
+        return f"{condition}{{%- set {control.variable} = {name} -%}}{{%- endif %}}{{{{- '' }}}}{template}"
+    before, after = (json.dumps(part, ensure_ascii=False) for part in control.text("\0").split("\0"))
+    text = f"{before} ~ {name} ~ {after}"
+    if control.prefix is not None:
+        turn = f"{{'role': 'user', 'content': {text} ~ messages[-1]['content']}}"
+        case = "messages[-1]['role'] == 'user'"
+        change = f"{{%- if {case} -%}}{{%- set messages = messages[:-1] + [{turn}] -%}}{{%- endif -%}}"
+    else:
+        joined = f"messages[0]['content'] ~ '\\n\\n' ~ {text}"
+        case = "messages[0]['role'] == 'system' and messages[0]['content']"
+        first = f"[{{'role': 'system', 'content': {joined}}}] + messages[1:]"
+        change = f"{{%- if {case} -%}}{{%- set messages = {first} -%}}{{%- else -%}}"
+        change += f"{{%- set messages = [{{'role': 'system', 'content': {text}}}] + messages -%}}{{%- endif -%}}"
+    return f"{condition}{change}{{%- endif %}}{{{{- '' }}}}{template}"
+
+
 def form_of(section: Prompts | Eval, is_code: bool) -> PromptForm:
     """Choose how the messages of a section are rendered."""
     return PromptForm("chatml" if is_code else "chat" if section.chat else "plain", section.thinking)
@@ -126,6 +174,7 @@ def render(
     *,
     opens: bool = True,
     reader: "PreTrainedTokenizerBase | None" = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Render messages for `encode`, and open the assistant's turn.
 
@@ -148,6 +197,7 @@ def render(
         lines = [f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns]
         return "".join(lines) + "<|im_start|>assistant\n"
     settings: dict[str, Any] = {"enable_thinking": form.thinking} if knows_thinking(tokenizer) else {}
+    settings |= variables or {}
     template = str(tokenizer.get_chat_template(tools=form.tools))
     if day is not None and "strftime_now" in template:
         settings["chat_template"] = macro_of_date(day) + template

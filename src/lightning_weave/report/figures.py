@@ -20,8 +20,9 @@ from pandas import DataFrame, Series
 from lightning_weave.bench.summary import Summary
 from lightning_weave.maths.metrics import pareto_front
 from lightning_weave.report.survey import KINDS, REASONS, Survey
-from lightning_weave.report.tables import AVERAGE, benchmarks_of
+from lightning_weave.report.tables import AVERAGE, benchmarks_of, sample_size, seeds_of
 from lightning_weave.run import Run
+from lightning_weave.stages.compare import ComparedPolicy
 from lightning_weave.stages.costs import offline_cost, online_costs
 from lightning_weave.stages.forecast import ForecastPoint
 from lightning_weave.store import read_lines, write_atomic
@@ -205,11 +206,16 @@ class Figure:
 
 @matplotlib.rc_context(STYLE)
 def frontier(
-    points: DataFrame, hues: Hues | None = None, problems: int = 0, forecasts: Sequence[ForecastPoint] = ()
+    points: DataFrame,
+    hues: Hues | None = None,
+    problems: int = 0,
+    forecasts: Sequence[ForecastPoint] = (),
+    seeds: Mapping[str, Sequence[XY]] | None = None,
 ) -> Figure:
     """Draw accuracy against tokens: on the frontier filled, the policies trained here joined; dominated ones hollow.
 
     Forecasts that are trusted and anchored at the base's evaluation are small hollow diamonds with their intervals.
+    `seeds` are tokens and accuracy of the training seeds of a policy: small faint points.
 
     One row per policy: kind, accuracy, tokens, their standard errors, AES; compositions of one family (the same anchors
     and alpha) are joined in the order of `share`.
@@ -242,6 +248,8 @@ def frontier(
         marker, size = ("*", 130) if name == best else (MARKERS[one["kind"]][0], 42)
         face = colour if index in on_frontier else PAPER
         axes.scatter(x, y, s=size, marker=marker, facecolors=face, edgecolors=colour, linewidths=1.2, zorder=3)
+        for own in (seeds or {}).get(name, ()):
+            axes.scatter(*own, s=12, color=colour, alpha=0.4, linewidths=0, zorder=2)
         lines += [((x - errors[1], y), (x + errors[1], y)), ((x, y - errors[0]), (x, y + errors[0]))]
     drawn = [one.to_dict() for one in forecasts if one.trusted and one.anchored and one.weights]
     drawn = [one for one in drawn if one["accuracy"] is not None]
@@ -259,26 +267,65 @@ def frontier(
     ncols = 2 if scale < 1.4 else 5
     figure.legend(loc="outside lower center", ncols=ncols, handletextpad=0.1, columnspacing=0.9)
     axes.set_xlabel("mean response tokens (fewer is better)")
-    axes.set_ylabel("accuracy, %" + (f" ({problems:,} problems)" if problems else ""))
+    most = max(map(len, (seeds or {}).values()), default=0)
+    counted = f" ({sample_size(problems, most)})" if problems else ""
+    axes.set_ylabel(f"accuracy, %{counted}")
     axes.margins(0.17, 0.16)
     span_at_least(axes.get_ylim, axes.set_ylim)
     figure.canvas.draw()
     figure.set_layout_engine("none")  # the layout is final now, so labels can be placed by pixel
     annotate(axes, places, [literal(name) for name in points.index], lines)
 
-    clustered = f"Bars: one standard error, clustered by problem{f' ({problems:,} problems)' if problems else ''}."
     sentences = {
         "Solid line: the policies trained here that no other policy beats in both.": len(front) > 1,
         "Hollow: another policy has more accuracy for as few tokens.": len(on_frontier) < len(points),
         "Dashed line: a sweep of weights.": bool(sweeps),
         "Star: the highest AES.": best is not None,
         "Small diamonds: forecasts from the cache, with 95 % intervals.": bool(drawn),
-        clustered: points[["accuracy_error", "tokens_error"]].any(axis=None),
+        "Small faint points: single training seeds.": most > 1,
+        f"Bars: {standard_error(most)}{counted}.": points[["accuracy_error", "tokens_error"]].any(axis=None),
     }
     caption = " ".join(sentence for sentence, is_true in sentences.items() if is_true)
     data = "; ".join(f"{name}: {y:.1f} % at {x:,.0f} tokens" for name, (x, y) in zip(points.index, places, strict=True))
     alt = f"Accuracy against mean response tokens. {data}."
     return Figure("frontier", figure, "Accuracy against tokens", caption, alt)
+
+
+def standard_error(seeds: int) -> str:
+    """Describe the errors of results on so many training seeds."""
+    return "one standard error" + (" over problems and training seeds" if seeds > 1 else ", clustered by problem")
+
+
+@matplotlib.rc_context(STYLE)
+def compared(rows: Sequence[ComparedPolicy], composition: str) -> Figure:
+    """Draw what could be done instead of a composition against its frontier, each with its distance from the line."""
+    line = [(one.tokens, one.accuracy) for one in rows if one.on_frontier]
+    line = sorted(line[place] for place in pareto_front([(accuracy, tokens) for tokens, accuracy in line]))
+    places = [(one.tokens, one.accuracy) for one in rows]
+    scale = crowd(len(rows))
+    figure, axes = pyplot.subplots(figsize=(WIDTH * scale, 3.5 * scale))
+    axes.plot(*zip(*line, strict=True), color=INK, linewidth=1.3, alpha=0.8, zorder=2)
+    segments = list(pairwise(line))
+    for one, (x, y) in zip(rows, places, strict=True):
+        colour = COLOURS["blue" if one.on_frontier else "vermilion"]
+        if one.difference is not None and not math.isnan(one.difference.estimate):
+            at = y - one.difference.estimate
+            axes.plot([x, x], [y, at], color=colour, linewidth=0.8, alpha=0.6, zorder=1)
+            segments.append(((x, y), (x, at)))
+        face = colour if one.on_frontier else PAPER
+        axes.scatter(x, y, s=42, facecolors=face, edgecolors=colour, linewidths=1.2, zorder=3)
+    axes.set_xlabel("mean response tokens (fewer is better)")
+    size = sample_size(max(one.problems for one in rows), max(one.seeds for one in rows))
+    axes.set_ylabel(f"accuracy, % ({size})")
+    axes.margins(0.17, 0.16)
+    span_at_least(axes.get_ylim, axes.set_ylim)
+    figure.canvas.draw()
+    figure.set_layout_engine("none")
+    annotate(axes, places, [literal(one.policy) for one in rows], segments)
+    data = "; ".join(f"{one.policy}: {one.accuracy:.1f} % at {one.tokens:,.0f} tokens" for one in rows)
+    caption = f"Filled, joined: the frontier of {composition}. Hollow: what could be done instead, and how far from it."
+    title = f"{composition} and the alternatives"
+    return Figure(f"compare-{composition}", figure, title, caption, f"Accuracy against mean response tokens. {data}.")
 
 
 def crowd(points: int) -> float:
@@ -325,7 +372,7 @@ def profile(results: DataFrame, hues: Hues) -> Figure:
         else:
             span_at_least(axes.get_xlim, axes.set_xlim)
     aes = "AES with its 95 % interval; accuracies" if has_aes else "Accuracies"
-    caption = f"{aes} with one standard error, clustered by problem."
+    caption = f"{aes} with {standard_error(seeds_of(results))}."
     alt = "Dot plot of AES and of the accuracy on every benchmark."
     return Figure("profile", figure, "AES and accuracy by benchmark", caption, alt)
 
@@ -349,6 +396,8 @@ def budgets(evaluated: Mapping[str, Sequence[Summary]], hues: Hues, benchmark: s
 CURVES = {  # key of the metrics -> axis, title, caption
     "reverse_kl": ("KL to the target, nats", "KL between student and target",
                    "Running mean over the decisions of each update."),
+    "drift": ("KL to who sampled, nats", "KL between student and the student that sampled",
+              "Running mean. With refresh = \"auto\" the student samples again above 0.2."),
     "loss": ("loss", "Loss", "Running mean of the objective. It scales with alpha and the dose."),
     "eval_accuracy": ("accuracy on a few problems, %", "Accuracy during training",
                       "A few problems of the first benchmark, one sample each: a trend, not a result."),
@@ -362,7 +411,7 @@ def training_figures(run: Run, hues: Hues) -> list[Figure]:
     figures = []
     for key, (label, title, caption) in CURVES.items():
         curves: dict[str, Line] = {}
-        for name in run.recipe.compositions:
+        for name in run.recipe.written:
             folder = run.directory / "train" / name
             points: list[tuple[float, float]] = []
             for path in [folder / "metrics.jsonl", *sorted(folder.glob("leg-*/**/metrics.jsonl"))]:  # of a sequence

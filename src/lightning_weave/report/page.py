@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -21,10 +22,10 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 from pandas import DataFrame
 
+from lightning_weave.cache.budgets import AnchorShare
 from lightning_weave.checks.findings import Finding
 from lightning_weave.config import PromptContext, dump_recipe
 from lightning_weave.errors import InputError
-from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import duration
 from lightning_weave.report import tables
 from lightning_weave.report.cases import CaseGroup, excerpt
@@ -51,6 +52,7 @@ class RunView:
     anchors: Sequence[str] = ()
     pushes: DataFrame = field(default_factory=DataFrame)
     anchor_figures: Sequence[Figure] = ()
+    steps: DataFrame = field(default_factory=DataFrame)  # between effort levels
     realised: DataFrame = field(default_factory=DataFrame)  # of the targets, by policy
     realised_lines: Sequence[str] = ()
     training_and_cost: Sequence[Figure] = ()
@@ -95,19 +97,23 @@ def setup(run: Run, ledger: list[dict[str, Any]]) -> dict[str, Any]:
         settings[section] = [
             (f"{section}.{key.rstrip('_')}", _value_text(value), value != defaults[key] and key not in chosen)
             for key, value in part
-            if key not in left_out and value not in (None, [], {})
+            if (key not in left_out or (key == "seeds" and value > 1)) and value not in (None, [], {})
         ]
     compositions = []
-    for name, composition in run.recipe.compositions.items():
+    for name, composition in run.recipe.written.items():
         alpha, budget = run.alpha(name), getattr(composition, "kl_budget", None)
         words = ("" if alpha is None else f"{alpha:.4g}", "" if budget is None else f"for {budget:g} nats")
-        by_tag = composition.by_tag or {"": composition.used}
+        by_level = {str(slot.level): slot.weights for slot in composition.slots if slot.level}
+        by_tag = composition.by_tag or by_level or {"": composition.used}
         weights = "; ".join(
             (f"{tag}: " if tag else "") + ", ".join(f"{anchor} {weight:.3g}" for anchor, weight in shares.items())
             for tag, shares in by_tag.items()
         )
+        with suppress(InputError):  # not trained, or its models are gone and unknown
+            if shares := run.stage("train", name).require().get("budgets", ()):
+                weights += f"; dose {'; '.join(str(AnchorShare(**share)) for share in shares)}"
         row = (name, composition.method, weights, " ".join(words).strip(), run.objective(name))
-        compositions.append((*row, run.train_section(name).epochs))
+        compositions.append((*row, run.recipe.train_section(name).epochs))
     stages = []  # when and on what every stage was computed
     kinds = {"time": float | int, "versions": dict, "device": str}
     whole = [row for row in ledger if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]
@@ -144,7 +150,8 @@ def _models(run: Run) -> DataFrame:
         for role in ROLES:
             named.append((f"{anchor}, {role}", run.anchor(anchor, role), recipe.anchors[anchor].context(role)))
     for policy, section in recipe.policies.items():
-        named.append((policy, Checkpoint.from_section(section), PromptContext(system=section.system)))
+        if section.model or section.system:
+            named.append((policy, run.asked_model(policy), PromptContext(system=section.system)))
     rows = []
     for name, checkpoint, context in named:
         try:
@@ -169,11 +176,11 @@ def hyperparameters(runs: Mapping[str, Run]) -> DataFrame:
         round_size = train.prompts_per_round * rollout.responses
         manifests = [run.stage("train", one).manifest() or {} for one in recipe.compositions]
         updates = [manifest["updates"] for manifest in manifests if "updates" in manifest]
-        alphas = [run.alpha(one) for one in recipe.compositions]
+        alphas = [run.alpha(one) for one in recipe.written]
         columns[name] = {
             "Replay rounds": _distinct(str(-(-count // train.updates_per_round)) for count in updates) or MISSING,
             "Cached trajectories per round": f"{round_size:,}",
-            "Training epochs": _distinct(str(run.train_section(one).epochs) for one in recipe.compositions),
+            "Training epochs": _distinct(str(recipe.train_section(one).epochs) for one in recipe.written),
             "Maximum response length": f"{rollout.max_tokens:,}",
             "Rollout temperature": f"{rollout.temperature:g}",
             "Rollout top-p": "1",

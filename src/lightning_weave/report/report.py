@@ -5,16 +5,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
 from pandas import DataFrame
 
 from lightning_weave import __version__
+from lightning_weave.bench.summary import Summary, half_interval
 from lightning_weave.checks.findings import Finding
 from lightning_weave.checks.shifts import rule_effects
 from lightning_weave.checks.watch import check_results, check_rollouts, check_scores
-from lightning_weave.config import slug
+from lightning_weave.config import replicate_of, slug
 from lightning_weave.directory import as_found, with_others
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress, duration
@@ -25,6 +27,7 @@ from lightning_weave.report.page import Page, RunView, hyperparameters, render, 
 from lightning_weave.report.results import (
     StudentResults,
     ablation,
+    level_steps,
     points,
     read_evaluations,
     run_names,
@@ -33,9 +36,10 @@ from lightning_weave.report.results import (
     track_figures,
 )
 from lightning_weave.report.survey import Vocabulary, loom_data, pack_forecasts, survey_cache
-from lightning_weave.report.tables import AVERAGE, SHORT, benchmarks_of
-from lightning_weave.run import Run
+from lightning_weave.report.tables import AVERAGE, SHORT, benchmarks_of, seeds_of
+from lightning_weave.run import Run, is_wanted
 from lightning_weave.stages.caches import open_scored
+from lightning_weave.stages.compare import frontier_of, measure, read_compared
 from lightning_weave.stages.costs import read_spent
 from lightning_weave.stages.costs import summary as cost_summary
 from lightning_weave.stages.forecast import read_points
@@ -93,7 +97,7 @@ def run(
     folder = Folder(_check(runs, out))
     evaluated = [summaries(run) for run in runs]
     students, results, notes = read_evaluations(selection, runs, evaluated)
-    hues = policy_hues(policy for run in runs for policy in run.policies)
+    hues = policy_hues(replicate_of(policy) for run in runs for policy in run.policies)
     hues |= policy_hues([*hues, *(policy for student in students for policy in student.evaluated)])
     named = dict(zip(run_names(runs), runs, strict=True))
     several = len(students) > 1
@@ -149,7 +153,7 @@ def _only(runs: Sequence[Run], names: Sequence[str] | None) -> list[Run]:
     selection = []
     for run in runs:
         update: dict[str, Any] = {
-            part: {name: one for name, one in getattr(run.recipe, part).items() if name in names}
+            part: {name: one for name, one in getattr(run.recipe, part).items() if is_wanted(name, names)}
             for part in ("compositions", "policies")
         }
         cases = run.recipe.report.cases.items()
@@ -175,7 +179,7 @@ def _check(runs: Sequence[Run], out: Path | None) -> Path:
         raise InputError(f"{folder} contains {others[0]} but no report. Choose another folder: --out DIR")
     for run in runs:
         check_cases(run)
-        names = list(run.recipe.compositions)
+        names = list(run.recipe.written)
         if unknown := sorted(set(run.recipe.report.students or ()) - set(names)):
             raise InputError(f"report.students names {unknown[0]!r}; this recipe has {', '.join(names) or 'none'}")
     return folder
@@ -228,8 +232,11 @@ def result_figures(
             shown = part or chosen
             problems = int(results[[(name, "problems") for name in ([shown] if shown else own)]].max().sum())
             forecasts = [] if shown else [point for run in student.runs for point in read_points(run)]
-            found = [figures.frontier(results[shown or AVERAGE].join(student.policies), hues, problems, forecasts)]
+            seeds = {policy: seed_points(some, shown) for policy, some in evaluated.items()}
+            table = results[shown or AVERAGE].join(student.policies)
+            found = [figures.frontier(table, hues, problems, forecasts, seeds)]
             found += [figures.profile(results, hues)] if part is None else []
+            found += compared_figures(student) if part is None else []
             found += [one for one in [figures.budgets(evaluated, hues, shown)] if one is not None]
             saved = [folder.figure(one, f"{suffix}-{slug(part)}" if part else suffix) for one in found]
         title = f": {student.name}" if len(students) > 1 else ""
@@ -238,6 +245,25 @@ def result_figures(
             replace(one, title=one.title + title, caption=("" if "profile" in one.name else where) + one.caption)
             for one in saved
         ]
+    return drawn
+
+
+def seed_points(results: Sequence[Summary], benchmark: str | None) -> list[tuple[float, float]]:
+    """Tokens and accuracy of each training seed of a policy, on one benchmark or on average; none of an only seed."""
+    by_seed = zip(*(one.seeds for one in results if benchmark in (None, one.label)), strict=False)
+    return [(fmean(one.tokens for one in some), fmean(one.accuracy for one in some)) for some in by_seed]
+
+
+def compared_figures(student: StudentResults) -> list[Figure]:
+    """Draw every composition that `lweave compare` has compared."""
+    drawn = []
+    for run in student.runs:
+        for composition, others in read_compared(run.directory).items():
+            frontier = ["base", *frontier_of(run.recipe, composition)] if composition in run.recipe.compositions else []
+            known = [name for name in others if name in student.evaluated]
+            if known and {"base", composition} <= student.evaluated.keys():
+                rows = measure(student.evaluated, frontier, known)
+                drawn.append(figures.compared([*rows.values()], composition))
     return drawn
 
 
@@ -264,10 +290,12 @@ def run_view(folder: Folder, run: Run, name: str, hues: Hues, progress: Progress
     drawings = [*figures.cost_figures(run, ledger), *figures.training_figures(run, hues)]
     forecasts = read_points(run)
     realised = realise(run, forecasts)
+    evaluated = summaries(run)
     head, *lines = realised_table(realised) if realised else [[""]]
     view = RunView(
         name=name,
         facts=facts,
+        steps=level_steps(run, evaluated),
         realised=DataFrame(lines, columns=head).set_index(head[0]),
         realised_lines=describe_realised(realised) if realised else (),
         training_and_cost=[folder.figure(one, suffix) for one in drawings],
@@ -275,14 +303,14 @@ def run_view(folder: Folder, run: Run, name: str, hues: Hues, progress: Progress
         notes=notes,
         setup=setup(run, ledger),
         findings=findings,
-        examples=example_groups(run, list(summaries(run))),
+        examples=example_groups(run, list(evaluated)),
     )
     if scores is None or cache is None or not cache.sources:
         return view
     vocabulary = Vocabulary.from_tokenizer(run.student.tokenizer, run.student.stop_ids)
     survey = survey_cache(run, cache, vocabulary, progress)
     aes = scores[AVERAGE, "aes"].droplevel("group").dropna() if (AVERAGE, "aes") in scores else {}
-    joint = [(len(one.used), name) for name, one in run.recipe.compositions.items() if one.method == "joint"]
+    joint = [(len(one.used), name) for name, one in run.recipe.written.items() if one.method == "joint"]
     start = max(joint, key=lambda one: (one[0], aes.get(one[1], -math.inf)), default=(0, None))[1]
     loom = loom_data(run, cache, vocabulary, start, progress)
     if loom is not None:  # a trained student has its policy's colour
@@ -327,9 +355,11 @@ def state_result(students: Sequence[StudentResults]) -> tuple[str, str, str]:
     if len(problems) > 1:
         size += f" of {len(problems)} benchmarks"
     each = " to ".join(dict.fromkeys([str(samples[0]), str(samples[-1])]))
-    counted = f"Measured on {size}, {each} sample{'s' * (samples[-1] != 1)} each, with one training seed."
-    if not math.isnan(row["accuracy_error"]):
-        counted += f" Accuracy: ±{1.96 * row['accuracy_error']:.1f} points (95 % interval)."
+    count_of_seeds = seeds_of(student.complete, policy)
+    words = "one training seed" if count_of_seeds == 1 else f"{count_of_seeds} training seeds"
+    counted = f"Measured on {size}, {each} sample{'s' * (samples[-1] != 1)} each, with {words}."
+    if not math.isnan(half := half_interval(student.evaluated[policy], "accuracy")):
+        counted += f" Accuracy: ±{half:.1f} points (95 % interval)."
     if "base" not in results.index:
         return policy, f"{headline}.", f"The untrained student has not been evaluated: no comparison. {counted}"
     base = results.loc["base", AVERAGE]

@@ -4,9 +4,9 @@ import math
 import os
 import re
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pandas import DataFrame
 from rich.console import Console
 
 from lightning_weave.bench.definitions import load_eval_benchmark
+from lightning_weave.bench.statistics import contrast
 from lightning_weave.bench.summary import (
     ASKED,
     SUMMARY,
@@ -25,18 +26,18 @@ from lightning_weave.bench.summary import (
     difference,
     differing,
     named_differences,
+    pool,
+    pool_task,
     read_result,
     read_summary,
 )
-from lightning_weave.cache.shifts import ShiftRules
-from lightning_weave.config import HARNESS, HELD_OUT, Joint, Sequential, Tags
+from lightning_weave.config import HARNESS, HELD_OUT, Joint, Sequential, Tags, replicate_of
 from lightning_weave.directory import known_policies, older_stages
 from lightning_weave.errors import InputError
-from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import RUN_LOG
 from lightning_weave.report import tables
 from lightning_weave.report.tables import AVERAGE, benchmarks_of, tasks_of
-from lightning_weave.run import ROLES, Run
+from lightning_weave.run import ROLES, Run, is_wanted
 from lightning_weave.stages.prompts import render_problems, tag_of
 from lightning_weave.store import MANIFEST, Stage, differences, read_description
 from lightning_weave.store.files import fingerprint
@@ -49,17 +50,39 @@ OWN_PROTOCOL = "protocol of the recipe"  # the group of a table that also has re
 PolicySummaries = dict[str, list[Summary]]  # policy -> its benchmarks
 PolicyTasks = dict[str, dict[str, tuple[TaskResult, dict[str, Any]]]]  # policy -> task -> its result and protocol
 Meaning = tuple[Any, ...]
+LEVELS = "levels of "  # in the family of effort levels
 Origins = dict[str, list[tuple[Run, str]]]  # policy of a report -> the runs that have it, and its name there
 
 
-def summaries(run: Run) -> PolicySummaries:
-    """Read the evaluations of every policy that has all benchmarks complete."""
+def summaries(run: Run, each_seed: bool = False) -> PolicySummaries:
+    """Read the evaluations of every policy that has all benchmarks complete: means over its training seeds, or each."""
     finished = {}
     for policy in known_policies(run):
         stages = [run.stage("eval", policy, name) for name in run.recipe.eval.benchmarks]
         if stages and all(stage.complete for stage in stages):
             finished[policy] = [_read_evaluation(run, policy, stage) for stage in stages]
-    return finished
+    return finished if each_seed else pool_seeds(run, finished)
+
+
+def pool_seeds(run: Run, evaluated: PolicySummaries) -> PolicySummaries:
+    """Average every policy over its training seeds, those that were asked the same."""
+    pooled = {}
+    for policy, results in evaluated.items():
+        if policy == replicate_of(policy):
+            others = [evaluated[other] for other in replicates(run, policy, evaluated)]
+            same = [own for own in others if len(own) == len(results) and not any(map(differing, own, results))]
+            pooled[policy] = [pool(seeds) for seeds in zip(results, *same, strict=True)]
+    return pooled
+
+
+def replicates(run: Run, policy: str, among: Iterable[str]) -> Iterator[str]:
+    """Yield the replicates of a policy that differ by the seed of training alone: an older one may differ by more."""
+    for other in among:
+        if other != policy == replicate_of(other):
+            one, two = (run.stage("train", run.composition_of(name) or "") for name in (policy, other))
+            inputs = [(stage.manifest() or {}).get("inputs") for stage in (one, two)]
+            if inputs[0] == inputs[1] and dict(differences(one.settings, two.settings)).keys() <= {"train.seed"}:
+                yield other
 
 
 def other_protocols(run: Run, shown: Collection[Path] = ()) -> dict[str, PolicySummaries]:
@@ -80,9 +103,8 @@ def other_protocols(run: Run, shown: Collection[Path] = ()) -> dict[str, PolicyS
                 protocols.setdefault(label, {}).setdefault(policy, []).append(_read_evaluation(run, policy, other))
     for label, policies in protocols.items():
         names = [summary.benchmark for summary in next(iter(policies.values()))]
-        protocols[label] = {
-            policy: results for policy, results in policies.items() if [one.benchmark for one in results] == names
-        }
+        whole = {policy: some for policy, some in policies.items() if [one.benchmark for one in some] == names}
+        protocols[label] = pool_seeds(run, whole)
     return protocols
 
 
@@ -90,8 +112,10 @@ def _read_evaluation(run: Run, policy: str, stage: Stage) -> Summary:
     """Read one evaluation; its settings also say how the policy was asked. A policy's system prompt is part of it."""
     summary = read_summary(stage.folder / "summary.json")
     asked = {key: stage.settings.get(key) for key in ASKED}
-    if policy in run.recipe.policies and run.recipe.policies[policy].system is not None:
-        asked["system"] = run.recipe.eval.system
+    own = run.recipe.policies.get(policy)
+    asked |= {
+        key: getattr(run.recipe.eval, key) for key in ("system", "thinking") if own and getattr(own, key) is not None
+    }
     asked = {key: value for key, value in asked.items() if value is not None}
     return replace(summary, settings={**summary.settings, **asked})
 
@@ -128,9 +152,10 @@ def results_table(
                     row |= {(part, "aes_low"): aes.low, (part, "aes_high"): aes.high}
         for label, one in by_label.items():
             row |= {(label, "problems"): len(one.problems), (label, "samples"): one.samples}
+            row |= {(label, "seeds"): max(len(one.seeds), 1)} if policy != "base" else {}
             row[label, "differs"] = differs.get(label) or math.nan
         rows.append(row)
-    further = ("problems", "samples", "differs")
+    further = ("problems", "samples", "seeds", "differs")
     columns = [("", "older"), *((label, key) for label in labels for key in (*measures, *further))]
     columns += [(AVERAGE, key) for key in measures] if labels else []
     index = pd.MultiIndex.from_tuples([(group, policy) for policy in evaluated], names=["group", "policy"])
@@ -138,19 +163,19 @@ def results_table(
     return table.reindex(columns=pd.MultiIndex.from_tuples(columns))
 
 
-def task_results(run: Run) -> PolicyTasks:
+def task_results(run: Run, each_seed: bool = False) -> PolicyTasks:
     """Read what another harness measured of the policies of a run, whichever command asked for it."""
     by_policy: PolicyTasks = {}
     for policy in known_policies(run):
-        section = run.recipe.policies.get(policy)
         folders = []
         for folder in sorted((run.directory / "eval" / policy).glob(f"{HARNESS}*")):
             manifest = read_description(folder) or {"inputs": {}, "settings": {}}
-            if policy in run.recipe.compositions:
-                is_current = manifest["inputs"].get(f"train/{policy}") == run.stage("train", policy).fingerprint
+            if run.recipe.merged(policy):
+                is_current = manifest["inputs"].get(f"merge/{policy}") == run.stage("merge", policy).fingerprint
+            elif trained := run.composition_of(policy):
+                is_current = manifest["inputs"].get(f"train/{trained}") == run.stage("train", trained).fingerprint
             else:
-                model = Checkpoint.from_section(section) if section is not None else run.student
-                is_current = manifest["settings"].get("model") == run.identity_of(model)
+                is_current = manifest["settings"].get("model") == run.identity_of(run.asked_model(policy))
             if "@" not in folder.name and is_current and all((folder / name).exists() for name in (MANIFEST, SUMMARY)):
                 folders.append(folder)
         own = [run.stage("harness", policy, task) for task in run.recipe.harness.tasks]  # of the recipe: they win
@@ -160,7 +185,15 @@ def task_results(run: Run) -> PolicyTasks:
             protocol = {key: value for key, value in settings["args"].items() if key not in MODEL_ARGS}
             protocol |= {"harness": result.harness, "seed": settings["seed"], "include": settings.get("include")}
             by_policy.setdefault(policy, {})[result.task] = (result, protocol)
-    return by_policy
+    if each_seed:
+        return by_policy
+    pooled: PolicyTasks = {}
+    for policy, tasks in by_policy.items():
+        for task, (result, protocol) in tasks.items() if policy == replicate_of(policy) else ():
+            seeds = [by_policy[other].get(task) for other in replicates(run, policy, by_policy)]
+            same = [one[0] for one in seeds if one and one[1] == protocol]
+            pooled.setdefault(policy, {})[task] = (pool_task([result, *same]), protocol)
+    return pooled
 
 
 def with_tasks(
@@ -201,9 +234,9 @@ def with_tasks(
     return results
 
 
-def read_results(run: Run) -> DataFrame:
-    """Tabulate all policies evaluated so far, with what other harnesses measured."""
-    evaluated, tasks = summaries(run), task_results(run)
+def read_results(run: Run, each_seed: bool = False) -> DataFrame:
+    """Tabulate all policies evaluated so far, with results of other harnesses: means over training seeds, or each."""
+    evaluated, tasks = summaries(run, each_seed), task_results(run, each_seed)
     evaluated |= {policy: [] for policy in tasks if policy not in evaluated}
     return with_tasks(results_table(evaluated, run.recipe.mark), tasks, run.recipe.harness.metrics)
 
@@ -238,7 +271,8 @@ def read_evaluations(
     protocol, is_other = "", False
     if len(runs) == 1:
         benchmarks = runs[0].recipe.eval.benchmarks
-        used = {runs[0].stage("eval", policy, name).folder for policy in evaluated[0] for name in benchmarks}
+        shown = [policy for policy in runs[0].policies if is_wanted(policy, evaluated[0])]
+        used = {runs[0].stage("eval", policy, name).folder for policy in shown for name in benchmarks}
         is_own = bool(summaries(selection[0]))
         others = other_protocols(selection[0], used if is_own else ())
         is_other = bool(others) and not is_own
@@ -269,7 +303,8 @@ def read_evaluations(
         asked = run.recipe.eval.benchmarks or run.recipe.harness.tasks
         if HELD_OUT in run.recipe.eval.benchmarks:
             notes.append(f"{HELD_OUT} is a part of the run's own prompts that was not trained on.")
-        if asked and (waiting := [policy for policy in run.policies if policy not in found]):
+        finished = {*found, *summaries(run, each_seed=True)}
+        if asked and (waiting := [policy for policy in run.policies if policy not in finished]):
             notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: {run.command('eval')}")
         notes += [f"{policy} on {one.label}: {one.error}" for policy in found for one in found[policy] if one.error]
     for student in students:
@@ -348,11 +383,17 @@ def meaning(run: Run, policy: str) -> Meaning:
     """What a policy is, regardless of its name and its anchors' names: method, weights of pairs by content, alpha."""
     recipe = run.recipe
     if policy in recipe.policies:
-        section = recipe.policies[policy]
-        return "checkpoint", run.identity_of(Checkpoint.from_section(section)), section.system
-    if policy not in recipe.compositions:
+        asked = recipe.policies[policy].model_dump(exclude={"model", "merge", "weights", "density", "decode"})
+        what: Meaning = ("checkpoint", run.identity_of(run.asked_model(policy)))
+        if recipe.merged(policy):
+            what = ("merge", run.stage("merge", policy).fingerprint)
+        elif target := recipe.policies[policy].decode:
+            what = ("decode", meaning(run, target))
+        return *what, str(asked)
+    trained = run.composition_of(policy)
+    if trained is None:
         return ("base",)
-    composition = recipe.compositions[policy]
+    composition = recipe.compositions[trained]
     settings = composition.model_dump(mode="json", exclude={"weights", "objective", "sequence"})
     order = [pair_content(run, anchor) for anchor in getattr(composition, "sequence", ())]
     by_tag = composition.by_tag or {"": composition.used}
@@ -361,7 +402,7 @@ def meaning(run: Run, policy: str) -> Meaning:
     )
     tags = str(recipe.tags) if composition.by_tag else ""
     items = tuple(sorted((key, str(value)) for key, value in settings.items()))
-    return run.objective(policy), tuple(weights), tags, tuple(order), items
+    return run.objective(trained), tuple(weights), tags, tuple(order), items, policy.partition("@")[2]
 
 
 def tag_table(run: Run, evaluated: PolicySummaries) -> DataFrame:
@@ -397,28 +438,35 @@ def describe(origins: Mapping[str, tuple[Run, str]]) -> DataFrame:
     """Tabulate what each policy is by the recipe of its run: kind, weights, alpha, family of a sweep, ablation."""
     rows = []
     for run, policy in origins.values():
-        composition = run.recipe.compositions.get(policy)
+        name = run.composition_of(policy) or ""
+        composition = run.recipe.compositions.get(name)
         row: dict[str, Any] = {"kind": "base" if policy == "base" else "other", "weights": {}, "alpha": None}
         row |= {"used": (), "variant": "", "family": "", "share": 0.0}
         if composition is not None:
-            objective = run.objective(policy)
+            objective = run.objective(name)
             is_own = composition.method == "joint" and objective == "tilted"
             kind = "single" if len(composition.used) == 1 else "composition"
-            row |= {"kind": kind if is_own else "baseline", "alpha": run.alpha(policy)}
+            row |= {"kind": kind if is_own else "baseline", "alpha": run.alpha(name)}
             row["weights"] = composition.by_tag or composition.weights
             row["used"] = tuple(sorted(composition.used.items()))
             match composition:
                 case Sequential():
                     row["variant"] = " → ".join(composition.sequence)
-                case Joint(refresh=parts) if parts > 1:
-                    row["variant"] = f"Refreshed ({parts} parts)"
+                case Joint(parts=parts) if parts > 1:
+                    parts = (run.stage("train", name).manifest() or {}).get("parts", parts)  # auto: as many as it took
+                    row["variant"] = f"Refreshed ({parts} part{'s' * (parts > 1)})"
                 case Joint():
                     row["variant"] = VARIANTS.get(objective, objective)
                 case _:
                     names = {"online": VARIANTS["online"], "mixture": "Data Mixture"}
                     row["variant"] = names.get(composition.method, composition.method)
+            for place, slot in enumerate(composition.slots):  # joined in the order of the levels
+                if policy == (name if slot.level is None else f"{name}@{slot.level}"):
+                    row |= {"weights": slot.weights, "alpha": slot.alpha, "used": tuple(sorted(slot.weights.items()))}
+                    row |= {"family": f"{LEVELS}{name}", "share": place} if slot.level else {}
             pair = list(run.recipe.anchors)[:2]
-            if is_own and isinstance(composition, Joint) and len(pair) == 2 and not composition.routes:
+            one_table = isinstance(composition, Joint) and not composition.routes and not composition.slots
+            if is_own and isinstance(composition, Joint) and one_table and len(pair) == 2:
                 shares = [composition.weights.get(anchor, 0.0) for anchor in pair]
                 dose = (composition.alpha, composition.kl_budget, composition.epochs, f"{sum(shares):g}")
                 if composition.used.keys() <= set(pair):
@@ -427,7 +475,8 @@ def describe(origins: Mapping[str, tuple[Run, str]]) -> DataFrame:
     table = DataFrame(rows, index=list(origins))
     if rows:
         sizes = table.groupby("family")["family"].transform("size")
-        table["family"] = table["family"].where(sizes >= 3, "")  # a sweep has at least three points
+        is_line = (sizes >= 3) | table["family"].str.startswith(LEVELS)  # a sweep has at least three points
+        table["family"] = table["family"].where(is_line, "")
     return table
 
 
@@ -461,7 +510,7 @@ def pair_content(run: Run, anchor: str) -> tuple[str, ...]:
     """Both sides of an anchor by content, what each reads, and the rules of its shift."""
     section = run.recipe.anchors[anchor]
     sides = [(run.identity_of(run.anchor(anchor, role)), str(section.context(role))) for role in ROLES]
-    return (*sides[0], *sides[1], str(ShiftRules.from_anchor(section)))
+    return (*sides[0], *sides[1], str(run.recipe.rules_of(anchor)))
 
 
 def points(results: DataFrame, policies: DataFrame) -> list[dict[str, Any]]:
@@ -487,7 +536,9 @@ def points(results: DataFrame, policies: DataFrame) -> list[dict[str, Any]]:
             for task, metric in tasks_of(results)
             if not math.isnan(row[task, metric])
         }
+        seeds = tables.seeds_of(results, policy)
         point = {"policy": policy, "weights": own["weights"], "alpha": number(own["alpha"]), **average}
+        point |= {"seeds": seeds} if seeds > 1 else {}
         found.append({**point, "benchmarks": benchmarks, **({"tasks": tasks} if tasks else {})})
     return found
 
@@ -521,16 +572,43 @@ def show_results(run: Run, out: Console, base: str = "base") -> None:
     by_tag = tag_table(run, evaluated)
     if not by_tag.empty:
         out.print(f"By tag of the problem:\n{tables.plain(tables.format_results(by_tag))}", **exact)
+    for levels, (accuracy, tokens, order) in level_steps(run, evaluated).iterrows():
+        out.print(f"{levels}: accuracy {accuracy}, tokens {tokens}: {order}", **exact)
     for policy, result in [(policy, one) for policy, found in evaluated.items() for one in found if one.error]:
         out.print(f"error: {policy} on {result.label}: {result.error}", style="red", **exact)
     out.print(f"Samples and summaries: {run.directory / 'eval'}", soft_wrap=True, markup=False)
+
+
+def level_steps(run: Run, evaluated: PolicySummaries) -> DataFrame:
+    """Compare each effort level with the one before it, paired by problem: do accuracy and tokens move in their order?
+
+    The order is that of the recipe, or of the numbers; its direction is that of the tokens of the first and the last.
+    """
+    rows = {}
+    for name, composition in run.recipe.compositions.items():
+        levels = [level for level in getattr(composition, "levels", ()) if f"{name}@{level}" in evaluated]
+        if isinstance(composition, Joint) and composition.is_numeric:
+            levels.sort(key=float)
+        found = [evaluated[f"{name}@{level}"] for level in levels]
+        tokens = [combine(one).tokens for one in found]
+        for (before, level), (old, new) in zip(pairwise(levels), pairwise(found), strict=True):
+            reference = [one.means for one in old]
+            change = contrast([one.means for one in new], reference, reference)
+            direction = 1 if tokens[-1] > tokens[0] else -1
+            cells, verdicts = [], []
+            for figure, one in (("accuracy", change.accuracy), ("tokens", change.tokens)):
+                low, high = sorted((direction * one.low, direction * one.high))
+                cells.append(f"{one.estimate:+.1f} [{one.low:+.1f}, {one.high:+.1f}]")
+                verdicts.append(f"{figure} {'in order' if low > 0 else 'REVERSED' if high < 0 else 'within noise'}")
+            rows[f"{name}: {before} to {level}"] = [*cells, ", ".join(verdicts)]
+    return DataFrame.from_dict(rows, orient="index", columns=["Accuracy", "Tokens", "Order"]).rename_axis("Levels")
 
 
 def track_evaluation(run: Run, policy: str) -> None:
     """Log the results of a policy where its training was logged."""
     if not run.recipe.train.trackers:
         return
-    results = read_results(run)
+    results = read_results(run, each_seed=True)
     row = results.xs(policy, level="policy").iloc[0]
     figures: dict[str, float] = {}
     for part in [*benchmarks_of(results), *([AVERAGE] if benchmarks_of(results) else [])]:

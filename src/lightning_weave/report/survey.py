@@ -23,7 +23,7 @@ from lightning_weave.cache.block import Block, Cache
 from lightning_weave.checks.pairs import open_alignment
 from lightning_weave.checks.shifts import rule_effects
 from lightning_weave.errors import InputError
-from lightning_weave.maths import RESIDUAL_FLOOR, compose_shifts, shift_covariance, with_other
+from lightning_weave.maths import RESIDUAL_FLOOR, shift_covariance, with_other
 from lightning_weave.models.scorer import Scorer, ScoreRow
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import read_prompts
@@ -76,6 +76,7 @@ KEPT = "kept"
 PARTLY_KEPT = "kept, some candidates without a shift"
 NO_END_OF_TURN = "masked: no matching end of turn"
 NOT_ONE_TOKEN = "masked: a candidate is not a single token"
+SILENT = "silent: outside of the anchor's where"
 BY_RULE = "masked: by a rule of the anchor"
 UNTRAINED = "masked: untrained in the pre-anchor"
 NOT_WRITTEN = "masked: not written by the student"
@@ -86,7 +87,7 @@ UNREAD = {  # where no candidate is mapped: because it is not read there, or els
     Unread.UNKNOWN: "masked: no candidate is a token, or not readable",
 }
 TOO_LONG, *OTHERS = UNREAD.values()
-REASONS = (KEPT, PARTLY_KEPT, NO_END_OF_TURN, NOT_ONE_TOKEN, TOO_LONG, BY_RULE, UNTRAINED, *OTHERS, NOT_WRITTEN)
+REASONS = (KEPT, PARTLY_KEPT, SILENT, NO_END_OF_TURN, NOT_ONE_TOKEN, TOO_LONG, BY_RULE, UNTRAINED, *OTHERS, NOT_WRITTEN)
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class Reading:
                 unread_P[places] = np.max([side.unread(*trajectory) for side in self.sides], axis=0)
         reasons = {
             KEPT: valid_P & whole_P,
+            SILENT: valid_P & none_P,
             PARTLY_KEPT: valid_P,
             NOT_WRITTEN: ~block.decided_P,
             BY_RULE: whole_P,
@@ -191,10 +193,10 @@ class Survey:
     def _add_chunk(self, chunk: Block) -> None:
         self.decisions += int(chunk.decided_P.sum())
         ids_PC, kind_P = chunk.candidates.ids.flat, self._kind_V[chunk.sampled_P]
-        valid_KP = torch.from_numpy(chunk.valid_KP)
+        speaks_KP = chunk.valid_KP & chunk.mapped_KPC.any(axis=2)
+        valid_KP = torch.from_numpy(speaks_KP)
         for name, weights in self.compositions.items():
-            _, kept_P = compose_shifts(torch.zeros(*valid_KP.shape, 1), valid_KP, weights)
-            self.kept[name] += int(kept_P.sum())
+            self.kept[name] += int(chunk.kept(weights).sum())
         log_b_PO = with_other(
             torch.tensor(chunk.candidates.logp.flat), torch.tensor(chunk.candidates.other_logp.flat)
         ).double()
@@ -208,7 +210,7 @@ class Survey:
         places_2P = torch.stack([sampled_P, log_b_PO[:, :-1].argmax(dim=-1)])
         pull_2KP = pull_KPO[:, torch.arange(len(kind_P)), places_2P].transpose(0, 1)
 
-        for k, (anchor, valid_P) in enumerate(zip(self.anchors, chunk.valid_KP, strict=True)):
+        for k, (anchor, valid_P) in enumerate(zip(self.anchors, speaks_KP, strict=True)):
             reasons_P = self.readings.get(anchor, Reading()).why_masked(chunk, k, self._stops)
             self.reasons[k].update(reasons_P[chunk.decided_P].tolist())
             # b(a) (r(a) - E_b[r]): the change in the expected count of each token, per unit of weight / alpha.
@@ -280,8 +282,9 @@ def joint_weights(run: Run, cache: Cache) -> dict[str, dict[str, float]]:
     """The weights of the joint compositions whose anchors are all in the cache, those by tag separately."""
     return {
         f"{name} ({tag})" if tag else name: weights
-        for name, composition in run.recipe.compositions.items()
-        if composition.method == "joint" and composition.used.keys() <= set(cache.names)
+        for name, composition in run.recipe.written.items()
+        if composition.method == "joint" and not composition.is_placebo and not run.recipe.budgets(name)
+        if composition.used.keys() <= set(cache.names)
         for tag, weights in (composition.by_tag or {"": composition.weights}).items()
     }
 
@@ -291,13 +294,15 @@ def loom_data(
 ) -> dict[str, Any] | None:
     """Pack the trajectories that the seed chooses, with as many decisions of each as fit into MEGABYTES.
 
-    Compositions whose alpha is not known are left out: for a KL budget, training has to solve it first.
+    Compositions whose alpha is not known are left out: for a KL budget, training has to solve it first. So are those
+    whose anchors have budgets: their weights differ by tag and are no setting of a slider.
     """
     recipe = run.recipe
     settings: list[dict[str, Any]] = []
     for name, weights in joint_weights(run, cache).items():
         policy = name.partition(" (")[0]
-        if (alpha := run.alpha(policy)) is not None:
+        slots = recipe.compositions[policy].slots  # the first is the plain prompt
+        if (alpha := slots[0].alpha if slots else run.alpha(policy)) is not None:
             of_anchor = [weights.get(anchor, 0.0) for anchor in cache.names]
             settings.append({"name": name, "policy": policy, "alpha": alpha, "weights": of_anchor})
     rows = draw_rows(len(cache), TRAJECTORIES, SEED)
@@ -306,8 +311,9 @@ def loom_data(
         return None
     students = [
         name
-        for name, composition in recipe.compositions.items()
-        if composition.method == "joint" and (recipe.report.students is None or name in recipe.report.students)
+        for name, composition in recipe.written.items()
+        if composition.method == "joint" and not composition.is_placebo
+        if (recipe.report.students is None or name in recipe.report.students)
         if run.stage("train", name).complete
     ]
     # Per decision: ids, behaviour, shifts and students; other and sampled; a byte each for what is mapped and valid.
@@ -335,7 +341,7 @@ def loom_data(
         threads.append({**thread, "tokens": len(full.sampled_P), "finish": finish, "shown": shown})
         for anchor, changed in rules.items():
             for one in rule_effects(run, anchor, block.number_R.tolist()):
-                changed.setdefault(f"{one.rule} = {one.value:g}", []).append(one.changed_P[:shown])
+                changed.setdefault(one.name, []).append(one.changed_P[:shown])
     first = next((setting for setting in settings if setting["policy"] == start), settings[-1])
     packed = pack(threads, blocks, vocabulary, scores, rules)
     return {**packed, "settings": settings, "start": first["name"]}

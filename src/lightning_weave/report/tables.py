@@ -119,7 +119,8 @@ def legend(results: DataFrame) -> str:
             "compared with the base" + " and averaged over benchmarks" * (len(benchmarks) > 1) + "."
         )
     if benchmarks and results[AVERAGE, "aes_low"].notna().any():
-        parts.append("In brackets: 95 % interval, resampling problems for policy and base together.")
+        seeds = ", and widened by the t interval of the training seeds" * (seeds_of(results) > 1)
+        parts.append(f"In brackets: 95 % interval, resampling problems for policy and base together{seeds}.")
     if tasks_of(results):
         parts.append(
             "Columns of other harnesses: the score ± its standard error, and in parentheses the difference to the base "
@@ -148,7 +149,28 @@ def counts(results: DataFrame) -> str:
             each = " on each benchmark" if measure == "problems" and len(texts) > 1 else ""
             listed = ", ".join(f"{name} {text}" for name, text in texts.items())
             sentences.append(f"{title}: {listed if len(set(texts.values())) > 1 else min(texts.values()) + each}.")
+    if (most := seeds_of(results)) > 1:
+        trained = [policy for _, policy in results.index if policy != "base"]
+        fewer = [f"{policy} {count}" for policy in trained if (count := seeds_of(results, policy)) < most]
+        sentences.append(f"Training seeds: {most}{f' ({chr(44).join(fewer)})' if fewer else ''}.")
     return " ".join(sentences)
+
+
+def seeds_of(results: DataFrame, policy: str | None = None) -> int:
+    """The number of training seeds that a policy's average stands on; without a policy, the most of any."""
+    columns = [(name, "seeds") for name in benchmarks_of(results) if (name, "seeds") in results]
+    rows = results if policy is None else results.xs(policy, level="policy")
+    counts = rows[columns].min(axis=1).dropna()
+    return int(counts.max()) if len(counts) else 1
+
+
+def sample_size(problems: int, seeds: int) -> str:
+    """State on what a figure stands.
+
+    >>> sample_size(1200, 1), sample_size(200, 3)
+    ('1,200 problems', '3 seeds × 200 problems')
+    """
+    return f"{seeds} seeds × " * (seeds > 1) + f"{problems:,} problems"
 
 
 def not_compared(results: DataFrame) -> list[str]:
@@ -282,6 +304,8 @@ def to_csv(table: DataFrame) -> str:
         columns |= {f"{part} {name}": table[part, measure] for measure, name in names.items()}
     if (AVERAGE, "aes") in table:
         columns |= {name: table[AVERAGE, name.lower().replace(" ", "_")] for name in ("AES", "AES low", "AES high")}
+    if seeds_of(table) > 1:
+        columns["Seeds"] = [seeds_of(table, policy) for _, policy in table.index]
     for task, metric in tasks_of(table):
         columns[f"{task} {metric[:-1]}"] = table[task, metric]
         further = ("error", "difference", "difference_error")

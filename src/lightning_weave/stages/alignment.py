@@ -1,6 +1,6 @@
 """How one anchor model reads the student's trajectories: in its own tokens, after the prompt that it is given."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from lightning_weave.errors import InputError
 from lightning_weave.models.scorer import Scorer, ScoreRow
+from lightning_weave.progress import Progress
 from lightning_weave.prompts import add_context, encode, render
 from lightning_weave.run import Run, Side
+from lightning_weave.stages.grades import grade_rows
 from lightning_weave.stages.prompts import load_prompts
 from lightning_weave.tokens import TokenMap
 from lightning_weave.types import FINISH_REASONS, Candidates, Prompt, Ragged, Request, Response, Rollouts
@@ -61,6 +63,14 @@ class OwnPrompts:
     given: Sequence[list[int]]  # what the student reads
     read: Sequence[list[int] | None]  # None: the row lacks a column, and is masked
     native: bool  # in the anchor's tokens; else in the student's, and projected
+    # By prompt and the bytes of a response, where the context has columns of the run itself; it replaces `read`.
+    by_response: Mapping[tuple[int, bytes], list[int] | None] | None = None
+
+    def of(self, prompt: int, response_ids: NDArray) -> list[int] | None:
+        """What is read before one response."""
+        if self.by_response is None:
+            return self.read[prompt]
+        return self.by_response.get((prompt, np.asarray(response_ids, np.int32).tobytes()))
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,7 @@ class Alignment:
         """Give the tokens that this model reads, where each decision is among them, and which it cannot read."""
         native: list[int] = []
         if self.prompts is not None:
-            own = self.prompts.read[prompt]
+            own = self.prompts.of(prompt, response_ids)
             if own is None:
                 return None
             after = prompt_ids[len(self.prompts.given[prompt]) :]  # a response so far, where a target is sampled from
@@ -153,6 +163,13 @@ def own_prompts(run: Run, side: Side, prompts: Sequence[Prompt]) -> OwnPrompts:
                 f"anchors: the template {side.context.template!r} names {{{name}}}, a column that {which}{more}. "
                 f"Fill it in{mask}"
             )
+    given_ids = [one.token_ids for one in prompts]
+    keys: list[tuple[int, bytes]] = []
+    if side.context.run_columns and run.stage("rollout").complete:
+        keys, prompts = with_responses(run, side.context.run_columns, prompts)
+    elif side.context.run_columns:  # nothing is sampled yet: the rest is checked
+        empty = dict.fromkeys(side.context.run_columns, "")
+        prompts = [replace(one, columns={**(one.columns or {}), **empty}) for one in prompts]
     student, day = run.student.tokenizer, run.recipe.date
     reader = student if side.template is None else side.checkpoint.tokenizer
     given: list[str] = []
@@ -162,7 +179,7 @@ def own_prompts(run: Run, side: Side, prompts: Sequence[Prompt]) -> OwnPrompts:
             raise _unlike_student(side, one, day)
         given.append(render(one.messages, student, one.form, day))
         columns = one.columns or {}
-        if not side.context.columns <= columns.keys():
+        if not side.context.columns | side.context.run_columns <= columns.keys():
             read.append(None)
             continue
         messages = add_context(one.messages, side.context, columns)
@@ -180,7 +197,52 @@ def own_prompts(run: Run, side: Side, prompts: Sequence[Prompt]) -> OwnPrompts:
     texts = [text for text in read if text is not None]
     ids_of = dict(zip(known, encode(texts, reader, rendered), strict=True))
     token_ids = [ids_of.get(place) for place in range(len(prompts))]
-    return OwnPrompts([one.token_ids for one in prompts], token_ids, side.template is not None)
+    by_response = dict(zip(keys, token_ids, strict=True)) if keys else None
+    return OwnPrompts(given_ids, token_ids, side.template is not None, by_response)
+
+
+def with_responses(
+    run: Run, names: Collection[str], prompts: Sequence[Prompt]
+) -> tuple[list[tuple[int, bytes]], list[Prompt]]:
+    """Repeat each prompt for each of its responses, with columns from its other responses, where there is one.
+
+    `wrong` and `right` are the next one after it, in a circle, that is graded so; `shorter` is the shortest that has
+    fewer tokens. Responses with the same tokens count once.
+    """
+    grade_R = grade_rows(run, Progress(quiet=True)) if set(names) != {"shorter"} else None
+    stage = run.stage("rollout")
+    groups: dict[int, dict[bytes, tuple[float, list[int]]]] = {}
+    row = 0
+    for shard in range(len(stage.require()["shards"])):
+        rows = stage.open(Rollouts, shard).read()
+        for at, prompt in enumerate(rows.prompt_R.tolist()):
+            ids = rows.response_ids[at]
+            written = ids if rows.decided is None else ids[rows.decided[at]]
+            grade = float("nan") if grade_R is None else float(grade_R[row])
+            groups.setdefault(prompt, {}).setdefault(ids.tobytes(), (grade, written.tolist()))
+            row += 1
+    keys, repeated = [], []
+    for prompt, responses in groups.items():
+        for place, (key, (_, own)) in enumerate(responses.items()):
+            others = [*responses.values()]
+            others = others[place + 1 :] + others[:place]
+            shorter = sorted((ids for _, ids in others if len(ids) < len(own)), key=len)
+            found = {
+                "wrong": [ids for grade, ids in others if grade == 0.0],
+                "right": [ids for grade, ids in others if grade == 1.0],
+                "shorter": shorter,
+            }
+            decode = run.student.tokenizer.decode
+            columns = {name: str(decode(found[name][0], skip_special_tokens=True)) for name in names if found[name]}
+            keys.append((prompt, key))
+            repeated.append(replace(prompts[prompt], columns={**(prompts[prompt].columns or {}), **columns}))
+    for name in names if not run.recipe.rehearsal else ():  # doubles are never right
+        if not any(name in (one.columns or {}) for one in repeated):
+            raise InputError(
+                f"anchors: the template names {{{name}}}, but no response of this run has another one to its prompt "
+                "that is. Sample more responses, or use another column"
+            )
+    return keys, repeated
 
 
 def _unlike_student(side: Side, prompt: Prompt, day: str | None) -> InputError:

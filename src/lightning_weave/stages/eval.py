@@ -1,5 +1,6 @@
 """`lweave eval`: sample, grade and summarise every policy on every benchmark."""
 
+import itertools
 import shutil
 import time
 from collections import deque
@@ -37,7 +38,15 @@ from lightning_weave.plugins import load_function
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_main_process
 from lightning_weave.report.results import track_evaluation
-from lightning_weave.run import Run
+from lightning_weave.run import ROLES, Run, is_wanted
+from lightning_weave.stages.decoding import (
+    ANSWER_TOKENS,
+    THINKING_ENDS,
+    ForcedSampler,
+    Target,
+    final_text,
+    open_decoder,
+)
 from lightning_weave.stages.engines import (
     Engines,
     gpus_of,
@@ -48,11 +57,12 @@ from lightning_weave.stages.engines import (
     with_lora,
 )
 from lightning_weave.stages.harness import check_policies, run_tasks
+from lightning_weave.stages.merge import check_policy, make_merge
 from lightning_weave.stages.prompts import render_problems, sampling_settings
 from lightning_weave.stages.rollout import Journal, sample_shards
 from lightning_weave.stages.work import LOCAL, ComputeShards, Executor, Job, ShardStats
 from lightning_weave.store import Stage, damaged_files, write_atomic
-from lightning_weave.types import Request, Response
+from lightning_weave.types import Prompt, Request, Response
 
 NO_BENCHMARK = 'no benchmark is named. Add problems with answers ("file:PATH"), or "held-out", a part of the prompts'
 
@@ -70,7 +80,7 @@ def evaluate(
         raise InputError(f"nothing to evaluate: {NO_BENCHMARK}")
     with Engines() as engines:
         for name in run.policies:
-            if only is None or name in only:
+            if is_wanted(name, only):
                 evaluate_policy(run, name, progress, engines, executor, watch=watch)
     run_tasks(run, progress, only)
 
@@ -86,7 +96,12 @@ def evaluate_policy(
         _drop_blocks(stages[benchmark])
     if not waiting:
         return
-    policy = EvaluatedPolicy(name, run.policy(name), engines)
+    if run.recipe.merged(name):
+        make_merge(run, name, progress)
+    section = run.recipe.policies.get(name)
+    given = open_decoder(run, section.decode, {}) if section and section.decode else None
+    executor = LOCAL if given else executor
+    policy = EvaluatedPolicy(name, run.policy(name), engines, given)
     engines.room = room_of(run, name)
     jobs = []
     for benchmark, stage in waiting.items():
@@ -120,10 +135,24 @@ class EvaluatedPolicy:
     engines: Engines
     given: Sampler | None = None  # instead of what the recipe's engine would make of the checkpoint
 
-    def sampler(self, run: Run, prompts: Sequence[list[int]], max_tokens: int) -> Sampler:
+    def sampler(self, run: Run, asked: Sequence[Prompt], max_tokens: int) -> Sampler:
         """Load the checkpoint, or use the engine that is up."""
         if self.given is not None:
+            if isinstance(tilt := getattr(self.given, "tilt", None), Target):
+                tilt.anchors.set_prompts(asked)
             return self.given
+        prompts = [one.token_ids for one in asked]
+        rules = run.recipe.asked(self.name)
+        budget = getattr(rules, "budget", None)
+        if budget is None:
+            return self._plain_sampler(run, prompts, max_tokens)
+        tokenizer = self.checkpoint.tokenizer
+        text = final_text(rules, tokenizer)
+        room = budget + len(tokenizer.encode(f"{THINKING_ENDS}\n\n\n{text}")) + ANSWER_TOKENS
+        sampler = self._plain_sampler(run, prompts, room)
+        return ForcedSampler(sampler, budget, tokenizer, text, self.checkpoint.context_limit)
+
+    def _plain_sampler(self, run: Run, prompts: Sequence[list[int]], max_tokens: int) -> Sampler:
         section = run.recipe.engine_of("eval")
         adapter = Path(self.checkpoint.path) / "adapter"
         if run.lora_rank is None or not (self.name == "base" or adapter.is_dir()):
@@ -181,10 +210,11 @@ def open_policy(
     settings = sampling_settings(section, benchmark)
     problems = benchmark.problems
     tokenizer = policy.checkpoint.tokenizer
-    prompts = [one.token_ids for one in render_problems(benchmark, tokenizer, section, run.recipe.date)]
+    asked = render_problems(benchmark, tokenizer, section, run.recipe.date)
+    prompts = [one.token_ids for one in asked]
     _check_lengths(policy.checkpoint, benchmark, prompts)
     rules = Grader.from_section(benchmark, section, run.trust)
-    sampler = policy.sampler(run, prompts, settings.max_tokens)
+    sampler = policy.sampler(run, asked, settings.max_tokens)
     stage.begin()
     if policy.given is None:
         note_engine(run, stage, policy.checkpoint, run.recipe.engine_of("eval"))
@@ -337,7 +367,16 @@ def validate(run: Run) -> Iterator[Finding]:
     benchmarks, unreadable = open_benchmarks(run)
     yield from unreadable
     for policy in pending:
-        if policy in recipe.compositions:  # reads as the student does
+        own = recipe.policies.get(policy)
+        sides = itertools.product(recipe.compositions[own.decode].used, ROLES) if own and own.decode else ()
+        for anchor, role in sides:
+            yield from check_model(f"anchors.{anchor}.{role}", run.anchor(anchor, role), "score", "hf")
+        if own and own.budget:
+            about = f"policies.{policy}.budget"
+            yield from attempt(about, "forced answer", final_text, recipe.eval, run.asked_model(policy).tokenizer)
+        if run.recipe.merged(policy):
+            yield from attempt(f"policies.{policy}", "merge", check_policy, run, policy)
+        if run.composition_of(policy) or run.recipe.merged(policy):  # reads as the student does
             continue
         is_student = policy == "base"
         about = "student" if is_student else f"policies.{policy}"

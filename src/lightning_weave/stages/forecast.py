@@ -10,7 +10,7 @@ Letters as in `lightning_weave.types`; A aims, G prompts, B bootstrap resamples.
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,17 +28,19 @@ from lightning_weave.maths.metrics import aes, pareto_front
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import anchor_pair, open_cache
-from lightning_weave.stages.grades import grade_rows, prompt_grading
-from lightning_weave.stages.sweep import Planned, extend, is_same, plan_sweep, usual_alpha
+from lightning_weave.stages.grades import grade_rows
+from lightning_weave.stages.sweep import Planned, extend, is_same, plan_sweep, refuse_budgets, usual_alpha
 from lightning_weave.store import read_json, write_json
 from lightning_weave.train.data import find_dose
 from lightning_weave.train.schedule import make_schedule
 
-TRUSTED = 30  # effective samples: with fewer, 95 % intervals cover in less than 90 % of cases (docs/forecast.md)
+TRUSTED = 30  # effective samples: with fewer, 95 % intervals cover in less than 90 % of cases (docs/appendix)
+REACHED = 0.2  # nats of KL per decision: farther targets were not reached by offline training (docs/appendix)
 RESAMPLES = 1000
 DECISIONS = 1 << 17  # read at a time, about
 RUNGS = 14  # larger alphas that are tried where a point is not trusted, each by a factor of sqrt(2)
 FILE = "forecast.json"  # in the run directory: the points that were forecast last, for the report
+PLACEBO = "a placebo is a control, compared after training"
 NOT_FORECAST = {
     "mixture": "each prompt is trained on one anchor alone; what the student makes of all of them is in no target",
     "sequential": "the target of a later part depends on the student that the part before trains",
@@ -64,6 +66,7 @@ class Aim:
     weights: Sequence[float]
     alpha: float
     weight_RK: NDArray[np.float32] | None = None
+    shown: Mapping[str, Any] = field(default_factory=dict)  # the weights by anchor, or by tag and anchor
 
 
 @dataclass(frozen=True)
@@ -223,9 +226,14 @@ class ForecastPoint:
     anchored: bool  # at the measured evaluation of the base: accuracy and tokens are those of the benchmarks
     largest_trusted: TrustedDose | None = None  # with the same weights, where the point itself is not trusted
 
+    @property
+    def reachable(self) -> bool:
+        """Whether the target is near enough for offline training."""
+        return self.kl <= REACHED
+
     def to_dict(self) -> dict[str, Any]:
         """Return what --json prints."""
-        return asdict(self)
+        return asdict(self) | {"reachable": self.reachable}
 
 
 def plan_forecast(
@@ -240,8 +248,8 @@ def plan_forecast(
     """List the compositions of the recipe, then a grid: weights (its own, shares or a simplex) by alphas or budgets."""
     if wrong := [one for one in (*(alphas or ()), *(kl_budgets or ())) if not 0 < one < float("inf")]:
         raise InputError(f"--alphas, --kl-budgets: {wrong[0]:g} must be greater than 0")
-    planned = [Planned(name, one, True) for name, one in recipe.compositions.items()]
-    bases = [one for one in planned if isinstance(one.composition, Joint)]
+    planned = [Planned(name, one, True) for name, one in recipe.written.items()]
+    bases = [one for one in planned if isinstance(one.composition, Joint) and not one.composition.is_placebo]
     if shares is not None:
         bases = plan_sweep(recipe, shares, anchor, None, tag)
     elif grid is not None:
@@ -265,6 +273,7 @@ def plan_forecast(
 
 def _simplex(recipe: Recipe, steps: int) -> list[Planned]:
     """All weights of all anchors in multiples of 1 / steps."""
+    refuse_budgets(recipe)
     names = list(recipe.anchors)
     if steps < 1 or not names:
         raise InputError(f"--grid {steps}: give a number of steps of 1 or more, and anchors to weigh")
@@ -341,7 +350,7 @@ def measured_base(run: Run) -> tuple[float, float] | None:
 
 def not_forecast(composition: Composition) -> str | None:
     """Explain why a composition cannot be forecast; None if it can."""
-    return NOT_FORECAST.get(composition.method)
+    return PLACEBO if composition.is_placebo else NOT_FORECAST.get(composition.method)
 
 
 def forecast(
@@ -379,15 +388,14 @@ def forecast(
         )
 
     points: dict[str, ForecastPoint] = {}
-    aims = [_aim(extended, one.name, anchors) for one in joints]
-    found = look(cache, aims)
+    aims = {policy: aim for one in joints for policy, aim in _aims(extended, one.name, anchors).items()}
+    found = look(cache, list(aims.values()))
     describe("base", {}, None, found, 0)
     directions: dict[str, dict[str, Aim]] = {}  # of points that are not trusted
-    for place, (one, aim) in enumerate(zip(joints, aims, strict=True), start=1):
-        weights = one.composition.by_tag or one.composition.weights
-        describe(one.name, weights, aim.alpha, found, place)
-        if not points[one.name].trusted and points["base"].trusted:
-            directions.setdefault(str(weights), {})[one.name] = aim
+    for place, (policy, aim) in enumerate(aims.items(), start=1):
+        describe(policy, aim.shown, aim.alpha, found, place)
+        if not points[policy].trusted and points["base"].trusted:
+            directions.setdefault(str(aim.shown), {})[policy] = aim
     for asked in directions.values():
         first = min(asked.values(), key=lambda aim: aim.alpha)
         rungs = [replace(first, alpha=first.alpha * 2 ** (rung / 2)) for rung in range(1, RUNGS + 2)]
@@ -399,20 +407,23 @@ def forecast(
             own = open_cache(extended, one.name)
             found = look(own, [Aim(own.weights, one.composition.alpha)])
             describe(one.name, dict(one.composition.weights), one.composition.alpha, found, 1)
-    return [points[name] for name in ("base", *(one.name for one in planned))]
+    levels = {one.name: getattr(one.composition, "levels", ()) for one in planned}
+    names = [policy for name in levels for policy in (name, *(f"{name}@{level}" for level in levels[name]))]
+    return [points[name] for name in ("base", *names)]
 
 
 def _origin(run: Run) -> list[str]:
     """Name everything that all forecasts of a run depend on: cache, scores, rules for shifts, sampling, grading."""
     stages = [run.stage("reference"), *(run.stage("score", side) for side in run.score_names)]
-    section = run.recipe.eval
-    settings = [*run.recipe.anchors.values(), section.temperature, section.top_p, prompt_grading(section)]
+    recipe, section = run.recipe, run.recipe.eval
+    settings = [*recipe.anchors.values(), recipe.spans, recipe.tags]
+    settings += [section.temperature, section.top_p, run.grading[0]]
     return [*(stage.fingerprint for stage in stages), *map(str, settings)]
 
 
 def keep_points(run: Run, points: Sequence[ForecastPoint]) -> None:
     """Write points to the run directory, in place of those with the same name, for the report."""
-    kept = {point.policy: point.to_dict() for point in [*read_points(run), *points]}
+    kept = {point.policy: asdict(point) for point in [*read_points(run), *points]}
     write_json(run.directory / FILE, {"origin": _origin(run), "points": list(kept.values())})
 
 
@@ -428,23 +439,35 @@ def read_points(run: Run) -> list[ForecastPoint]:
     return points
 
 
-def _aim(run: Run, name: str, anchors: Sequence[str]) -> Aim:
-    """Find the weights of a composition over these anchors, by row where it has routes, and its alpha."""
+def _aims(run: Run, name: str, anchors: Sequence[str]) -> dict[str, Aim]:
+    """Find the weights and alpha of a composition by policy: one or, with effort levels, one for each of them.
+
+    Weights are over these anchors, by row where the composition has routes.
+    """
     composition = run.recipe.compositions[name]
     assert isinstance(composition, Joint)
-    weights = [composition.used.get(anchor, 0.0) for anchor in anchors]
+    weights = [composition.weights.get(anchor, 0.0) for anchor in anchors]
+    shown = composition.by_tag or composition.weights
     weight_RK = None
     alpha = composition.alpha
-    if composition.routes or alpha is None:
+    doses: dict[str, float] = {}
+    if composition.routes or composition.slots or alpha is None or run.recipe.budgets(name):
         cache = open_cache(run, name)
-        if alpha is None:  # as training will solve it
-            schedule = make_schedule(run.recipe, len(cache) // run.recipe.rollout.responses, epochs=composition.epochs)
-            alpha = find_dose(run, name, cache, schedule).alpha
+        if composition.slots or alpha is None:  # as training will solve it
+            schedule = make_schedule(run.recipe, len(cache) // run.recipe.rollout.responses, name)
+            dose = find_dose(run, name, cache, schedule)
+            alpha, doses = dose.alpha, dose.levels
         if cache.weight_RK is not None:
             weight_RK = np.zeros((len(cache), len(anchors)), np.float32)
             weight_RK[:, [anchors.index(one) for one in cache.names]] = cache.weight_RK
             weights = [1.0] * len(anchors)
-    return Aim(weights, alpha, weight_RK)
+    found = {}
+    for slot in composition.slots:
+        if slot.level is None or slot.level in composition.levels:
+            policy = name if slot.level is None else f"{name}@{slot.level}"
+            own = [slot.weights.get(anchor, 0.0) for anchor in anchors]
+            found[policy] = Aim(own, doses[slot.level or ""], shown=slot.weights)
+    return found or {name: Aim(weights, alpha, weight_RK, shown)}
 
 
 def _largest_trusted(rungs: Sequence[Aim], found: Estimates) -> TrustedDose | None:
@@ -471,6 +494,16 @@ FACTORS = (0.25, 0.5, 1.0, 2.0)  # of the recipe's own alpha, tried where none a
 GRID = 8  # steps of the weights of two anchors, 4 of more
 
 
+def usual_grid(recipe: Recipe) -> int:
+    """Give the steps of the weights where none are asked for."""
+    return GRID if len(recipe.anchors) == 2 else GRID // 2
+
+
+def usual_alphas(recipe: Recipe) -> list[float]:
+    """Give the alphas that are tried where none are asked for."""
+    return [usual_alpha(recipe) * factor for factor in FACTORS]
+
+
 def plan_promising(
     run: Run,
     count: int,
@@ -482,16 +515,18 @@ def plan_promising(
 ) -> list[Planned]:
     """Choose the points of a grid that are worth training: the forecast frontier by AES, then the others by AES."""
     recipe = run.recipe
-    grid = (GRID if len(recipe.anchors) == 2 else GRID // 2) if shares is None else None
-    alphas = alphas or [usual_alpha(recipe) * factor for factor in FACTORS]
+    grid = usual_grid(recipe) if shares is None else None
+    alphas = alphas or usual_alphas(recipe)
     planned = {one.name: one for one in plan_forecast(recipe, shares, anchor, alphas, None, tag, grid)}
     points = [point for point in forecast(run, list(planned.values()), progress) if point.policy in planned]
-    trusted = [(point, point.accuracy, point.aes) for point in points if point.trusted]
+    trusted = [(point, point.accuracy, point.aes) for point in points if point.trusted and point.reachable]
     known = [
         (point, accuracy, score) for point, accuracy, score in trusted if accuracy is not None and score is not None
     ]
     if not known:
-        raise WeaveError("--forecast: no point is trusted and has a known accuracy. Give --shares instead")
+        raise WeaveError(
+            f"--forecast: no point is trusted, within KL {REACHED} and has a known accuracy. Give --shares instead"
+        )
     front = pareto_front([(accuracy, point.tokens) for point, accuracy, _ in known])
     order = sorted(range(len(known)), key=lambda place: (place not in front, -known[place][2]))
     return [planned[known[place][0].policy] for place in order[:count]]
@@ -500,12 +535,12 @@ def plan_promising(
 def suggest_alpha(run: Run) -> str | None:
     """Describe the alpha with the best forecast AES for the recipe's own weights; None if the cache cannot tell."""
     try:
-        joints = {name: one for name, one in run.recipe.compositions.items() if isinstance(one, Joint) and one.alpha}
+        joints = {name: one for name, one in run.recipe.written.items() if isinstance(one, Joint) and one.alpha}
         alphas = sorted({one.alpha * factor for one in joints.values() if one.alpha for factor in FACTORS})
         points = forecast(run, plan_forecast(run.recipe, alphas=alphas)) if joints else []
     except WeaveError:  # nothing is cached yet, or a part is gone
         return None
-    scored = [(point.aes, point) for point in points[1:] if point.trusted and point.aes is not None]
+    scored = [(point.aes, point) for point in points[1:] if point.trusted and point.reachable and point.aes is not None]
     if not scored:
         return None
     score, best = max(scored, key=lambda pair: pair[0])

@@ -6,11 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_weave.bench.definitions import CODE_COLUMNS, Benchmark, Problem
-from lightning_weave.config import Eval, Grading
 from lightning_weave.errors import InputError
-from lightning_weave.grading.graders import Grader, choose_grading
+from lightning_weave.grading.graders import Grader
 from lightning_weave.progress import Progress
-from lightning_weave.run import Run, own_content
+from lightning_weave.run import Run
 from lightning_weave.stages.prompts import load_prompts
 from lightning_weave.store import Stage
 from lightning_weave.types import Rollouts
@@ -28,12 +27,6 @@ class Grades:
     grade_R: NDArray[np.uint8]  # index into VALUES
 
 
-def prompt_grading(section: Eval) -> Grading:
-    """Choose how answers to the prompts are graded: as the benchmarks are, if all are graded alike, else by profile."""
-    rules = {choose_grading(section, name) for name in section.benchmarks}
-    return rules.pop() if len(rules) == 1 else Grading(kind=section.profile or "paper")
-
-
 def grade_rows(run: Run, progress: Progress) -> NDArray[np.float64] | None:
     """Grade every cached response: 1, 0, or NaN where the answer is not known. None if no answer is known.
 
@@ -48,10 +41,8 @@ def grade_rows(run: Run, progress: Progress) -> NDArray[np.float64] | None:
         problems.append(Problem(prompt.id, "", None if is_code else prompt.answer, tests))
     if not any(problem.row or problem.answer is not None for problem in problems):
         return None
-    rule = prompt_grading(run.recipe.eval)
-    own = {} if rule.function is None else own_content(rule.function, "eval.graders")
-    settings = {"grader": {"kind": rule.kind, **own} if own else "code" if is_code else str(rule)}
-    stage = Stage(rollout.folder, "grades", settings, (rollout,), run.command("forecast"))
+    rule, grader_identity = run.grading
+    stage = Stage(rollout.folder, "grades", {"grader": grader_identity}, (rollout,), run.command("forecast"))
     pending = stage.pending(shards)
     if pending:
         run.check_trust()

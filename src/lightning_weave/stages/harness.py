@@ -20,8 +20,9 @@ from lightning_weave.progress import Progress
 from lightning_weave.prompts.render import macro_of_date
 from lightning_weave.ranks import is_main_process
 from lightning_weave.report.results import track_evaluation
-from lightning_weave.run import Run
+from lightning_weave.run import Run, is_wanted
 from lightning_weave.stages.engines import gpus_of
+from lightning_weave.stages.merge import make_merge
 from lightning_weave.stages.work import set_up
 from lightning_weave.store import Stage, write_json
 from lightning_weave.store.files import remove
@@ -42,12 +43,14 @@ def run_tasks(run: Run, progress: Progress, only: Sequence[str] | None = None) -
     """Run the tasks of [harness] that are not complete; what is finished of a policy is kept task by task."""
     check_policies(run, only)
     for name in run.policies if is_main_process() else ():
-        if only is not None and name not in only:
+        if not is_wanted(name, only) or not run.recipe.has_weights(name):
             continue
         stages = {task: run.stage("harness", name, task) for task in run.recipe.harness.tasks}
         waiting = {task: stage for task, stage in stages.items() if not stage.complete}
         for task in stages.keys() - waiting.keys():
             stages[task].settle()
+        if waiting and run.recipe.merged(name):
+            make_merge(run, name, progress)
         if waiting:
             _run_policy(run, name, waiting, progress)
             track_evaluation(run, name)
@@ -127,7 +130,8 @@ def _harness_files(stage: Stage) -> list[Path]:
 def validate(run: Run) -> Iterator[Finding]:
     """Check that lm-evaluation-harness is installed."""
     section = run.recipe.harness
-    if not any(is_pending(run, "harness", policy, task) for policy in run.policies for task in section.tasks):
+    policies = [policy for policy in run.policies if run.recipe.has_weights(policy)]
+    if not any(is_pending(run, "harness", policy, task) for policy in policies for task in section.tasks):
         return
     if lack := find_lack("harness.python", "lm_eval", section.python):
         text = f"{lack}. Install it (pip install 'lm_eval[hf]'), or set harness.python to the Python of an environment "

@@ -16,7 +16,7 @@ from lightning_weave import prompts as sources
 from lightning_weave.bench.definitions import Benchmark
 from lightning_weave.checks.findings import Finding, listed, needs_prompts
 from lightning_weave.checks.models import check_student, open_benchmarks
-from lightning_weave.config import HELD_OUT, Eval, Recipe
+from lightning_weave.config import HELD_OUT, Eval, EvalAtLevel, Recipe
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.progress import Progress
@@ -31,6 +31,7 @@ from lightning_weave.prompts import (
     read_prompts,
     read_rows,
     render,
+    render_at_level,
     unmark,
 )
 from lightning_weave.prompts.decontaminate import normalise
@@ -127,7 +128,10 @@ def render_problems(benchmark: Benchmark, tokenizer: Any, section: Eval, day: st
                 raise InputError(f"eval.format: problem {problem.id}: {error}") from error
             columns = {**problem.columns, "answer": problem.answer}
         known = {name: value for name, value in columns.items() if value is not None}
-        text = render(messages, tokenizer, form, day)
+        if isinstance(section, EvalAtLevel):
+            text = render_at_level(messages, tokenizer, form, day, section.control, section.level)
+        else:
+            text = render(messages, tokenizer, form, day, variables=getattr(section, "template", None))
         questions.append(Prompt(problem.id, messages, text, [], form=form, columns=known))
     ids = encode([one.text for one in questions], tokenizer, form.style == "chat")
     return [
@@ -151,6 +155,7 @@ def own_trajectories(run: Run) -> list[OwnGroup]:
     path = Path(run.recipe.rollout.from_ or "").expanduser()
     count = run.recipe.rollout.responses
     groups: dict[Any, OwnGroup] = {}
+    of_student = run.student.vocabulary, run.student.stop_ids  # once: both look at the student's files
     for row in read_rows(path) if path.is_dir() else checked_rows(path):
         if isinstance(row, BadRow):
             raise InputError(f"{row.where}: {row.why}. Fix or remove this row.")
@@ -162,7 +167,7 @@ def own_trajectories(run: Run) -> list[OwnGroup]:
                 prompt, response = read_log(row, run.student, run.recipe.date)
                 key = ("log", len(groups)) if count == 1 else None  # a group of one, unless several are wanted
             else:
-                prompt, response, key = _read_ids(row, run)
+                prompt, response, key = _read_ids(row, run, *of_student)
         except InputError as error:
             raise InputError(f"{row.where}: {error}") from None
         columns = _columns(row, len(response.ids)) if prompt.columns is None else prompt.columns
@@ -214,18 +219,17 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _read_ids(row: Row, run: Run) -> tuple[Prompt, Response, int | None]:
+def _read_ids(row: Row, run: Run, vocabulary: int, stop_ids: frozenset[int]) -> tuple[Prompt, Response, int | None]:
     """Read a row of token ids: its prompt, its response with a mask, and the line of its prompt if known."""
     values = row.values
-    tokenizer = run.student.tokenizer
     for key in ("prompt_ids", "response_ids"):
         ids = values.get(key)
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise InputError(f"{key} must be a list of token ids")
-        if outside := [token for token in ids if not 0 <= token < run.student.vocabulary]:
+        if outside := [token for token in ids if not 0 <= token < vocabulary]:
             raise InputError(
                 f"{key} holds {outside[0]}, but the student's tokenizer has the ids 0 to "
-                f"{run.student.vocabulary - 1}. Were these tokens made with another tokenizer?"
+                f"{vocabulary - 1}. Were these tokens made with another tokenizer?"
             )
         if key == "prompt_ids" and not ids:
             raise InputError("prompt_ids is empty; every prompt needs at least one token")
@@ -238,7 +242,7 @@ def _read_ids(row: Row, run: Run) -> tuple[Prompt, Response, int | None]:
             raise InputError(f"{column} = {values[column]!r} must be text or a number")
     prompt_ids, ids = values["prompt_ids"], values["response_ids"]
     text = values.get("prompt")
-    text = text if text and isinstance(text, str) else tokenizer.decode(prompt_ids)
+    text = text if text and isinstance(text, str) else run.student.tokenizer.decode(prompt_ids)
     line = None
     if isinstance(values.get("prompt_line"), str):  # by `lweave export` or a rehearsal
         try:
@@ -252,7 +256,7 @@ def _read_ids(row: Row, run: Run) -> tuple[Prompt, Response, int | None]:
         prompt = Prompt(
             _identity("own", row, prompt_ids), messages, text, prompt_ids, _answer(row), find_form(row, messages, run)
         )
-    finish = _finish(row, bool(ids) and ids[-1] in run.student.stop_ids)
+    finish = _finish(row, bool(ids) and ids[-1] in stop_ids)
     mask = values.get("mask")
     if mask is None:
         return prompt, Response(ids, finish), line
@@ -266,12 +270,14 @@ def _read_ids(row: Row, run: Run) -> tuple[Prompt, Response, int | None]:
 
 def find_form(row: Row, messages: list[Message], run: Run) -> PromptForm | None:
     """Find how messages next to token ids were rendered: the form that gives these ids, if any does."""
+    if not messages:
+        return None
     tokenizer = run.student.tokenizer
     thinking = bool(row.values.get("thinking", True))
     forms = [PromptForm("plain")]
     if tokenizer.chat_template:
         forms += [PromptForm("chat", switch, _tools(row)) for switch in (thinking, not thinking)]
-    for form in forms if messages else []:
+    for form in forms:
         try:
             text = render(messages, tokenizer, form, run.recipe.date)
             if encode([text], tokenizer, form.style == "chat") == [row.values["prompt_ids"]]:
@@ -325,7 +331,7 @@ def read_log(row: Row, student: Checkpoint, day: str | None) -> tuple[Prompt, Re
     follows the opened turn, up to its first stop token. Each part is encoded as if it followed the part before, so that
     no token reaches across the beginning of a turn.
     """
-    tokenizer = student.tokenizer
+    tokenizer, stop_ids = student.tokenizer, student.stop_ids
     messages = read_messages(row)
     form = PromptForm("chat", bool(row.values.get("thinking", True)), _tools(row))
     weights = [message.pop("weight", 1) for message in messages]
@@ -358,7 +364,7 @@ def read_log(row: Row, student: Checkpoint, day: str | None) -> tuple[Prompt, Re
     ids: list[int] = []
     decided: list[bool] = []
     for start, part in zip(cuts, parts, strict=False):
-        stop = next((place for place, id in enumerate(part) if id in student.stop_ids), len(part))
+        stop = next((place for place, id in enumerate(part) if id in stop_ids), len(part))
         decided += [start in written and place <= stop for place in range(len(part))]
         ids += part
     if not prompt_ids or not any(decided):
@@ -368,7 +374,7 @@ def read_log(row: Row, student: Checkpoint, day: str | None) -> tuple[Prompt, Re
     asked = tokenizer.decode(prompt_ids)
     name = _identity("log", row, [*prompt_ids, *ids])
     prompt = Prompt(name, messages[: learned[0]], asked, prompt_ids, _answer(row), form)
-    return prompt, Response(ids, _finish(row, ids[-1] in student.stop_ids), decided)
+    return prompt, Response(ids, _finish(row, ids[-1] in stop_ids), decided)
 
 
 def encode_parts(parts: Sequence[str], tokenizer: Any) -> list[list[int]]:
@@ -505,6 +511,10 @@ def validate(run: Run) -> Iterator[Finding]:
         text = f"{len(prompts) - len(answered):,} of {len(prompts):,} prompts have no answer (prompts.columns.answer = "
         text += f"{section.columns.answer!r} is null there): responses to them cannot be graded"
         yield Finding("prompts", "no answers", "warning", text, {"answered": len(answered), "prompts": len(prompts)})
+    graded = [] if answered or section.format == "livecodebench" else run.recipe.anchors.items()
+    for key in [f"anchors.{name}.{anchor.graded}" for name, anchor in graded if anchor.graded]:
+        text = "responses are to be graded, but no prompt has an answer. Add answers, or remove it"
+        yield Finding(key, "answers", "error", text)
     given = [prompt.id for prompt in answered if contains_answer(prompt.text, prompt.answer or "")]
     if len(given) > GIVEN_AWAY * len(answered):
         text = f"{len(given):,} of {len(answered):,} prompts contain their own answer: {listed(given, most=3)}. Set "

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lightning_weave.bench.summary import combine
 from lightning_weave.cache.block import compute_targets
 from lightning_weave.errors import InputError
-from lightning_weave.maths import expected_kl, with_other
+from lightning_weave.maths import expected_kl, log_residual_loss, with_other
 from lightning_weave.progress import Progress
 from lightning_weave.report.results import summaries
 from lightning_weave.run import Run
@@ -46,8 +46,8 @@ ADVICE: dict[RealisedVerdict, str] = {
     "RECIPE --grid 8 --goal aes",
     "training": "the target is good, but training did not reach it. Try more train.epochs, a larger "
     "train.learning_rate or a larger train.lora.rank",
-    "states": "the target is good and reached on cached responses, but not in new ones. Try refresh = 4, or a larger "
-    "alpha",
+    "states": "the target is good and reached on cached responses, but not in new ones. Try "
+    'refresh = "auto", or a larger alpha',
     "unknown": "no trusted forecast to compare with, or not evaluated yet",
 }
 
@@ -60,6 +60,7 @@ class Closed:
     decisions: int
     asked: float
     left: float
+    loss: float = 0.0  # that it added before training, as train.balance weighs it
 
     @property
     def share(self) -> float:
@@ -90,10 +91,23 @@ class Realised:
             if one.asked > LITTLE * whole
         }
 
+    def tag_shares(self) -> dict[str, dict[str, float]]:
+        """Each tag's share of the decisions, of the loss before training, and of the KL that training closed."""
+        parts = {
+            one.group: (one.decisions, one.loss, one.decisions * (one.asked - one.left)) for one in self.closed["tag"]
+        }
+        totals = [sum(column) or 1.0 for column in zip(*parts.values(), strict=True)]
+        names = ("decisions", "loss", "closed")
+        return {
+            tag: {name: part / total for name, part, total in zip(names, own, totals, strict=True)}
+            for tag, own in parts.items()
+            if len(parts) > 1
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Return what --json prints."""
         tables = {by: [asdict(one) | {"share": one.share} for one in several] for by, several in self.closed.items()}
-        return asdict(self) | {"closed": tables, "advice": ADVICE[self.verdict]}
+        return asdict(self) | {"tags": self.tag_shares()} | {"closed": tables, "advice": ADVICE[self.verdict]}
 
 
 def kind_of(token: str, stops: bool) -> str:
@@ -107,7 +121,7 @@ def kind_of(token: str, stops: bool) -> str:
 
 def measure_all(run: Run, progress: Progress) -> None:
     """Score every trained student that has a target on cached rows, if it is not done yet; refuse if there is none."""
-    names = [name for name, one in run.recipe.compositions.items() if not_forecast(one) is None]
+    names = [name for name, one in run.recipe.written.items() if not_forecast(one) is None]
     names = [name for name in names if run.stage("train", name).complete]
     if not names:
         raise InputError("no composition with a target is trained yet. Run lweave train first")
@@ -124,11 +138,12 @@ def measure_closed(run: Run, name: str, engines: Engines) -> None:
     alpha = float(stage.require()["alpha"])
     cache = open_cache(run, name)
     groups = len(cache) // run.recipe.rollout.responses
-    held_out = make_schedule(run.recipe, groups, run.recipe.compositions[name].epochs).held_out()
+    held_out = make_schedule(run.recipe, groups, name).held_out()
     rows = sorted(held_out) or list(range(len(cache)))
     rows = [rows[place] for place in np.linspace(0, len(rows) - 1, min(ROWS, len(rows))).astype(int)]
     tags = [tag_of(run.recipe, prompt) for prompt in load_prompts(run, tag_columns(run.recipe))]
     scorer = engines.scorer(run, run.policy(name), run.recipe.engine_of("reference"))
+    balance = run.recipe.train.balance
     tokenizer, stop_ids = run.student.tokenizer, run.student.stop_ids
     sums: dict[str, dict[str, NDArray[np.float64]]] = {by: {} for by in GROUPED}
     for start in range(0, len(rows), READ):
@@ -138,11 +153,12 @@ def measure_closed(run: Run, name: str, engines: Engines) -> None:
         learned = find_candidates(scorer, block.rollouts, candidates.ids.flat.shape[1], candidates)
         log_pi_PO = with_other(torch.tensor(learned.logp.flat), torch.tensor(learned.other_logp.flat))
         log_q_PO, log_b_PO = torch.from_numpy(targets.log_q_PO), torch.from_numpy(targets.log_b_PO)
-        values_P3 = np.stack(
-            [np.ones(len(log_q_PO)), *(expected_kl(log_q_PO, one).double().numpy() for one in (log_b_PO, log_pi_PO))],
-            axis=1,
-        )
         row_P = np.repeat(np.arange(len(block)), block.decisions_R)
+        loss_P = log_residual_loss(log_b_PO, log_b_PO, log_q_PO, alpha).double().numpy()
+        if balance == "rows":
+            loss_P = loss_P / np.maximum(np.bincount(row_P, targets.valid_P, minlength=len(block)), 1)[row_P]
+        kls = (expected_kl(log_q_PO, one).double().numpy() for one in (log_b_PO, log_pi_PO))
+        values_P4 = np.stack([np.ones(len(log_q_PO)), *kls, loss_P], axis=1)
         place_P = np.concatenate([np.arange(count) for count in block.decisions_R])
         tenth_P = 1 + 10 * place_P // block.decisions_R[row_P]
         kinds = {one: kind_of(tokenizer.decode([one]), one in stop_ids) for one in np.unique(block.sampled_P).tolist()}
@@ -154,14 +170,15 @@ def measure_closed(run: Run, name: str, engines: Engines) -> None:
         }
         for by, label_P in labels.items():
             for label in np.unique(label_P):
-                total = values_P3[(label_P == label) & targets.valid_P].sum(axis=0)
-                sums[by][str(label)] = sums[by].get(str(label), np.zeros(3)) + total
+                total = values_P4[(label_P == label) & targets.valid_P].sum(axis=0)
+                sums[by][str(label)] = sums[by].get(str(label), np.zeros(4)) + total
     found: dict[str, Any] = {"rows": len(rows), "held_out": bool(held_out), "closed": {}}
     for by, groups_of in sums.items():
         entries = sorted(groups_of.items(), key=lambda item: (len(item[0]) if by == "position" else 0, item[0]))
         found["closed"][by] = [
             {"group": label, "decisions": int(count), "asked": asked / count, "left": left / count}
-            for label, (count, asked, left) in entries
+            | {"loss": loss / count if by == "tag" and balance == "tags" else loss}
+            for label, (count, asked, left, loss) in entries
             if count
         ]
     write_json(stage.folder / FILE, found)
@@ -185,14 +202,16 @@ def realise(run: Run, points: Sequence[ForecastPoint]) -> list[Realised]:
     forecasts = {point.policy: point for point in points}
     evaluated = summaries(run)
     results = []
-    for name, composition in run.recipe.compositions.items():
+    for name, composition in run.recipe.written.items():
         stage = run.stage("train", name)
         if not stage.complete or not (stage.folder / FILE).exists():
             continue
         found = read_json(stage.folder / FILE)
         point = forecasts.get(name)
         if point is not None:
-            is_same = math.isclose(point.alpha or 0.0, stage.require()["alpha"], rel_tol=1e-6)
+            made = stage.require()
+            alpha = made.get("levels", {}).get("", made["alpha"])  # of the plain prompt
+            is_same = math.isclose(point.alpha or 0.0, alpha, rel_tol=1e-6)
             if not is_same or point.weights != (composition.by_tag or composition.weights):
                 point = None  # of another composition that had this name
         closed = {by: [Closed(**one) for one in found["closed"][by]] for by in GROUPED}
@@ -231,6 +250,10 @@ def realised_table(results: Sequence[Realised]) -> list[list[str]]:
     rows = [["KL to the target closed", *(one.policy for one in results)]]
     for group in groups:
         rows.append([group, *(f"{table[group]:.0%}" if group in table else "" for table in shares)])
+    tags = [one.tag_shares() for one in results]
+    for tag in dict.fromkeys(tag for table in tags for tag in table):
+        cells = [" / ".join(f"{share:.0%}" for share in table[tag].values()) if tag in table else "" for table in tags]
+        rows.append([f"{tag}: its share of decisions / loss / closed KL", *cells])
     rows.append(["forecast", *(outcome(None if one.forecast is None else asdict(one.forecast)) for one in results)])
     rows.append(["measured", *(outcome(one.measured) for one in results)])
     rows.append(["verdict", *(one.verdict for one in results)])

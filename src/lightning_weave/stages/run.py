@@ -13,7 +13,7 @@ from lightning_weave.config import Recipe
 from lightning_weave.directory import file_size
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress, duration
-from lightning_weave.run import Run, explain_missing
+from lightning_weave.run import Run, explain_missing, is_wanted
 from lightning_weave.stages.eval import evaluate
 from lightning_weave.stages.prompts import build_prompts
 from lightning_weave.stages.score import make_cache
@@ -66,12 +66,19 @@ def narrow(run: Run, only: Sequence[str]) -> Recipe:
     recipe = run.recipe
     if unknown := [name for name in only if name not in run.policies]:
         raise InputError(f"--only {unknown[0]}: no such policy; this recipe has {', '.join(run.policies)}")
-    compositions = {name: one for name, one in recipe.compositions.items() if name in only}
-    used = {anchor for one in compositions.values() for anchor in one.used}
+    compositions = {
+        name: one
+        for name, one in recipe.compositions.items()
+        if is_wanted(name, [one.partition("@")[0] for one in only])
+    }
+    policies = {name: one for name, one in recipe.policies.items() if name in only}
+    named = {part for one in policies.values() for part in (*one.weights, one.decode)}
+    compositions |= {name: one for name, one in recipe.compositions.items() if name in named}
+    used = named | {anchor for one in compositions.values() for anchor in one.used}
     return recipe.model_copy(
         update={
             "compositions": compositions,
-            "policies": {name: one for name, one in recipe.policies.items() if name in only},
+            "policies": policies | {name: one for name, one in recipe.policies.items() if name in named},
             "anchors": {name: one for name, one in recipe.anchors.items() if name in used},
         }
     )
@@ -79,7 +86,7 @@ def narrow(run: Run, only: Sequence[str]) -> Recipe:
 
 def dry_run(run: Run, out: Console, until: str = "eval") -> None:
     """Print what would be computed up to a stage, and what is wrong with it; nothing is written."""
-    order = ("prompts", "rollout", "proposal", "reference", "score", "train", "eval")
+    order = ("prompts", "rollout", "proposal", "reference", "score", "train", "merge", "eval")
     findings = preflight(run)
     try:
         stages = [one for one in run.everything() if order.index(one.path.split("/")[0]) <= order.index(until)]

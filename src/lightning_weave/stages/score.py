@@ -25,7 +25,6 @@ from lightning_weave.progress import Progress
 from lightning_weave.run import ROLES, Run, Side
 from lightning_weave.stages.alignment import Alignment, check_template, masked_aliases, own_prompts, row_names
 from lightning_weave.stages.engines import Engines, borrowed, gpus_of, note_engine, open_scorer, share_an_engine
-from lightning_weave.stages.eval import evaluate_policy, room_of
 from lightning_weave.stages.prompts import load_prompts, planned_prompts
 from lightning_weave.stages.reference import reference
 from lightning_weave.stages.rollout import rollout
@@ -116,7 +115,7 @@ def _reads_as_student(run: Run, side: Side) -> bool:
     if not side.reads_other_prompts:
         return True
     own = own_prompts(run, side, load_prompts(run, side.context.columns))
-    return list(own.read) == list(own.given)
+    return own.by_response is None and list(own.read) == list(own.given)
 
 
 def _copy_reference(run: Run, stage: Stage, shards: Sequence[int]) -> Iterator[ShardStats]:
@@ -252,6 +251,8 @@ def make_cache(
 
     If the student is evaluated too, its rollouts' engine does that before it is closed, where it can.
     """
+    from lightning_weave.stages.eval import evaluate_policy, room_of  # which imports this module for live anchors
+
     evaluates = evaluates and bool(run.recipe.eval.benchmarks)
     shared = evaluates and share_an_engine(run.recipe.engine_of("rollout"), run.recipe.engine_of("eval"))
     with Engines(room_of(run, "base") if shared else 0) as engines:
@@ -280,6 +281,11 @@ def validate(run: Run) -> Iterator[Finding]:
     yield from of_student
     for name in anchors:
         section = run.recipe.anchors[name]
+        if section.cache is not None and not all(stage.complete for stage in run.scores_of(name)):
+            from lightning_weave.published import check_published
+
+            yield from attempt(f"anchors.{name}.cache", "published", check_published, run, name)
+            continue
         faults = list(of_student)
         for role in ROLES:
             engine = run.recipe.scored_by(name, role)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 
@@ -11,7 +12,7 @@ from lightning_weave.maths.metrics import pareto_front
 from lightning_weave.progress import Progress, duration
 from lightning_weave.report.results import results_table, summaries
 from lightning_weave.report.tables import AVERAGE
-from lightning_weave.run import Run
+from lightning_weave.run import Run, is_wanted
 from lightning_weave.stages.costs import costs, offline_cost, read_spent
 from lightning_weave.stages.eval import evaluate
 from lightning_weave.stages.score import make_cache
@@ -49,6 +50,7 @@ def plan_sweep(
         raise InputError(
             f"a sweep needs two anchors or more to divide the weight; this recipe has {len(recipe.anchors)}"
         )
+    refuse_budgets(recipe)
     chosen = anchor if anchor is not None else list(recipe.anchors)[-1]
     if chosen not in recipe.anchors:
         raise InputError(f"--anchor {chosen}: no such anchor; this recipe has {', '.join(recipe.anchors)}")
@@ -77,6 +79,13 @@ def plan_sweep(
             else:
                 planned.setdefault(name, Planned(name, composition, False))
     return list(planned.values())
+
+
+def refuse_budgets(recipe: Recipe) -> None:
+    """Refuse to vary shares where the dose of an anchor does not depend on its share."""
+    for name, section in recipe.anchors.items():
+        if section.kl_budget is not None:
+            raise InputError(f"anchors.{name}.kl_budget sets its dose, whatever its share: remove it to vary shares")
 
 
 def usual_alpha(recipe: Recipe) -> float:
@@ -125,7 +134,7 @@ def sweep(
     out.print("\n".join(forecast(extended, plan)), markup=False, soft_wrap=True)
     make_cache(extended, progress, executor, evaluates=True)
     evaluate(extended, progress, ["base"], executor)
-    missing = [one.name for one in plan if not _is_evaluated(extended, one.name)]
+    missing = [name for name in names if not _is_evaluated(extended, name)]
     out.print("\n".join(running_front(extended, policies)), markup=False, soft_wrap=True)
     for name in missing:
         train(extended, progress, [name], executor=executor)
@@ -142,25 +151,27 @@ def forecast(run: Run, plan: Sequence[Planned]) -> list[str]:
         "train": offline.train if offline else None,
         "evaluate": sum(cost.seconds for cost in evals.values()) / len(evals) if evals else None,
     }
-    missing = {
-        "train": [one for one in plan if not run.stage("train", one.name).complete],
-        "evaluate": [one for one in plan if not _is_evaluated(run, one.name)],
+    names = [one.name for one in plan]
+    missing: dict[str, list[Any]] = {
+        "train": [stage for stage in run.stages("train", names) if not stage.complete],
+        "evaluate": [one for one in run.policies if is_wanted(one, names) and not _is_evaluated(run, one)],
     }
-    lines = [f"Sweep of {len(plan)}: {', '.join(one.name for one in plan)}"]
+    lines = [f"Sweep of {len(plan)}: {', '.join(names)}"]
     if known := [one.name for one in plan if one.known]:
         lines.append(f"Already in the recipe: {', '.join(known)}")
-    for verb, settings in missing.items():
+    for verb, students in missing.items():
         cost = "cost unknown yet: none has been measured in this run"
         if (seconds := each[verb]) is not None:
-            total = duration(len(settings) * seconds)
+            total = duration(len(students) * seconds)
             cost = f"about {total} of device time ({duration(seconds)} each, as measured)"
-        lines.append(f"To {verb}: {len(settings)}, {cost if settings else 'nothing to spend'}")
+        lines.append(f"To {verb}: {len(students)}, {cost if students else 'nothing to spend'}")
     return lines
 
 
 def _is_evaluated(run: Run, policy: str) -> bool:
-    stages = [run.stage("eval", policy, name) for name in run.recipe.eval.benchmarks]
-    return all(stage.complete for stage in stages)
+    """Whether a policy is, with its replicates."""
+    each = [one for one in run.policies if is_wanted(one, [policy])]
+    return all(run.stage("eval", one, name).complete for one in each for name in run.recipe.eval.benchmarks)
 
 
 def running_front(run: Run, policies: Sequence[str]) -> list[str]:

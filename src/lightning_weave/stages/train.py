@@ -9,7 +9,7 @@ from lightning_weave.checks.findings import Finding, listed, pending_composition
 from lightning_weave.checks.models import attempt, check_engine, check_package, check_student
 from lightning_weave.checks.pairs import find_same_model
 from lightning_weave.checks.watch import Watch, check_training, warn
-from lightning_weave.config import Joint, Online, Recipe, Sequential, is_own_function
+from lightning_weave.config import Joint, Online, Recipe, Sequential, is_own_function, replicate_of
 from lightning_weave.config.fields import MOST_CANDIDATES
 from lightning_weave.devices import free_memory
 from lightning_weave.errors import InputError
@@ -17,8 +17,8 @@ from lightning_weave.models.hub import check_trainable
 from lightning_weave.plugins import load_function
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_distributed
-from lightning_weave.run import Run
-from lightning_weave.stages.caches import routed_weights
+from lightning_weave.run import Run, is_wanted
+from lightning_weave.stages.caches import open_levels, routed_weights
 from lightning_weave.stages.prompts import (
     build_prompts,
     load_prompts,
@@ -51,7 +51,7 @@ def train(
         raise InputError("this recipe has no composition to train; add a [compositions.NAME] with weights")
     if "online" in run.methods(only):
         build_prompts(run, progress)
-    selection = [name for name in names if only is None or name in only]
+    selection = [name for name in names if is_wanted(name, only)]
     pending = [name for name in selection if not run.stage("train", name).complete]
     _check_resampling(run, pending)
     for name in pending:
@@ -84,7 +84,7 @@ def train_compositions(run: Run, progress: Progress, names: Sequence[str], watch
                         train_in_sequence(run, name, context)
                     case Online():
                         train_online(run, name, context)
-                    case Joint(refresh=parts) if parts > 1:
+                    case Joint(parts=parts) if parts > 1:
                         train_refreshed(run, name, context)
                     case _:
                         train_offline(run, name, context)
@@ -99,8 +99,8 @@ FEW_UPDATES = 10
 def validate(run: Run) -> Iterator[Finding]:
     """Check that the student can be trained as every pending composition wants it, and has the prompts for it."""
     recipe = run.recipe
-    names = pending_compositions(run)
-    tables = [table for one in recipe.compositions.values() for table in (one.weights, *one.routes.values())]
+    names = list(dict.fromkeys(map(replicate_of, pending_compositions(run))))
+    tables = [table for one in recipe.compositions.values() for table in (one.weights, *one.routes.values(), one.used)]
     for anchor in recipe.anchors if names or not tables else ():
         if not any(anchor in table for table in tables):
             text = "it is in no composition, so nothing is trained with it. Add [compositions.NAME] with weights = "
@@ -144,6 +144,9 @@ def validate(run: Run) -> Iterator[Finding]:
         text = f"{len(prompts):,} prompts make {updates:,} updates, too few for the student to change; the paper has "
         text += f"{PAPER_UPDATES}. Give more prompts, or raise train.epochs"
         yield Finding("prompts", "updates", "warning", text, {"updates": updates})
+    for name in names:
+        if recipe.compositions[name].slots and prompts:
+            yield from attempt(f"compositions.{name}.control", "levels", open_levels, run, name, prompts)
     routed = [name for name in names if recipe.compositions[name].routes]
     if not routed:
         return
@@ -167,6 +170,7 @@ def _check_dtype(recipe: Recipe) -> None:
 
 
 def _check_candidates(run: Run, name: str) -> None:
+    run.recipe.refuse_rules(name)
     candidates, vocabulary = run.recipe.reference.candidates, run.student.vocabulary
     if run.objective(name) == "reverse-kl-full" and candidates != vocabulary:
         small = f"set reference.candidates = {vocabulary}, or " if vocabulary <= MOST_CANDIDATES else ""

@@ -1,7 +1,8 @@
 """From cached trajectories to a batch with its target. Composing is cheap enough to be done while loading."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,12 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_weave.cache.block import Block, Cache, Targets, compute_targets
+from lightning_weave.cache.budgets import AnchorShare
 from lightning_weave.config import ALPHA, Composition, Distilled, Mixture, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.maths import expected_kl, reverse_kl, solve_alpha_for_kl, tilted_target, with_other
 from lightning_weave.models.packing import packed_positions
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_cache
+from lightning_weave.stages.prompts import load_prompts, tag_columns, tag_of
 from lightning_weave.train.schedule import Schedule, make_schedule
 
 SAMPLED_UPDATES = 8  # of the first epoch, on which a dose is measured
@@ -28,13 +31,20 @@ class Dose:
     per_anchor: dict[str, float]
     target_kl: float  # KL(q || b), nats per token
     start_kl: float  # KL(b || q): where training starts
+    levels: dict[str, float] = field(default_factory=dict)  # the alpha of each level; "" is the plain prompt
+    shares: Sequence[AnchorShare] = ()  # what each anchor got, where some have a budget
 
     def __str__(self) -> str:
-        dose = format_doses(self.per_anchor)
-        return f"alpha {self.alpha:.4g}, {dose}; the target is {self.target_kl:.4f} nats per token away"
+        dose = "dose " + ", ".join(map(str, self.shares)) if self.shares else format_doses(self.per_anchor)
+        dose = f"alpha {self.alpha:.4g}, {dose}"
+        if self.levels:
+            dose = "alpha by level " + ", ".join(f"{name} {alpha:.4g}" for name, alpha in self.levels.items() if name)
+        return f"{dose}; the target is {self.target_kl:.4f} nats per token away"
 
-    def figures(self) -> dict[str, float]:
-        return {"alpha": self.alpha, "target_kl": self.target_kl, "start_kl": self.start_kl}
+    def figures(self) -> dict[str, Any]:
+        levels: dict[str, Any] = {"levels": self.levels} if self.levels else {}
+        levels |= {"budgets": [asdict(share) for share in self.shares]} if self.shares else {}
+        return {"alpha": self.alpha, "target_kl": self.target_kl, "start_kl": self.start_kl, **levels}
 
 
 def anchor_doses(composition: Composition, alpha: float) -> dict[str, float]:
@@ -60,9 +70,17 @@ def find_dose(run: Run, name: str, cache: Cache, schedule: Schedule) -> Dose:
     composition = run.recipe.compositions[name]
     updates = min(SAMPLED_UPDATES, len(schedule))
     rows = [number for update in range(updates) for number in schedule.rows(update)]
-    batch = compose(cache.block(rows), cache.weights, ALPHA)  # only behaviour and shift are read: any alpha will do
-    if composition.alpha is not None:
-        alpha = composition.alpha
+    levels = _dose_levels(name, composition, cache, rows) if cache.levels is not None else {}
+    block = cache.block(rows)
+    batch = compose(block, cache.weights, ALPHA)  # only behaviour and shift are read: any alpha will do
+    valid_P = block.valid_KP.all(axis=0)
+    if valid_P.any() and not len(batch) and not run.recipe.rehearsal:
+        raise InputError(
+            f"compositions.{name}: its anchors are silent at all {valid_P.sum():,} decisions of the first {updates} "
+            f"updates, so nothing is learned. Change their `where`; {run.command('doctor')} lists what each rule leaves"
+        )
+    if cache.alpha is not None or composition.alpha is not None or levels:
+        alpha = cache.alpha or composition.alpha or ALPHA
     else:
         assert composition.kl_budget is not None, "a composition has alpha or kl_budget"
         try:
@@ -72,7 +90,30 @@ def find_dose(run: Run, name: str, cache: Cache, schedule: Schedule) -> Dose:
     log_q_NO = tilted_target(batch.log_b_NO, batch.r_NC, alpha)
     distances = expected_kl(log_q_NO, batch.log_b_NO), reverse_kl(batch.log_b_NO, log_q_NO, 1.0)
     target_kl, start_kl = (float(kl_N.mean()) if len(batch) else 0.0 for kl_N in distances)
-    return Dose(alpha, anchor_doses(composition, alpha), target_kl, start_kl)
+    return Dose(alpha, anchor_doses(composition, alpha), target_kl, start_kl, levels, cache.shares)
+
+
+def _dose_levels(name: str, composition: Composition, cache: Cache, rows: Sequence[int]) -> dict[str, float]:
+    """Find the alpha of every level, solving where it has a KL budget, and weigh the levels of the cache by them."""
+    assert cache.levels is not None
+    weight_SK = cache.levels.weight_SK.copy()
+    cache.levels = replace(cache.levels, weight_SK=weight_SK)
+    common = composition.alpha or ALPHA
+    alphas = {}
+    for number, slot in enumerate(composition.slots):
+        alpha = slot.alpha
+        if slot.kl_budget is not None:
+            weight_SK[number] = [slot.weights.get(anchor, 0.0) for anchor in cache.names]  # not as solved before
+            block = cache.block([number * len(cache) + row % len(cache) for row in rows])
+            batch = compose(block, cache.weights, common)
+            try:
+                alpha = solve_alpha_for_kl(batch.log_b_NO, batch.r_NC, slot.kl_budget)
+            except ValueError as error:
+                key = f"compositions.{name}.levels.{slot.level or 'default'}.kl_budget"
+                raise InputError(f"{key} = {slot.kl_budget:g}: {error}") from None
+            weight_SK[number] *= common / alpha
+        alphas[slot.level or ""] = float(alpha or common)
+    return alphas
 
 
 @dataclass(frozen=True)
@@ -92,6 +133,7 @@ class Batch:
     r_NC: Tensor
     sampled_ids_N: Tensor
     sampled_log_b_N: Tensor
+    weight_N: Tensor  # in the loss; 1 unless `Balance` changes it
 
     def __len__(self) -> int:
         return len(self.states_N)
@@ -103,6 +145,10 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def weighted(self, weights: Mapping[int, float]) -> "Batch":
+        """Weigh the loss of each decision by its row."""
+        return replace(self, weight_N=torch.tensor([weights[row] for row in self.rows_N.tolist()]))
 
     def first(self, decisions: int) -> "Batch":
         """Keep the first few decisions and the tokens that they need. With none, a pass that adds nothing is left."""
@@ -117,11 +163,6 @@ class Batch:
 
 
 _OF_DECISIONS = [field.name for field in fields(Batch) if field.name.endswith(("_N", "_NC", "_NO"))]
-
-
-def kept_decisions(block: Block, weights: Sequence[float]) -> NDArray[np.bool_]:
-    """Find the decisions at which every anchor of nonzero weight is valid."""
-    return block.valid_KP[np.array(weights) != 0].all(axis=0)
 
 
 def compose(block: Block, weights: Sequence[float], alpha: float) -> Batch:
@@ -163,7 +204,49 @@ def compose(block: Block, weights: Sequence[float], alpha: float) -> Batch:
         r_NC=kept(targets.r_PC),
         sampled_ids_N=kept(block.sampled_P).long(),
         sampled_log_b_N=kept(candidates.sampled_logp.flat),
+        weight_N=torch.ones(int(kept_P.sum())),
     )
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What counts equally in the loss of an update: each decision (the paper's), each row, or each tag."""
+
+    kind: str = "decisions"
+    tag_G: NDArray[np.int64] | None = None  # of each prompt, for kind "tags"
+    responses: int = 1
+
+    @classmethod
+    def from_run(cls, run: Run) -> "Balance":
+        """Read the recipe's choice, and the tags of the prompts if it needs them."""
+        kind, responses = run.recipe.train.balance, run.recipe.rollout.responses
+        if kind != "tags":
+            return cls(kind, None, responses)
+        tags = [tag_of(run.recipe, prompt) for prompt in load_prompts(run, tag_columns(run.recipe))]
+        return cls(kind, np.unique(tags, return_inverse=True)[1], responses)
+
+    def groups(self, numbers: Sequence[int]) -> NDArray[np.int64]:
+        """Number the group that each row of an update belongs to."""
+        if self.tag_G is not None:
+            return self.tag_G[np.asarray(numbers) // self.responses % len(self.tag_G)]
+        return np.arange(len(numbers)) * (self.kind == "rows")
+
+    def counts(self, numbers: Sequence[int], own: Sequence[int], kept_R: NDArray[np.int64]) -> dict[str, float]:
+        """Count the kept decisions of each group among a rank's own rows, given as indices into `numbers`."""
+        group_R = self.groups(numbers)
+        groups = len(self.tag_G) if self.tag_G is not None else len(numbers)
+        counts_G = np.bincount(group_R[list(own)], kept_R, minlength=groups)
+        return {f"group {group}": float(counts_G[group]) for group in np.unique(group_R)}
+
+    def weights(self, numbers: Sequence[int], totals: Mapping[str, float]) -> dict[int, float]:
+        """Give the weight of a decision of each row from the counts of all ranks; over all decisions their mean is 1.
+
+        A group without a kept decision has no part in the update.
+        """
+        kept_G = {group: totals[f"group {group}"] for group in np.unique(self.groups(numbers)).tolist()}
+        share = sum(kept_G.values()) / max(sum(kept > 0 for kept in kept_G.values()), 1)
+        rows = zip(numbers, self.groups(numbers).tolist(), strict=True)
+        return {number: share / max(kept_G[group], 1.0) for number, group in rows}
 
 
 @dataclass(frozen=True)
@@ -184,11 +267,16 @@ def open_targets(run: Run, name: str) -> TargetReader:
     composition = run.recipe.compositions[name]
     if composition.method in ("online", "sequential"):
         raise InputError(f"compositions.{name} is {composition.method}: its targets are made while it trains")
+    if composition.slots:
+        raise InputError(
+            f"compositions.{name} has effort levels, each with its own targets. Write the weights of one level as a "
+            "composition to have its targets"
+        )
     if composition.samples:
         raise InputError(
             f"compositions.{name}.refresh: the targets of its later parts are made while it trains. For those of the "
             "first part, set refresh = 1"
         )
     cache = open_cache(run, name)
-    schedule = make_schedule(run.recipe, len(cache) // run.recipe.rollout.responses, epochs=composition.epochs)
+    schedule = make_schedule(run.recipe, len(cache) // run.recipe.rollout.responses, name)
     return TargetReader(cache, find_dose(run, name, cache, schedule).alpha)

@@ -1,5 +1,6 @@
 """final/: a complete Hugging Face directory in the student's own dtype, with a model card."""
 
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_weave import __version__
-from lightning_weave.config import Joint, Recipe, Sequential
+from lightning_weave.cache.budgets import AnchorShare
+from lightning_weave.config import Joint, Recipe, Sequential, replicate_of
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.maths import reverse_kl
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.hub import weight_files
 from lightning_weave.models.weights import Layout, LowRankUpdate
+from lightning_weave.prompts import template_with_levels
 from lightning_weave.run import Run
 from lightning_weave.store import whole_directory, write_json
 from lightning_weave.store.files import TOKENIZER_FILES
@@ -45,6 +48,7 @@ MEASURED = {
     "KL(student, target) on held-out prompts": ("validation_reverse_kl", "{:.4f} nats per token"),
     "loss at zero shift before training": ("zero_shift_loss", "{:.1e}"),
     "positions kept at the last update": ("kept", "{:.1%}"),
+    "KL(student, behaviour) at the last update": ("drift", "{:.4f} nats per token"),
     "KL(exported, trained)": ("export_kl", "{:.1e} nats per token"),
 }
 
@@ -62,7 +66,7 @@ def model_card(run: Run, name: str, figures: dict[str, Any], evaluation: str = "
     lines = []
     for anchor, weight in composition.used.items():
         dose = f"{doses[anchor]:.4g}" if anchor in doses else "its own distribution"
-        cells = [anchor, f"{weight:g}", dose]
+        cells = [anchor, "by level", "by level"] if composition.slots else [anchor, f"{weight:g}", dose]
         for model in (run.side(anchor, "post"), run.side(anchor, "pre")):
             context = f" with {model.context}".replace("|", "\\|") if model.context else ""
             cells.append(f"`{public_name(model.checkpoint.name)}`{context}")
@@ -72,8 +76,9 @@ def model_card(run: Run, name: str, figures: dict[str, Any], evaluation: str = "
     match composition:
         case Sequential():
             method += f", {' then '.join(composition.sequence)}"
-        case Joint(refresh=parts) if parts > 1:
-            method += f", on states of the current student in {parts} parts"
+        case Joint(parts=parts) if parts > 1:
+            again = figures.get("parts", parts) - 1
+            method += f", sampled again by the current student {again} time{'s' * (again != 1)}"
     train = recipe.train
     warmup = f", warm-up over {train.warmup} updates" if train.warmup else ""
     decay = f", {train.decay} decay" if train.decay != "constant" else ""
@@ -91,6 +96,7 @@ def model_card(run: Run, name: str, figures: dict[str, Any], evaluation: str = "
     # The hub expects hub names here, not local directories.
     base = f"base_model: {student}\n" if student == recipe.student.model else ""
     by_tag = "".join(f"\nWeights of the tag `{tag}`: {shares}.\n" for tag, shares in composition.by_tag.items())
+    by_tag += "".join(f"\nSolved: dose of {AnchorShare(**one)}.\n" for one in figures.get("budgets", ()))
     mark = f"\n**This is a {recipe.mark}.**\n" if recipe.mark else ""
     question = '[{"role": "user", "content": "..."}]' if recipe.prompts.chat else '"..."'
     return f"""---
@@ -109,7 +115,7 @@ pipeline_tag: text-generation
 | | |
 | --- | --- |
 {rows}
-{evaluation}
+{evaluation}{describe_levels(run, name, figures.get("levels", {}))}
 ## Use
 
 ```python
@@ -127,6 +133,78 @@ The recipe, without its defaults (`recipe.toml` has all of it where the student 
 """
 
 
+def files_of_levels(run: Run, name: str) -> dict[str, str]:
+    """The files of final/ that differ from the student's where it has effort levels: chat template, sampling defaults.
+
+    A base model has no chat template; its card states the prefix.
+    """
+    composition = run.recipe.compositions[name]
+    if not isinstance(composition, Joint) or composition.control is None:
+        return {}
+    section, folder = run.recipe.eval, run.student.config_path
+    defaults = {"do_sample": section.temperature > 0, "temperature": section.temperature, "top_p": section.top_p}
+    file = folder / "generation_config.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    given = {key: value for key, value in defaults.items() if section.temperature > 0 or key == "do_sample"}
+    files = {file.name: json.dumps({**given, **known}, indent=2) + "\n"}
+    if run.recipe.prompts.chat:
+        levels = None if composition.is_numeric else list(composition.levels)
+        template = template_with_levels(run.student.tokenizer, composition.control, levels)
+        files["chat_template.jinja"] = template
+        file = folder / "tokenizer_config.json"
+        settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if "chat_template" in settings:  # some programs read only this one
+            files[file.name] = json.dumps({**settings, "chat_template": template}, indent=2, ensure_ascii=False) + "\n"
+    return files
+
+
+def describe_levels(run: Run, name: str, alphas: Mapping[str, float]) -> str:
+    """State on a card what the effort levels are and how to ask for one with transformers, vLLM and llama.cpp."""
+    composition = run.recipe.compositions[name]
+    if not isinstance(composition, Joint) or composition.control is None:
+        return ""
+    rows = "\n".join(
+        f"| {slot.level} | {', '.join(f'{anchor} {weight:g}' for anchor, weight in slot.weights.items())} | "
+        f"{alphas.get(str(slot.level), slot.alpha or 0):.4g} |"
+        for slot in composition.named
+    )
+    between = " Numbers between them work, too." if composition.is_numeric else ""
+    level = next(reversed(composition.levels))
+    text = f"""
+## Effort levels
+
+| level | weights | alpha |
+| --- | --- | --- |
+{rows}
+
+A prompt without a level is answered as at `{composition.default}`.{between}
+"""
+    if not run.recipe.prompts.chat:
+        shown = composition.control.text(level)
+        return f"{text}\nThis student has no chat template: write the level before the prompt, such as `{shown}`.\n"
+    return f"""{text}
+```python
+tokenizer.apply_chat_template(messages, add_generation_prompt=True, reasoning_effort="{level}")
+```
+
+With vLLM, after `vllm serve PATH_OR_HUB_NAME`:
+
+```python
+client.chat.completions.create(
+    model="PATH_OR_HUB_NAME",
+    messages=messages,
+    extra_body={{"chat_template_kwargs": {{"reasoning_effort": "{level}"}}}},
+)
+```
+
+With llama.cpp, after conversion to GGUF:
+
+```
+llama-server -m student.gguf --jinja --chat-template-kwargs '{{"reasoning_effort": "{level}"}}'
+```
+"""
+
+
 def public_name(model: str) -> str:
     """Name a model or a file on a card: one of this machine by the last part of its path."""
     is_local = len(model) < 1000 and "\0" not in model and os.path.exists(os.path.expanduser(model))
@@ -134,10 +212,15 @@ def public_name(model: str) -> str:
 
 
 def short_recipe(recipe: Recipe, composition: str) -> str:
-    """Write what differs from the defaults, this composition with its anchors, and no path of this machine."""
+    """Write what differs from the defaults, this composition with its seed and anchors, no path of this machine."""
+    own, used = recipe.compositions[composition], recipe.compositions[composition].used
+    seed = {"seed": recipe.train_section(composition).seed, "seeds": 1}
+    changes = {
+        "train": recipe.train.model_copy(update=seed),
+        "compositions": {replicate_of(composition): own.model_copy(update={"seed": None})},
+    }
+    recipe = recipe.model_copy(update=changes)
     data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
-    used = recipe.compositions[composition].used
-    data["compositions"] = {composition: data["compositions"][composition]}
     data["anchors"] = {name: anchor for name, anchor in data.get("anchors", {}).items() if name in used}
     for part in ("runs", "policies", "report", "machine", "tracking", "harness"):
         data.pop(part, None)
@@ -181,6 +264,7 @@ def write_model(
     ranks: Ranks,
     student: Checkpoint | None = None,
     unmerged: bool = False,
+    extra: Mapping[str, str] | None = None,
 ) -> list[Path]:
     """Write the student's directory with the trained weights in their places; whole or not at all.
 
@@ -199,7 +283,8 @@ def write_model(
                 files = {file for pattern in KEPT_FILES for file in layout.folder.glob(pattern)}
                 for file in sorted(files | set(weight_files(layout.folder))):
                     shutil.copyfile(file, unfinished / file.name)
-                (unfinished / "README.md").write_text(card, encoding="utf-8")
+                for name, text in {"README.md": card, **(extra or {})}.items():
+                    (unfinished / name).write_text(text, encoding="utf-8")
             for piece in (piece for piece in layout.pieces if changed & set(piece.names)):
                 ranks.barrier()  # for rank 0's disk, without the timeout of a GPU's group
                 if not updates:

@@ -1,4 +1,7 @@
-"""Training: one update covers 64 trajectories by default, normalised over their kept decisions on all ranks."""
+"""Training: one update covers 64 trajectories by default, normalised over their kept decisions on all ranks.
+
+`train.balance` weighs these decisions so that rows or tags count equally; their mean weight is 1.
+"""
 
 import json
 import math
@@ -35,8 +38,8 @@ from lightning_weave.store import Stage, append_line, read_json, read_lines, wri
 from lightning_weave.store.ledger import Meter, measure, peak_memory
 from lightning_weave.trackers import TrackedRun, open_trackers
 from lightning_weave.train.checkpoint import CheckpointWriter, restore_checkpoint
-from lightning_weave.train.data import Batch, compose, find_dose, kept_decisions
-from lightning_weave.train.export import MEASURED, model_card, round_weights, write_model
+from lightning_weave.train.data import Balance, Batch, compose, find_dose
+from lightning_weave.train.export import MEASURED, files_of_levels, model_card, round_weights, write_model
 from lightning_weave.train.parallel import Ranks, clip_gradients, recover, unsharded
 from lightning_weave.train.schedule import Schedule, complete_checkpoints, deal_rows, make_schedule, rate_share
 from lightning_weave.train.student import (
@@ -59,7 +62,7 @@ TOKEN_BUDGET_FILE = "token_budget.json"
 LOW_PRECISION_FACTOR = 100.0  # on AGREEMENT, below float32
 EXPORT_ROWS = 4
 EXPORT_DECISIONS = 64  # of each row, where the exported weights are compared with the trained ones
-RECORDED = {"alpha", "loss", *(key for key, _ in MEASURED.values())}  # in the manifest
+RECORDED = {"alpha", "levels", "budgets", "loss", "parts", *(key for key, _ in MEASURED.values())}  # in the manifest
 
 # One update's micro-batches on this rank, in host memory, and counts of its rows. All ranks run equally many
 # micro-batches; a rank that runs out of rows gets empty ones.
@@ -91,6 +94,7 @@ class Fit:
     ranks: Ranks
     folder: Path
     save_budget: Callable[[int], None] = lambda smaller: None  # for the restart after an out-of-memory error
+    balance: Balance = field(default_factory=Balance)
     notes: list[str] = field(default_factory=list)  # for people
     _warned_empty: bool = False  # of an update without a valid decision
     _prefetched: dict[Any, Future[Prepared]] = field(default_factory=dict)  # by rows and token budget
@@ -111,6 +115,7 @@ class Fit:
         if not totals["kept"] and not self._warned_empty:
             self.notes.append(f"update {step} has no valid decision and changes nothing; lweave doctor says why")
             self._warned_empty = True
+        weights = self.balance.weights(numbers, totals) if self.balance.kind != "decisions" else None
         normalizer = max(totals["kept"], 1) / self.ranks.world_size  # FSDP averages gradients over ranks: now a sum
         loss: Tensor | None
         while True:
@@ -123,7 +128,7 @@ class Fit:
                     if isinstance(self.trainee, FSDPModule):  # reduced across machines after the last one only
                         self.trainee.set_requires_all_reduce(number == len(batches))
                     began = time.perf_counter()
-                    batch = composed.to(self.ranks.device)
+                    batch = (composed if weights is None else composed.weighted(weights)).to(self.ranks.device)
                     loading += time.perf_counter() - began
                     loss, log_pi_NO = self.trainee(batch, self.loss, normalizer)
                     loss.backward()
@@ -191,15 +196,17 @@ class Fit:
         if supports_async_copy(self.ranks.device):
             batches = [batch.map(Tensor.pin_memory) for batch in batches]
         own = block if share else block.pick([])
-        kept_P = kept_decisions(own, self.cache.weights)
+        kept_P = own.kept(self.cache.weights)
         row_P = np.repeat(np.arange(len(own)), own.decisions_R)
         kept_R = np.bincount(row_P[kept_P], minlength=len(own))
-        counts = {
+        counts: dict[str, float] = {
             "kept": int(kept_P.sum()),
             "decisions": int(own.decided_P.sum()),
             "rows_without": int((kept_R == 0).sum()),
             "tokens": int(own.tokens_R.sum()),
         }
+        if self.balance.kind != "decisions":
+            counts |= self.balance.counts(numbers, share, kept_R)
         return batches, counts
 
     def _deal(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -292,7 +299,7 @@ def adam(trainee: Trainee, learning_rate: float, betas: Sequence[float], weight_
 
 def make_fit(run: Run, name: str, trainee: Trainee, rows: Rows, *, alpha: float, ranks: Ranks) -> Fit:
     """Put student, objective and optimizer together, with the token budget saved after running out of memory."""
-    train = run.recipe.train
+    train = run.recipe.train_section(name)
     objective = run.objective(name)
     loss = Loss(objective, alpha, load_function(objective, run.trust) if is_own_function(objective) else None)
     _, asked = fit_memory(run, ranks)
@@ -311,6 +318,7 @@ def make_fit(run: Run, name: str, trainee: Trainee, rows: Rows, *, alpha: float,
         seed=train.seed,
         ranks=ranks,
         folder=run.stage("train", name).folder,
+        balance=Balance.from_run(run),
         notes=[note] if budget != asked else [],
     )
 
@@ -411,7 +419,7 @@ class Training:
         if not self.fit.trainee.packs:
             leaks = "packed rows would leak into each other in its layers"
             self.say(f"the student's rows are padded to one length: {leaks}")
-        loss = self.fit.measure(self.schedule.rows(0))["zero_shift_loss"]
+        loss = self.fit.measure(self.schedule.plain_rows(0))["zero_shift_loss"]
         bound = (AGREEMENT if isinstance(train.agreement, bool) else train.agreement) * (
             1 if dtype == torch.float32 else LOW_PRECISION_FACTOR
         )
@@ -513,7 +521,7 @@ class Training:
             compared = f"KL exported || trained {lost:.1e} nats"
         final = stage.folder / "final"
         card = model_card(self.run, self.name, figures) if ranks.is_main_process else ""
-        files = write_model(final, trainee, layout, card, ranks, student)
+        files = write_model(final, trainee, layout, card, ranks, student, extra=files_of_levels(self.run, self.name))
         if ranks.is_main_process:
             stage.record(files, {key: value for key, value in figures.items() if key in RECORDED})
             self.say(f"{final} ({compared})")
@@ -527,9 +535,9 @@ def train_offline(
     composition = run.recipe.compositions[name]
     cache = open_cache(run, name)
     groups = prompts or range(len(cache) // run.recipe.rollout.responses)
-    schedule = make_schedule(run.recipe, groups, composition.epochs)
+    schedule = make_schedule(run.recipe, groups, name, len(composition.slots))
     dose = find_dose(run, name, cache, schedule)
-    trainee = open_trainee(run, context, start)
+    trainee = open_trainee(run, context, name, start)
     fit = make_fit(run, name, trainee, cache, alpha=dose.alpha, ranks=context.ranks)
     training = Training(run, name, schedule, fit, context.progress)
     spent = {"method": composition.method, "fingerprint": training.stage.fingerprint}

@@ -46,8 +46,8 @@ def train_online(run: Run, name: str, context: TrainContext) -> None:
     composition = run.recipe.compositions[name]
     assert isinstance(composition, Online), composition.method
     prompts = read_prompts(run.prompts_file)
-    schedule = make_schedule(run.recipe, len(prompts), epochs=composition.epochs)
-    trainee = open_trainee(run, context)
+    schedule = make_schedule(run.recipe, len(prompts), name)
+    trainee = open_trainee(run, context, name)
     with closing(LiveRows(run, name, trainee, prompts, schedule, ranks=context.ranks)) as rows:
         fit = make_fit(run, name, trainee, rows, alpha=composition.alpha, ranks=context.ranks)
         training = Training(run, name, schedule, fit, context.progress, before_round=rows.refresh)

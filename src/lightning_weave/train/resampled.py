@@ -9,6 +9,12 @@ loss takes from the behaviour policy: the candidates and their weights are those
 by b0, an outcome that the initial student expects and the current one does not would outweigh all others.) The
 optimizer's state is kept over all parts; while a part samples and scores, the trained model is not in memory.
 
+With `refresh = "auto"` a later part samples only if the current student has left the one that sampled its rows: the
+mean KL(student || sampler) over their decisions is above FAR. Else it goes on with these rows. What was decided is in
+the manifest of the part's sampler, which has no files if nothing is sampled; a resumed training does not decide again.
+(The KL, not importance weights of responses: with hundreds of decisions those say nothing, and the KL is exact at every
+decision. Of n stretches of L decisions about n exp(-L KL) remain effective.)
+
 What is sampled again has a run below the composition's folder, with the ordinary stages.
 """
 
@@ -16,6 +22,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,13 +32,13 @@ from lightning_weave.devices import free_memory
 from lightning_weave.errors import InputError
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.prompts import read_prompts
-from lightning_weave.run import ROLES, Run
+from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_cache
-from lightning_weave.stages.prompts import keep_prompts
+from lightning_weave.stages.prompts import keep_prompts, used_columns
 from lightning_weave.stages.score import make_cache
 from lightning_weave.store import Stage, append_line, whole_directory, write_atomic
 from lightning_weave.store.ledger import LEDGER, measure, read_ledger
-from lightning_weave.train.data import find_dose
+from lightning_weave.train.data import SAMPLED_UPDATES, find_dose
 from lightning_weave.train.export import model_card
 from lightning_weave.train.loop import Rows, Training, make_fit, train_offline
 from lightning_weave.train.schedule import Schedule, make_schedule
@@ -39,6 +46,7 @@ from lightning_weave.train.student import TrainContext, open_trainee
 from lightning_weave.types import Prompt
 
 METHOD = "refreshed"  # in the ledger
+FAR = 0.2  # nats per decision between student and sampler, above which refresh = "auto" samples again
 
 
 def make_inner_cache(run: Run, inner: Run, prompts: Sequence[Prompt], context: TrainContext) -> None:
@@ -122,6 +130,7 @@ def legs(run: Run, name: str) -> Iterator[Leg]:
             alpha=composition.alpha,
             objective=composition.objective,
             epochs=composition.epochs,
+            seed=composition.seed,
         )
         if final is None or not composition.resample:
             leg_name = f"{name}/leg-{number + 1}"
@@ -133,8 +142,8 @@ def legs(run: Run, name: str) -> Iterator[Leg]:
             leg_name = f"{name}.leg-{number + 1}"
             recipe = run.recipe
             taken = recipe.prompts.model_copy(update={"source": str(run.prompts_file), "take": len(part)})
-            if recipe.rollout.from_ is None and any(recipe.anchors[anchor].context(role).columns for role in ROLES):
-                taken = recipe.prompts  # contexts read columns of its rows
+            if recipe.rollout.from_ is None and (used_columns(recipe) or recipe.anchors[anchor].graded):
+                taken = recipe.prompts  # contexts, tags and graders of code read columns of its rows
             changes = {
                 "name": f"leg-{number + 1}",
                 "runs": str(folder),
@@ -162,6 +171,12 @@ class Part:
     groups: list[int]  # the prompts that these updates use
     run: Run
     sampler: Stage  # the student that samples for this part
+    auto: bool  # whether it is decided in training if it samples
+
+    @property
+    def samples(self) -> bool:
+        """Whether the student samples again for this part, as far as that is decided."""
+        return self.number > 1 and (not self.auto or bool((self.sampler.manifest() or {}).get("shards")))
 
 
 def parts_of(run: Run, name: str) -> Iterator[Part]:
@@ -171,13 +186,14 @@ def parts_of(run: Run, name: str) -> Iterator[Part]:
     assert isinstance(composition, Joint), composition.method
     schedule = schedule_of(run, name)
     trained = run.stage("train", name)
-    for number, updates in enumerate(schedule.parts(composition.refresh), start=1):
-        rows = {row for update in updates for row in schedule.rows(update)}
+    auto = composition.refresh == "auto"
+    for number, updates in enumerate(schedule.parts(composition.parts, at_most=auto), start=1):
+        rows = {row for update in updates for row in schedule.plain_rows(update)}
         groups = sorted({row // schedule.responses for row in rows})
         settings = {"composition": trained.fingerprint, "updates": updates.start}
         sampler = Stage(trained.folder / f"part-{number}", "sampler", settings, (), trained.command)
         if number == 1:
-            yield Part(number, updates, groups, run, sampler)
+            yield Part(number, updates, groups, run, sampler, auto)
             continue
         changes = {
             "name": sampler.directory.name,
@@ -191,13 +207,13 @@ def parts_of(run: Run, name: str) -> Iterator[Part]:
             changes["prompts"] = recipe.prompts.model_copy(update={"source": str(run.prompts_file)})
         at = run.student.at(sampler.folder / "final")
         inner = Run(recipe.model_copy(update=changes), run.arguments, run.trust, sampler=at)
-        yield Part(number, updates, groups, inner, sampler)
+        yield Part(number, updates, groups, inner, sampler, auto)
 
 
 def schedule_of(run: Run, name: str) -> Schedule:
     """Give the updates of a composition, and the rows of each."""
     prompts = run.stage("prompts").require()["rows"]
-    return make_schedule(run.recipe, prompts, epochs=run.recipe.compositions[name].epochs)
+    return make_schedule(run.recipe, prompts, name, len(run.recipe.compositions[name].slots))
 
 
 def train_refreshed(run: Run, name: str, context: TrainContext) -> None:
@@ -206,26 +222,55 @@ def train_refreshed(run: Run, name: str, context: TrainContext) -> None:
     schedule = schedule_of(run, name)
     dose = find_dose(run, name, cache, schedule)
     parts = list(parts_of(run, name))
+    source = parts[0]  # of the rows
+    training = None
     for part, later in zip(parts, [*parts[1:], None], strict=True):
+        source = part if context.ranks.broadcast(part.samples) else source
         if later and context.ranks.broadcast(later.sampler.complete):
-            continue  # its student exists
-        if part.number > 1:
+            continue  # its student exists, or goes on with the same rows
+        if part is source and part.number > 1:
             prompts = read_prompts(run.prompts_file)
             make_inner_cache(run, part.run, [prompts[group] for group in part.groups], context)
             if context.ranks.is_main_process:
                 add_to_ledger(run, name, METHOD, [part.run.directory])
-        trainee = open_trainee(run, context)
-        fit = make_fit(run, name, trainee, cache, alpha=dose.alpha, ranks=context.ranks)
-        training = Training(run, name, schedule, fit, context.progress)
+        if training is None:
+            fit = make_fit(run, name, open_trainee(run, context, name), cache, alpha=dose.alpha, ranks=context.ranks)
+            training = Training(run, name, schedule, fit, context.progress)
+            checked = training.check(context.dtype)
         spent = {"method": METHOD, "fingerprint": training.stage.fingerprint}
         with measure(run.directory, "train", name, **spent) as meter:
             training.say(f"part {part.number} of {len(parts)}, {dose}")
-            figures = dose.figures() | training.check(context.dtype)
-            fit.cache = rows_of(part, name, cache)
-            figures |= training.run_updates(training.restore(), meter, part.updates.stop)
-            training.export(later.sampler if later else training.stage, part.updates.stop, figures)
-        del trainee, fit, training
-        free_memory()
+            training.fit.cache = rows_of(source, name, cache)
+            figures = dose.figures() | checked | training.run_updates(training.restore(), meter, part.updates.stop)
+            if later is None:
+                figures["parts"] = 1 + sum(one.samples for one in parts)
+                training.export(training.stage, part.updates.stop, figures)
+            elif _samples_again(training, source, later, figures):
+                training.export(later.sampler, part.updates.stop, figures)
+                del fit, training
+                training = None
+                free_memory()
+            elif context.ranks.is_main_process:
+                later.sampler.record([], {"drift": figures["drift"]})
+        context.ranks.barrier()
+
+
+def _samples_again(training: Training, source: Part, later: Part, figures: dict[str, Any]) -> bool:
+    """Decide whether the student samples for a later part, or learns on with the rows of an earlier one."""
+    if not later.auto:
+        return True
+    if source.number > 1 and not set(later.groups) <= set(source.groups):
+        training.say("samples again: its next prompts have rows of the first student only")
+        return True
+    updates = later.updates[:SAMPLED_UPDATES]
+    rows = [row for update in updates for row in training.schedule.rows(update)]
+    drift = training.fit.ranks.broadcast(training.fit.measure(rows)["drift"])
+    figures["drift"] = drift
+    samples = drift > FAR or training.run.recipe.rehearsal
+    training.say(
+        f"KL(student || sampler) {drift:.3f} nats: {'samples again' if samples else 'goes on with these rows'}"
+    )
+    return samples
 
 
 def rows_of(part: Part, name: str, first: Cache) -> Rows:
@@ -239,22 +284,32 @@ class PartRows:
     def __init__(self, first: Cache, own: Cache, part: Part) -> None:
         self.first = first
         self.own = own
+        if own.levels is not None and first.levels is not None:  # alphas that were solved on the first cache
+            own.levels = replace(own.levels, weight_SK=first.levels.weight_SK)
         responses = part.run.recipe.rollout.responses
         self.place = {
             group * responses + response: index * responses + response
             for index, group in enumerate(part.groups)
             for response in range(responses)
         }
+        if first.weight_RK is not None:  # also solved there, if anchors have budgets
+            own.weight_RK = first.weight_RK[list(self.place)]
 
     @property
     def weights(self) -> list[float]:
         return self.own.weights
 
+    def _own(self, number: int) -> int | None:
+        slot, row = divmod(number, len(self.first))
+        return slot * len(self.own) + self.place[row] if row in self.place else None
+
     def length(self, number: int) -> int:
-        return self.own.length(self.place[number]) if number in self.place else self.first.length(number)
+        own = self._own(number)
+        return self.first.length(number) if own is None else self.own.length(own)
 
     def block(self, rows: Sequence[int]) -> Block:
-        if not all(number in self.place for number in rows):
+        own = [place for number in rows if (place := self._own(number)) is not None]
+        if len(own) < len(rows):
             return self.first.block(rows)
-        block = self.own.block([self.place[number] for number in rows])
+        block = self.own.block(own)
         return replace(block, number_R=np.array(rows, np.int64))

@@ -35,6 +35,7 @@ class Schedule:
     updates_per_round: int
     seed: int
     validation: float = 0.0
+    slots: int = 1  # effort levels and the plain prompt: rows of slot s are numbered from s times all rows
     first: int = 0  # group to begin with; the groups before it belong to other legs
 
     def __post_init__(self) -> None:
@@ -47,6 +48,8 @@ class Schedule:
         order = np.random.default_rng([self.seed, 1]).permutation(self.groups)
         self._held_out, self._trained = np.sort(order[:held_out]), np.sort(order[held_out:])
         self._size = self.prompts_per_round * self.responses // self.updates_per_round  # rows of an update
+        offsets = np.random.default_rng([self.seed, 4]).permutation(self.groups * self.responses)
+        self._slot_R = offsets % self.slots  # of the first epoch; each epoch moves every row on by one
         self.per_epoch = -(-len(self._trained) * self.responses // self._size)  # updates
 
     def __len__(self) -> int:
@@ -60,11 +63,24 @@ class Schedule:
         epoch, place = divmod(update, self.per_epoch)
         order = np.random.default_rng([self.seed, 2, epoch]).permutation(self._trained)
         # Updates divide a round evenly, so the rounds of an epoch are one row of updates.
-        return self._rows_of(order)[place * self._size : (place + 1) * self._size].tolist()
+        return self._at_levels(self._rows_of(order)[place * self._size : (place + 1) * self._size], epoch)
+
+    def plain_rows(self, update: int) -> list[int]:
+        """Give the rows of one update with the plain prompt."""
+        return [number % self._rows if self.slots > 1 else number for number in self.rows(update)]
 
     def held_out(self) -> list[int]:
         """Give the rows of the prompts that are kept for validation."""
-        return self._rows_of(self._held_out).tolist()
+        return self._at_levels(self._rows_of(self._held_out), 0)
+
+    def _at_levels(self, rows: NDArray[np.int64], epoch: int) -> list[int]:
+        if self.slots == 1:
+            return rows.tolist()
+        return (rows + self._rows * ((self._slot_R[rows] + epoch) % self.slots)).tolist()
+
+    @property
+    def _rows(self) -> int:
+        return self.groups * self.responses
 
     def _rows_of(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         return ((self.first + groups[:, None]) * self.responses + np.arange(self.responses)).ravel()
@@ -76,9 +92,10 @@ class Schedule:
         end = min(begin + self.updates_per_round, self.per_epoch)
         return range(epoch * self.per_epoch + begin, epoch * self.per_epoch + end)
 
-    def parts(self, count: int) -> list[range]:
-        """Split the updates into so many parts of whole rounds, of about one length."""
+    def parts(self, count: int, at_most: bool = False) -> list[range]:
+        """Split the updates into so many parts of whole rounds, of about one length; or at most so many."""
         ends = sorted({self.round_of(update)[-1] + 1 for update in range(len(self))})
+        count = min(count, len(ends)) if at_most else count
         if count > len(ends):
             raise InputError(
                 f"refresh = {count}: this training has {len(ends)} rounds (train.epochs, train.prompts_per_round), and "
@@ -88,18 +105,19 @@ class Schedule:
         return [range(first, last) for first, last in pairwise(cuts)]
 
 
-def make_schedule(recipe: Recipe, groups: int | range, epochs: int | None = None) -> Schedule:
-    """Give the updates of a run on so many prompts, or on a range of them: the same for every composition."""
+def make_schedule(recipe: Recipe, groups: int | range, composition: str | None = None, slots: int = 0) -> Schedule:
+    """Give the updates of a run, or of a composition, on so many prompts, or on a range of them."""
     prompts = range(groups) if isinstance(groups, int) else groups
-    train = recipe.train
+    train = recipe.train if composition is None else recipe.train_section(composition)
     return Schedule(
         groups=len(prompts),
         responses=recipe.rollout.responses,
-        epochs=epochs or train.epochs,
+        epochs=train.epochs,
         prompts_per_round=train.prompts_per_round,
         updates_per_round=train.updates_per_round,
         seed=train.seed,
         validation=train.validation,
+        slots=slots or 1,
         first=prompts.start,
     )
 

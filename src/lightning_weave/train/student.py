@@ -49,7 +49,7 @@ from lightning_weave.train.data import Batch
 from lightning_weave.train.parallel import Ranks, local_shard, materialize, ranks_per_copy, reshard, shard
 
 OwnLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # log_pi_NO, log_b_NO, log_q_NO, alpha -> loss_N
-DISTANCES = ("reverse_kl", "forward_kl", "total_variation", "covered_mass")
+DISTANCES = ("reverse_kl", "forward_kl", "total_variation", "drift", "covered_mass")
 ADAPTED = ".base_layer."  # peft's name for a layer that has an adapter
 
 
@@ -88,7 +88,11 @@ class Loss:
             case "tilted" | "reverse-kl" as objective if head.plain:
                 log_pi_NO = torch.empty_like(batch.log_q_NO)
                 inputs = hidden_ND, head.weight_VD, batch.candidate_ids_NC
-                options: dict[str, Any] = {"vocabulary": head.vocabulary, "watch_NO": log_pi_NO}
+                options: dict[str, Any] = {
+                    "vocabulary": head.vocabulary,
+                    "watch_NO": log_pi_NO,
+                    "weight_N": batch.weight_N,
+                }
                 if objective == "tilted":
                     targets = batch.log_b_NO, batch.log_q_NO
                     loss = fused_log_residual_loss(*inputs, *targets, self.alpha, normalizer, **options)
@@ -119,7 +123,7 @@ class Loss:
                 if not isinstance(loss_N, Tensor) or loss_N.shape != log_pi_NO.shape[:1]:
                     shape = tuple(loss_N.shape) if isinstance(loss_N, Tensor) else type(loss_N).__name__
                     raise InputError(f"{name} gives {shape} for {len(log_pi_NO)} decisions; give one loss for each")
-        return loss_N.sum() / normalizer, log_pi_NO.detach()
+        return (batch.weight_N * loss_N).sum() / normalizer, log_pi_NO.detach()
 
 
 LossFunction = Callable[[Tensor, Head, Batch, float], tuple[Tensor, Tensor]]
@@ -165,11 +169,12 @@ class Trainee(nn.Module):
 
 
 def distances(log_pi_NO: Tensor, batch: Batch) -> Tensor:
-    """Sum over the batch how far the student is from its target, and how much of the behaviour is covered."""
+    """Sum over the batch how far the student is from its target and from who sampled, and the mass of candidates."""
     summed = (
         reverse_kl(log_pi_NO, batch.log_q_NO, 1.0).sum(),
         forward_kl(batch.log_q_NO, log_pi_NO).sum(),
         total_variation(batch.log_q_NO, log_pi_NO).sum(),
+        reverse_kl(log_pi_NO, batch.log_b_NO, 1.0).sum(),  # the drift
         batch.log_b_NO[:, :-1].exp().sum(),
     )
     return torch.stack(summed)
@@ -195,13 +200,16 @@ class TrainContext:
     progress: Progress
 
 
-def open_trainee(run: Run, context: TrainContext, start: Checkpoint | None = None) -> Trainee:
+def open_trainee(
+    run: Run, context: TrainContext, composition: str | None = None, start: Checkpoint | None = None
+) -> Trainee:
     """Open the student with float32 masters (frozen weights: in the dtype of its files), wrapped and sharded.
 
-    It is built and sharded on meta; then each rank reads its own rows, and never holds more than it keeps.
+    It is built and sharded on meta; then each rank reads its own rows, and never holds more than it keeps. The LoRA
+    matrices begin with the seed of the composition.
     """
     free_memory()  # of the models that sampled and scored
-    section = run.recipe.train
+    section = run.recipe.train if composition is None else run.recipe.train_section(composition)
     ranks = context.ranks
     checkpoint = start or run.student
     quantised = is_quantised(section)

@@ -16,7 +16,7 @@ from lightning_weave.stages.costs import cost_of
 from lightning_weave.store import MANIFEST, TEMPORARY, lock_run, remove
 from lightning_weave.store.ledger import read_ledger
 
-NAMED = ("train", "eval", "preview")  # stages with a folder per policy
+NAMED = ("train", "merge", "eval", "preview")  # stages with a folder per policy
 
 
 def run(recipes: Sequence[Run], console: Console, yes: bool) -> list[Path]:
@@ -77,8 +77,9 @@ def leftovers(directory: Path) -> list[Path]:
 def forget(run: Run, policy: str, console: Console, yes: bool) -> None:
     """Remove what was computed for one policy, by any recipe, after asking. The recipe may still name it."""
     directory = run.directory
-    folders = [path for path in (directory / "train").glob(f"{policy}@*") if policy]
-    folders += [directory / stage / policy for stage in ("eval", "preview") if policy]
+    each = (policy, f"{policy}~*") if policy else ()  # with its replicates
+    folders = [path for kind in ("train", "merge") for name in each for path in (directory / kind).glob(f"{name}@*")]
+    folders += [path for stage in ("eval", "preview") for name in each for path in (directory / stage).glob(name)]
     folders = [path for path in folders if path.is_dir()]
     if not folders:
         names = {path.name.partition("@")[0] for stage in NAMED for path in (directory / stage).glob("[!.]*")}

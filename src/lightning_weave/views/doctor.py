@@ -92,7 +92,7 @@ def examine(run: Run) -> list[Finding]:
 def _check_compositions(run: Run, sample: CheckedRows, valid: dict[str, NDArray[np.bool_]]) -> list[Finding]:
     """Report what is left where all anchors of a composition, or of one of its tags, must be valid."""
     findings = []
-    for name, composition in run.recipe.compositions.items():
+    for name, composition in run.recipe.written.items():
         used = {f"{name}.weights.{tag}": [one for one in by if by[one]] for tag, by in composition.by_tag.items()}
         for key, anchors in (used or {name: list(composition.used)}).items():
             if len(anchors) < 2 or any(anchor not in valid or not len(valid[anchor]) for anchor in anchors):

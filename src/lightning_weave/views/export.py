@@ -12,27 +12,45 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from huggingface_hub import EvalResult, ModelCardData, metadata_load
+from huggingface_hub import EvalResult, HfApi, ModelCardData
+from huggingface_hub.utils import yaml_dump
 from numpy.typing import NDArray
 
 from lightning_weave.bench.definitions import KNOWN
+from lightning_weave.bench.summary import Summary, half_interval
 from lightning_weave.cache.block import Targets
-from lightning_weave.config import dump_recipe, slug
+from lightning_weave.config import dump_recipe, replicate_of, slug
 from lightning_weave.directory import with_others
 from lightning_weave.errors import InputError
+from lightning_weave.models.checkpoint import card_header
 from lightning_weave.progress import Progress
+from lightning_weave.report.report import run as report
 from lightning_weave.report.results import results_table, summaries
 from lightning_weave.report.tables import format_results, legend, markdown, not_compared
 from lightning_weave.run import Run
 from lightning_weave.stages.prompts import load_prompts, prompt_line, used_columns
 from lightning_weave.store import Stage, make_directory, read_json, whole_directory, write_atomic, write_json
+from lightning_weave.store.remote import reaching
 from lightning_weave.train.data import open_targets
 from lightning_weave.train.export import TAG, model_card, public_name
 from lightning_weave.types import FINISH_REASONS, Prompt
 
 
+def publish(run: Run, composition: str, out: Path | None, name: str, public: bool, progress: Progress) -> None:
+    """Write the directory of a student and upload it to the hub, to a private repository unless `public`."""
+    if run.recipe.mark:
+        raise InputError(f"--push {name}: this is a {run.recipe.mark}")
+    if name.count("/") != 1:
+        raise InputError(f"--push {name}: must be OWNER/NAME")
+    folder = card(run, composition, out, progress)
+    with reaching(f"hf://{name}"):
+        url = HfApi().create_repo(name, private=not public, exist_ok=True)
+        HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=f"Add {run.recipe.name}/{composition}")
+    progress.say(f"{url}: uploaded. Use it with: vllm serve {name}")
+
+
 def card(run: Run, composition: str, out: Path | None, progress: Progress) -> Path:
-    """Copy final/ with the recipe and a card that has the evaluation; all of it or nothing."""
+    """Copy final/ with the recipe, a card that has the evaluation, and the report; all of it or nothing."""
     run = with_others(run)
     if composition not in run.recipe.compositions:
         names = ", ".join(run.recipe.compositions) or "none"
@@ -43,7 +61,8 @@ def card(run: Run, composition: str, out: Path | None, progress: Progress) -> Pa
     if target.exists():  # replace only what an earlier call has made
         readme = target / "README.md"
         has_files = all((target / name).is_file() for name in ("config.json", "recipe.toml", "README.md"))
-        has_folders = target.is_dir() and any(path.is_dir() and path.name != "adapter" for path in target.iterdir())
+        own = ("adapter", "report", ".eval_results")
+        has_folders = target.is_dir() and any(path.is_dir() and path.name not in own for path in target.iterdir())
         if has_folders or not has_files or TAG not in readme.read_text(encoding="utf-8", errors="replace"):
             raise InputError(f"--out {target}: exists and was not made by this command. Name another directory")
     make_directory(target.parent, f"--out {target}")
@@ -55,6 +74,10 @@ def card(run: Run, composition: str, out: Path | None, progress: Progress) -> Pa
             config = read_json(adapter)
             write_json(adapter, {**config, "base_model_name_or_path": public_name(config["base_model_name_or_path"])})
         (unfinished / "recipe.toml").write_text(dump_recipe(run.recipe), encoding="utf-8")
+        for name, text in eval_results(run, composition).items():
+            write_atomic(unfinished / ".eval_results" / name, text.encode())
+        if summaries_of(run, composition)[0]:
+            report([run], Progress(quiet=True), unfinished / "report")
     mark = run.recipe.mark
     progress.say(f"{target}: " + (f"a {mark}" if mark else f"ready. Publish it with: hf upload OWNER/NAME {target}"))
     return target
@@ -62,29 +85,57 @@ def card(run: Run, composition: str, out: Path | None, progress: Progress) -> Pa
 
 def evaluation(run: Run, composition: str) -> str:
     """Write the table of this student and its base, and how both were sampled."""
-    results = summaries(run)
-    if composition not in results:
+    own, mean = summaries_of(run, composition)
+    if not own:
         return f"\nNot evaluated yet (`lweave eval RECIPE --only {composition}`).\n"
-    shown = {name: results[name] for name in ("base", composition) if name in results}
+    shown = {name: some for name, some in summaries(run).items() if name == "base"} | {composition: mean}
+    alone = ""
+    if mean[0].seeds:
+        results = "; ".join(f"{one.label} {one.accuracy:.1f} % in {one.tokens:,.1f} tokens" for one in own)
+        alone = f"\nThe table has means. These weights, of {seed_of(run, composition, mean[0])}: {results}.\n"
     protocol = "; ".join(
         f"{result.label}: {len(result.problems)} problems, "
         + ", ".join(f"{key} {value}" for key, value in result.settings.items() if "\n" not in str(value))
-        for result in results[composition]
+        for result in own
     )
     table = results_table(shown, run.recipe.mark)
     notes = " ".join([legend(table), *not_compared(table)])
-    return f"\n## Evaluation\n\n{markdown(format_results(table)).strip()}\n\n{notes}\n\n{protocol}.\n"
+    return f"\n## Evaluation\n\n{markdown(format_results(table)).strip()}\n\n{notes}\n{alone}\n{protocol}.\n"
+
+
+def summaries_of(run: Run, composition: str) -> tuple[list[Summary], list[Summary]]:
+    """The results of a student, and their mean over the training seeds of its composition."""
+    own = summaries(run, each_seed=True).get(composition, [])
+    return own, summaries(run).get(replicate_of(composition), own)
+
+
+def seed_of(run: Run, composition: str, mean: Summary) -> str:
+    """Name the training seed of a student among those of a mean."""
+    if not mean.seeds:
+        return "one training seed"
+    number = composition.partition("~")[2] or "1"
+    return f"training seed {run.recipe.train_section(composition).seed}, number {number} of {len(mean.seeds)}"
+
+
+def eval_results(run: Run, composition: str) -> dict[str, str]:
+    """The files of .eval_results/, from which the hub shows results on benchmarks that are data sets there."""
+    own, means = summaries_of(run, composition)
+    files = {}
+    for result, mean in zip(own, means, strict=True) if not run.recipe.mark else ():
+        if result.benchmark in KNOWN and result.benchmark not in run.recipe.eval.sources:
+            dataset = {"id": KNOWN[result.benchmark].repo, "task_id": "default"}
+            notes = f"mean of {result.samples} samples of {len(result.problems)} problems, "
+            notes += seed_of(run, composition, mean) + f" (mean of all: {mean.accuracy:.2f})" * bool(mean.seeds)
+            entry = {"dataset": dataset, "value": round(result.accuracy, 2), "notes": notes}
+            files[f"{result.benchmark}.yaml"] = yaml_dump([entry])
+    return files
 
 
 def metadata(run: Run, composition: str) -> str:
     """Write what the hub reads: the student's licence, which its descendants inherit, and the results."""
-    readme = run.student.config_path / "README.md"
-    try:
-        header = (metadata_load(readme) if readme.is_file() else None) or {}
-    except ValueError:  # not the YAML of a card
-        header = {}
+    header = card_header(run.student)
     licence = {key: header[key] for key in ("license", "license_name", "license_link") if key in header}
-    results = [] if run.recipe.mark else summaries(run).get(composition, [])
+    own, means = summaries_of(run, composition)
     measured = [
         EvalResult(
             task_type="text-generation",
@@ -93,9 +144,10 @@ def metadata(run: Run, composition: str) -> str:
             metric_type="accuracy",
             metric_value=round(result.accuracy, 2),
             metric_name=f"accuracy in %, mean of {result.samples} samples of {len(result.problems)} problems{error}, "
-            "one training seed",
+            + seed_of(run, composition, mean)
+            + f" (mean of all: {mean.accuracy:.2f} ± {half_interval([mean], 'accuracy'):.1f})" * bool(mean.seeds),
         )
-        for result in results
+        for result, mean in (() if run.recipe.mark else zip(own, means, strict=True))
         for error in ["" if math.isnan(result.accuracy_error) else f" ± {1.96 * result.accuracy_error:.1f} (95 %)"]
     ]
     if measured:

@@ -14,14 +14,29 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.maths.metrics import pareto_front
+from lightning_weave.prompts import EFFORT_VARIABLE
 from lightning_weave.run import Run
-from lightning_weave.stages.forecast import NOT_FORECAST, TRUSTED, read_points
+from lightning_weave.stages.forecast import (
+    REACHED,
+    TRUSTED,
+    not_forecast,
+    read_points,
+    usual_alphas,
+    usual_grid,
+)
 from lightning_weave.stages.realised import describe_realised, realise, realised_table
 from lightning_weave.store import write_atomic
 
 ForecastRow = dict[str, Any]  # as `run.forecast()` returns it
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 BETTER = {"aes": 1, "accuracy": 1, "tokens": -1, "kl": -1}  # whether more is better
+LEVEL_NAMES = {  # by how many there are, the longest responses first
+    2: ("high", "low"),
+    3: ("high", "medium", "low"),
+    4: ("high", "medium", "low", "minimal"),
+    5: ("max", "high", "medium", "low", "minimal"),
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,7 @@ def parse_goals(texts: Sequence[str]) -> list[Goal]:
 def best(points: Sequence[ForecastRow], goals: Sequence[Goal]) -> ForecastRow:
     """Choose the trusted point that meets all limits and is best by the first goal without one.
 
+    Only targets that offline training reaches are chosen, unless a goal limits kl itself.
     If all goals are limits: the most accurate if they limit tokens, the shortest if they limit accuracy, else by AES.
     """
     base, *others = points
@@ -79,27 +95,35 @@ def best(points: Sequence[ForecastRow], goals: Sequence[Goal]) -> ForecastRow:
     order = next((goal.figure for goal in goals if not goal.comparison), implied)
     if base["accuracy"] is None and {order, *limited} & {"accuracy", "aes"}:
         raise InputError("--goal: no prompt has a known answer, so only tokens and kl are forecast")
-    trusted = [point for point in others if point["trusted"]]
+    if not base["trusted"]:
+        raise WeaveError(
+            f"--goal: even the base has only {base['effective_samples']:.0f} effective samples of the cache ({TRUSTED} "
+            "are needed). Give --temperature and --top-p as the cache was sampled, or raise rollout.responses"
+        )
+    trusted = [point for point in others if point["trusted"] and (point["reachable"] or "kl" in limited)]
     fitting = [point for point in trusted if all(goal.is_met(point, base) for goal in goals if goal.comparison)]
     if not fitting:
         raise WeaveError(
-            f"none of {len(trusted)} trusted points of {len(others)} meets the goal. Try others: --grid 8, --alphas "
-            "0.5,1,2,4"
+            f"none of {len(others)} points is trusted, within KL {REACHED} and meets the goal. Try others: --grid 8, "
+            '--alphas 0.5,1,2,4; or set another limit with "kl <= 1"'
         )
     return max(fitting, key=lambda point: BETTER[order] * point[order])
 
 
 def composition_toml(point: ForecastRow) -> str:
     """Write the lines of a recipe that make a point a composition."""
+    name = _key(point["policy"].replace("@", "-"))
+    return f"[compositions.{name}]\nweights = {_inline(point['weights'])}\nalpha = {_short(point['alpha'])!r}\n"
 
-    def inline(value: Any) -> str:
-        if not isinstance(value, dict):
-            return repr(value)
-        entries = [f"{_key(key)} = {inline(part)}" for key, part in value.items()]
-        return f"{{ {', '.join(entries)} }}"
 
-    alpha = float(f"{point['alpha']:.6g}")
-    return f"[compositions.{_key(point['policy'])}]\nweights = {inline(point['weights'])}\nalpha = {alpha!r}\n"
+def _inline(value: Any) -> str:
+    if not isinstance(value, dict):
+        return repr(value)
+    return f"{{ {', '.join(f'{_key(key)} = {_inline(part)}' for key, part in value.items())} }}"
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.6g}")
 
 
 def _key(name: str) -> str:
@@ -112,10 +136,72 @@ def choose(points: Sequence[ForecastRow], goals: Sequence[Goal], recipe: str | N
     lines = composition_toml(point)
     console.print(f"\nBest by this goal: {_sentence(point)}\n\n{lines}", markup=False, highlight=False, soft_wrap=True)
     if recipe is not None:
-        added = add_composition(Path(recipe), point["policy"], lines)
-        text = "added to" if added else "already in"
-        console.print(f"compositions.{point['policy']} is {text} {recipe}", markup=False, soft_wrap=True)
+        _write(recipe, point["policy"].replace("@", "-"), lines, console)
     return point
+
+
+def _write(recipe: str, name: str, lines: str, console: Console) -> None:
+    text = "added to" if add_composition(Path(recipe), name, lines) else "already in"
+    console.print(f"compositions.{name} is {text} {recipe}", markup=False, soft_wrap=True)
+
+
+def level_grid(
+    run: Run, shares: str | None, grid: int | None, alphas: Sequence[float] | None
+) -> tuple[int | None, list[float]]:
+    """Give the weights and alphas among which levels are looked for, where none are asked for."""
+    for name, anchor in run.recipe.anchors.items():
+        if anchor.kl_budget is not None:
+            raise InputError(f"--levels: anchors.{name}.kl_budget cannot be combined with levels: remove it")
+    return usual_grid(run.recipe) if shares is None and grid is None else grid, list(alphas or usual_alphas(run.recipe))
+
+
+def choose_levels(points: Sequence[ForecastRow], count: int) -> dict[str, ForecastRow]:
+    """Choose effort levels on the forecast frontier, the longest first: the most accurate below evenly spaced lengths.
+
+    Only trusted points that offline training reaches are chosen, as by a goal.
+    """
+    if points[0]["accuracy"] is None:
+        raise InputError("--levels: no prompt has a known answer, so there is no frontier. Add answers to the prompts")
+    usable = {
+        (point["accuracy"], point["tokens"]): point
+        for point in points[1:]
+        if point["trusted"] and point["reachable"]
+        if not any(isinstance(weight, dict) or weight < 0 for weight in point["weights"].values())
+        if math.isclose(sum(point["weights"].values()), 1)
+    }
+    front = sorted(list(usable)[place] for place in pareto_front(list(usable)))  # accuracy and tokens both rise
+    if len(front) < count:
+        raise WeaveError(
+            f"--levels {count}: only {len(front)} of {len(points) - 1} points are trusted, within KL {REACHED} and on "
+            "the frontier. Try fewer levels, or more points: --grid 16, --alphas 0.5,1,2,4"
+        )
+    shortest, longest = front[0][1], front[-1][1]
+    spacing = (longest - shortest) / (count - 1)
+    chosen = []
+    for step in range(count):  # a tenth of the spacing is no difference in length, but may be one in accuracy
+        near = [one for one in front if one[1] <= shortest + (step + 0.1) * spacing] or front[:1]
+        chosen.append(near[-1])
+        front.remove(near[-1])
+    longest_first = sorted(chosen, reverse=True)
+    return {name: usable[one] for name, one in zip(LEVEL_NAMES[count], longest_first, strict=True)}
+
+
+def show_levels(run: Run, levels: dict[str, ForecastRow], recipe: str | None, console: Console) -> None:
+    """Print effort levels as a composition to paste, and add them to a recipe file if one is given."""
+    template = run.student.tokenizer.chat_template or ""
+    control = {"prefix": "Effort {level}. "}
+    if run.recipe.prompts.chat:
+        has_variable = re.search(rf"\b{EFFORT_VARIABLE}\b", str(template))
+        control = {"variable": EFFORT_VARIABLE} if has_variable else {"system": "Reasoning effort: {level}"}
+    lines = ["[compositions.effort]"]
+    for name, point in levels.items():
+        weights = {anchor: _short(weight) for anchor, weight in point["weights"].items() if weight}
+        level = _inline({**weights, "alpha": _short(point["alpha"])})
+        lines.append(f"levels.{name} = {level} # {point['accuracy']:.1f} % in {point['tokens']:,.1f} tokens")
+    lines += [f'default = "{list(levels)[len(levels) // 2]}"', f"control = {_inline(control)}", ""]
+    console.print("\n" + "\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    if recipe is not None:
+        _write(recipe, "effort", "\n".join(lines), console)
 
 
 def add_composition(recipe: Path, name: str, lines: str) -> bool:
@@ -124,8 +210,8 @@ def add_composition(recipe: Path, name: str, lines: str) -> bool:
     before = tomllib.loads(text).get("compositions", {})
     wanted = tomllib.loads(lines)["compositions"][name]
     if name in before:
-        own = dict(before[name])
-        if {"alpha": 2.0, "method": "joint", **own} == {"method": "joint", **wanted}:
+        usual = {"alpha": 2.0, "method": "joint"}
+        if {**usual, **before[name]} == {**usual, **wanted}:
             return False
         raise InputError(f"{recipe}: compositions.{name} exists with other content. Rename it, or remove it")
     longer = f"{text.rstrip()}\n\n{lines}"
@@ -170,6 +256,11 @@ def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: boo
         lines.append("Accuracy and tokens are anchored at the base's evaluation; differences to it are forecast.")
     if base["accuracy"] is None:
         lines.append("No prompt has a known answer: only tokens and KL are forecast.")
+    if far := sum(point["trusted"] and not point["reachable"] for point in points[1:]):
+        lines.append(
+            f"{far} trusted point{'s ask' if far > 1 else ' asks'} for more than {REACHED} nats per decision, which "
+            "offline training may not reach: refresh helps. --goal leaves them out unless it limits kl"
+        )
     section = run.recipe.rollout
     if not base["trusted"]:
         lines.append(
@@ -187,8 +278,8 @@ def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: boo
             known = "" if dose["accuracy"] is None else f"{dose['accuracy']:.1f} % in "
             what = f"{known}{dose['tokens']:,.1f} tokens at KL {dose['kl']:.3g}"
             lines.append(f"{direction}: trusted down to alpha {dose['alpha']:.3g}, {what}; {moved}")
-    for name, composition in run.recipe.compositions.items():
-        if why := NOT_FORECAST.get(composition.method):
+    for name, composition in run.recipe.written.items():
+        if why := not_forecast(composition):
             lines.append(f"{name} ({composition.method}) is not forecast: {why}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

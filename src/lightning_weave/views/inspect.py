@@ -90,7 +90,7 @@ def look(run: Run, row: int, position: int) -> Decision:
             scores = stage.open(Scores, shard).read(place, place + 1)
             models[name] = known(scores.logp.flat[position], scores.mapped.flat[position])
     targets: dict[str, list[float] | None] = {}
-    for name, composition in run.recipe.compositions.items():
+    for name, composition in run.recipe.written.items():
         alpha = run.alpha(name)
         # The legs of a sequence have targets; the sequence has none.
         if composition.used.keys() <= scored.keys() and alpha is not None and composition.method != "sequential":

@@ -249,8 +249,8 @@ def _progress(stage: Stage, run: Run) -> str:
         updates = int(saved[-1].name)
         try:
             groups = run.stage("prompts").require()["rows"]
-            epochs = run.recipe.compositions[stage.path.removeprefix("train/")].epochs
-            return f"{updates} of {len(make_schedule(run.recipe, groups, epochs=epochs))} updates"
+            schedule = make_schedule(run.recipe, groups, stage.path.removeprefix("train/"))
+            return f"{updates} of {len(schedule)} updates"
         except WeaveError:  # the prompts have been deleted
             return f"{updates} updates"
     for kind, folder, pattern in (

@@ -62,7 +62,7 @@ class Cache {
     return logB;
   }
 
-  // The rules of an anchor (clip, entropy, mass, temperature) that change its shift at a position, or mask it.
+  // The rules of an anchor that change its shift at a position, silence it or mask it.
   rulesAt(p, k) {
     return this.rules[k].filter(({ changed }) => changed[p]).map(({ rule }) => rule);
   }
@@ -71,11 +71,15 @@ class Cache {
     return this.anchors.some((_, k) => weights[k] !== 0 && this.rulesAt(p, k).length);
   }
 
-  // compose_shifts: null if an anchor with a weight cannot score the position.
+  isSilent(p, k) {
+    return this.valid[k][p] && !this.mapped[k].subarray(p * this.C, (p + 1) * this.C).some(Boolean);
+  }
+
+  // compose_shifts: null if an anchor with a weight cannot score the position, or all of them are silent there.
   shift(p, weights) {
-    const r = new Float64Array(this.C);
-    for (let k = 0; k < weights.length; k++) {
-      if (weights[k] === 0) continue;
+    const r = new Float64Array(this.C), used = this.anchors.map((_, k) => k).filter((k) => weights[k] !== 0);
+    if (used.length && used.every((k) => this.isSilent(p, k))) return null;
+    for (const k of used) {
       if (!this.valid[k][p]) return null;
       for (let c = 0; c < this.C; c++) r[c] += weights[k] * this.shifts[k][p * this.C + c];
     }
@@ -559,7 +563,7 @@ class Loom {
     const unable = cache.anchors.filter((_, k) => weights[k] !== 0 && !cache.valid[k][p] && !cache.rulesAt(p, k).length);
     if (unable.length) add(`masked: ${unable.join(" and ")} cannot score every candidate`, "");
     cache.anchors.forEach((anchor, k) => {
-      const what = cache.valid[k][p] ? "changed" : "masked";
+      const what = cache.isSilent(p, k) ? "silenced" : cache.valid[k][p] ? "changed" : "masked";
       if (weights[k] !== 0) for (const rule of cache.rulesAt(p, k)) add(`${anchor}: ${what} by ${rule}`, "ruled");
     });
     const side = decision ? cache.sides(p, weights, cache.sampledPlace(p)) : 0;

@@ -1,0 +1,292 @@
+"""`lweave push`, `lweave pull`, and anchors whose scores are published: anchors.NAME = { cache = "URL" }."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from lightning_weave.config import Recipe, check_recipe, dump_recipe
+from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.models.checkpoint import Checkpoint, card_header
+from lightning_weave.progress import Progress
+from lightning_weave.ranks import is_main_process
+from lightning_weave.run import DUMP, IDENTITIES, ROLES, Run, explain_change, resolved_recipe
+from lightning_weave.store import MANIFEST, Stage, damaged_files, differences
+from lightning_weave.store.files import (
+    HOLDER,
+    TEMPORARY,
+    lock_run,
+    read_checked,
+    sha256_file,
+    write_atomic,
+    write_checked,
+)
+from lightning_weave.store.remote import INDEX, Index, Remote, merge
+
+PATIENCE = 2 * 3600.0  # seconds that other ranks wait for rank 0 to fetch
+CARD = "README.md"
+BATCH = 20  # files after which the index is written: a killed push repeats no more
+# At the top of a run: of one machine, or part of the index.
+KEPT_HERE = {".lock", ".lock-held", HOLDER, IDENTITIES, "recipe.toml", CARD, INDEX}
+
+
+def push(run: Run, remote: Remote, progress: Progress, everything: bool = False, public: bool = False) -> None:
+    """Copy the complete stages of the cache that the store lacks, each with its manifest last.
+
+    With `everything`, the whole run, for another machine to continue. Which stages are there is written last.
+    """
+    cache = [run.stage("prompts"), run.stage("rollout"), run.stage("reference")]
+    for stage in () if everything else cache:
+        stage.require()
+    stages = [stage for stage in (*cache, *run.stages("score")) if stage.complete]
+    for path, fault in ((path, fault) for stage in stages for path, fault in damaged_files(stage.folder).items()):
+        raise InputError(f"{path}: {fault}; nothing was pushed. Remove it and run the stage again")
+    paths = [stage.folder / one["file"] for stage in stages for one in stage.require()["shards"]]
+    paths += [stage.manifest_path for stage in stages]
+    if everything:
+        paths = [path for path in run.directory.rglob("*") if path.is_file() and not path.is_symlink()]
+    files = {path.relative_to(run.directory).as_posix(): path for path in paths if TEMPORARY not in str(path)}
+    names = sorted(files.keys() - KEPT_HERE, key=lambda name: (name.endswith(MANIFEST), name))
+    remote.create(private=not public)
+    before = remote.index()
+    if before and before["recipe"]["name"] != run.recipe.name:
+        raise InputError(f"{remote.url}: holds the run {before['recipe']['name']!r}, not {run.recipe.name!r}")
+    if before:
+        check_student(run, before, remote.url)
+    index = _describe(run, stages)
+    sent = before["files"] if before else {}
+    with progress.bar("push", len(names), "file") as bar:
+        for batch in (names[start : start + BATCH] for start in range(0, len(names), BATCH)):
+            digests = {name: sha256_file(files[name]) for name in batch}
+            if new := [name for name, digest in digests.items() if sent.get(name) != digest]:
+                part = {**index, "stages": {}, "anchors": {}, "files": digests}
+                remote.put({name: files[name] for name in new}, part, f"Add {len(new)} files")
+            index["files"] |= digests
+            bar.advance(len(batch))
+    if everything:
+        links = [path for path in run.directory.rglob("*") if path.is_symlink() and path.exists()]
+        index["links"] = {path.relative_to(run.directory).as_posix(): os.readlink(path) for path in links}
+    with TemporaryDirectory() as folder:
+        card = Path(folder) / CARD
+        card.write_text(data_card(merge(before, index), run, remote.url), encoding="utf-8")
+        merged = remote.put({CARD: card}, index, "Describe it")
+    read_index.cache_clear()
+    copies = _read(run.directory / INDEX) | {name: [digest] for name, digest in index["files"].items()}
+    write_checked(run.directory / INDEX, copies)
+    progress.say(f"{remote.url}: {len(merged['files'])} files. Fetch them: lweave pull {remote.url}")
+
+
+def pull(url: str, runs: str, progress: Progress) -> Path:
+    """Fetch a published run into a directory of runs.
+
+    Files that were changed here since the last pull or push are kept. Complete stages are repaired.
+    """
+    read_index.cache_clear()
+    index = read_index(url)
+    recipe = check_recipe({**index["recipe"], "runs": runs}, url)
+    directory = Path(runs) / recipe.name
+    with lock_run(directory):
+        before = _read(directory / INDEX)  # the sha256 that files had when they were pulled or pushed
+        known = {name: [*before.get(name, []), digest] for name, digest in index["files"].items()}
+        fixed = {stage["folder"] for stage in index["stages"].values()}
+        there = [name for name in known if name.rpartition("/")[0] not in fixed and (directory / name).is_file()]
+        changed = [name for name in there if not _is_same(directory / name, known[name])]
+        files = {name: index["files"][name] for name in known.keys() - KEPT_HERE - {*changed}}
+        write_checked(directory / INDEX, before | known)  # a kill leaves some files as they were
+        _fetch(Remote(url), files, directory, progress)
+        write_checked(directory / IDENTITIES, index["identities"] | _read(directory / IDENTITIES))
+        if not (directory / "recipe.toml").exists():
+            write_atomic(directory / "recipe.toml", dump_recipe(recipe).encode())
+        for link, target in index["links"].items():
+            place = directory / link
+            if not os.path.lexists(place) and (place.parent / target).exists():
+                place.symlink_to(target)
+        write_checked(directory / INDEX, before | {name: [digest] for name, digest in files.items()})
+    if changed:
+        progress.say(f"{directory}: {len(changed)} files were changed here and are kept, such as {changed[0]}")
+    progress.say(f"{directory}: pulled. Continue with: lweave run {directory}/recipe.toml")
+    return directory
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_checked(path) if path.exists() else {}
+
+
+def _fetch(remote: Remote, files: Mapping[str, str], directory: Path, progress: Progress) -> None:
+    names = sorted(files, key=lambda name: (name.endswith(MANIFEST), name))  # before that, a stage is not complete
+    missing = [name for name in names if not _is_same(directory / name, [files[name]])]
+    with progress.bar("pull", len(missing), "file") as bar:
+        for name in missing:
+            remote.get(name, files[name], directory / name)
+            bar.advance()
+
+
+def _is_same(path: Path, digests: Sequence[str]) -> bool:
+    return path.is_file() and sha256_file(path) in digests
+
+
+def _describe(run: Run, stages: Sequence[Stage]) -> Index:
+    """What another machine needs to know: recipe, identities of models and data, and what each stage is."""
+    scored = {stage.fingerprint for stage in stages}
+    identities = {**run.remembered, **run.identities}
+    anchors: dict[str, Any] = {}
+    models = {run.student}
+    for name, section in run.recipe.anchors.items():
+        if all(stage.fingerprint in scored for stage in run.scores_of(name)):
+            sides = {role: run.anchor(name, role) for role in ROLES}
+            models |= set(sides.values())
+            names = {*map(str, sides.values())} - {str(run.student)}
+            own = {key: value for key, value in identities.items() if key.split(" of ")[-1] in names}
+            table = section.model_dump(**DUMP, exclude={"cache", *section.RULES})
+            anchors[name] = {"table": table, "models": own, "sides": {role: str(one) for role, one in sides.items()}}
+    described = {}
+    for stage in stages:
+        manifest = stage.require()
+        place = {"path": stage.path, "folder": stage.folder.relative_to(run.directory).as_posix()}
+        figures = {"bytes": sum(entry["bytes"] for entry in manifest["shards"]), "rows": manifest.get("rows")}
+        described[stage.fingerprint] = {**place, **figures, "settings": manifest["settings"]}
+    heads = {str(one): header for one in models if "license" in (header := card_header(one))}
+    return {
+        "recipe": run.recipe.model_dump(**DUMP, exclude={"runs"}),
+        "identities": identities,
+        "licences": {model: str(head.get("license_name", head["license"])) for model, head in heads.items()},
+        "anchors": anchors,
+        "stages": described,
+        "files": {},
+        "links": {},
+    }
+
+
+def data_card(index: Index, run: Run, url: str) -> str:
+    """Name student, prompts, models with their licences, and sizes."""
+    models = {"student": str(run.student)}
+    for name, anchor in index["anchors"].items():
+        models |= {f"{name}, {role}": model for role, model in anchor["sides"].items()}
+    licences = index["licences"]
+    rows = "\n".join(f"| {what} | `{one}` | {licences.get(one, 'not stated')} |" for what, one in models.items())
+    stages = sorted(index["stages"].values(), key=lambda one: str(one["path"]))
+    sizes = "\n".join(f"| {one['path']} | {one.get('rows') or ''} | {one['bytes'] / 1e6:,.1f} MB |" for one in stages)
+    return f"""---
+tags: [lightning-weave, distillation]
+---
+# {run.recipe.name}: responses of a student, scored by anchors
+
+Responses of `{run.student}` to prompts of `{run.recipe.rollout.from_ or run.recipe.prompts.source}`, with
+log-probabilities of its likeliest tokens under itself and under the models below. Made by `lweave push`. The licences
+of models and prompts apply.
+
+| | model | licence |
+| --- | --- | --- |
+{rows}
+
+| stage | rows | size |
+| --- | --- | --- |
+{sizes}
+
+Compose with it, without the weights of the anchors:
+
+```toml
+[anchors.{next(iter(index["anchors"]), "NAME")}]
+cache = "{url}"
+```
+"""
+
+
+@lru_cache(maxsize=16)
+def read_index(url: str) -> Index:
+    """Read what is published at a URL, once per process."""
+    index = Remote(url).index()
+    if index is None:
+        raise InputError(f"{url}: nothing is published there, or not for you to see")
+    return index
+
+
+def expand_recipe(recipe: Recipe) -> tuple[Recipe, dict[str, str], dict[str, str]]:
+    """Fill in what published anchors are; returns also the identities of their models, and others to fall back on."""
+    data = recipe.model_dump(**DUMP)
+    models, others = dict[str, str](), dict[str, str]()
+    remembered = _read(Path(recipe.runs) / recipe.name / IDENTITIES)
+    before = resolved_recipe(recipe) if remembered else {}
+    for name, section in recipe.anchors.items():
+        if section.cache is None:
+            continue
+        found = before.get("anchors", {}).get(name, {})
+        if found.get("cache") == section.cache:  # as the run has it: the store is not asked again
+            names = {found.get(key) for key in ("post", "pre", "model")}
+            models |= {key: value for key, value in remembered.items() if key.split(" of ")[-1] in names}
+        else:
+            try:
+                index = read_index(section.cache)
+            except WeaveError as error:
+                if section.post or section.model:  # known without it; fetching names what is wrong
+                    continue
+                raise InputError(f"anchors.{name}.cache: {error}") from None
+            there = index["anchors"]
+            if name not in there and len(there) != 1:
+                has = f"has no anchor of this name; it has {', '.join(there) or 'none'}"
+                raise InputError(f"anchors.{name}.cache = {section.cache!r}: {has}")
+            anchor = there[name] if name in there else next(iter(there.values()))
+            found = anchor["table"]
+            models |= anchor["models"]
+            others |= index["identities"]
+        if section.post is None and section.model is None:
+            rules = section.model_dump(**DUMP, include={"cache", *section.RULES})
+            table = {key: value for key, value in found.items() if key not in section.RULES}
+            data["anchors"][name] = table | rules
+    local = [recipe.student, *(one for one in recipe.policies.values() if one.model)]
+    own = {str(Checkpoint.from_section(one)) for one in local}
+    own |= {model for one in recipe.anchors.values() if one.cache is None for model in (one.post, one.pre) if model}
+    preferred = {key: value for key, value in models.items() if key.split(" of ")[-1] not in own}
+    return check_recipe(data, "recipe"), preferred, others
+
+
+def check_student(run: Run, index: Index, about: str) -> None:
+    """Refuse what belongs to another student."""
+    students = [one["settings"]["student"] for one in index["stages"].values() if one["path"] == "reference"]
+    if students and run.identity_of(run.student) not in students:
+        theirs = index["recipe"]["student"]["model"]
+        raise InputError(f"{about}: is of another student, {theirs}; student.model is {run.student}")
+
+
+def check_published(run: Run, anchor: str) -> list[Stage]:
+    """The stages that an anchor's published scores belong to; says what differs if they are not of this recipe."""
+    url = run.recipe.anchors[anchor].cache
+    assert url is not None
+    index = read_index(url)
+    about = f"anchors.{anchor}.cache = {url!r}"
+    cache = [run.stage("prompts"), run.stage("rollout"), run.stage("reference")]
+    check_student(run, index, about)
+    for stage in (*cache, *run.scores_of(anchor)):
+        if stage.fingerprint not in index["stages"]:
+            kind = stage.path.split("/")[0]
+            others = [one["settings"] for one in index["stages"].values() if one["path"].split("/")[0] == kind]
+            if not others:
+                raise InputError(f"{about}: has no {kind}")
+            changes = min((dict(differences(one, dict(stage.settings))) for one in others), key=len)
+            what = "; ".join(dict.fromkeys(explain_change(stage.path, *change) for change in changes.items()))
+            raise InputError(f"{about}: has another {kind} than this recipe: {what or 'other inputs'}")
+    return [*cache, *run.scores_of(anchor)]
+
+
+def fetch_published(run: Run, progress: Progress) -> None:
+    """Fetch the stages of published anchors that this run lacks. Rank 0 does it, and the others wait."""
+    for anchor, section in run.recipe.anchors.items():
+        if section.cache is None or all(stage.complete for stage in run.scores_of(anchor)):
+            continue
+        missing = [stage for stage in check_published(run, anchor) if not stage.complete]
+        if not is_main_process():
+            end = time.monotonic() + PATIENCE
+            while not all(stage.complete for stage in missing):
+                if time.monotonic() > end:
+                    raise WeaveError(f"anchors.{anchor}.cache: rank 0 has not fetched it. Start all ranks again")
+                time.sleep(1)
+            continue
+        index = read_index(section.cache)
+        folders = {index["stages"][stage.fingerprint]["folder"] for stage in missing}
+        files = {name: digest for name, digest in index["files"].items() if name.rpartition("/")[0] in folders}
+        _fetch(Remote(section.cache), files, run.directory, progress)
+        for stage in missing:
+            stage.link()

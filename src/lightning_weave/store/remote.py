@@ -1,0 +1,158 @@
+"""Files in a store that fsspec reaches (s3://, gs://, hf://, file://), listed with their checksums in one index.
+
+The index is written last: what it lists is there. Every file is checked against it on arrival.
+"""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError
+
+from lightning_weave.errors import InputError, WeaveError, first_line
+from lightning_weave.store.files import CHECKSUM, fingerprint, sync, temporary_name, write_checked
+
+INDEX = "lightning-weave.json"
+PIECE = 1 << 22  # bytes read at a time
+Index = dict[str, Any]  # what is published, as these tables: stages by their fingerprints, files with their sha256
+TABLES = ("recipe", "identities", "licences", "anchors", "stages", "files", "links")
+
+
+@contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Turn what a store answers into one line that names it."""
+    try:
+        yield
+    except WeaveError:
+        raise
+    except (ImportError, ValueError) as error:  # no driver for this protocol, or not a URL
+        raise InputError(f"{url}: cannot be opened ({first_line(error)})") from None
+    except Exception as error:
+        # The hub's client wraps what an upload of a large file was answered.
+        answers = [getattr(one, "response", None) for one in (error, error.__cause__)]
+        status = next((answer.status_code for answer in answers if answer is not None), None)
+        if isinstance(error, PermissionError) or status in (401, 403):
+            raise InputError(f"{url}: permission denied. Log in with an account that may use it") from None
+        if isinstance(error, FileNotFoundError | NotADirectoryError) or status == 404:
+            raise InputError(f"{url}: not found, or not yours to see") from None
+        reason = re.sub(r"\?[^\s']+", "?...", first_line(error))  # a signed URL is a credential
+        raise WeaveError(f"{url}: {reason}. Run the same command again: it continues") from None
+
+
+class Remote:
+    """A folder of such a store."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        with reaching(url):
+            if re.search("//[^/@]*:[^/@]*@", url):  # it would be in the log, the card and the recipe
+                raise InputError("a URL with a password is refused. Use the environment variables of the store")
+            local = {"auto_mkdir": True} if url.startswith("file:") or "://" not in url else {}
+            self.fs, self.root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **local)
+        self.is_hub = "hf" in ([self.fs.protocol] if isinstance(self.fs.protocol, str) else self.fs.protocol)
+
+    def repository(self) -> tuple[str, str]:
+        """The data set on the hub that files are written to, and a folder in it."""
+        found = re.fullmatch(r"datasets/([^/@]+/[^/@]+)((?:/[^/]+)*)", self.root)
+        if found is None:
+            raise InputError(f"{self.url}: not a data set of the hub. Write hf://datasets/OWNER/NAME")
+        return found[1], found[2].lstrip("/") + "/" * bool(found[2])
+
+    def create(self, private: bool) -> None:
+        """Create the repository on the hub, if it is one there and does not exist."""
+        if self.is_hub:
+            with reaching(self.url):
+                HfApi().create_repo(self.repository()[0], repo_type="dataset", private=private, exist_ok=True)
+
+    def index(self) -> Index | None:
+        """Read what is published; None if nothing is."""
+        with reaching(self.url):
+            self.fs.invalidate_cache()
+            try:
+                text = self.fs.cat_file(f"{self.root}/{INDEX}")
+            except FileNotFoundError:
+                return None
+        try:
+            index: Index = json.loads(text)
+            is_whole = index.pop(CHECKSUM) == fingerprint(index) and all(isinstance(index[key], dict) for key in TABLES)
+            keys = {"path", "folder", "bytes", "settings"}
+            is_whole = is_whole and all(keys <= stage.keys() for stage in index["stages"].values())
+            is_whole = is_whole and all(isinstance(digest, str) for digest in index["files"].values())
+        except (ValueError, KeyError, AttributeError, TypeError):
+            is_whole = False
+        if not is_whole:
+            raise InputError(f"{self.url}/{INDEX}: is damaged. Ask its owner to remove it and push again")
+        for name in (*index["files"], *index["links"], *index["links"].values()):
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
+                raise InputError(f"{self.url}/{INDEX}: lists {name!r}, a file outside of the run; nothing was read")
+        return index
+
+    def put(self, files: Mapping[str, Path], index: Index, message: str) -> Index:
+        """Write files, then the index, to which this one is added; on the hub in one commit.
+
+        The index is read again just before: another push may have changed it. The hub refuses a commit in between;
+        other stores cannot.
+        """
+        with tempfile.TemporaryDirectory() as folder, reaching(self.url):
+            copy = Path(folder) / INDEX
+            if not self.is_hub:
+                for each, path in files.items():
+                    self._write(path, each)
+                write_checked(copy, merged := merge(self.index(), index))
+                self._write(copy, INDEX)
+                return merged
+            name, below = self.repository()
+            while True:
+                parent = HfApi().repo_info(name, repo_type="dataset").sha
+                write_checked(copy, merged := merge(self.index(), index))
+                adds = [CommitOperationAdd(below + each, path) for each, path in [*files.items(), (INDEX, copy)]]
+                try:
+                    HfApi().create_commit(name, adds, commit_message=message, repo_type="dataset", parent_commit=parent)
+                    return merged
+                except HfHubHTTPError as error:
+                    if error.response.status_code != 412:  # another commit came in between
+                        raise
+
+    def _write(self, path: Path, name: str) -> None:
+        """Write a file; where others could see half of it, under a temporary name first."""
+        target = f"{self.root}/{name}"
+        if isinstance(self.fs, LocalFileSystem):
+            temporary = str(temporary_name(Path(target)))
+            self.fs.put_file(str(path), temporary)
+            os.replace(temporary, target)
+        else:
+            self.fs.put_file(str(path), target)
+
+    def get(self, name: str, sha256: str, target: Path) -> None:
+        """Fetch a file under a temporary name, and rename it if its bytes are those of the index."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_name(target)
+        try:
+            with reaching(self.url):
+                digest = hashlib.sha256()
+                with self.fs.open(f"{self.root}/{name}", "rb") as source, open(temporary, "wb") as file:
+                    while piece := source.read(PIECE):
+                        digest.update(piece)
+                        file.write(piece)
+            if digest.hexdigest() != sha256:
+                wrong = "is damaged or just being pushed (its sha256 is not that of the index); not kept"
+                raise InputError(f"{self.url}/{name}: {wrong}. To repair it, remove {INDEX} there and push again")
+            sync(temporary)
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def merge(before: Index | None, index: Index) -> Index:
+    """Add an index to what was published before."""
+    return index | {key: {**(before or index)[key], **index[key]} for key in TABLES if key != "recipe"}

@@ -1,0 +1,127 @@
+"""`lweave compare`: what it adds, what it leaves out and why, and the table at matched tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from typer.testing import CliRunner
+
+from lightning_weave import Run
+from lightning_weave.cli import app
+from lightning_weave.config import check_recipe
+from lightning_weave.directory import with_others
+from lightning_weave.errors import InputError
+from lightning_weave.stages.compare import alternatives, frontier_of
+from tiny import make_world, save_model
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One anchor trained from the student, one of another architecture and tokenizer."""
+    root = tmp_path_factory.mktemp("compare")
+    recipe = make_world(root, prompts=8)
+    student = Path(recipe["student"]["model"])
+    recipe["anchors"]["acc"] = {
+        "post": str(save_model(root / "tuned", "student", "qwen3", 9, student)),
+        "pre": str(student),
+    }
+    problems = [{"id": f"q{n}", "problem": f"{n}+1", "answer": str(n + 1)} for n in range(4)]
+    (root / "sums.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    recipe["eval"] = {
+        "benchmarks": [f"file:{root / 'sums.jsonl'}"],
+        "samples": 2,
+        "max_tokens": 40,
+        "chat": False,
+        "final": " \\boxed{",
+    }
+    return recipe
+
+
+def write(recipe: dict[str, Any], folder: Path) -> Path:
+    path = folder / "tiny.toml"
+    path.write_text(tomli_w.dumps({**recipe, "runs": str(folder / "runs")}))
+    return path
+
+
+def lweave(*words: str | Path) -> str:
+    """Run a command in this process; returns what it prints to standard output."""
+    ended = CliRunner().invoke(app, list(map(str, words)))
+    if ended.exception is not None:
+        raise ended.exception
+    return ended.stdout
+
+
+def test_wrong_names_are_refused_before_anything_is_made(recipe: dict[str, Any], tmp_path: Path) -> None:
+    file = write(recipe, tmp_path)
+    for words, message in (
+        (["--composition", "nobody"], "--composition nobody: must be one of acc-only, brief-only, both"),
+        (["--composition", "both", "--also", "nobody"], "--also nobody: no such policy"),
+        (["--composition", "both", "--only", "nobody"], "--only nobody: no such alternative; there are both-linear"),
+    ):
+        with pytest.raises(InputError) as error:  # exit code 2
+            lweave("compare", file, *words)
+        assert message in str(error.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_lists_what_would_be_made_and_what_is_left_out(recipe: dict[str, Any], tmp_path: Path) -> None:
+    said = lweave("compare", write(recipe, tmp_path), "--composition", "both", "--dry-run")
+    for stage in ("train/both", "train/teacher-acc", "train/both-mixture", "train/both-flip", "merge/both-blend"):
+        assert stage in said
+    for method in ("linear", "task-arithmetic", "ties", "dare"):
+        assert f"left out: both-{method}: policies.both-{method}.weights.brief: " in said
+    assert "left out: both-capped: its budget is known once" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_levels_are_points_of_the_frontier_and_contexts_are_prompts(recipe: dict[str, Any]) -> None:
+    data = json.loads(json.dumps(recipe))
+    data["anchors"]["told"] = {"model": "student", "post_prompt": {"system": "Be brief."}}
+    data["prompts"]["chat"] = True
+    weights = {"high": {"acc": 1.0}, "low": {"told": 1.0}}
+    data["compositions"]["dial"] = {"levels": weights, "default": "low", "control": {"prefix": "{level} "}}
+    run = Run(data)
+    assert frontier_of(run.recipe, "dial") == ["dial", "dial@high", "dial@low"]
+    assert frontier_of(run.recipe, "both") == ["acc-only", "brief-only", "both"]
+    tables = {name: table for name, _, table in alternatives(run, "dial")}
+    assert tables["prompt-told"] == {"system": "Be brief."}
+    assert tables["dial-capped"] == {"budget": ""}
+
+
+@pytest.mark.slow
+def test_a_comparison_makes_what_is_missing_and_stays(recipe: dict[str, Any], tmp_path: Path) -> None:
+    file = write(recipe, tmp_path)
+    rows = json.loads(lweave("compare", file, "--composition", "both", "--also", "acc-only", "--json"))
+    found = {row["policy"]: row for row in rows if "left_out" not in row}
+    frontier = {name for name, row in found.items() if row["on_frontier"]}
+    assert frontier == {"base", "acc-only", "brief-only", "both"}
+    assert found.keys() - frontier == {
+        *("both-blend", "both-capped", "both-decoded", "teacher-acc", "teacher-brief"),
+        *("both-mixture", "both-flip", "both-shuffle"),
+    }
+    assert {row["policy"] for row in rows if "left_out" in row} == {
+        f"both-{method}" for method in ("linear", "task-arithmetic", "ties", "dare")
+    }
+    assert all(row["difference"] is None for name, row in found.items() if name in frontier)
+    assert {row["problems"] for row in found.values()} == {4}
+    assert {name: row["models"] for name, row in found.items() if row["models"] > 1} == {"both-decoded": 4}
+    assert found["both-capped"]["seconds"] == 0 < found["both"]["seconds"]
+
+    directory = tmp_path / "runs" / "tiny"
+    assert (directory / "compare" / "compare-both.svg").exists()
+    before = sorted(directory.rglob("manifest.json"))
+    stamps = [path.stat().st_mtime_ns for path in before]
+    said = lweave("compare", file, "--composition", "both")
+    assert "both-decoded" in said
+    assert "left out: both-ties: " in said
+    assert sorted(directory.rglob("manifest.json")) == before
+    assert [path.stat().st_mtime_ns for path in before] == stamps
+    known = with_others(Run(check_recipe({**recipe, "runs": str(tmp_path / "runs")}))).policies
+    assert {"both-flip", "both-blend", "both-decoded"} <= set(known)
+    lweave("report", file)
+    assert (directory / "report" / "figures" / "compare-both.svg").exists()
+
+    rows = json.loads(lweave("compare", file, "--composition", "acc-only", "--only", "acc-only-ties", "--json"))
+    assert [row["policy"] for row in rows] == ["base", "acc-only", "acc-only-ties"]

@@ -1,0 +1,339 @@
+"""Effort levels: rows of a level have its weights, alpha and prompt; wrong recipes are refused."""
+
+import io
+import json
+import subprocess
+import sys
+import urllib.request
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+from rich.console import Console
+
+from lightning_weave.config import Control, check_recipe, dump_recipe, load_recipe, merge_tables
+from lightning_weave.errors import InputError
+from lightning_weave.progress import Progress
+from lightning_weave.prompts import render, render_at_level, template_with_levels
+from lightning_weave.report.results import show_results, summaries
+from lightning_weave.run import Run
+from lightning_weave.stages.caches import open_cache, open_levels
+from lightning_weave.stages.forecast import forecast
+from lightning_weave.stages.preview import preview
+from lightning_weave.stages.prompts import load_prompts
+from lightning_weave.stages.run import make_everything, make_students
+from lightning_weave.train.data import compose, find_dose, open_targets
+from lightning_weave.train.schedule import Schedule, make_schedule
+from lightning_weave.types import PromptForm
+from pipeline.dial_world import LONGEST, make_dial_world
+from pipeline.scored import copied, make_scored, trained
+from pipeline.small_runs import student_tokenizer
+from ports import vllm_server
+from tiny import run_of
+
+SAMPLES = 32
+OPTIONS = {"/v1/chat/completions": {"n": SAMPLES, "max_tokens": LONGEST, "seed": 1}}
+LEVELS = {"1": {"acc": 1.0}, "5": {"acc": 0.25, "brief": 0.75, "alpha": 0.5}}
+EFFORT = {"levels": LEVELS, "default": "1", "control": {"prefix": "{level}+"}}
+NAMED = {**EFFORT, "levels": {"a": LEVELS["1"], "b": LEVELS["5"]}, "default": "a"}
+SYSTEM = Control(system="Reasoning effort: {level}")
+# The shapes of templates in use: a default system turn (SmolLM2), a switch for thinking (Qwen3), a variable (gpt-oss).
+CHATML = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+CHATML += "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+WITH_DEFAULT = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe nice.<|im_end|>\n' }}{% endif %}"
+DROPS = "{%- for m in messages if m.role != 'system' %}{{ m.content }}{%- endfor %}"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return make_scored(tmp_path_factory.mktemp("levels"))
+
+
+def _open(recipe: dict[str, Any], composition: dict[str, Any]) -> Any:
+    run = run_of({**recipe, "compositions": {"one": composition}})
+    return run, open_cache(run, "one")
+
+
+@pytest.mark.slow
+def test_a_row_of_a_level_has_its_target_and_its_prompt(recipe: dict[str, Any]) -> None:
+    """The target is that of a plain composition with the level's weights and alpha; only the prompt differs."""
+    run, cache = _open(recipe, EFFORT)
+    rows = list(range(len(cache)))
+    find_dose(run, "one", cache, make_schedule(run.recipe, len(cache) // run.recipe.rollout.responses, slots=6))
+    for slot, one in enumerate(run.recipe.compositions["one"].slots):
+        _, plain = _open(recipe, {"weights": one.weights})
+        expected = compose(plain.block(rows), plain.weights, one.alpha)
+        numbers = [slot * len(cache) + row for row in rows]
+        found = compose(cache.block(numbers), cache.weights, 2.0)
+        torch.testing.assert_close(found.log_q_NO, expected.log_q_NO, rtol=1e-4, atol=1e-5)  # float32 weights
+        assert torch.equal(found.log_b_NO, expected.log_b_NO)
+        before, after = plain.block(rows).rollouts, cache.block(numbers).rollouts
+        assert np.array_equal(before.response_ids.flat, after.response_ids.flat)
+        text = [run.student.tokenizer.decode(ids) for ids in (before.prompt_ids[0], after.prompt_ids[0])]
+        assert text[1] == (text[0] if one.level is None else f"{one.level}+{text[0]}")
+        assert [cache.length(number) for number in numbers] == cache.block(numbers).tokens_R.tolist()
+
+
+@pytest.mark.slow
+def test_a_kl_budget_of_a_level_is_what_its_target_is_away(recipe: dict[str, Any]) -> None:
+    budget = {"acc": 0.5, "brief": 0.5, "kl_budget": 0.02}
+    run, cache = _open(recipe, {**NAMED, "levels": {"a": LEVELS["1"], "b": budget}})
+    schedule = make_schedule(run.recipe, len(cache) // run.recipe.rollout.responses, slots=3)
+    alphas = find_dose(run, "one", cache, schedule).levels
+    rows = sorted({row for update in range(len(schedule)) for row in schedule.plain_rows(update)})
+    batch = compose(cache.block([2 * len(cache) + row for row in rows]), cache.weights, 2.0)
+    kl = (batch.log_q_NO.exp() * (batch.log_q_NO - batch.log_b_NO)).sum(dim=1).mean()
+    assert alphas["a"] == 2.0
+    assert float(kl) == pytest.approx(0.02, rel=0.02)  # rows count once here, in the schedule once per epoch
+
+
+@pytest.mark.slow
+def test_levels_train_refresh_and_are_evaluated_as_policies(recipe: dict[str, Any]) -> None:
+    students = trained(recipe, dial=NAMED, other={**NAMED, "default": "b"}, parts={**NAMED, "refresh": 2, "epochs": 2})
+    assert students.keys() == {"dial", "other", "parts"}
+    benchmark = f"file:{recipe['prompts']['source']}"
+    run = run_of({**recipe, "compositions": {"dial": NAMED}, "eval": {"benchmarks": [benchmark]}})
+    assert run.policies == ["base", "dial", "dial@a", "dial@b"]
+    prints = {run.stage("eval", policy, benchmark).fingerprint for policy in run.policies}
+    assert len(prints) == 4
+    card = (run.stage("train", "dial").folder / "final" / "README.md").read_text()
+    assert "`b+`" in card  # no chat template: the prefix
+
+
+BUDGET = {"acc": 0.25, "brief": 0.75, "kl_budget": 0.05}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("section", "change"),
+    [
+        ("train", {"lora": {"rank": 2}}),
+        ("train", {"balance": "rows"}),
+        ("train", {"balance": "tags"}),
+        ("train", {"validation": 0.2}),
+        ("anchors", {"acc": {"where": {"first": 4}}}),
+        ("compositions", {"dial": {"levels": {"a": LEVELS["1"], "b": BUDGET}}}),
+    ],
+)
+def test_levels_are_trained_and_forecast_with(
+    recipe: dict[str, Any], tmp_path: Path, section: str, change: dict[str, Any]
+) -> None:
+    combined = {**copied(recipe, tmp_path), "compositions": {"dial": NAMED}, "tags": {"rules": {"product": r"\*"}}}
+    combined = merge_tables(combined, {section: change})
+    run = run_of(combined)
+
+    def by_policy(run: Run) -> dict[str, Any]:
+        return {point.policy: point for point in forecast(run)}
+
+    before = by_policy(run)
+    make_students(run, Progress(quiet=True))
+    alphas = run.stage("train", "dial").require()["levels"]
+    assert alphas["a"] == alphas[""] == 2.0
+    weights = {"a": {"acc": 1.0}, "b": {"acc": 0.25, "brief": 0.75}}
+    plain = {level: {"weights": weights[level], "alpha": alphas[level]} for level in weights}
+    after, alone = (by_policy(one) for one in (run, run_of({**combined, "compositions": plain})))
+    assert list(before) == list(after) == ["base", "dial", "dial@a", "dial@b"]
+    for policy, level in {"dial": "a", "dial@a": "a", "dial@b": "b"}.items():
+        for found in (before[policy], after[policy]):
+            assert (found.weights, found.alpha) == (weights[level], pytest.approx(alphas[level]))
+            assert (found.tokens, found.kl) == pytest.approx((alone[level].tokens, alone[level].kl), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_what_has_one_target_refuses_levels(recipe: dict[str, Any], tmp_path: Path) -> None:
+    dial = {**recipe, "compositions": {"dial": NAMED}}
+    with pytest.raises(InputError, match=r"compositions\.dial has effort levels"):
+        open_targets(run_of(dial), "dial")
+    with pytest.raises(InputError, match=r"policies\.aim\.decode.*effort levels"):
+        run_of({**dial, "policies": {"aim": {"decode": "dial"}}})
+    with pytest.raises(InputError, match=r"dial.*effort levels"):
+        preview(run_of(dial), Progress(quiet=True), Console(quiet=True), 2)
+    budget = {"acc": {**recipe["anchors"]["acc"], "kl_budget": 0.02}}
+    (tmp_path / "r.toml").write_text(tomli_w.dumps({**dial, "anchors": {**recipe["anchors"], **budget}}))
+    command = [sys.executable, "-m", "lightning_weave.cli", "run", str(tmp_path / "r.toml")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    assert "anchors.acc.kl_budget" in ended.stderr
+
+
+def test_numbers_between_the_ends_are_levels() -> None:
+    slots = {slot.level: slot for slot in _check(EFFORT).slots}
+    assert list(slots) == [None, "1", "5", "2", "3", "4"]
+    assert slots["2"].weights == pytest.approx({"acc": 0.8125, "brief": 0.1875})
+    assert slots["2"].alpha == pytest.approx(1.625)
+    tenths = {"0": LEVELS["1"], "1": LEVELS["5"]}
+    assert "0.3" in {slot.level for slot in _check({**EFFORT, "levels": tenths, "default": 0}).slots}
+
+
+def test_every_row_is_trained_at_every_level_in_turn() -> None:
+    schedule = Schedule(groups=10, responses=2, epochs=3, prompts_per_round=5, updates_per_round=1, seed=1, slots=3)
+    numbers = [number for update in range(len(schedule)) for number in schedule.rows(update)]
+    assert sorted(numbers) == list(range(60))
+    assert sorted(schedule.plain_rows(0)) == sorted(number % 20 for number in schedule.rows(0))
+
+
+def _check(composition: dict[str, Any]) -> Any:
+    pair = {"post": "a", "pre": "b"}
+    anchors = {"acc": pair, "brief": {"post": "c", "pre": "d"}}
+    data = {"name": "x", "student": {"model": "s"}, "anchors": anchors, "prompts": {"chat": False}}
+    return check_recipe({**data, "compositions": {"one": composition}}).compositions["one"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"default": "medium"},
+        {"default": None},
+        {"levels": LEVELS, "default": 3},  # between those that are named
+        {"control": {"prefix": "effort"}},
+        {"control": {"prefix": "{level}{other}"}},
+        {"control": {"prefix": "{level}", "system": "{level}"}},
+        {"control": {"system": "{level}"}},  # without a chat template
+        {"control": None},
+        {"method": "mixture"},
+        {"weights": {"acc": 1.0}},
+        {"levels": {"a": {"acc": 1.0}}},
+        {"levels": {"a": {"acc": 1.0}, "b": {"acc": 0.4}}},
+        {"levels": {"a": {"acc": 1.0}, "b": {"other": 1.0}}},
+        {"levels": {"a": {"acc": 1.0}, "b": {"acc": 1.0, "alpha": 0.0}}},
+        {"levels": {"a": {"acc": 1.0}, "b": {"acc": 1.0, "alpha": 1.0, "kl_budget": 0.1}}},
+    ],
+)
+def test_wrong_levels_are_refused(change: dict[str, Any]) -> None:
+    composition = {key: value for key, value in {**NAMED, **change}.items() if value is not None}
+    with pytest.raises(InputError, match="compositions"):
+        _check(composition)
+
+
+def test_a_recipe_with_levels_is_written_and_read_again(tmp_path: Path) -> None:
+    pair = {"post": "a", "pre": "b"}
+    data = {"name": "x", "student": {"model": "s"}, "anchors": {"acc": pair, "brief": pair}, "prompts": {"chat": False}}
+    recipe = check_recipe({**data, "compositions": {"one": NAMED}})
+    (tmp_path / "recipe.toml").write_text(dump_recipe(recipe))
+    assert load_recipe(tmp_path / "recipe.toml") == recipe
+
+
+@pytest.mark.parametrize("own", [CHATML, WITH_DEFAULT + CHATML, "\n" + CHATML])
+@pytest.mark.parametrize(
+    "control", [SYSTEM, Control(prefix='"{level}"\n'), Control(system='%}}"\\ ~ 1 -%}}{{{{ {level}')]
+)
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be kind."}]])
+def test_the_exported_template_renders_what_training_rendered(own: str, control: Control, before: list[Any]) -> None:
+    tokenizer, served = student_tokenizer(), student_tokenizer()
+    tokenizer.chat_template = own
+    served.chat_template = template_with_levels(tokenizer, control, ["low", "high"])
+    messages = [*before, {"role": "user", "content": "1+1?"}]
+    form = PromptForm("chat")
+
+    def serve(**settings: str) -> str:
+        return str(served.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **settings))
+
+    assert serve() == render(messages, tokenizer, form) == serve(reasoning_effort="unknown")
+    for level in ("low", "high"):
+        assert serve(reasoning_effort=level) == render_at_level(messages, tokenizer, form, None, control, level)
+    assert len({serve(), serve(reasoning_effort="low"), serve(reasoning_effort="high")}) == 3
+
+
+@pytest.mark.parametrize("variable", ["reasoning_effort", "thinking_effort"])
+def test_a_variable_of_the_template_itself_is_used(variable: str) -> None:
+    """As in gpt-oss: the template writes its own system turn, with a default."""
+    tokenizer, served = student_tokenizer(), student_tokenizer()
+    own = f"{{%- if {variable} is not defined -%}}{{%- set {variable} = 'medium' -%}}{{%- endif %}}"
+    tokenizer.chat_template = own + "{{ 'Reasoning: ' + " + variable + " + '\n' }}" + CHATML
+    control, form = Control(variable=variable), PromptForm("chat")
+    served.chat_template = template_with_levels(tokenizer, control, ["low", "medium", "high"])
+    messages = [{"role": "user", "content": "1+1?"}]
+
+    def serve(**settings: str) -> str:
+        return str(served.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **settings))
+
+    for level in ("low", "medium", "high"):
+        text = serve(reasoning_effort=level)
+        assert text == render_at_level(messages, tokenizer, form, None, control, level)
+        assert text.startswith(f"Reasoning: {level}\n")
+    assert serve() == render(messages, tokenizer, form) == serve(reasoning_effort="medium")
+
+
+def test_a_number_is_a_level_of_the_exported_template() -> None:
+    tokenizer, served = student_tokenizer(), student_tokenizer()
+    served.chat_template = template_with_levels(tokenizer, SYSTEM, None)
+    messages = [{"role": "user", "content": "1+1?"}]
+    form = PromptForm("chat")
+    for effort, expected in (
+        (2, render_at_level(messages, tokenizer, form, None, SYSTEM, "2")),
+        ("0.5", render_at_level(messages, tokenizer, form, None, SYSTEM, "0.5")),
+        (None, render(messages, tokenizer, form)),  # as servers say that nobody asked
+    ):
+        text = served.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, reasoning_effort=effort)
+        assert text == expected
+
+
+@pytest.fixture(scope="module")
+def dial(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A chat student with three levels of length, trained and evaluated."""
+    root = tmp_path_factory.mktemp("dial")
+    recipe = make_dial_world(root)
+    (root / "held-out.jsonl").write_text("".join(f'{{"prompt": "{n}?", "answer": "7"}}\n' for n in range(200, 216)))
+    run = run_of({**recipe, "eval": {**recipe["eval"], "benchmarks": [f"file:{root / 'held-out.jsonl'}"]}})
+    make_everything(run, Progress(quiet=True))
+    return run
+
+
+@pytest.mark.slow
+def test_a_student_answers_at_the_length_of_its_level(dial: Run) -> None:
+    tokens = {policy: results[0].tokens for policy, results in summaries(dial).items()}
+    assert tokens["effort@high"] > 2 * tokens["effort@medium"] > 4 * tokens["effort@low"]
+    assert tokens["effort"] == pytest.approx(tokens["base"], rel=0.3) == tokens["effort@medium"]
+    out = io.StringIO()
+    show_results(dial, Console(file=out))
+    for step in ("high to medium", "medium to low"):
+        (line,) = (line for line in out.getvalue().splitlines() if line.startswith(f"effort: {step}"))
+        assert line.endswith("accuracy within noise, tokens in order")  # this student never gives an answer
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+def test_vllm_serves_the_levels(dial: Run, vllm_python: str, tmp_path: Path) -> None:
+    """Over the OpenAI-compatible API: another prompt and another length at each level, and the default otherwise."""
+    final = dial.stage("train", "effort").folder / "final"
+    messages = [{"role": "user", "content": "200?"}]
+    tokenizer = dial.student.tokenizer
+    with vllm_server(vllm_python, final, tmp_path / "server.log") as url:
+
+        def ask(path: str, **effort: str) -> dict[str, Any]:
+            body = {"model": str(final), "messages": messages, "chat_template_kwargs": effort, **OPTIONS.get(path, {})}
+            request = urllib.request.Request(
+                f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            return json.loads(urllib.request.urlopen(request, timeout=300).read())
+
+        lengths = {}
+        for level in (None, "high", "medium", "low", "extreme"):
+            effort = {} if level is None else {"reasoning_effort": level}
+            form, control = PromptForm("chat"), Control(system="Reasoning effort: {level}")
+            text = render(messages, tokenizer, form)
+            if level in ("high", "medium", "low"):
+                text = render_at_level(messages, tokenizer, form, None, control, level)
+            assert ask("/tokenize", **effort)["tokens"] == tokenizer(text)["input_ids"]
+            usage = ask("/v1/chat/completions", **effort)["usage"]
+            assert usage["prompt_tokens"] == len(tokenizer(text)["input_ids"])
+            lengths[level] = usage["completion_tokens"] / SAMPLES
+    assert lengths["high"] > 2 * lengths["medium"] > 4 * lengths["low"]
+    for level in (None, "extreme"):
+        assert lengths["low"] * 2 < lengths[level] < lengths["high"] / 2
+
+
+@pytest.mark.slow
+def test_a_template_that_drops_the_system_turn_is_refused(recipe: dict[str, Any]) -> None:
+    run = run_of({**recipe, "compositions": {"one": NAMED}})
+    tokenizer = run.student.tokenizer
+    tokenizer.chat_template = DROPS
+    composition = run.recipe.compositions["one"].model_copy(update={"control": SYSTEM})
+    run.recipe = run.recipe.model_copy(update={"compositions": {"one": composition}})
+    prompts = [replace(one, form=PromptForm("chat")) for one in load_prompts(run, ())]
+    with pytest.raises(InputError, match="control"):
+        open_levels(run, "one", prompts)

@@ -1,0 +1,518 @@
+"""`lweave push` and `lweave pull` through a local store, and anchors that are only there."""
+
+import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+import lightning_weave as lw
+from hub import serve_hub
+from lightning_weave import published
+from lightning_weave.errors import InputError
+from lightning_weave.store import remote
+from lightning_weave.store.files import sha256_file
+from tiny import make_world, save_prompts
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A world whose run is trained and pushed."""
+    root = tmp_path_factory.mktemp("published")
+    recipe = make_world(root)
+    recipe["compositions"] = {"both": recipe["compositions"]["both"]}
+    problems = save_prompts(root / "bench.jsonl", 4, seed=6)
+    recipe["eval"] = {"benchmarks": [f"file:{problems}"], "samples": 2, "max_tokens": 8, "chat": False}
+    run = lw.Run(recipe, quiet=True)
+    run.run()
+    run.report()
+    run.push(f"file://{root}/store")
+    return {"root": root, "recipe": recipe, "url": f"file://{root}/store"}
+
+
+def cached(original: dict[str, Any], runs: Path) -> dict[str, Any]:
+    """The recipe of somebody else, who has the student and the prompts but no anchor."""
+    recipe = copy.deepcopy(original["recipe"])
+    recipe["runs"] = str(runs)
+    recipe["anchors"] = {name: {"cache": original["url"]} for name in recipe["anchors"]}
+    return recipe
+
+
+def weights(run: lw.Run) -> bytes:
+    return (run.stage("train", "both").folder / "final" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def without_anchors(original: dict[str, Any], tmp_path: Path) -> Any:
+    names = ("acc-pre", "acc-post", "brief-pre", "brief-post")
+    for name in names:
+        shutil.move(original["root"] / name, tmp_path / name)
+    yield
+    for name in names:
+        shutil.move(tmp_path / name, original["root"] / name)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_anchors")
+def test_pulled_scores_train_the_same_student_without_the_anchors(original: dict[str, Any], tmp_path: Path) -> None:
+    first = lw.Run(original["recipe"], quiet=True)
+    second = lw.Run(cached(original, tmp_path / "runs"), quiet=True)
+    second.run()
+    for name in ("valid_P", "r_PC", "log_b_PO", "log_q_PO"):
+        assert getattr(second.target("both"), name).tobytes() == getattr(first.target("both"), name).tobytes()
+    assert weights(second) == weights(first)
+    first.report()
+    second.report()
+    tables = [path.relative_to(first.path) for path in first.path.glob("report/tables/*") if "cost" not in path.name]
+    for name in ("report/points.json", *tables):
+        assert (second.path / name).read_bytes() == (first.path / name).read_bytes()
+    shutil.move(original["root"] / "store", tmp_path / "gone")  # the run needs the store no more
+    try:
+        published.read_index.cache_clear()
+        again = lw.Run(cached(original, tmp_path / "runs"), quiet=True)
+        assert {row["state"] for row in again.status()} == {"complete"}
+    finally:
+        shutil.move(tmp_path / "gone", original["root"] / "store")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_anchors")
+def test_a_pulled_run_continues(original: dict[str, Any], tmp_path: Path) -> None:
+    directory = published.pull(original["url"], str(tmp_path / "runs"), lw.Run(original["recipe"], quiet=True).progress)
+    run = lw.Run(directory / "recipe.toml", quiet=True)
+    assert [row["state"] for row in run.status() if not row["stage"].startswith(("train", "eval"))] == ["complete"] * 7
+    run.run()
+    assert weights(run) == weights(lw.Run(original["recipe"], quiet=True))
+
+
+def refuse(run: Any) -> str:
+    with pytest.raises(InputError) as raised:
+        run()
+    assert raised.value.code == 2
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_a_foreign_student_and_another_reference_are_named(original: dict[str, Any], tmp_path: Path) -> None:
+    recipe = cached(original, tmp_path / "runs")
+    recipe["reference"]["candidates"] = 3
+    assert "reference.candidates" in refuse(lambda: lw.Run(recipe, quiet=True).run())
+    recipe = cached(original, tmp_path / "runs")
+    recipe["rollout"]["max_tokens"] = 11
+    assert "rollout.max_tokens" in refuse(lambda: lw.Run(recipe, quiet=True).run())
+    recipe = cached(original, tmp_path / "runs")
+    foreign = tmp_path / "foreign"
+    shutil.copytree(original["root"] / "student", foreign)
+    config = json.loads((foreign / "generation_config.json").read_text())
+    (foreign / "generation_config.json").write_text(json.dumps({**config, "top_k": 7}))
+    recipe["student"]["model"] = str(foreign)
+    assert "student.model" in refuse(lambda: lw.Run(recipe, quiet=True).run())
+    recipe = cached(original, tmp_path / "runs")
+    recipe["anchors"]["acc"]["cache"] += "-gone"
+    assert "anchors.acc.cache" in refuse(lambda: lw.Run(recipe, quiet=True).run())
+    assert not (tmp_path / "runs" / "tiny").exists()
+
+
+def test_another_students_run_is_not_pushed_to_the_same_place(original: dict[str, Any], tmp_path: Path) -> None:
+    recipe = {**copy.deepcopy(original["recipe"]), "runs": str(tmp_path)}
+    shutil.copytree(original["root"] / "acc-pre", tmp_path / "foreign")
+    recipe["student"]["model"] = str(tmp_path / "foreign")
+    recipe["anchors"] = recipe["compositions"] = {}
+    run = lw.Run(recipe, quiet=True)
+    run.rollout()
+    run.reference()
+    assert "student.model" in refuse(lambda: run.push(original["url"]))
+    assert remote.Remote(original["url"]).index() == published.read_index(original["url"])
+
+
+def test_rules_of_a_cached_anchor_can_be_removed(original: dict[str, Any], tmp_path: Path) -> None:
+    recipe = cached(original, tmp_path / "runs")
+    recipe["anchors"]["acc"] |= {"where": {"first": 2}, "kl_budget": 0.01}
+    recipe["compositions"] = {"both": {"weights": {"acc": 1.0}, "normalize": False}}
+    del recipe["anchors"]["brief"]
+    lw.Run(recipe, quiet=True).score()
+    recipe["anchors"]["acc"] = {"cache": original["url"]}
+    anchor = lw.Run(recipe, quiet=True).recipe.anchors["acc"]
+    assert anchor.post is not None
+    assert (anchor.where, anchor.kl_budget) == (None, None)
+
+
+def test_a_published_anchor_runs_no_code_without_trust(original: dict[str, Any], tmp_path: Path) -> None:
+    from lightning_weave.store import read_checked, write_checked
+
+    shutil.copytree(original["root"] / "store", tmp_path / "store")
+    index = read_checked(tmp_path / "store" / remote.INDEX)
+    index["anchors"]["acc"]["table"]["trust_remote_code"] = True
+    write_checked(tmp_path / "store" / remote.INDEX, index)
+    recipe = cached({**original, "url": f"file://{tmp_path}/store"}, tmp_path / "runs")
+    run = lw.Run(recipe, quiet=True)
+    assert "anchors.acc.trust_remote_code" in refuse(run.run)
+    assert not run.recipe.anchors["acc"].trust_remote_code
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_scores_of_an_anchors_own_engine_are_composed(original: dict[str, Any], tmp_path: Path) -> None:
+    """The engine that scored is part of what the anchor is; whoever composes needs neither engine nor server."""
+    from lightning_weave.types import Scores
+
+    first = tmp_path / "first"
+    shutil.copytree(lw.Run(original["recipe"], quiet=True).path, first / "tiny", symlinks=True)
+    recipe = {**copy.deepcopy(original["recipe"]), "runs": str(first)}
+    scored = lw.Run(recipe, quiet=True).scores_of("acc")
+    recipe["anchors"]["acc"] |= {"engine": {"post": "http://gpu:8000", "pre": "vllm"}}
+    recipe["anchors"]["acc"] |= {"options": {"kv_cache_dtype": "fp8"}}
+    run = lw.Run(recipe, quiet=True)
+    for before, after in zip(scored, run.scores_of("acc"), strict=True):  # as if these engines had scored
+        assert before.fingerprint != after.fingerprint
+        for shard in range(3):
+            after.write(shard, before.open(Scores, shard).read())
+        assert after.finish(Scores, 3)
+    url = f"file://{tmp_path}/store"
+    run.push(url)
+    composed = lw.Run(cached({**original, "url": url}, tmp_path / "runs"), quiet=True)
+    composed.run(until="train")
+    assert weights(composed) == weights(lw.Run(original["recipe"], quiet=True))
+
+
+def test_a_flipped_byte_is_refused(original: dict[str, Any], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(original["root"] / "store", store)
+    damaged = next(store.glob("reference@*/00001.safetensors"))
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    progress = lw.Run(original["recipe"], quiet=True).progress
+    message = refuse(lambda: published.pull(f"file://{store}", str(tmp_path / "runs"), progress))
+    assert damaged.name in message
+    assert not list((tmp_path / "runs").rglob(f"{damaged.parent.name}/{damaged.name}"))
+
+
+@pytest.mark.parametrize("where", ["files", "links", "targets"])
+def test_a_path_outside_of_the_run_is_refused(original: dict[str, Any], tmp_path: Path, where: str) -> None:
+    from lightning_weave.store import read_checked, write_checked
+
+    store = tmp_path / "store"
+    shutil.copytree(original["root"] / "store", store)
+    index = read_checked(store / remote.INDEX)
+    match where:
+        case "files":
+            index["files"]["../evil"] = next(iter(index["files"].values()))
+        case "links":
+            index["links"]["../evil"] = "."
+        case "targets":
+            index["links"]["evil"] = "../.."
+    write_checked(store / remote.INDEX, index)
+    progress = lw.Run(original["recipe"], quiet=True).progress
+    refuse(lambda: published.pull(f"file://{store}", str(tmp_path / "runs"), progress))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_memory_and_a_second_push(original: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = lw.Run(original["recipe"], quiet=True)
+    written: list[str] = []
+    put = remote.Remote.put
+
+    def note(self: remote.Remote, files: Any, *rest: Any) -> Any:
+        written.extend(files)
+        return put(self, files, *rest)
+
+    monkeypatch.setattr(remote.Remote, "put", note)
+    run.push("memory://shared/tiny")
+    assert len(written) > 10
+    written.clear()
+    run.push("memory://shared/tiny")
+    assert written == [published.CARD]
+    card = remote.Remote("memory://shared/tiny").fs.cat_file("/shared/tiny/README.md").decode()
+    assert "acc" in card
+    assert str(run.student) in card
+
+
+KILLED = """
+import os, signal, sys
+from lightning_weave.store import remote
+from lightning_weave.cli import main
+left = int(sys.argv.pop(1))
+
+def count(_=None):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Digest:  # of the bytes that have arrived, piece by piece
+    def __init__(self):
+        self.real = sha256()
+        self.hexdigest = self.real.hexdigest
+    def update(self, piece):
+        count()
+        self.real.update(piece)
+
+class Local(remote.LocalFileSystem):
+    def put_file(self, source, target, **more):
+        with open(source, "rb") as data:
+            text = data.read()
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        for part in (text[: len(text) // 2], text):  # dies with half of a file written, too
+            with open(target, "wb") as file:
+                file.write(part)
+            count()
+
+import fsspec, hashlib
+sha256 = hashlib.sha256
+if sys.argv[1] == "pull":
+    remote.PIECE = 512
+    remote.hashlib = type("hashlib", (), {"sha256": Digest})
+fsspec.register_implementation("file", Local, clobber=True)
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["push", "pull"])
+def test_a_transfer_killed_at_ten_points_resumes(original: dict[str, Any], tmp_path: Path, verb: str) -> None:
+    """Each start gets a little further than the one before, and dies in the middle of some file or of the index."""
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(tomli_w.dumps(original["recipe"]))
+    store, runs = tmp_path / "store", tmp_path / "runs"
+    if verb == "push":
+        words = ["push", str(recipe), f"file://{store}"]
+    else:
+        shutil.copytree(original["root"] / "store", store)
+        words = ["pull", f"file://{store}", "--runs", str(runs)]
+    for kill in range(10):
+        done = subprocess.run([sys.executable, "-c", KILLED, str(kill), *words], capture_output=True)
+        assert done.returncode == -signal.SIGKILL, (kill, done.stderr.decode())
+    done = subprocess.run([sys.executable, "-m", "lightning_weave.cli", *words], capture_output=True, env=os.environ)
+    assert done.returncode == 0, done.stderr.decode()
+    if verb == "push":
+        published.pull(f"file://{store}", str(runs), lw.Run(original["recipe"], quiet=True).progress)
+    first = lw.Run(original["recipe"], quiet=True).path
+    arrived = [*runs.glob("tiny/*@*/*"), *runs.glob("tiny/score/*@*/*")]
+    assert sum(path.name == "manifest.json" for path in arrived) >= 7
+    for path in arrived:
+        assert path.read_bytes() == (first / path.relative_to(runs / "tiny")).read_bytes()
+
+
+def test_a_killed_push_is_not_composed_with(original: dict[str, Any], tmp_path: Path) -> None:
+    """Until all files of the scores are there, the index does not list them."""
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(tomli_w.dumps(original["recipe"]))
+    words = ["push", str(recipe), f"file://{tmp_path}/store"]
+    files = len(list((original["root"] / "store").rglob("*.*")))
+    done = subprocess.run([sys.executable, "-c", KILLED, str(2 * files - 3), *words], capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    other = {**cached(original, tmp_path / "runs"), "anchors": {"acc": {"cache": f"file://{tmp_path}/store"}}}
+    other["compositions"] = {"both": {"weights": {"acc": 1.0}}}
+    refuse(lambda: lw.Run(other, quiet=True).run())
+
+
+def test_a_revoked_permission_is_one_line(
+    original: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = original["root"] / "store"
+    files = [path for path in store.rglob("*") if path.is_file()]
+    data = {path.relative_to(store).as_posix(): path.read_bytes() for path in files}
+    progress = lw.Run(original["recipe"], quiet=True).progress
+    with serve_hub(monkeypatch, tmp_path / "hub") as hub:
+        hub.push_files("datasets/org/cache", data)
+        published.pull("hf://datasets/org/cache", str(tmp_path / "runs"), progress)
+        assert list((tmp_path / "runs").rglob("manifest.json"))
+        hub.gated.add("datasets/org/cache")
+        message = refuse(lambda: published.pull("hf://datasets/org/cache", str(tmp_path / "others"), progress))
+        assert "hf://datasets/org/cache" in message
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_anchors")
+def test_a_whole_run_moves(original: dict[str, Any], tmp_path: Path) -> None:
+    run = lw.Run(original["recipe"], quiet=True)
+    run.push(f"file://{tmp_path}/store", everything=True)
+    directory = published.pull(f"file://{tmp_path}/store", str(tmp_path / "runs"), run.progress)
+    moved = lw.Run(directory / "recipe.toml", quiet=True)
+    assert {row["state"] for row in moved.status()} == {"complete"}
+    assert weights(moved) == weights(run)
+    assert os.readlink(directory / "train" / "both") == os.readlink(run.path / "train" / "both")
+
+
+def test_a_damaged_shard_is_not_pushed(original: dict[str, Any], tmp_path: Path) -> None:
+    run = lw.Run(original["recipe"], quiet=True)
+    shard = run.stage("reference").shard_path(0)
+    good = shard.read_bytes()
+    shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    try:
+        assert shard.name in refuse(lambda: run.push(f"file://{tmp_path}/store"))
+    finally:
+        shard.write_bytes(good)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.slow
+def test_an_own_anchor_costs_two_scorings(
+    original: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_weave.stages import score
+
+    recipe = cached(original, tmp_path / "runs")
+    recipe["anchors"]["brief"] = original["recipe"]["anchors"]["brief"]
+    scored = []
+    real = score.open_model
+
+    def count(run: Any, side: Any, engines: Any) -> Any:
+        scored.append(side.checkpoint.name)
+        return real(run, side, engines)
+
+    monkeypatch.setattr(score, "open_model", count)
+    run = lw.Run(recipe, quiet=True)
+    run.run(until="train")
+    assert {Path(name).name for name in scored} == {"brief-post", "brief-pre"}
+    assert weights(run) == weights(lw.Run(original["recipe"], quiet=True))
+
+
+def stop_after(last: str, get: Any) -> Any:
+    """Fetching that is interrupted after a file."""
+
+    def fetch(self: remote.Remote, name: str, *rest: Any) -> None:
+        get(self, name, *rest)
+        if name == last:
+            raise KeyboardInterrupt
+
+    return fetch
+
+
+def test_a_run_that_has_only_begun_moves(original: dict[str, Any], tmp_path: Path) -> None:
+    """Shards of an unfinished stage go along, and a file that only this machine has changed stays as it is there."""
+    first = tmp_path / "first"
+    shutil.copytree(lw.Run(original["recipe"], quiet=True).path, first / "tiny", symlinks=True)
+    recipe = {**original["recipe"], "runs": str(first)}
+    run = lw.Run(recipe, quiet=True)
+    for verb in ("train", "eval", "score"):
+        shutil.rmtree(run.path / verb)
+    reference = run.stage("reference")
+    reference.manifest_path.unlink()
+    reference.shard_path(1).unlink()
+    (run.path / "notes.txt").write_text("one")
+    url = f"file://{tmp_path}/store"
+    refuse(lambda: lw.Run(recipe, quiet=True).push(url))
+    lw.Run(recipe, quiet=True).push(url, everything=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote.Remote, "get", stop_after("notes.txt", remote.Remote.get))
+        with pytest.raises(KeyboardInterrupt):
+            published.pull(url, str(tmp_path / "second"), run.progress)
+    assert (tmp_path / "second" / "tiny" / "notes.txt").read_text() == "one"
+    (run.path / "notes.txt").write_text("more")
+    lw.Run(recipe, quiet=True).push(url, everything=True)
+    directory = published.pull(url, str(tmp_path / "second"), run.progress)
+    assert (directory / "notes.txt").read_text() == "more"
+    moved = lw.Run(directory / "recipe.toml", quiet=True)
+    assert moved.stage("reference").shard_path(0).read_bytes() == reference.shard_path(0).read_bytes()
+    assert not moved.stage("reference").complete
+    moved.reference()
+    assert moved.stage("reference").complete
+    (run.path / "notes.txt").write_text("two")
+    lw.Run(recipe, quiet=True).push(url, everything=True)
+    published.pull(url, str(tmp_path / "second"), run.progress)
+    assert (directory / "notes.txt").read_text() == "two"
+    (directory / "notes.txt").write_text("mine")
+    (run.path / "notes.txt").write_text("three")
+    lw.Run(recipe, quiet=True).push(url, everything=True)
+    published.pull(url, str(tmp_path / "second"), run.progress)
+    assert (directory / "notes.txt").read_text() == "mine"
+    assert moved.stage("reference").complete
+    moved.push(url, everything=True)  # and back to where it began
+    published.pull(url, str(first), run.progress)
+    assert (run.path / "notes.txt").read_text() == "mine"
+    assert lw.Run(recipe, quiet=True).stage("reference").complete
+
+
+@pytest.mark.parametrize("url", ["s3://me:hunter2@bucket/tiny", "simplecache::s3://me:hunter2@bucket/tiny"])
+def test_a_password_is_neither_used_nor_logged(original: dict[str, Any], tmp_path: Path, url: str) -> None:
+    recipe = {**original["recipe"], "runs": str(tmp_path / "runs")}
+    message = refuse(lambda: lw.Run(recipe, quiet=True).push(url))
+    assert "hunter2" not in message
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("damage", ["text", "checksum", "keys", "entry"])
+def test_a_damaged_index_is_one_line(original: dict[str, Any], tmp_path: Path, damage: str) -> None:
+    from lightning_weave.store import write_checked
+
+    store = tmp_path / "store"
+    store.mkdir()
+    text = (original["root"] / "store" / remote.INDEX).read_text()
+    index = json.loads(text)
+    index.pop("checksum")
+    match damage:
+        case "text":
+            (store / remote.INDEX).write_text(text[:-9])
+        case "checksum":
+            (store / remote.INDEX).write_text(text.replace("tiny", "tony"))
+        case "keys":
+            write_checked(store / remote.INDEX, {"files": {}})
+        case "entry":
+            write_checked(store / remote.INDEX, {**index, "files": {"a": 3}})
+    progress = lw.Run(original["recipe"], quiet=True).progress
+    assert remote.INDEX in refuse(lambda: published.pull(f"file://{store}", str(tmp_path / "runs"), progress))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the hub's client, which calls httpx in an old way
+def test_the_hub_gets_a_private_data_set_and_two_pushes_at_once(
+    original: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real client uploads to a hub on this machine; a commit that came in between is not lost."""
+    url, name = "hf://datasets/org/cache", "datasets/org/cache"
+    run = lw.Run(original["recipe"], quiet=True)
+    with serve_hub(monkeypatch, tmp_path / "hub") as hub:
+        hub.refused = 3  # the permission ends in the middle
+        assert url in refuse(lambda: run.push(url))
+        hub.refused = None
+        assert hub.private == {name: True}
+        uploaded = set(hub.large)
+        run.push(url)
+        assert uploaded <= set(hub.large)
+        (tmp_path / "other.txt").write_text("other")
+        other = remote.Remote(url)
+        index = other.index()
+        assert index is not None
+        added: Any = {**index, "files": {"other.txt": sha256_file(tmp_path / "other.txt")}}
+        hub.before_commit = lambda: other.put({"other.txt": tmp_path / "other.txt"}, added, "Add")
+        asked = len(hub.sent(".safetensors")) + len(hub.large)
+        run.push(url)
+        assert len(hub.sent(".safetensors")) + len(hub.large) == asked, "nothing is transferred again"
+        directory = published.pull(url, str(tmp_path / "runs"), run.progress)
+        assert (directory / "other.txt").read_text() == "other"
+        for stage in (*run.stages("score"), run.stage("reference")):
+            for path in stage.folder.iterdir():
+                assert path.read_bytes() == (directory / path.relative_to(run.path)).read_bytes()
+        refuse(lambda: run.push("hf://org/model"))
+        run.push("hf://datasets/org/open/part", public=True)
+        assert hub.private["datasets/org/open"] is False
+        assert all(file.startswith("part/") for file in list(hub.commits["datasets/org/open"].values())[-1])
+
+
+def test_the_card_names_every_model_with_its_licence(original: dict[str, Any], tmp_path: Path) -> None:
+    readme = original["root"] / "acc-post" / "README.md"
+    readme.write_text("---\nlicense: apache-2.0\n---\n")
+    url = f"file://{tmp_path}/store"
+    try:
+        lw.Run(original["recipe"], quiet=True).push(url)
+    finally:
+        readme.unlink()
+    recipe = copy.deepcopy(original["recipe"])
+    recipe["anchors"] = {"brief": recipe["anchors"]["brief"]}
+    recipe["compositions"] = {"both": {"weights": {"brief": 1.0}}}
+    lw.Run(recipe, quiet=True).push(url)  # knows nothing of the other anchor, and keeps what is said of it
+    rows = [line for line in (tmp_path / "store" / "README.md").read_text().splitlines() if "acc-post`" in line]
+    assert len(rows) == 1
+    assert "apache-2.0" in rows[0]
+    text = (tmp_path / "store" / "README.md").read_text()
+    for name in ("student", "acc-pre", "brief-post", "brief-pre", "prompts.jsonl", "rollout", "MB"):
+        assert name in text
