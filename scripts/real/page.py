@@ -47,12 +47,12 @@ BRIEF_SHARE = {"right": 0.0, "weave-25": 0.25, "weave-50": 0.5, "weave-75": 0.75
 QUESTIONS = (
     ("brief", "base", "tokens", -1, "*brief* is shorter than the base"),
     ("right", "base", "accuracy", 1, "*right* is more accurate than the base"),
-    ("weave-50", "base", "aes", 1, "the weave has a better accuracy–efficiency score than the base"),
-    ("weave-50", "right", "tokens", -1, "the weave is shorter than *right*"),
-    ("weave-50", "brief", "accuracy", 1, "the weave is more accurate than *brief*"),
-    ("weave-50", "mixture-50", "aes", 1, "the weave has a better score than the mixture"),
-    ("weave-50", "naive-50", "aes", 1, "the weave has a better score than the naive baseline"),
-    ("weave-50", "system-prompt", "accuracy", 1, "the weave is more accurate than the system prompt alone"),
+    ("weave-50", "base", "aes", 1, "`weave-50` has a higher AES than the base"),
+    ("weave-50", "right", "tokens", -1, "`weave-50` is shorter than *right*"),
+    ("weave-50", "brief", "accuracy", 1, "`weave-50` is more accurate than *brief*"),
+    ("weave-50", "mixture-50", "aes", 1, "`weave-50` has a higher AES than `mixture-50`"),
+    ("weave-50", "naive-50", "aes", 1, "`weave-50` has a higher AES than `naive-50`"),
+    ("weave-50", "system-prompt", "accuracy", 1, "`weave-50` is more accurate than the system prompt alone"),
 )
 
 
@@ -65,10 +65,10 @@ class Policy:
     cut_off: float = 0.0  # share of answers at the token limit
 
 
-def read_policies(runs: Sequence[Path], benchmark: str) -> dict[str, Policy]:
+def read_policies(runs: Sequence[Path], benchmark: str, names: Sequence[str] = tuple(KINDS)) -> dict[str, Policy]:
     """Every policy that is evaluated, its problems averaged over the runs that have it."""
     found = {}
-    for name in KINDS:
+    for name in names:
         files = [run / "eval" / name / benchmark / "summary.json" for run in runs]
         seeds = [read_summary(file) for file in files[: 1 if name in UNTRAINED else None] if file.exists()]
         if seeds:
@@ -195,13 +195,13 @@ def forgetting(run: Path) -> Iterator[str]:
 def cases(run: Path, data: Path) -> Iterator[str]:
     """The first problem in the order of the file for each rule; only the first seed."""
     rules = {
-        "Base wrong, weave right and shorter": (
+        "Base wrong, weave-50 right and shorter": (
             "base",
             "weave-50",
             lambda a, b: not a["correct"] and b["correct"] and b["tokens"] < a["tokens"],
         ),
-        "Brief wrong, weave right": ("brief", "weave-50", lambda a, b: not a["correct"] and b["correct"]),
-        "Base right, weave wrong": ("base", "weave-50", lambda a, b: a["correct"] and not b["correct"]),
+        "Brief wrong, weave-50 right": ("brief", "weave-50", lambda a, b: not a["correct"] and b["correct"]),
+        "Base right, weave-50 wrong": ("base", "weave-50", lambda a, b: a["correct"] and not b["correct"]),
     }
     problems = [json.loads(line) for line in (data / "same.jsonl").read_text("utf-8").splitlines()]
     for title, (one, two, rule) in rules.items():
@@ -284,11 +284,12 @@ def family(run: Path, data: Path) -> Iterator[str]:
     yield f"Both sides were scored in {minutes:.1f} minutes."
 
 
-def put(path: Path, text: str) -> None:
+def put(path: Path, text: str, name: str = "real") -> None:
     """Replace the text between the markers."""
-    before, _, rest = path.read_text(encoding="utf-8").partition("<!-- real -->")
-    after = rest.partition("<!-- /real -->")[2]
-    path.write_text(f"{before}<!-- real -->\n{text.strip()}\n<!-- /real -->{after}", encoding="utf-8")
+    before, begin, rest = path.read_text(encoding="utf-8").partition(f"<!-- {name} -->")
+    _, end, after = rest.partition(f"<!-- /{name} -->")
+    assert end, f"{path} has no markers {name}"
+    path.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}", encoding="utf-8")
 
 
 def page(runs: Sequence[Path], data: Path) -> str:

@@ -81,10 +81,13 @@ REFRESH_CLAIMS = tuple(  # not the paper's: at its dose, at four times the dose 
     for claim, statement in {
         "at the paper's dose, two parts are close to offline": "aes refresh-2 ~ offline",
         "at the paper's dose, four parts are close to offline": "aes refresh-4 ~ offline",
+        "at the paper's dose, auto is close to offline": "aes auto ~ offline",
         "at the paper's dose, online is close to offline": "aes online-exact ~ offline",
         "at four times the dose, two parts beat offline": "aes strong-refresh-2 > strong",
         "at four times the dose, four parts beat offline": "aes strong-refresh-4 > strong",
+        "at four times the dose, auto beats offline": "aes strong-auto > strong",
         "at four times the dose, online beats offline": "aes strong-online-exact > strong",
+        "at four times the dose, auto is close to four parts": "aes strong-auto ~ strong-refresh-4",
         "at four times the dose, four parts are close to online": "aes strong-refresh-4 ~ strong-online-exact",
         "at four times the dose, offline drifts with five times the updates": "aes strong-long < strong",
         "with five times the updates as well, two parts beat offline": "aes strong-long-refresh-2 > strong-long",
@@ -348,6 +351,7 @@ def work_table(run: Run) -> str:
         if composition.method == "online":
             sampled = sum(len(schedule.rows(update)) for update in range(len(schedule)))
         else:
-            sampled = sum(len(part.groups) for part in parts_of(run, name)) * schedule.responses
+            parts = [part for part in parts_of(run, name) if part.number == 1 or part.samples]
+            sampled = sum(len(part.groups) for part in parts) * schedule.responses
         lines.append(f"| {name} | {len(schedule):,} | {sampled:,} |")
     return "\n".join(lines)

@@ -131,7 +131,7 @@ def choice_table(runs: Mapping[str, Sequence[Pair]]) -> str:
     ]
     gains = []
     for name, pairs in runs.items():
-        trusted = [pair for pair in pairs if pair.forecast["trusted"]]
+        trusted = [pair for pair in pairs if pair.forecast["trusted"] and pair.forecast["reachable"]]
         swept = [pair for pair in pairs if pair.forecast["alpha"] == SWEEP_ALPHA]
         if not trusted or not swept:
             continue
