@@ -84,7 +84,7 @@ claims: install  ## every baseline on three worlds with three seeds each (six ho
 	$(PY) scripts/claims full --seeds 3 --world 101 --world 202 --set machine.threads=1 --docs
 	$(PY) scripts/claims refresh --seeds 3 --world 101 --world 202 --set machine.threads=1 --docs
 
-forecasts: install  ## forecasts: simulated, and against trained students (three hours of one core), into docs/forecast.md
+forecasts: install  ## forecasts: simulated, and against trained students (three hours of one core), into docs/appendix/forecast.md
 	$(PY) scripts/forecast-docs simulated --repetitions 160 --docs
 	$(PY) scripts/forecast-docs trained --seeds 3 --world 101 --world 202 --set machine.threads=1 --docs
 
