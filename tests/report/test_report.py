@@ -79,6 +79,7 @@ def test_everything_is_written(page: Path) -> None:
         "positions",
         "training-reverse_kl",
         "training-loss",
+        "training-drift",
         "cost",
         "amortised",
     ]
@@ -342,7 +343,7 @@ def test_the_page_in_a_browser(page: Path) -> None:
         for width in (1440, 390):
             with open_page(browser, page, width) as opened:
                 shown = opened.page
-                assert shown.locator("figure svg").count() == 9
+                assert shown.locator("figure svg").count() == 10
                 for drawing in shown.locator("figure svg").all():
                     box = drawing.bounding_box()
                     assert box["width"] >= 250
