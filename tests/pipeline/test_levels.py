@@ -22,13 +22,16 @@ from lightning_weave.prompts import render, render_at_level, template_with_level
 from lightning_weave.report.results import show_results, summaries
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_cache, open_levels
+from lightning_weave.stages.costs import cost_of
 from lightning_weave.stages.forecast import forecast
 from lightning_weave.stages.preview import preview
 from lightning_weave.stages.prompts import load_prompts
 from lightning_weave.stages.run import make_everything, make_students
+from lightning_weave.store.ledger import read_ledger
 from lightning_weave.train.data import compose, find_dose, open_targets
 from lightning_weave.train.schedule import Schedule, make_schedule
 from lightning_weave.types import PromptForm
+from lightning_weave.views.clean import forget, unneeded_folders
 from pipeline.dial_world import LONGEST, make_dial_world
 from pipeline.scored import copied, make_scored, trained
 from pipeline.small_runs import student_tokenizer
@@ -293,6 +296,23 @@ def test_a_student_answers_at_the_length_of_its_level(dial: Run) -> None:
     for step in ("high to medium", "medium to low"):
         (line,) = (line for line in out.getvalue().splitlines() if line.startswith(f"effort: {step}"))
         assert line.endswith("accuracy within noise, tokens in order")  # this student never gives an answer
+
+
+@pytest.mark.slow
+def test_clean_keeps_the_evaluations_of_levels_and_forgets_them_with_their_student(dial: Run) -> None:
+    """`effort@low` looks like a stage folder, whose name ends in a fingerprint."""
+    evaluated = [dial.stage("eval", policy, dial.recipe.eval.benchmarks[0]).folder for policy in dial.policies]
+    assert unneeded_folders([dial]) == []
+    ledger = read_ledger(dial.directory)
+    for policy, folder in zip(dial.policies, evaluated, strict=True):
+        spent = [row["device_seconds"] for row in ledger if row["name"].startswith(f"{policy}/")]
+        cost = cost_of(folder, dial.directory, ledger)
+        assert cost is not None and spent
+        assert cost.seconds == sum(spent)
+    with pytest.raises(InputError) as refused:
+        forget(dial, "effort", Console(quiet=True), yes=False)
+    listed = {line.split()[0] for line in str(refused.value).splitlines() if line.startswith("  ")}
+    assert listed >= {f"eval/effort{level}" for level in ("", "@high", "@medium", "@low")}
 
 
 @pytest.mark.vllm

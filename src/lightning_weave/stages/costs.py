@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_weave.progress import duration
 from lightning_weave.run import ROLES, Run
-from lightning_weave.store import read_description
+from lightning_weave.store import FOLDER, read_description
 from lightning_weave.store.ledger import read_ledger
 
 SHARED = {"rollout": "Student rollout collection", "reference": "Student-reference scoring", "score": "Anchor scoring"}
@@ -77,7 +77,7 @@ def read_spent(run_dir: Path) -> Spent:
 def cost_of(folder: Path, run_dir: Path, rows: list[dict[str, Any]]) -> Cost | None:
     """What it took to make the stage in this folder, however far it came; None where nothing was measured."""
     fingerprint = read_description(folder).get("fingerprint")
-    stage, _, name = folder.relative_to(run_dir).as_posix().partition("@")[0].partition("/")
+    stage, _, name = FOLDER.split(folder.relative_to(run_dir).as_posix())[0].partition("/")
 
     def is_own(row: dict[str, Any]) -> bool:
         is_same = row["name"] == name and row.get("fingerprint", fingerprint) == fingerprint

@@ -20,6 +20,7 @@ from lightning_weave.store.files import (
 )
 from lightning_weave.store.stage import (
     BEGUN,
+    FOLDER,
     MANIFEST,
     RowIndex,
     Shard,

@@ -49,6 +49,7 @@ MANIFEST = "manifest.json"
 BEGUN = "stage.json"  # describes an unfinished stage; the manifest replaces it
 ENGINES = "engines.jsonl"  # the engines of an unfinished stage; the manifest lists them in the end
 DIGITS = 8  # of the fingerprint in a folder's name
+FOLDER = re.compile(rf"@[0-9a-f]{{{DIGITS}}}(?=/|$)")  # ends the name of a stage folder; effort@low is a policy
 FINGERPRINT = "fingerprint"
 CRC = "row_crc"
 OFFSETS = ".offsets"

@@ -13,7 +13,7 @@ from lightning_weave.progress import duration
 from lightning_weave.ranks import is_single_process
 from lightning_weave.run import Run
 from lightning_weave.stages.costs import cost_of
-from lightning_weave.store import MANIFEST, TEMPORARY, lock_run, remove
+from lightning_weave.store import FOLDER, MANIFEST, TEMPORARY, lock_run, remove
 from lightning_weave.store.ledger import read_ledger
 
 NAMED = ("train", "merge", "eval", "preview")  # stages with a folder per policy
@@ -62,8 +62,9 @@ def unneeded_folders(recipes: Sequence[Run]) -> list[Path]:
     for stage in NAMED:
         links = [path for path in (directory / stage).glob("*") if path.name not in own]
         needed |= {link.resolve() for path in links for link in (path, *path.glob("*")) if link.is_symlink()}
-    folders = [path for path in sorted(directory.rglob("*@*")) if path.is_dir() and not path.is_symlink()]
-    outer = [path for path in folders if not any("@" in parent.name for parent in path.relative_to(directory).parents)]
+    named = [path for path in sorted(directory.rglob("*@*")) if FOLDER.search(path.name)]
+    folders = [path for path in named if path.is_dir() and not path.is_symlink()]
+    outer = [path for path in folders if not FOLDER.search(path.parent.relative_to(directory).as_posix())]
     return [path for path in outer if path.resolve() not in needed and not path.name.startswith(TEMPORARY)]
 
 
@@ -77,7 +78,7 @@ def leftovers(directory: Path) -> list[Path]:
 def forget(run: Run, policy: str, console: Console, yes: bool) -> None:
     """Remove what was computed for one policy, by any recipe, after asking. The recipe may still name it."""
     directory = run.directory
-    each = (policy, f"{policy}~*") if policy else ()  # with its replicates
+    each = (policy, f"{policy}~*", f"{policy}@*") if policy else ()  # with its replicates and effort levels
     folders = [path for kind in ("train", "merge") for name in each for path in (directory / kind).glob(f"{name}@*")]
     folders += [path for stage in ("eval", "preview") for name in each for path in (directory / stage).glob(name)]
     folders = [path for path in folders if path.is_dir()]
