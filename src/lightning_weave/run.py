@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
@@ -659,12 +659,7 @@ class Run:
     @property
     def policies(self) -> list[str]:
         """Everything that can be evaluated: the student, every composition, every other checkpoint."""
-        return ["base", *self._students(), *self.recipe.policies]
-
-    def _students(self) -> Iterator[str]:
-        for name, composition in self.recipe.compositions.items():
-            yield name
-            yield from (f"{name}@{level}" for level in getattr(composition, "levels", ()))
+        return self.recipe.policy_names
 
     def composition_of(self, policy: str) -> str | None:
         """The composition that a policy was trained as, at whatever effort level; None for other checkpoints."""

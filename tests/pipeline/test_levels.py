@@ -2,9 +2,11 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 import urllib.request
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,17 @@ import tomli_w
 import torch
 from rich.console import Console
 
+from lightning_weave.checks.preflight import preflight
 from lightning_weave.config import Control, check_recipe, dump_recipe, load_recipe, merge_tables
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import render, render_at_level, template_with_levels
 from lightning_weave.report.results import show_results, summaries
 from lightning_weave.run import Run
-from lightning_weave.stages.caches import open_cache, open_levels
+from lightning_weave.stages.caches import open_cache
 from lightning_weave.stages.costs import cost_of
 from lightning_weave.stages.forecast import forecast
 from lightning_weave.stages.preview import preview
-from lightning_weave.stages.prompts import load_prompts
 from lightning_weave.stages.run import make_everything, make_students
 from lightning_weave.store.ledger import read_ledger
 from lightning_weave.train.data import compose, find_dose, open_targets
@@ -79,6 +81,29 @@ def test_a_row_of_a_level_has_its_target_and_its_prompt(recipe: dict[str, Any]) 
         text = [run.student.tokenizer.decode(ids) for ids in (before.prompt_ids[0], after.prompt_ids[0])]
         assert text[1] == (text[0] if one.level is None else f"{one.level}+{text[0]}")
         assert [cache.length(number) for number in numbers] == cache.block(numbers).tokens_R.tolist()
+
+
+@pytest.mark.slow
+def test_decisions_that_a_longer_prompt_pushes_out_of_the_context_are_masked(recipe: dict[str, Any]) -> None:
+    _, cache = _open(recipe, EFFORT)
+    assert cache.levels is not None
+    assert cache.levels.limit == 256  # of the student
+    for slot in (0, 1):
+        block = cache.block([slot * len(cache) + row for row in range(len(cache))])
+        limit = int(np.median(block.tokens_R))
+        lengths = dict(zip(block.number_R.tolist(), map(len, block.rollouts.prompt_ids), strict=True))
+        whole = compose(block, cache.weights, 2.0)
+        limited = copy(cache)
+        limited.levels = replace(cache.levels, limit=limit)
+        batch = compose(limited.block(block.number_R), cache.weights, 2.0)
+        fits = [
+            (row, place)
+            for row, place in zip(whole.rows_N.tolist(), whole.places_N.tolist(), strict=True)
+            if lengths[row] + place <= limit
+        ]
+        assert list(zip(batch.rows_N.tolist(), batch.places_N.tolist(), strict=True)) == fits
+        assert len(fits) < len(whole)
+        assert max(batch.lengths) == limit
 
 
 @pytest.mark.slow
@@ -166,6 +191,8 @@ def test_what_has_one_target_refuses_levels(recipe: dict[str, Any], tmp_path: Pa
 def test_numbers_between_the_ends_are_levels() -> None:
     slots = {slot.level: slot for slot in _check(EFFORT).slots}
     assert list(slots) == [None, "1", "5", "2", "3", "4"]
+    backwards = _check({**EFFORT, "levels": dict(reversed(LEVELS.items())), "default": 1.0})
+    assert (backwards.slots, backwards.weights) == (list(slots.values()), LEVELS["1"])
     assert slots["2"].weights == pytest.approx({"acc": 0.8125, "brief": 0.1875})
     assert slots["2"].alpha == pytest.approx(1.625)
     tenths = {"0": LEVELS["1"], "1": LEVELS["5"]}
@@ -276,12 +303,17 @@ def test_a_number_is_a_level_of_the_exported_template() -> None:
 
 
 @pytest.fixture(scope="module")
-def dial(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A chat student with three levels of length, trained and evaluated."""
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("dial")
     recipe = make_dial_world(root)
     (root / "held-out.jsonl").write_text("".join(f'{{"prompt": "{n}?", "answer": "7"}}\n' for n in range(200, 216)))
-    run = run_of({**recipe, "eval": {**recipe["eval"], "benchmarks": [f"file:{root / 'held-out.jsonl'}"]}})
+    return {**recipe, "eval": {**recipe["eval"], "benchmarks": [f"file:{root / 'held-out.jsonl'}"]}}
+
+
+@pytest.fixture(scope="module")
+def dial(world: dict[str, Any]) -> Run:
+    """A chat student with three levels of length, trained and evaluated."""
+    run = run_of(world)
     make_everything(run, Progress(quiet=True))
     return run
 
@@ -307,7 +339,8 @@ def test_clean_keeps_the_evaluations_of_levels_and_forgets_them_with_their_stude
     for policy, folder in zip(dial.policies, evaluated, strict=True):
         spent = [row["device_seconds"] for row in ledger if row["name"].startswith(f"{policy}/")]
         cost = cost_of(folder, dial.directory, ledger)
-        assert cost is not None and spent
+        assert cost is not None
+        assert spent
         assert cost.seconds == sum(spent)
     with pytest.raises(InputError) as refused:
         forget(dial, "effort", Console(quiet=True), yes=False)
@@ -347,13 +380,43 @@ def test_vllm_serves_the_levels(dial: Run, vllm_python: str, tmp_path: Path) -> 
         assert lengths["low"] * 2 < lengths[level] < lengths["high"] / 2
 
 
+OWN_DEFAULT = "{%- if reasoning_effort is not defined %}{%- set reasoning_effort = 'low' %}{%- endif %}"
+OWN_DEFAULT += "{{ reasoning_effort + '\n' }}" + CHATML
+NO_SYSTEM = "{{ raise_exception('no system turns') if messages[0].role == 'system' }}"
+VARIABLE = {"control": {"variable": "reasoning_effort"}}
+LOW = {**VARIABLE, "default": "low"}
+SAME = {"low": {"soon": 1.0}, "high": {"soon": 1.0, "alpha": 3.0}}
+CODE = {"id": "c", "question_content": "Double it", "platform": "atcoder", "contest_date": "2025-01-20T00:00:00"}
+CODE |= {"question_title": "c", "question_id": "c", "contest_id": "c", "starter_code": "", "metadata": "{}"}
+CODE |= dict.fromkeys(("public_test_cases", "private_test_cases"), '[{"input":"1","output":"2","testtype":"stdin"}]')
+
+
 @pytest.mark.slow
-def test_a_template_that_drops_the_system_turn_is_refused(recipe: dict[str, Any]) -> None:
-    run = run_of({**recipe, "compositions": {"one": NAMED}})
-    tokenizer = run.student.tokenizer
-    tokenizer.chat_template = DROPS
-    composition = run.recipe.compositions["one"].model_copy(update={"control": SYSTEM})
-    run.recipe = run.recipe.model_copy(update={"compositions": {"one": composition}})
-    prompts = [replace(one, form=PromptForm("chat")) for one in load_prompts(run, ())]
-    with pytest.raises(InputError, match="control"):
-        open_levels(run, "one", prompts)
+@pytest.mark.parametrize(
+    ("template", "effort", "change"),
+    [
+        (DROPS, {}, {}),
+        (NO_SYSTEM + CHATML, {}, {}),
+        (CHATML, VARIABLE, {}),  # the template has no such variable
+        (OWN_DEFAULT, VARIABLE, {}),  # its own default is another level
+        (OWN_DEFAULT, {**VARIABLE, "default": "high", "levels": SAME}, {}),  # and another alpha
+        (OWN_DEFAULT, LOW, {"prompts": {"format": "livecodebench"}}),
+        (OWN_DEFAULT, LOW, {"eval": {"benchmarks": ["file:HERE/code.jsonl"]}}),
+        (CHATML, {}, {"rollout": {"from": "HERE/log.jsonl", "responses": 1}}),  # its second prompt is token ids alone
+    ],
+)
+def test_what_the_student_would_not_read_is_refused_before_anything_is_spent(
+    world: dict[str, Any], tmp_path: Path, template: str, effort: dict[str, Any], change: dict[str, Any]
+) -> None:
+    shutil.copytree(world["student"]["model"], tmp_path / "student")
+    (tmp_path / "student" / "chat_template.jinja").write_text(template)
+    turns = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]
+    rows = [{"messages": turns}, {"prompt_ids": [1, 2], "response_ids": [3, 4]}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "code.jsonl").write_text(json.dumps(CODE))
+    changed = {"runs": str(tmp_path / "runs"), "student": {"model": str(tmp_path / "student")}}
+    recipe = merge_tables({**world, **changed}, {"compositions": {"effort": effort}, **change})
+    run = run_of(json.loads(json.dumps(recipe).replace("HERE", str(tmp_path))))
+    errors = [one for one in preflight(run) if one.verdict == "error"]
+    assert any("compositions.effort.control" in f"{one.about} {one.check}" for one in errors), errors
+    assert not (tmp_path / "runs").exists()

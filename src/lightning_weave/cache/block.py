@@ -255,6 +255,7 @@ class Levels:
 
     read: Callable[[int, int], Sequence[int]]  # slot and prompt -> what the student reads
     weight_SK: NDArray[np.float32]
+    limit: int | None = None  # of the student's context
 
 
 class Cache:
@@ -319,7 +320,10 @@ class Cache:
         return self.rules.apply(block, self.weights)
 
     def _at_levels(self, numbers: Sequence[int], levels: Levels) -> Block:
-        """Give rows the prompts and weights of their levels; the rest is that of the plain prompt."""
+        """Give rows the prompts and weights of their levels; the rest is that of the plain prompt.
+
+        A longer prompt may leave the last decisions no room in the context: they are masked.
+        """
         slot_R, row_R = np.divmod(np.asarray(numbers), len(self))
         block = self._plain(row_R.tolist()).with_row_weights(levels.weight_SK[slot_R])
         rollouts = block.rollouts
@@ -329,8 +333,10 @@ class Cache:
                 slot_R.tolist(), rollouts.prompt_R.tolist(), rollouts.prompt_ids, strict=True
             )
         ]
+        places = [len(prompt) + np.arange(count) for prompt, count in zip(prompts, block.decisions_R, strict=True)]
+        valid_KP = block.valid_KP & (np.concatenate(places) <= (levels.limit or np.inf))
         rollouts = replace(rollouts, prompt_ids=Ragged.of(prompts))
-        return replace(block, number_R=np.asarray(numbers, np.int64), rollouts=rollouts)
+        return replace(block, number_R=np.asarray(numbers, np.int64), rollouts=rollouts, valid_KP=valid_KP)
 
     def _plain(self, rows: Sequence[int]) -> Block:
         for row in (min(rows), max(rows)):

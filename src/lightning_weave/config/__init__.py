@@ -11,6 +11,7 @@ from lightning_weave.config.composition import (
     Control,
     Distilled,
     Joint,
+    LevelSlot,
     Mixture,
     Online,
     PromptContext,

@@ -423,12 +423,9 @@ class Joint(_Budgeted):
                 cls._are_shares({anchor: weight for anchor, weight in level.items() if anchor not in LEVEL_KEYS}, info)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+        if all(as_number(name) is not None for name in levels):
+            return dict(sorted(levels.items(), key=lambda item: float(item[0])))
         return levels
-
-    @field_validator("default", mode="before")
-    @classmethod
-    def _may_be_a_number(cls, default: Any) -> Any:
-        return f"{default:g}" if isinstance(default, int | float) and not isinstance(default, bool) else default
 
     @model_validator(mode="after")
     def _has_whole_levels(self) -> Self:
@@ -549,7 +546,9 @@ def _split_weights(table: Any) -> Any:
             raise ValueError("weights and levels exclude each other: a level has its own weights")
         if table["method"] != "joint":
             raise ValueError(f'levels are for method = "joint"; method = {table["method"]!r} has one target')
-        level = levels.get(str(table.get("default")), next(iter(levels.values())))
+        if isinstance(default := table.get("default"), int | float) and not isinstance(default, bool):
+            table["default"] = default = f"{default:g}"
+        level = levels.get(str(default), next(iter(levels.values())))
         weights = level if isinstance(level, Mapping) else {}
         return {**table, "weights": {key: weight for key, weight in weights.items() if key not in LEVEL_KEYS}}
     weights = table.get("weights")

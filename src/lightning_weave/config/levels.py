@@ -1,5 +1,6 @@
 """Effort levels of a composition: where the student reads its level, and what it is trained towards at each."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, Self
@@ -61,14 +62,15 @@ class LevelSlot(NamedTuple):
 def as_number(level: str | None) -> float | None:
     """Read the name of a level as a number, if it is one."""
     try:
-        return None if level is None else float(level)
+        number = math.nan if level is None else float(level)
     except ValueError:
         return None
+    return number if math.isfinite(number) else None
 
 
 def levels_between(named: Sequence[LevelSlot]) -> dict[str, LevelSlot]:
     """Interpolate between numbers: at whole ones if the ends are whole and 2 to 100 apart, else at tenths."""
-    ends = sorted(((as_number(slot.level) or 0.0, slot) for slot in named), key=lambda end: end[0])
+    ends = [(float(slot.level or 0), slot) for slot in named]  # sorted, as the recipe reads levels
     low, high = ends[0][0], ends[-1][0]
     whole = low.is_integer() and high.is_integer() and 2 <= high - low <= 100
     steps = int(high - low) if whole else 10

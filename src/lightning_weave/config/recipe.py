@@ -276,6 +276,16 @@ class Recipe(Strict):
         own = {key: value for key, value in own.items() if value != {}}
         return EvalOfPolicy.model_construct(**{**dict(self.eval), **own}) if own else self.eval
 
+    @property
+    def policy_names(self) -> list[str]:
+        """Everything that can be evaluated: the student, every composition with its levels, every other policy."""
+        students = [
+            policy
+            for name, one in self.compositions.items()
+            for policy in (name, *(f"{name}@{level}" for level in getattr(one, "levels", ())))
+        ]
+        return ["base", *students, *self.policies]
+
     def has_weights(self, policy: str) -> bool:
         """Whether a policy is a checkpoint that another program can load; not one that is asked in another way."""
         section = self.policies.get(policy)

@@ -384,7 +384,7 @@ def run(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | None, as
             f"{plan.all_compositions / plan.compositions:.1f} each; online: {plan.compositions * plan.online:.1f}"
         )
     names = ", ".join(printable(benchmark_folder(name)) for name in plan.benchmarks)
-    policies = 1 + len(recipe.compositions) + len(recipe.policies)
+    policies = len(recipe.policy_names)
     everything = sum(stage.gpu_hours for stage in plan.stages) + policies * plan.evaluation
     lines += [
         f"Online: {plan.online:.1f} GPU hours per composition, {plan.online / total:.2f} x",

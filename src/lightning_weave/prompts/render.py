@@ -124,6 +124,8 @@ def render_at_level(
 ) -> str:
     """Render messages with an effort level: after the system turn, before the user's, or by a variable."""
     if control.variable is not None:
+        if form.style != "chat":
+            raise InputError("control.variable is for chat templates, which these prompts are not written with")
         return render(messages, tokenizer, form, day, variables={control.variable: level})
     text = control.text(level)
     if control.prefix is not None:

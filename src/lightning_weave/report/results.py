@@ -587,8 +587,6 @@ def level_steps(run: Run, evaluated: PolicySummaries) -> DataFrame:
     rows = {}
     for name, composition in run.recipe.compositions.items():
         levels = [level for level in getattr(composition, "levels", ()) if f"{name}@{level}" in evaluated]
-        if isinstance(composition, Joint) and composition.is_numeric:
-            levels.sort(key=float)
         found = [evaluated[f"{name}@{level}"] for level in levels]
         tokens = [combine(one).tokens for one in found]
         for (before, level), (old, new) in zip(pairwise(levels), pairwise(found), strict=True):

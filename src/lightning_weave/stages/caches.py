@@ -18,7 +18,7 @@ from lightning_weave.cache.shifts import (
     assign_groups,
 )
 from lightning_weave.cache.where import WhereRule
-from lightning_weave.config import ALPHA, Distilled, Joint, SelfDistilled
+from lightning_weave.config import ALPHA, Distilled, Joint, LevelSlot, SelfDistilled
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import encode, render_at_level
@@ -119,22 +119,22 @@ def open_levels(run: Run, name: str, prompts: Sequence[Prompt] | None = None) ->
         text = render_at_level(one.messages, student, one.form, day, control, level)
         return encode([text], student, one.form.style == "chat")[0]
 
-    seen: dict[tuple[int, ...], str | None] = {}
-    for slot, one in enumerate(slots):
-        ids = tuple(read(slot, 0))
-        is_default = seen.get(ids, "") is None and one.weights == slots[0].weights and control.variable is not None
-        if ids in seen and not is_default:
-            other = "without a level" if seen[ids] is None else f"at the level {seen[ids]!r}"
-            drops = (
-                f"chat template drops the variable {control.variable}"
-                if control.variable
-                else "chat template drops the system turn"
-            )
-            raise InputError(
-                f"compositions.{name}.control = {{ {control} }}: at the level {one.level!r} the student reads the same "
-                f"as {other}: its {drops}. Use another control, such as prefix"
-            )
-        seen.setdefault(ids, one.level)
+    kinds = {  # one prompt of each: chat or code, with a system turn or not, without messages
+        (one.form and one.form.style, *(turn["role"] for turn in one.messages[:1])): number
+        for number, one in enumerate(asked)
+    }
+    for number in kinds.values():
+        seen: dict[tuple[int, ...], LevelSlot] = {}
+        for slot, one in enumerate(slots):
+            same = seen.setdefault(tuple(read(slot, number)), one)
+            is_default = same.level is None and one[1:] == same[1:] and control.variable is not None
+            if same is not one and not is_default:
+                other = "without a level" if same.level is None else f"at the level {same.level!r}"
+                raise InputError(
+                    f"compositions.{name}.control = {{ {control} }}: at the level {one.level!r} the student reads the "
+                    f"same as {other}, but learns another target. Its chat template drops the "
+                    f"{control.variable or 'system turn'}, or has another default. Use prefix instead"
+                )
     anchors = sorted(composition.used)
     common = composition.alpha or ALPHA
     trained = run.stage("train", name)
@@ -144,7 +144,7 @@ def open_levels(run: Run, name: str, prompts: Sequence[Prompt] | None = None) ->
         [one.weights.get(each, 0.0) * common / alpha for each in anchors]
         for one, alpha in zip(slots, alphas, strict=True)
     ]
-    return Levels(read, np.array(weights, np.float32))
+    return Levels(read, np.array(weights, np.float32), run.student.context_limit)
 
 
 def routed_weights(run: Run, name: str, asked: Sequence[Prompt]) -> NDArray[np.float32]:

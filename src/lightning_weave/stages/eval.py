@@ -376,13 +376,15 @@ def validate(run: Run) -> Iterator[Finding]:
             yield from attempt(about, "forced answer", final_text, recipe.eval, run.asked_model(policy).tokenizer)
         if run.recipe.merged(policy):
             yield from attempt(f"policies.{policy}", "merge", check_policy, run, policy)
-        if run.composition_of(policy) or run.recipe.merged(policy):  # reads as the student does
+        trained, _, level = policy.partition("@")
+        if not level and (run.composition_of(policy) or run.recipe.merged(policy)):  # reads as the student does
             continue
         is_student = policy == "base"
         about = "student" if is_student else f"policies.{policy}"
-        checkpoint = run.policy(policy)
+        about = f"compositions.{trained}.control" if level else about
+        checkpoint = run.student if level else run.policy(policy)
         faults = list(check_model(about, checkpoint, "eval", recipe.engine.eval, scored=is_student))
-        yield from faults
+        yield from () if level else faults
         for benchmark in benchmarks if not faults else ():
             try:
                 problems = render_problems(benchmark, checkpoint.tokenizer, recipe.asked(policy), recipe.date)
