@@ -17,9 +17,10 @@ import tomli_w
 import torch
 from rich.console import Console
 
-from lightning_weave.checks.preflight import preflight
+from lightning_weave.checks.preflight import preflight, this_machine
 from lightning_weave.config import Control, check_recipe, dump_recipe, load_recipe, merge_tables
 from lightning_weave.errors import InputError
+from lightning_weave.plan import plan
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import render, render_at_level, template_with_levels
 from lightning_weave.report.results import show_results, summaries
@@ -328,6 +329,14 @@ def test_a_student_answers_at_the_length_of_its_level(dial: Run) -> None:
     for step in ("high to medium", "medium to low"):
         (line,) = (line for line in out.getvalue().splitlines() if line.startswith(f"effort: {step}"))
         assert line.endswith("accuracy within noise, tokens in order")  # this student never gives an answer
+
+
+@pytest.mark.slow
+def test_plan_counts_the_evaluation_of_every_level(world: dict[str, Any]) -> None:
+    run, out = run_of(world), io.StringIO()
+    plan.run(run.recipe, this_machine(run.recipe), None, False, Console(file=out))
+    assert run.policies == ["base", "effort", "effort@high", "effort@medium", "effort@low"]
+    assert "5 policies" in out.getvalue()
 
 
 @pytest.mark.slow
