@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_weave.bench.statistics import ProblemMeans, compare, contrast
+from lightning_weave.bench.statistics import Interval, ProblemMeans, compare, contrast
 from lightning_weave.config import merge_tables
 from lightning_weave.report.results import summaries
 from lightning_weave.run import Run
@@ -96,6 +96,7 @@ def read_found(part: str, worlds: Sequence[World], seeds: int) -> Found:
     for world in worlds:
         done: list[Policies] = []
         asked: list[Policies] = []
+        numbers: list[str] = []
         for number in range(seeds):
             run = load_effort(world, number)
             if not run.directory.exists():
@@ -109,13 +110,15 @@ def read_found(part: str, worlds: Sequence[World], seeds: int) -> Found:
             if not set(wanted) <= evaluated.keys():
                 continue
             done.append({policy: evaluated[policy] for policy in wanted})
-            names.append(f"{world.label}, seed {number}")
+            numbers.append(str(number))
             if part == "short":
                 others = {way: _renamed(world, load_effort(world, number, way)).get("effort") for way in LEVELS}
                 if None not in others.values():
                     asked.append({way: means for way, means in others.items() if means})
                 if (path := run.directory / "leakage.json").exists():
                     leakage.append(read_json(path))
+        if numbers:
+            names.append(f"{world.label}, seed{'s' * (len(numbers) > 1)} {', '.join(numbers)}")
         for pooled, several in ((policies, done), (ways, asked)):
             for policy in several[0] if several else ():
                 pooled.setdefault(policy, []).extend(_mean([one[policy] for one in several]))
@@ -141,6 +144,7 @@ def _mean(seeds: Sequence[Sequence[ProblemMeans]]) -> list[ProblemMeans]:
             same[0].problems,
             np.mean([one.accuracy for one in same], axis=0),
             np.mean([one.tokens for one in same], axis=0),
+            np.array([[one.accuracy.mean(), one.tokens.mean()] for one in same]) if len(same) > 1 else None,
         )
         for same in zip(*seeds, strict=True)
     ]
@@ -166,13 +170,21 @@ def tables(found: Mapping[str, Found]) -> str:
             "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: |",
         ]
         base = one.policies["base"]
+        whole: list[ProblemMeans] = []
+        others: list[ProblemMeans] = []
         for level, plain in SEPARATE.items():
             dial = one.policies[f"{DIALS[part]}@{level}"]
             own = one.policies[f"separate-{level}" if part == "short" else plain]
+            whole, others = [*whole, *dial], [*others, *own]
             rows.append(f"| `{level}` | {_row(dial, base)} | {_row(own, base)} | {_difference(dial, own, base)} |")
+        every = [*base] * len(SEPARATE)
+        rows.append(f"| mean | {_row(whole, every)} | {_row(others, every)} | {_difference(whole, others, every)} |")
         rows.append(f"| none (trained as `w`) | {_row(one.policies[DIALS[part]], base)} | | | | | |")
         accuracy, tokens = _figures(base)
         parts.append(f"**{title}.** {'; '.join(one.runs)}. Base: {accuracy:.1f} %, {tokens:.1f}.\n\n" + "\n".join(rows))
+        ends = [contrast(some[-len(base) :], some[: len(base)], base) for some in (whole, others)]
+        texts = [f"{_interval(end.accuracy, '+.1f')} points and {_interval(end.tokens, '+.1f')} tokens" for end in ends]
+        parts.append(f"From `u` to `b`: the dial {texts[0]}, separate students {texts[1]}.")
     short = found["short"]
     if short.other_ways:
         base, effort = short.policies["base"], short.policies["effort"]
@@ -196,25 +208,33 @@ def tables(found: Mapping[str, Found]) -> str:
             f"run{'s' * (count > 1)}:\n\n" + "\n".join(rows)
         )
     if numbers := found["numbers"].policies:
-        cells = []
+        rows = ["| level | accuracy, tokens | AES | minus the level before: accuracy | tokens | AES |"]
+        rows.append("| ---: | --- | ---: | ---: | ---: | ---: |")
+        base, before = numbers["base"], None
         for number in range(7):
-            accuracy, tokens = _figures(numbers[f"number@{number}"])
-            cells.append(f"`{number}` {accuracy:.1f} %, {tokens:.1f}")
+            own = numbers[f"number@{number}"]
+            change = " | | " if before is None else _difference(own, before, base)
+            rows.append(f"| `{number}` | {_row(own, base)} | {change} |")
+            before = own
         runs = "; ".join(found["numbers"].runs)
-        parts.append(f"**Numbers as levels**, 400 updates over all of them. {runs}: {' · '.join(cells)}.")
+        parts.append(f"**Numbers as levels**, 400 updates over all of them. {runs}.\n\n" + "\n".join(rows))
     return "\n\n".join(parts)
 
 
 def _row(means: Sequence[ProblemMeans], base: Sequence[ProblemMeans]) -> str:
     accuracy, tokens = _figures(means)
     aes = compare(means, base).average.aes
-    return f"{accuracy:.1f} %, {tokens:.1f} | {aes.estimate:.2f} [{aes.low:.2f}, {aes.high:.2f}]"
+    return f"{accuracy:.1f} %, {tokens:.1f} | {_interval(aes, '.2f')}"
 
 
 def _difference(one: Sequence[ProblemMeans], two: Sequence[ProblemMeans], base: Sequence[ProblemMeans]) -> str:
     change = contrast(one, two, base)
     cells = [(change.accuracy, "+.1f"), (change.tokens, "+.1f"), (change.aes, "+.2f")]
-    return " | ".join(f"{value.estimate:{form}} [{value.low:{form}}, {value.high:{form}}]" for value, form in cells)
+    return " | ".join(_interval(value, form) for value, form in cells)
+
+
+def _interval(value: Interval, form: str) -> str:
+    return f"{value.estimate:{form}} [{value.low:{form}}, {value.high:{form}}]"
 
 
 def draw(found: Mapping[str, Found], path: Path) -> None:
