@@ -230,14 +230,20 @@ def _check(composition: dict[str, Any]) -> Any:
         {"levels": {"a": {"acc": 1.0}}},
         {"levels": {"a": {"acc": 1.0}, "b": {"acc": 0.4}}},
         {"levels": {"a": {"acc": 1.0}, "b": {"other": 1.0}}},
+        {"levels": {"a": {}, "b": {"acc": 1.0}}},  # the default
+        {"levels": {"a": {"acc": 0.4}, "b": {"acc": 1.0}}},
+        {"levels": {"a": {"acc": "all"}, "b": {"acc": 1.0}}},
+        {"levels": {"a": 1.0, "b": {"acc": 1.0}}},
+        {"levels": 2},
         {"levels": {"a": {"acc": 1.0}, "b": {"acc": 1.0, "alpha": 0.0}}},
         {"levels": {"a": {"acc": 1.0}, "b": {"acc": 1.0, "alpha": 1.0, "kl_budget": 0.1}}},
     ],
 )
 def test_wrong_levels_are_refused(change: dict[str, Any]) -> None:
     composition = {key: value for key, value in {**NAMED, **change}.items() if value is not None}
-    with pytest.raises(InputError, match="compositions"):
+    with pytest.raises(InputError, match="compositions") as refused:
         _check(composition)
+    assert "weights" in change or "one.weights" not in str(refused.value)  # a key that the recipe does not have
 
 
 def test_a_recipe_with_levels_is_written_and_read_again(tmp_path: Path) -> None:

@@ -623,6 +623,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def explain(error: ValidationError, data: Mapping[str, Any], where: str) -> str:
     """Explain the first error and name the others. A misspelt key comes before the one that is missing for it."""
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+    details = [detail for detail in details if not _is_filled_in(detail["loc"], data)] or details
     detail = details[0]
     loc = tuple(part for part in detail["loc"] if part != "[key]")
     path = _written(loc, data)
@@ -684,6 +685,11 @@ def _explain_unknown(loc: Loc, value: str, data: Mapping[str, Any]) -> str:
     if close:
         return f"unknown key {key}. Did you mean {'.'.join(map(str, (*path[:-1], close[0])))}?"
     return f"unknown key {key}." + (f" Known here: {', '.join(keys)}" if keys else "")
+
+
+def _is_filled_in(loc: Loc, data: Mapping[str, Any]) -> bool:
+    """Whether this is the weights of a composition with levels: those of its default level, which is reported."""
+    return loc[:1] == ("compositions",) and loc[3:4] == ("weights",) and "levels" in data["compositions"][loc[1]]
 
 
 def _written(loc: Loc, data: Any) -> Loc:
