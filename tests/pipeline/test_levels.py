@@ -23,7 +23,7 @@ from lightning_weave.errors import InputError
 from lightning_weave.plan import plan
 from lightning_weave.progress import Progress
 from lightning_weave.prompts import render, render_at_level, template_with_levels
-from lightning_weave.report.results import show_results, summaries
+from lightning_weave.report.results import describe, show_results, summaries
 from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_cache
 from lightning_weave.stages.costs import cost_of
@@ -161,6 +161,8 @@ def test_levels_are_trained_and_forecast_with(
     before = by_policy(run)
     make_students(run, Progress(quiet=True))
     alphas = run.stage("train", "dial").require()["levels"]
+    rows = describe({policy: (run, policy) for policy in ("dial", "dial@a", "dial@b")})
+    assert rows["alpha"].to_dict() == {"dial": alphas[""], "dial@a": alphas["a"], "dial@b": alphas["b"]}
     assert alphas["a"] == alphas[""] == 2.0
     weights = {"a": {"acc": 1.0}, "b": {"acc": 0.25, "brief": 0.75}}
     plain = {level: {"weights": weights[level], "alpha": alphas[level]} for level in weights}

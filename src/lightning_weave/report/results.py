@@ -460,9 +460,14 @@ def describe(origins: Mapping[str, tuple[Run, str]]) -> DataFrame:
                 case _:
                     names = {"online": VARIANTS["online"], "mixture": "Data Mixture"}
                     row["variant"] = names.get(composition.method, composition.method)
+            solved = (run.stage("train", name).manifest() or {}).get("levels", {})  # alphas by level
             for place, slot in enumerate(composition.slots):  # joined in the order of the levels
                 if policy == (name if slot.level is None else f"{name}@{slot.level}"):
-                    row |= {"weights": slot.weights, "alpha": slot.alpha, "used": tuple(sorted(slot.weights.items()))}
+                    row |= {
+                        "weights": slot.weights,
+                        "alpha": solved.get(slot.level or "", slot.alpha),
+                        "used": tuple(sorted(slot.weights.items())),
+                    }
                     row |= {"family": f"{LEVELS}{name}", "share": place} if slot.level else {}
             pair = list(run.recipe.anchors)[:2]
             one_table = isinstance(composition, Joint) and not composition.routes and not composition.slots

@@ -85,7 +85,7 @@ def model_card(run: Run, name: str, figures: dict[str, Any], evaluation: str = "
     facts = {
         "method": method,
         "objective": run.objective(name),
-        "alpha": f"{float(alpha):.4g}",
+        "alpha": "by level" if composition.slots else f"{float(alpha):.4g}",
         "learning rate": f"{train.learning_rate:g}{warmup}{decay}",
         **{what: form.format(figures[key]) for what, (key, form) in MEASURED.items() if key in figures},
         "cache": f"`{run.stage('reference').fingerprint}`",
