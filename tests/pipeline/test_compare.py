@@ -9,11 +9,14 @@ import tomli_w
 from typer.testing import CliRunner
 
 from lightning_weave import Run
+from lightning_weave.bench.definitions import load_benchmark
+from lightning_weave.bench.summary import summarise
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe
 from lightning_weave.directory import with_others
 from lightning_weave.errors import InputError
-from lightning_weave.stages.compare import alternatives, frontier_of
+from lightning_weave.stages.compare import alternatives, frontier_of, measure
+from report.evaluated import draw_samples
 from tiny import make_world, save_model
 
 
@@ -90,13 +93,26 @@ def test_levels_are_points_of_the_frontier_and_contexts_are_prompts(recipe: dict
     assert tables["dial-capped"] == {"budget": ""}
 
 
+def test_what_another_composition_beats_in_both_is_no_point_of_the_frontier(recipe: dict[str, Any]) -> None:
+    """It has a distance from the line, as an alternative has; so has the base."""
+    bench = load_benchmark(recipe["eval"]["benchmarks"][0])
+    places = {"base": (0.2, 400.0), "acc-only": (1.0, 200.0), "brief-only": (0.0, 100.0), "both-flip": (0.0, 300.0)}
+    found = {name: [summarise(bench, draw_samples(bench, name, *place, 4), {})] for name, place in places.items()}
+    rows = measure(found, ["base", "brief-only", "acc-only"], ["both-flip"])
+    assert {name for name, row in rows.items() if row.on_frontier} == {"acc-only", "brief-only"}
+    for name in ("base", "both-flip"):
+        difference = rows[name].difference
+        assert difference is not None
+        assert difference.estimate == pytest.approx(rows[name].accuracy - 100)
+
+
 @pytest.mark.slow
 def test_a_comparison_makes_what_is_missing_and_stays(recipe: dict[str, Any], tmp_path: Path) -> None:
     file = write(recipe, tmp_path)
     rows = json.loads(lweave("compare", file, "--composition", "both", "--also", "acc-only", "--json"))
     found = {row["policy"]: row for row in rows if "left_out" not in row}
-    frontier = {name for name, row in found.items() if row["on_frontier"]}
-    assert frontier == {"base", "acc-only", "brief-only", "both"}
+    frontier = {"base", "acc-only", "brief-only", "both"}
+    assert {name for name, row in found.items() if row["on_frontier"]} <= frontier
     assert found.keys() - frontier == {
         *("both-blend", "both-capped", "both-decoded", "teacher-acc", "teacher-brief"),
         *("both-mixture", "both-flip", "both-shuffle"),
@@ -104,10 +120,12 @@ def test_a_comparison_makes_what_is_missing_and_stays(recipe: dict[str, Any], tm
     assert {row["policy"] for row in rows if "left_out" in row} == {
         f"both-{method}" for method in ("linear", "task-arithmetic", "ties", "dare")
     }
-    assert all(row["difference"] is None for name, row in found.items() if name in frontier)
+    assert all(row["difference"] is None for row in found.values() if row["on_frontier"])
     assert {row["problems"] for row in found.values()} == {4}
     assert {name: row["models"] for name, row in found.items() if row["models"] > 1} == {"both-decoded": 4}
     assert found["both-capped"]["seconds"] == 0 < found["both"]["seconds"]
+    ends = found["acc-only"]["seconds"] + found["brief-only"]["seconds"]
+    assert found["both-blend"]["seconds"] > ends, "the students that are blended are made first"
 
     directory = tmp_path / "runs" / "tiny"
     assert (directory / "compare" / "compare-both.svg").exists()

@@ -142,6 +142,25 @@ def test_commands_name_a_composition_or_one_of_its_seeds(recipe: Path, trained: 
     assert not list((tmp_path / "tiny").glob("*/both*"))
 
 
+def test_a_merge_of_students_has_a_replicate_for_each_of_their_seeds(trained: Run, tmp_path: Path) -> None:
+    shutil.copytree(trained.directory, tmp_path / "tiny", symlinks=True)
+    merges = [
+        f'policies.{name}={{merge = "linear", weights = {{{part} = 0.5}}}}'
+        for name, part in (("blend", "both"), ("other", "acc"))
+    ]
+    run = open_run(Path(str(trained.arguments)), "train.seeds=3", f"runs={tmp_path}", *merges)
+    assert run.policies == ["base", *SEEDS, "blend", "other", "blend~2", "blend~3"]
+    for number in ("", "~2", "~3"):
+        (student,) = run.stage("merge", f"blend{number}").inputs
+        assert student.fingerprint == trained.stage("train", f"both{number}").fingerprint
+    assert list(narrow(run, ["blend"]).policies) == ["blend", "blend~2", "blend~3"]
+    assert "~" not in dump_recipe(run.recipe)
+    write_evaluations(run, {"blend": (0.5, 160.0), "blend~2": (0.6, 150.0), "blend~3": (0.7, 140.0)})
+    found = summaries(run)
+    assert list(found) == ["base", "both", "blend"]
+    assert len(found["blend"][0].seeds) == 3
+
+
 def test_a_recipe_is_written_without_its_replicates(trained: Run) -> None:
     written = dump_recipe(trained.recipe)
     assert "~" not in written

@@ -163,9 +163,9 @@ class Recipe(Strict):
         """The compositions without their replicates with further seeds, which no file names."""
         return {name: one for name, one in self.compositions.items() if name == replicate_of(name)}
 
-    @field_serializer("compositions", mode="wrap")
-    def _leave_out_replicates(self, _: dict[str, Composition], write: SerializerFunctionWrapHandler) -> Any:
-        return write(self.written)
+    @field_serializer("compositions", "policies", mode="wrap")
+    def _leave_out_replicates(self, tables: dict[str, Any], write: SerializerFunctionWrapHandler) -> Any:
+        return write({name: one for name, one in tables.items() if name == replicate_of(name)})
 
     def train_section(self, composition: str) -> Train:
         """[train] with the overrides of a composition."""
@@ -458,11 +458,16 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _add_replicates(self) -> Self:
-        written = self.written.items()
+        written = self.written
+        merges = {name: one for name, one in self.policies.items() if one.weights.keys() & written.keys()}
         for number in range(1, self.train.seeds):
-            for name, one in written:
+            mark = f"~{number + 1}"
+            for name, one in written.items():
                 seed = (self.train.seed if one.seed is None else one.seed) + number
-                self.compositions[f"{name}~{number + 1}"] = one.model_copy(update={"seed": seed})
+                self.compositions[name + mark] = one.model_copy(update={"seed": seed})
+            for name, merge in merges.items():
+                weights = {part + mark * (part in written): weight for part, weight in merge.weights.items()}
+                self.policies[name + mark] = merge.model_copy(update={"weights": weights})
         return self
 
 

@@ -299,8 +299,7 @@ def standard_error(seeds: int) -> str:
 @matplotlib.rc_context(STYLE)
 def compared(rows: Sequence[ComparedPolicy], composition: str) -> Figure:
     """Draw what could be done instead of a composition against its frontier, each with its distance from the line."""
-    line = [(one.tokens, one.accuracy) for one in rows if one.on_frontier]
-    line = sorted(line[place] for place in pareto_front([(accuracy, tokens) for tokens, accuracy in line]))
+    line = sorted((one.tokens, one.accuracy) for one in rows if one.on_frontier)
     places = [(one.tokens, one.accuracy) for one in rows]
     scale = crowd(len(rows))
     figure, axes = pyplot.subplots(figsize=(WIDTH * scale, 3.5 * scale))

@@ -78,11 +78,17 @@ def pool_seeds(run: Run, evaluated: PolicySummaries) -> PolicySummaries:
 def replicates(run: Run, policy: str, among: Iterable[str]) -> Iterator[str]:
     """Yield the replicates of a policy that differ by the seed of training alone: an older one may differ by more."""
     for other in among:
-        if other != policy == replicate_of(other):
-            one, two = (run.stage("train", run.composition_of(name) or "") for name in (policy, other))
-            inputs = [(stage.manifest() or {}).get("inputs") for stage in (one, two)]
-            if inputs[0] == inputs[1] and dict(differences(one.settings, two.settings)).keys() <= {"train.seed"}:
-                yield other
+        if other != policy == replicate_of(other) and _differ_by_seed(run, policy, other):
+            yield other
+
+
+def _differ_by_seed(run: Run, policy: str, other: str) -> bool:
+    if merged := run.recipe.merged(policy):
+        parts = zip(merged, run.recipe.merged(other), strict=True)
+        return all(one == two or _differ_by_seed(run, one, two) for one, two in parts)
+    one, two = (run.stage("train", run.composition_of(name) or "") for name in (policy, other))
+    inputs = [(stage.manifest() or {}).get("inputs") for stage in (one, two)]
+    return inputs[0] == inputs[1] and dict(differences(one.settings, two.settings)).keys() <= {"train.seed"}
 
 
 def other_protocols(run: Run, shown: Collection[Path] = ()) -> dict[str, PolicySummaries]:

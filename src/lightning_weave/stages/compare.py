@@ -51,7 +51,7 @@ class ComparedPolicy:
     """One policy of a comparison."""
 
     policy: str
-    on_frontier: bool
+    on_frontier: bool  # a point of the line, which no other of its policies beats in both
     accuracy: float
     tokens: float
     aes: Interval | None
@@ -197,17 +197,15 @@ def rows_of(plan: ComparePlan) -> list[ComparedPolicy]:
     lengths = {policy: _prompt_tokens(run, policy) for policy in evaluated}
     rows = []
     for name, place in measure(evaluated, plan.frontier, plan.others).items():
-        stage = None
-        if (trained := run.composition_of(name)) is not None:
-            stage = run.stage("train", trained)
-        elif run.recipe.merged(name):
-            stage = run.stage("merge", name)
-        cost = cost_of(stage.folder, run.directory, ledger) if stage else None
+        merged = run.recipe.merged(name)
+        made = [run.stage("merge", name)] if merged else []
+        made += [run.stage("train", one) for one in map(run.composition_of, (name, *merged)) if one]
+        costs = [cost_of(stage.folder, run.directory, ledger) for stage in made]
+        seconds = None if None in costs else sum(cost.seconds for cost in costs if cost)
         decoded = run.recipe.policies[name].decode if name in run.recipe.policies else None
         used = run.recipe.compositions[decoded].used if decoded else {}
         sides = {run.side(anchor, role) for anchor in used for role in ROLES}
         models = 1 + sum(side.reads_other_prompts or not run.is_student(side) for side in sides)
-        seconds = (cost.seconds if cost else None) if stage else 0.0
         rows.append(replace(place, seconds=seconds, models=models, prompt_tokens=lengths[name] - lengths["base"]))
     return rows
 
@@ -223,17 +221,18 @@ def measure(
     overall = {name: combine(evaluated[name], base) for name in (*frontier, *others) if name in evaluated}
     known = [name for name in frontier if name in overall]
     front = pareto_front([(overall[name].accuracy, overall[name].tokens) for name in known])
-    best = [[one.means for one in evaluated[known[place]]] for place in front]
+    line = [known[place] for place in front]
+    best = [[one.means for one in evaluated[name]] for name in line]
     rows = {}
     for name, one in overall.items():
         comparable = not any(differing(*pair) for pair in zip(evaluated[name], base, strict=True))
         means = [each.means for each in evaluated[name]]
-        difference = matched_difference(means, best) if comparable and name not in known else None
+        difference = matched_difference(means, best) if comparable and name not in line else None
         aes = one.comparison.average.aes if one.comparison and name != "base" else None
         problems = sum(len(each.problems) for each in evaluated[name])
         seeds = min(max(len(each.seeds), 1) for each in evaluated[name])
         rows[name] = ComparedPolicy(
-            name, name in known, one.accuracy, one.tokens, aes, difference, None, 1, 0.0, problems, seeds
+            name, name in line, one.accuracy, one.tokens, aes, difference, None, 1, 0.0, problems, seeds
         )
     return rows
 

@@ -71,7 +71,7 @@ def narrow(run: Run, only: Sequence[str]) -> Recipe:
         for name, one in recipe.compositions.items()
         if is_wanted(name, [one.partition("@")[0] for one in only])
     }
-    policies = {name: one for name, one in recipe.policies.items() if name in only}
+    policies = {name: one for name, one in recipe.policies.items() if is_wanted(name, only)}
     named = {part for one in policies.values() for part in (*one.weights, one.decode)}
     compositions |= {name: one for name, one in recipe.compositions.items() if name in named}
     used = named | {anchor for one in compositions.values() for anchor in one.used}
