@@ -11,7 +11,7 @@ WORKERS ?= 2
 HERE = not real and not vllm and not ray and not peers and not ranks and not faults and not fuzz and not paper
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo docs docs-site claims forecasts real test coverage test-real test-vllm test-peers test-ray test-ranks test-faults test-fuzz test-paper check format lint bench install dev clean
+.PHONY: help demo docs docs-site claims forecasts real reasoning test coverage test-real test-vllm test-peers test-ray test-ranks test-faults test-fuzz test-paper check format lint bench install dev clean
 
 help:            ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 16
@@ -92,6 +92,10 @@ real: dev        ## brevity and correctness on SmolLM2-135M (hours of two cores;
 	@scripts/real-models "$(PY)" "$(REAL_MODELS)"
 	@scripts/real-gemma "$(PY)" "$(REAL_MODELS)"
 	scripts/real/run "$(PY)" "$(abspath $(REAL_MODELS))/smollm2" "$(abspath $(REAL_MODELS))/gemma"
+
+reasoning: dev   ## the second part of `real`: problems of several steps, on Qwen2.5-Coder-1.5B (resumes)
+	@scripts/real-qwen "$(PY)" "$(REAL_MODELS)"
+	scripts/real/reasoning "$(PY)" "$(abspath $(REAL_MODELS))/qwen"
 
 install:
 	@scripts/bootstrap "$(VENV)"

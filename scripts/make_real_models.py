@@ -37,13 +37,14 @@ def package(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-def save_unpacked(source: Path, file: str, folder: Path) -> tuple[Any, Any]:
+def save_unpacked(source: Path, file: str, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """Convert a GGUF file; transformers can save such a model only after rebuilding it."""
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     config = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
     with torch.device("meta"):  # the weights are not copied
         model = AutoModelForCausalLM.from_config(type(loaded.config)(**config), dtype=torch.float32)
     model.load_state_dict(loaded.state_dict(), assign=True)
+    model = model.to(dtype)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -74,7 +75,7 @@ def qwen(root: Path) -> None:
             file.write(part)
     if digest.hexdigest() != QWEN_SHA256:
         sys.exit(f"{folder / QWEN_GGUF}: SHA-256 {digest.hexdigest()}, not {QWEN_SHA256}")
-    save_unpacked(folder, QWEN_GGUF, folder)
+    save_unpacked(folder, QWEN_GGUF, folder, torch.float16)  # every trained student is as large as this one
     shutil.rmtree(root / "wheels")
 
 

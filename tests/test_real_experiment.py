@@ -68,7 +68,48 @@ def test_problems_have_their_right_answer_and_are_in_one_file_only(tmp_path: Pat
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+READ = {  # what a sentence of a story does, read from its words
+    r"(?:has|trip of) (\d+)": lambda _, a: a,
+    "one tulip": lambda _: 1,
+    r"buys (\d+) boxes with (\d+)": lambda now, a, b: now + a * b,
+    r"plants (\d+) (?:more )?rows of (\d+)": lambda now, a, b: now + a * b,
+    r"works for (\d+) hours at (\d+)": lambda now, a, b: now + a * b,
+    r"buys (\d+) \w+ for (\d+) dollars": lambda now, a, b: now - a * b,
+    r"drives for (\d+) hours at (\d+)": lambda now, a, b: now - a * b,
+    r"gives (\d+) \w+ to each of (\d+)": lambda now, a, b: now - a * b,
+    r"each of (\d+) storms (\d+)": lambda now, a, b: now - a * b,
+    "as many": lambda now: 2 * now,
+    r"into (\d+) bags": lambda now, a: now / a,
+}
+
+
+@pytest.mark.parametrize("events", [2, 5])
+def test_problems_of_several_steps_have_the_answer_that_their_words_ask_for(
+    events: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "real")
+    steps = script("steps")
+    files = dict(steps.files(dict.fromkeys(steps.EVENTS, events)))
+    assert dict(steps.files(dict.fromkeys(steps.EVENTS, events))) == files
+    asked = [row["problem"] for rows in files.values() for row in rows]
+    assert len(asked) == len(set(asked))
+    for row in (row for rows in files.values() for row in rows):
+        now = 0
+        for sentence in re.split(r"[.?]", row["problem"]):
+            for words, change in READ.items():
+                if found := re.search(words, sentence):
+                    now = change(now, *map(int, found.groups()))
+        assert now == int(row["answer"]) >= 0, row
+        for line in row["solution"].rstrip(".").split(", "):
+            left, right = line.replace("x", "*").split(" = ")
+            assert eval(left) == int(right), row
+        assert grade_answer(NUMERIC, row["solution"], row["answer"])[1]
+    assert not {*steps.OTHER} & {*steps.TRAINED}
+
+
 def test_the_recipes_are_whole() -> None:
+    reasoning = load_recipe(ROOT / "recipes" / "real-reasoning.toml", [])
+    assert {composition.kl_budget for composition in reasoning.compositions.values()} == {0.1}  # type: ignore[union-attr]
     parts = [ROOT / "recipes" / name for name in ("real.toml", "real-more.toml")]
     recipe = load_recipe(parts, [])
     budgets = {composition.kl_budget for composition in recipe.compositions.values()}  # type: ignore[union-attr]

@@ -1,7 +1,8 @@
-"""Train the specialist *right*: SmolLM2 fine-tuned on its correct answers (one round of expert iteration).
+"""Train the specialist *right*: a student fine-tuned on its correct answers (one round of expert iteration).
 
-python scripts/real/expert.py MODEL SAMPLES OUT: SAMPLES is the samples.jsonl of `lweave eval`, which has sampled and
-verified the answers; OUT becomes a LoRA adapter. Plain next-token training on the answers, without this package.
+python scripts/real/expert.py MODEL SAMPLES PROBLEMS OUT [EPOCHS [ROWS]]: SAMPLES has verified answers to PROBLEMS, by
+`lweave eval` or sample.py; OUT becomes a LoRA adapter. Plain next-token training on the answers, without this package;
+with ROWS at a time, which a larger model needs.
 """
 
 import json
@@ -34,39 +35,48 @@ def tokens(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[
     return prompt + response, [-100] * len(prompt) + response
 
 
-def fine_tune(model: Any, rows: list[tuple[list[int], list[int]]], pad: int) -> list[float]:
-    """Train on shuffled rows, and return the loss of every update."""
+def fine_tune(
+    model: Any, rows: list[tuple[list[int], list[int]]], pad: int, epochs: int = EPOCHS, at_once: int = BATCH
+) -> list[float]:
+    """Train on shuffled rows, and return the loss of every update: the mean over the tokens of its batch."""
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=LEARNING_RATE)
     order, losses = random.Random(0), []
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         order.shuffle(rows)
         for start in range(0, len(rows), BATCH):
             batch = rows[start : start + BATCH]
-            longest = max(len(ids) for ids, _ in batch)
-            ids = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in batch])
-            labels = torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in batch])
-            loss = model(ids, labels=labels).loss
-            loss.backward()
+            learned = sum(label != -100 for _, labels in batch for label in labels[1:])
+            losses.append(0.0)
+            for place in range(0, len(batch), at_once):
+                part = batch[place : place + at_once]
+                longest = max(len(ids) for ids, _ in part)
+                ids = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in part])
+                labels = torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in part])
+                loss = model(ids, labels=labels, num_items_in_batch=torch.tensor(learned)).loss
+                loss.backward()
+                losses[-1] += loss.item()
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
             print(f"update {len(losses)}: loss {losses[-1]:.3f}", flush=True)
     return losses
 
 
-def main(model_name: str, samples: Path, problems: Path, out: Path) -> None:
+def main(model_name: str, samples: Path, problems: Path, out: Path, epochs: int = EPOCHS, at_once: int = BATCH) -> None:
     """Train, and write the adapter with a note of what it was made of."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model_name)
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
+    if at_once < BATCH:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
     config = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=LAYERS, lora_dropout=0.0)
-    model = get_peft_model(model, config)
+    model = get_peft_model(model, config).train()
     kept = right_answers(samples, problems)
-    losses = fine_tune(model, [tokens(tokenizer, *pair) for pair in kept], tokenizer.eos_token_id)
+    losses = fine_tune(model, [tokens(tokenizer, *pair) for pair in kept], tokenizer.eos_token_id, epochs, at_once)
     model.save_pretrained(out)
     note = {"answers": len(kept), "updates": len(losses), "first": losses[0], "last": losses[-1]}
     (out / "made.json").write_text(json.dumps(note))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(Path, sys.argv[2:]))
+    main(sys.argv[1], *map(Path, sys.argv[2:5]), *map(int, sys.argv[5:]))

@@ -16,7 +16,7 @@ from lightning_weave.config import check_recipe
 from lightning_weave.directory import with_others
 from lightning_weave.errors import InputError
 from lightning_weave.stages.compare import alternatives, frontier_of, measure
-from report.evaluated import draw_samples
+from report.evaluated import draw_samples, write_evaluations
 from tiny import make_world, save_model
 
 
@@ -91,6 +91,42 @@ def test_levels_are_points_of_the_frontier_and_contexts_are_prompts(recipe: dict
     tables = {name: table for name, _, table in alternatives(run, "dial")}
     assert tables["prompt-told"] == {"system": "Be brief."}
     assert tables["dial-capped"] == {"budget": ""}
+
+
+def test_alternatives_are_trained_as_the_composition_is(recipe: dict[str, Any]) -> None:
+    data = json.loads(json.dumps(recipe))
+    data["compositions"]["both"] |= {"epochs": 3, "kl_budget": 0.1, "objective": "direct-opd"}
+    tables = {name: table for name, _, table in alternatives(Run(data), "both")}
+    assert {name: table.get("epochs") for name, table in tables.items() if "method" in table} == dict.fromkeys(
+        ("teacher-acc", "teacher-brief", "both-mixture", "both-flip", "both-shuffle"), 3
+    )
+    mixture = tables["both-mixture"]
+    assert (mixture["kl_budget"], mixture["objective"]) == (0.1, "direct-opd")
+    assert "kl_budget" not in tables["teacher-acc"]
+
+
+def test_weights_by_tag_have_no_merge(recipe: dict[str, Any]) -> None:
+    """The table of all other prompts is not the composition; its teachers are those of every table."""
+    data = json.loads(json.dumps(recipe))
+    data["tags"] = {"rules": {"sum": r"\+"}}
+    data["compositions"]["both"] = {"weights": {"sum": {"acc": 1.0}, "default": {"brief": 1.0}}}
+    tables = {name for name, *_ in alternatives(Run(data), "both")}
+    assert {"teacher-acc", "teacher-brief", "both-flip"} <= tables
+    assert not tables & {"both-linear", "both-ties", "both-mixture", "both-blend"}
+
+
+def test_the_cap_waits_for_every_seed(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """The length of one seed is not that of the composition."""
+    data = {**recipe, "runs": str(tmp_path), "train": {**recipe["train"], "seeds": 2}}
+    (tmp_path / "tiny").mkdir()
+
+    def cap() -> Any:
+        return {name: table for name, _, table in alternatives(Run(data), "both")}["both-capped"]["budget"]
+
+    write_evaluations(Run(data), {"base": (0.5, 30.0), "both": (0.5, 20.0)})
+    assert cap() == ""
+    write_evaluations(Run(data), {"both~2": (0.5, 36.0)})
+    assert cap() == pytest.approx(28, abs=5)
 
 
 def test_what_another_composition_beats_in_both_is_no_point_of_the_frontier(recipe: dict[str, Any]) -> None:

@@ -129,8 +129,9 @@ def alternatives(run: Run, composition: str) -> Iterator[tuple[str, str, dict[st
     """Name what could be done instead, with its table in the recipe; an empty value is not known yet."""
     recipe = run.recipe
     section = recipe.compositions[composition]
-    weights = {anchor: weight for anchor, weight in section.weights.items() if weight}
-    for method in MERGES:
+    # Nothing but a joint composition has weights by tag: then there are prompts and teachers, no merges or mixture.
+    weights = {} if section.routes else {anchor: weight for anchor, weight in section.weights.items() if weight}
+    for method in MERGES if weights else ():
         yield f"{composition}-{method}", "policies", {"merge": method, "weights": weights}
     ends = {
         next(iter(one.used)): name
@@ -140,22 +141,27 @@ def alternatives(run: Run, composition: str) -> Iterator[tuple[str, str, dict[st
     if len(weights) > 1 and weights.keys() <= ends.keys():
         blend = {ends[anchor]: weight for anchor, weight in weights.items()}
         yield f"{composition}-blend", "policies", {"merge": "linear", "weights": blend}
-    for anchor in weights:
+    for anchor in section.used:
         system = recipe.anchors[anchor].post_prompt.system
         if system and recipe.anchor_model(anchor, "post") == recipe.anchor_model(anchor, "pre"):
             yield f"prompt-{anchor}", "policies", {"system": system}
-    evaluated = summaries(run).get(composition)
-    budget = round(combine(evaluated).tokens) if evaluated else ""
+    evaluated = summaries(run).get(composition, [])
+    is_whole = [max(len(one.seeds), 1) for one in evaluated] == [recipe.train.seeds] * len(recipe.eval.benchmarks)
+    budget = round(combine(evaluated).tokens) if is_whole else ""
     yield f"{composition}-capped", "policies", {"budget": budget}
     yield f"{composition}-decoded", "policies", {"decode": composition}
-    dose = {key: value for key in ("alpha", "kl_budget") if (value := getattr(section, key, None)) is not None}
-    for anchor in weights:
-        alpha = {key: value for key, value in dose.items() if key == "alpha"}
-        yield f"teacher-{anchor}", "compositions", {"method": "teacher", "weights": {anchor: 1.0}, **alpha}
-    if len(weights) > 1:
-        mixed = {"method": "mixture", "weights": weights, "normalize": getattr(section, "normalize", True)}
-        yield f"{composition}-mixture", "compositions", {**mixed, **dose}
     own = section.model_dump(**DUMP)
+
+    def trained(method: str, weights: dict[str, float], *keys: str) -> dict[str, Any]:
+        """A composition that is trained as this one is."""
+        same = {key: own[key] for key in ("alpha", "epochs", "seed", *keys) if key in own}
+        return {"method": method, "weights": weights, **same}
+
+    for anchor in section.used:
+        yield f"teacher-{anchor}", "compositions", trained("teacher", {anchor: 1.0})
+    if len(weights) > 1:
+        mixed = trained("mixture", weights, "kl_budget", "objective", "normalize")
+        yield f"{composition}-mixture", "compositions", mixed
     yield f"{composition}-flip", "compositions", {**own, "flip": True}
     yield f"{composition}-shuffle", "compositions", {**own, "shuffle": "states"}
 
