@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM
 
 from lightning_weave.bench.definitions import load_benchmark
 from lightning_weave.bench.samples import Sample
@@ -19,6 +20,7 @@ from lightning_weave.bench.summary import summarise, write_summary
 from lightning_weave.config import Grading, load_recipe
 from lightning_weave.grading.graders import grade_answer
 from lightning_weave.maths.metrics import aes
+from tiny import save_model
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMERIC = Grading(kind="numeric")
@@ -105,6 +107,18 @@ def test_problems_of_several_steps_have_the_answer_that_their_words_ask_for(
             assert eval(left) == int(right), row
         assert grade_answer(NUMERIC, row["solution"], row["answer"])[1]
     assert not {*steps.OTHER} & {*steps.TRAINED}
+
+
+def test_the_specialist_learns_the_same_row_by_row(tmp_path: Path) -> None:
+    """The loss of a batch is the mean over its tokens, however many rows are in memory at once."""
+    expert, losses = script("expert"), []
+    rows = [([1, 2, 3, 4], [-100, 2, 3, 4]), ([5, 6, 7], [-100, -100, 7]), ([8, 9, 3, 2, 1], [-100, 9, 3, 2, 1])]
+    folder = save_model(tmp_path / "model", "student", "qwen3", 1)
+    for at_once in (8, 1):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        losses.append(expert.fine_tune(model, list(rows), 0, 3, at_once))
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_the_recipes_are_whole() -> None:
