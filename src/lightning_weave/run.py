@@ -588,10 +588,9 @@ class Run:
         used = sorted(composition.used)
         shifts = {}
         for anchor in used:
-            section = self.recipe.anchors[anchor]
             post, pre = (dict(stage.settings) for stage in self.scores_of(anchor))
             shifts[anchor] = {"post": post, "pre": pre, **self.recipe.rules_of(anchor)}
-            if section.where and section.where.answers:
+            if self.recipe.anchors[anchor].graded:
                 shifts[anchor]["grader"] = self.grading[1]
         settings = {
             "train": self.recipe.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION),

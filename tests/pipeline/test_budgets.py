@@ -136,6 +136,10 @@ def test_training_records_what_each_anchor_got(recipe: dict[str, Any]) -> None:
     cache = open_cache(run, "one")
     assert manifest["budgets"] == [asdict(share) for share in cache.shares]
     assert manifest["alpha"] == cache.alpha == 2.0
+    card = (run.stage("train", "one").folder / "final" / "README.md").read_text()
+    (row,) = [line for line in card.splitlines() if line.startswith("| brief |")]
+    assert row.split("|")[3].strip() == "solved"
+    assert all(str(share) in card for share in cache.shares)
     targets = compute_targets(cache.block([0]), cache.weights, 2.0)
     assert targets.valid_P.any()
     (point,) = forecast(run)[1:]

@@ -10,15 +10,18 @@ import torch
 from rich.console import Console
 
 from lightning_weave.cache.block import Cache
+from lightning_weave.checks.preflight import preflight
 from lightning_weave.config import check_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.report.survey import Reading
 from lightning_weave.stages.alignment import with_responses
-from lightning_weave.stages.caches import anchor_pair
+from lightning_weave.stages.caches import anchor_pair, open_cache
 from lightning_weave.stages.grades import grade_rows
 from lightning_weave.stages.preview import preview
 from lightning_weave.stages.prompts import load_prompts
 from lightning_weave.stages.score import make_cache
+from lightning_weave.stages.train import train
+from lightning_weave.train.resampled import parts_of
 from lightning_weave.types import Scores
 from pipeline.scored import QUIET, trained
 from tiny import make_world, run_of
@@ -132,6 +135,27 @@ def test_where_no_response_has_another_it_is_refused(recipe: dict[str, Any]) -> 
     run = run_of({**recipe, "eval": {**recipe["eval"], "profile": "paper"}})
     with pytest.raises(InputError, match=r"\{right\}"):
         make_cache(run, QUIET)
+
+
+def test_a_later_part_without_such_a_response_is_masked(recipe: dict[str, Any]) -> None:
+    """The trained student never repeats, to the letter, what counts as right; stopping would waste the first part."""
+    compositions = {"again": {"weights": {"contrast": 1.0}, "refresh": 2}}
+    run = run_of({**recipe, "compositions": compositions, "train": {**recipe["train"], "learning_rate": 0.05}})
+    train(run, QUIET)
+    assert run.stage("train", "again").complete
+    *_, later = parts_of(run, "again")
+    block = (cache := open_cache(later.run, "again")).block(range(len(cache)))
+    assert not block.kept(cache.weights).any()
+
+
+def test_a_column_of_the_prompts_is_not_taken_for_one_of_the_run(recipe: dict[str, Any], tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in Path(recipe["prompts"]["source"]).read_text().splitlines()]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({**row, "right": "gold"}) + "\n" for row in rows))
+    for source, warned in ((path, {"anchors.contrast.post_prompt"}), (recipe["prompts"]["source"], set())):
+        run = run_of({**recipe, "name": "columns", "prompts": {**recipe["prompts"], "source": str(source)}})
+        found = [one for one in preflight(run) if one.check == "columns"]
+        assert {one.about for one in found if one.verdict == "warning"} == warned
 
 
 @pytest.mark.parametrize("change", [{"rollout": {"responses": 1}}, {"prompts": {"source": "x.jsonl"}}])

@@ -14,6 +14,7 @@ import oracle
 from lightning_weave.cache.block import compute_targets
 from lightning_weave.cache.where import WhereRule
 from lightning_weave.checks.preflight import preflight
+from lightning_weave.checks.shifts import check_scored
 from lightning_weave.config import Where, check_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.report.survey import SILENT, Vocabulary, survey_cache
@@ -24,7 +25,7 @@ from lightning_weave.stages.train import train
 from lightning_weave.tokens.spelling import Spelling
 from lightning_weave.types import Ragged, Rollouts
 from lightning_weave.views.doctor import examine
-from pipeline.scored import QUIET, make_scored, trained
+from pipeline.scored import HALF, QUIET, make_scored, trained
 from tiny import run_of
 
 SPANS = {"thinking": (b"<think>", b"</think>"), "tools": (b"[", b"]")}
@@ -207,6 +208,16 @@ def test_doctor_and_report_count_what_a_rule_leaves(recipe: dict[str, Any]) -> N
     assert survey.kept["brief-only"] == left
 
 
+@pytest.mark.parametrize("where", [{"first": 1}, {"answers": "right"}])
+def test_a_pair_is_judged_where_it_is_silent_too(recipe: dict[str, Any], where: dict[str, Any]) -> None:
+    """Silence is no missing alias, and no sign that post and pre are swapped."""
+    found = []
+    for each in (run_of(recipe), run_of(_with(recipe, where))):
+        found.append({one.check: one for one in check_scored(each, "brief")})
+    assert {"end of turn", "separation", "length"} <= found[0].keys()
+    assert found[0] == found[1]
+
+
 def test_spans_of_a_recipe_are_delimited_by_its_texts(recipe: dict[str, Any]) -> None:
     run = run_of(_with(recipe, {"outside": "digits"}, spans={"digits": ["1", "2"]}))
     cache = open_cache(run, "brief-only")
@@ -274,6 +285,26 @@ def test_anchors_that_are_silent_everywhere_are_refused(recipe: dict[str, Any]) 
     with pytest.raises(InputError, match=r"compositions\.brief-only.*`where`"):
         train(run, QUIET, ["brief-only"])
     assert not run.stage("train", "brief-only").folder.exists()
+
+
+@pytest.mark.parametrize("budget", [{}, {"kl_budget": 0.01}])
+def test_a_rehearsal_does_not_need_the_spans_that_its_doubles_never_write(recipe: dict[str, Any], budget: dict) -> None:
+    """Neither a budget of the composition nor one of an anchor can be solved on them."""
+    low = {"brief": 1.0, "kl_budget": 0.02}
+    compositions: dict[str, Any] = {"one": {"weights": {"brief": 1.0}, "kl_budget": 0.1}}
+    compositions["levels"] = {
+        "levels": {"high": {"brief": 1.0}, "low": low},
+        "default": "high",
+        "control": {"prefix": "Effort {level}. "},
+    }
+    anchors = {**recipe["anchors"], "acc": {**recipe["anchors"]["acc"], "where": {"inside": "thinking"}, **budget}}
+    if budget:
+        compositions = {"one": {"weights": HALF, "kl_budget": 0.1}}
+    run = run_of(_with({**recipe, "anchors": anchors}, {"inside": "thinking"}, compositions=compositions))
+    with pytest.raises(InputError, match=r"kl_budget|where"):
+        train(run, QUIET)
+    train(run.derive(recipe=run.recipe.model_copy(update={"rehearsal": True})), QUIET)
+    assert all(run.stage("train", name).complete for name in compositions)
 
 
 def test_a_log_without_answers_is_refused_before_it_is_scored(recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ trained on.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_weave.config import ANSWER, Where
+from lightning_weave.tokens.spelling import Origin, Spelling
 from lightning_weave.types import Rollouts
 
 Bools = NDArray[np.bool_]
@@ -26,6 +28,21 @@ class WhereRule:
     bytes_of: Mapping[int, bytes]
     added: Collection[int] = frozenset()  # tokens that begin and end turns: none of them is a delimiter
     grade_R: NDArray[np.float64] | None = None  # of all rows of the run; NaN: not known
+
+    @classmethod
+    def from_section(
+        cls,
+        section: Where,
+        delimiters: Mapping[str, tuple[str, str]],
+        spelling: Spelling,
+        grade_R: NDArray[np.float64] | None,
+    ) -> Self:
+        """Read the rule of an anchor in the tokens of the student."""
+        spans = {name: (first.encode(), last.encode()) for name, (first, last) in delimiters.items()}
+        inner = {b"", *(text for pair in spans.values() for text in pair)}  # some tokenizers add runs of spaces
+        added = {id for id, origin in spelling.origins.items() if origin <= Origin.ADDED}
+        added -= {id for id in added if (text := spelling.bytes_of.get(id)) is not None and text.strip() in inner}
+        return cls(section, spans, spelling.bytes_of, added, grade_R)
 
     def __str__(self) -> str:
         return str(self.section)

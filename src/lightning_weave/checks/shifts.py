@@ -54,7 +54,7 @@ def check_scored(run: Run, anchor: str) -> Iterator[Finding]:
     if not run.has_shift(anchor):
         yield from find_same_model(run, anchor, "warning")
         return
-    cache = Cache(run.stage("rollout"), run.stage("reference"), [anchor_pair(run, anchor)])
+    cache = _everywhere(run, anchor)
     ends = []
     for row in spread(len(cache), ENDS):
         block = cache.block([row])
@@ -87,7 +87,7 @@ def judge_direction(run: Run, anchor: str) -> list[Finding]:
     """Judge a scored pair by right and wrong, and by length, where there is something to compare."""
     about = f"anchors.{anchor}"
     swapped = run.recipe.checks.swapped
-    cache = Cache(run.stage("rollout"), run.stage("reference"), [anchor_pair(run, anchor)])
+    cache = _everywhere(run, anchor)
     findings = []
     equal = 0.5, 0.5
     if (graded := _grade(run, cache)) is not None:
@@ -108,6 +108,13 @@ def judge_direction(run: Run, anchor: str) -> list[Finding]:
     if preference.pairs:
         findings.append(judge_preference(about, preference, equal, LONGER if swapped is not False else False))
     return findings
+
+
+def _everywhere(run: Run, anchor: str) -> Cache:
+    """Open the scores of a pair as if it spoke everywhere: silence that the recipe asks for is no fault of the pair."""
+    pair = anchor_pair(run, anchor)
+    everywhere = replace(pair, rules=replace(pair.rules, where=None))
+    return Cache(run.stage("rollout"), run.stage("reference"), [everywhere])
 
 
 def _grade(run: Run, cache: Cache) -> GradedShifts | None:

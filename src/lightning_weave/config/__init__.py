@@ -4,6 +4,7 @@ from lightning_weave.config.composition import (
     ALPHA,
     ANSWER,
     DEFAULT_TAG,
+    PLACEBOS,
     SPANS,
     STUDENT,
     Anchor,

@@ -246,6 +246,7 @@ class Anchor(Strict):
         return names.get(self.engine.get(role, ""))
 
 
+PLACEBOS: Mapping[str, Any] = {"flip": True, "shuffle": "states"}  # rules that make a control of a composition
 ALPHA = 2.0  # the paper's
 REFRESH_BUDGET = 4  # parts
 DEFAULT_TAG = "default"  # the tag of prompts without another one
@@ -265,7 +266,7 @@ class _Shared(Strict):
     @property
     def rules(self) -> dict[str, Any]:
         """What it does to shifts other than weigh them: fields of `cache.block.Rules`."""
-        return {name: getattr(self, name) for name in ("flip", "shuffle") if getattr(self, name, None)}
+        return {name: getattr(self, name) for name in PLACEBOS if getattr(self, name, None)}
 
     @property
     def is_placebo(self) -> bool:

@@ -236,7 +236,8 @@ def with_responses(
             columns = {name: str(decode(found[name][0], skip_special_tokens=True)) for name in names if found[name]}
             keys.append((prompt, key))
             repeated.append(replace(prompts[prompt], columns={**(prompts[prompt].columns or {}), **columns}))
-    for name in names if not run.recipe.rehearsal else ():  # doubles are never right
+    # Doubles are never right; in a later part of training, responses to other prompts may still have one.
+    for name in () if run.recipe.rehearsal or run.sampler else names:
         if not any(name in (one.columns or {}) for one in repeated):
             raise InputError(
                 f"anchors: the template names {{{name}}}, but no response of this run has another one to its prompt "

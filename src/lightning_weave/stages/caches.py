@@ -25,7 +25,7 @@ from lightning_weave.prompts import encode, render_at_level
 from lightning_weave.run import Run
 from lightning_weave.stages.grades import grade_rows
 from lightning_weave.stages.prompts import load_prompts, tag_columns, tag_of
-from lightning_weave.tokens.spelling import Origin, Spelling
+from lightning_weave.tokens.spelling import Spelling
 from lightning_weave.types import Prompt
 
 
@@ -34,15 +34,12 @@ def anchor_pair(run: Run, anchor: str, weight: float = 1.0) -> PairSource:
     section = run.recipe.anchors[anchor]
     rules = ShiftRules.from_anchor(section)
     if section.where is not None:
-        spans = {name: (first.encode(), last.encode()) for name, (first, last) in run.recipe.delimiters(anchor).items()}
         grade_R = grade_rows(run, Progress(quiet=True)) if section.where.answers else None
         if section.where.answers and grade_R is None:
             raise InputError(f"anchors.{anchor}.where.answers: no prompt has a known answer. Remove it, or add answers")
         spelling = Spelling.from_tokenizer(run.student.tokenizer)
-        inner = {b"", *(text for pair in spans.values() for text in pair)}  # some tokenizers add runs of spaces
-        added = {id for id, origin in spelling.origins.items() if origin <= Origin.ADDED}
-        added -= {id for id in added if (text := spelling.bytes_of.get(id)) is not None and text.strip() in inner}
-        rules = replace(rules, where=WhereRule(section.where, spans, spelling.bytes_of, added, grade_R))
+        where = WhereRule.from_section(section.where, run.recipe.delimiters(anchor), spelling, grade_R)
+        rules = replace(rules, where=where)
     return PairSource(anchor, *run.scores_of(anchor), weight, rules)
 
 
@@ -89,7 +86,8 @@ def open_cache(run: Run, name: str) -> Cache:
         if composition.routes:
             tags = [tag_of(run.recipe, one) for one in load_prompts(run, tag_columns(run.recipe))]
         of_rows = np.repeat(tags, run.recipe.rollout.responses).tolist()
-        solve_budgets(cache, of_rows, budgets, composition.alpha, composition.kl_budget or 0.0)
+        alpha = composition.alpha or (ALPHA if run.recipe.rehearsal else None)
+        solve_budgets(cache, of_rows, budgets, alpha, composition.kl_budget or 0.0)
     return cache
 
 

@@ -12,7 +12,7 @@ from lightning_weave.bench.statistics import Interval, matched_difference
 from lightning_weave.bench.summary import Summary, combine, differing
 from lightning_weave.checks.preflight import preflight
 from lightning_weave.checks.watch import say, warn
-from lightning_weave.config import Composition, Joint, Recipe, check_recipe
+from lightning_weave.config import PLACEBOS, Composition, Joint, Recipe, check_recipe
 from lightning_weave.errors import InputError
 from lightning_weave.maths.metrics import pareto_front
 from lightning_weave.progress import Progress
@@ -162,8 +162,8 @@ def alternatives(run: Run, composition: str) -> Iterator[tuple[str, str, dict[st
     if len(weights) > 1:
         mixed = trained("mixture", weights, "kl_budget", "objective", "normalize")
         yield f"{composition}-mixture", "compositions", mixed
-    yield f"{composition}-flip", "compositions", {**own, "flip": True}
-    yield f"{composition}-shuffle", "compositions", {**own, "shuffle": "states"}
+    for rule, value in PLACEBOS.items():
+        yield f"{composition}-{rule}", "compositions", {**own, rule: value}
 
 
 def make(run: Run, progress: Progress, executor: Executor = LOCAL) -> None:

@@ -26,6 +26,7 @@ from lightning_weave.stages.engines import Engines
 from lightning_weave.stages.forecast import ForecastPoint, not_forecast
 from lightning_weave.stages.prompts import load_prompts, tag_columns, tag_of
 from lightning_weave.store import read_json, write_json
+from lightning_weave.train.data import Balance
 from lightning_weave.train.schedule import make_schedule
 
 FILE = "realised.json"  # in the folder of the trained composition
@@ -60,7 +61,7 @@ class Closed:
     decisions: int
     asked: float
     left: float
-    loss: float = 0.0  # that it added before training, as train.balance weighs it
+    loss: float | None = None  # that a tag added before training, as train.balance weighs it
 
     @property
     def share(self) -> float:
@@ -94,7 +95,8 @@ class Realised:
     def tag_shares(self) -> dict[str, dict[str, float]]:
         """Each tag's share of the decisions, of the loss before training, and of the KL that training closed."""
         parts = {
-            one.group: (one.decisions, one.loss, one.decisions * (one.asked - one.left)) for one in self.closed["tag"]
+            one.group: (one.decisions, one.loss or 0.0, one.decisions * (one.asked - one.left))
+            for one in self.closed["tag"]
         }
         totals = [sum(column) or 1.0 for column in zip(*parts.values(), strict=True)]
         names = ("decisions", "loss", "closed")
@@ -143,9 +145,9 @@ def measure_closed(run: Run, name: str, engines: Engines) -> None:
     rows = [rows[place] for place in np.linspace(0, len(rows) - 1, min(ROWS, len(rows))).astype(int)]
     tags = [tag_of(run.recipe, prompt) for prompt in load_prompts(run, tag_columns(run.recipe))]
     scorer = engines.scorer(run, run.policy(name), run.recipe.engine_of("reference"))
-    balance = run.recipe.train.balance
     tokenizer, stop_ids = run.student.tokenizer, run.student.stop_ids
     sums: dict[str, dict[str, NDArray[np.float64]]] = {by: {} for by in GROUPED}
+    kept_R, loss_R, tag_R = np.zeros(len(rows), np.int64), np.zeros(len(rows)), []
     for start in range(0, len(rows), READ):
         block = cache.block(rows[start : start + READ])
         targets = compute_targets(block, cache.weights, alpha)
@@ -155,10 +157,12 @@ def measure_closed(run: Run, name: str, engines: Engines) -> None:
         log_q_PO, log_b_PO = torch.from_numpy(targets.log_q_PO), torch.from_numpy(targets.log_b_PO)
         row_P = np.repeat(np.arange(len(block)), block.decisions_R)
         loss_P = log_residual_loss(log_b_PO, log_b_PO, log_q_PO, alpha).double().numpy()
-        if balance == "rows":
-            loss_P = loss_P / np.maximum(np.bincount(row_P, targets.valid_P, minlength=len(block)), 1)[row_P]
+        own = slice(start, start + len(block))
+        kept_R[own] = np.bincount(row_P[targets.valid_P], minlength=len(block))
+        loss_R[own] = np.bincount(row_P, np.where(targets.valid_P, loss_P, 0), minlength=len(block))
+        tag_R += [tags[prompt] for prompt in block.rollouts.prompt_R]
         kls = (expected_kl(log_q_PO, one).double().numpy() for one in (log_b_PO, log_pi_PO))
-        values_P4 = np.stack([np.ones(len(log_q_PO)), *kls, loss_P], axis=1)
+        values_P3 = np.stack([np.ones(len(log_q_PO)), *kls], axis=1)
         place_P = np.concatenate([np.arange(count) for count in block.decisions_R])
         tenth_P = 1 + 10 * place_P // block.decisions_R[row_P]
         kinds = {one: kind_of(tokenizer.decode([one]), one in stop_ids) for one in np.unique(block.sampled_P).tolist()}
@@ -166,19 +170,24 @@ def measure_closed(run: Run, name: str, engines: Engines) -> None:
             "all": np.full(len(row_P), "all"),
             "position": np.array([f"{tenth}/10" for tenth in tenth_P]),
             "kind": np.array([kinds[one] for one in block.sampled_P.tolist()]),
-            "tag": np.array([tags[prompt] for prompt in block.rollouts.prompt_R])[row_P],
+            "tag": np.array(tag_R[own])[row_P],
         }
         for by, label_P in labels.items():
             for label in np.unique(label_P):
-                total = values_P4[(label_P == label) & targets.valid_P].sum(axis=0)
-                sums[by][str(label)] = sums[by].get(str(label), np.zeros(4)) + total
+                total = values_P3[(label_P == label) & targets.valid_P].sum(axis=0)
+                sums[by][str(label)] = sums[by].get(str(label), np.zeros(3)) + total
+    balance = Balance.from_run(run)
+    weights = balance.weights(rows, balance.counts(rows, range(len(rows)), kept_R))
+    losses = dict.fromkeys(tag_R, 0.0)
+    for row, tag, loss in zip(rows, tag_R, loss_R.tolist(), strict=True):
+        losses[tag] += weights[row] * loss
     found: dict[str, Any] = {"rows": len(rows), "held_out": bool(held_out), "closed": {}}
     for by, groups_of in sums.items():
         entries = sorted(groups_of.items(), key=lambda item: (len(item[0]) if by == "position" else 0, item[0]))
         found["closed"][by] = [
             {"group": label, "decisions": int(count), "asked": asked / count, "left": left / count}
-            | {"loss": loss / count if by == "tag" and balance == "tags" else loss}
-            for label, (count, asked, left, loss) in entries
+            | ({"loss": losses[label]} if by == "tag" else {})
+            for label, (count, asked, left) in entries
             if count
         ]
     write_json(stage.folder / FILE, found)

@@ -327,8 +327,14 @@ def validate_anchor(run: Run, name: str) -> Iterator[Finding]:
                 prompts = planned_prompts(run)[0]
             except InputError:  # reported with the prompts
                 return
+            where = f"{about}.{role}_prompt" if side.context else f"{about}.prompt"
             try:
                 own_prompts(run, side, load_prompts(run, side.context.columns, prompts))
+                known = load_prompts(run, side.context.run_columns, prompts)
             except InputError as error:
-                where = f"{about}.{role}_prompt" if side.context else f"{about}.prompt"
                 yield Finding(where, "context", "error", str(error))
+                continue
+            for column in sorted({column for one in known for column in one.columns or ()}):
+                text = f"{{{column}}} is another response of the run, not the column {column!r} of the prompts. If "
+                text += "the column is meant, give it another name"
+                yield Finding(where, "columns", "warning", text)

@@ -70,7 +70,7 @@ def find_dose(run: Run, name: str, cache: Cache, schedule: Schedule) -> Dose:
     composition = run.recipe.compositions[name]
     updates = min(SAMPLED_UPDATES, len(schedule))
     rows = [number for update in range(updates) for number in schedule.rows(update)]
-    levels = _dose_levels(name, composition, cache, rows) if cache.levels is not None else {}
+    levels = _dose_levels(run, name, cache, rows) if cache.levels is not None else {}
     block = cache.block(rows)
     batch = compose(block, cache.weights, ALPHA)  # only behaviour and shift are read: any alpha will do
     valid_P = block.valid_KP.all(axis=0)
@@ -83,19 +83,26 @@ def find_dose(run: Run, name: str, cache: Cache, schedule: Schedule) -> Dose:
         alpha = cache.alpha or composition.alpha or ALPHA
     else:
         assert composition.kl_budget is not None, "a composition has alpha or kl_budget"
-        try:
-            alpha = solve_alpha_for_kl(batch.log_b_NO, batch.r_NC, composition.kl_budget)
-        except ValueError as error:
-            raise InputError(f"compositions.{name}.kl_budget = {composition.kl_budget:g}: {error}") from None
+        alpha = _solve(run, batch, composition.kl_budget, f"compositions.{name}.kl_budget")
     log_q_NO = tilted_target(batch.log_b_NO, batch.r_NC, alpha)
     distances = expected_kl(log_q_NO, batch.log_b_NO), reverse_kl(batch.log_b_NO, log_q_NO, 1.0)
     target_kl, start_kl = (float(kl_N.mean()) if len(batch) else 0.0 for kl_N in distances)
     return Dose(alpha, anchor_doses(composition, alpha), target_kl, start_kl, levels, cache.shares)
 
 
-def _dose_levels(name: str, composition: Composition, cache: Cache, rows: Sequence[int]) -> dict[str, float]:
+def _solve(run: Run, batch: "Batch", budget: float, key: str) -> float:
+    if run.recipe.rehearsal and not len(batch):  # doubles write no delimiters, and are never right
+        return ALPHA
+    try:
+        return solve_alpha_for_kl(batch.log_b_NO, batch.r_NC, budget)
+    except ValueError as error:
+        raise InputError(f"{key} = {budget:g}: {error}") from None
+
+
+def _dose_levels(run: Run, name: str, cache: Cache, rows: Sequence[int]) -> dict[str, float]:
     """Find the alpha of every level, solving where it has a KL budget, and weigh the levels of the cache by them."""
     assert cache.levels is not None
+    composition = run.recipe.compositions[name]
     weight_SK = cache.levels.weight_SK.copy()
     cache.levels = replace(cache.levels, weight_SK=weight_SK)
     common = composition.alpha or ALPHA
@@ -106,11 +113,8 @@ def _dose_levels(name: str, composition: Composition, cache: Cache, rows: Sequen
             weight_SK[number] = [slot.weights.get(anchor, 0.0) for anchor in cache.names]  # not as solved before
             block = cache.block([number * len(cache) + row % len(cache) for row in rows])
             batch = compose(block, cache.weights, common)
-            try:
-                alpha = solve_alpha_for_kl(batch.log_b_NO, batch.r_NC, slot.kl_budget)
-            except ValueError as error:
-                key = f"compositions.{name}.levels.{slot.level or 'default'}.kl_budget"
-                raise InputError(f"{key} = {slot.kl_budget:g}: {error}") from None
+            key = f"compositions.{name}.levels.{slot.level or 'default'}.kl_budget"
+            alpha = _solve(run, batch, slot.kl_budget, key)
             weight_SK[number] *= common / alpha
         alphas[slot.level or ""] = float(alpha or common)
     return alphas

@@ -63,9 +63,11 @@ def model_card(run: Run, name: str, figures: dict[str, Any], evaluation: str = "
     alpha = figures.get("alpha", composition.alpha)  # only the legs of a sequence record one
     assert alpha is not None, "a trained composition has an alpha"
     doses = anchor_doses(composition, float(alpha))
+    solved = run.recipe.budgets(name)
     lines = []
     for anchor, weight in composition.used.items():
         dose = f"{doses[anchor]:.4g}" if anchor in doses else "its own distribution"
+        dose = "solved" if anchor in solved else dose
         cells = [anchor, "by level", "by level"] if composition.slots else [anchor, f"{weight:g}", dose]
         for model in (run.side(anchor, "post"), run.side(anchor, "pre")):
             context = f" with {model.context}".replace("|", "\\|") if model.context else ""

@@ -149,9 +149,6 @@ def level_grid(
     run: Run, shares: str | None, grid: int | None, alphas: Sequence[float] | None
 ) -> tuple[int | None, list[float]]:
     """Give the weights and alphas among which levels are looked for, where none are asked for."""
-    for name, anchor in run.recipe.anchors.items():
-        if anchor.kl_budget is not None:
-            raise InputError(f"--levels: anchors.{name}.kl_budget cannot be combined with levels: remove it")
     return usual_grid(run.recipe) if shares is None and grid is None else grid, list(alphas or usual_alphas(run.recipe))
 
 
