@@ -50,7 +50,7 @@ class ScoreRow:
     mapped_TC: NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Context:
     """The tokens of one row, and the positions whose hidden states are needed."""
 
@@ -69,8 +69,11 @@ class Body(Protocol):
     limit: int | None  # longest context
     embedded: int  # ids that it takes
 
-    def hidden(self, batch: list[Context]) -> Tensor:
-        """Compute the hidden states of the needed positions (N, D), row after row."""
+    def hidden(self, batch: list[Context], upcoming: list[Context]) -> Tensor:
+        """Compute the hidden states of the needed positions (N, D), row after row.
+
+        A body in another process may compute the `upcoming` batch while the head reads this one.
+        """
 
     def close(self) -> None:
         """Release the model; the body cannot be used afterwards."""
@@ -91,7 +94,7 @@ class HFBody:
         self.embedded = model.get_input_embeddings().num_embeddings
         self.head = find_head(model, vocabulary)
 
-    def hidden(self, batch: list[Context]) -> Tensor:
+    def hidden(self, batch: list[Context], upcoming: list[Context]) -> Tensor:
         ids_BT = torch.nn.utils.rnn.pad_sequence([context.ids for context in batch], batch_first=True)
         row_N = torch.cat([torch.full_like(context.positions_T, b) for b, context in enumerate(batch)])
         position_N = torch.cat([context.positions_T for context in batch])
@@ -215,10 +218,11 @@ class Scorer:
         pending = sorted(contexts, key=lambda context: (-len(context.ids), context.row))
         while pending:
             length = len(pending[0].ids)
-            batch = pending[: max(1, self.token_budget // length)]
+            batch = self._first_batch(pending)
+            upcoming = self._first_batch(pending[len(batch) :])
             arrays: list[NDArray] | None = None
             try:
-                arrays = [array.cpu().numpy() for array in through_head(self.body.hidden(batch), batch)]
+                arrays = [array.cpu().numpy() for array in through_head(self.body.hidden(batch, upcoming), batch)]
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -242,3 +246,6 @@ class Scorer:
             pending = pending[len(batch) :]
             show_rows(len(results), len(contexts))
         return results
+
+    def _first_batch(self, contexts: list[Context]) -> list[Context]:
+        return contexts[: max(1, self.token_budget // len(contexts[0].ids))] if contexts else []
