@@ -150,6 +150,8 @@ def request_seed(seed: int, request: Request) -> int:
 class VLLMBody:
     """vLLM as the body of a scorer: an engine process that is started here, or a pooling server at `url`."""
 
+    packs = True
+
     def __init__(
         self,
         checkpoint: Checkpoint,
