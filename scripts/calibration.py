@@ -1,8 +1,9 @@
 """Fit the constants of `lweave plan` to the paper's table of GPU hours (tab. training-cost).
 
 The table has four settings. `leave_one_out` predicts each of them with constants fitted to the other three; the package
-has the constants fitted to all four. The paper's online training repeats all work in every round at a fraction of the
-offline costs, and loses a fixed time per round switching between sampling, scoring and training.
+has the constants fitted to all four. There are five: an efficiency for each of four stages, and the time that the
+paper's online training loses per round. What else it costs is what offline training costs: it samples twice as many
+trajectories, and reads of each only the sampled tokens.
 """
 
 from collections.abc import Sequence
@@ -26,10 +27,9 @@ MIMO = ("XiaomiMiMo/MiMo-7B-RL-0530", "XiaomiMiMo/MiMo-7B-Base")
 
 @dataclass(frozen=True)
 class PaperConstants(Constants):
-    """What describes the paper's program: also what its online training costs."""
+    """What describes the paper's program: also what its online training loses."""
 
-    online_share: float = 1.0  # of the cost of the same work offline
-    online_seconds_per_round: float = 0.0  # lost, in GPU time
+    online_seconds_per_round: float = 0.0  # in GPU time
 
 
 @dataclass(frozen=True)
@@ -62,40 +62,29 @@ PAPER = tuple(
 )
 
 
-def online_hours(offline: Hours, load: Workload, constants: PaperConstants, machine: PlannedMachine) -> float:
+def online_hours(offline: Hours, constants: PaperConstants) -> float:
     """Predict the same composition trained online by the paper's program, as in its table."""
-    caches = load.rounds * load.trajectories_per_round / load.trajectories  # every round makes its own cache
-    lost = load.rounds * constants.online_seconds_per_round * CALIBRATED.peak / machine.gpu.peak / HOUR
-    return lost + constants.online_share * (caches * offline.cache + offline.train)
+    return offline.total + PAPER_LOAD.rounds * constants.online_seconds_per_round / HOUR
 
 
 def calibrate(settings: Sequence[PaperSetting] = PAPER) -> PaperConstants:
     """Fit the constants stage by stage, weighting every figure by its relative error."""
 
-    def fit_line(x: Sequence[float], ones: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-        """Least squares of a x ones + b x over relative errors; returns a, b."""
-        target = np.array(y)
-        scale = max(x)  # FLOPs are of the order of 1e17
-        columns = np.stack([np.array(ones) / target, np.array(x) / scale / target], axis=1)
-        a, b = np.linalg.lstsq(columns, np.ones(len(target)), rcond=None)[0]
-        return float(a), float(b) / scale
-
     def mean_ratio(counted: Sequence[float], measured: Sequence[float]) -> float:
         """Geometric mean of counted / measured."""
         return float(np.exp(np.mean(np.log(np.array(counted) / np.array(measured)))))
 
-    counted = Constants(1.0, 1.0, 1.0, 1.0)
-    hours = [setting.predict(counted) for setting in settings]
+    hours = [setting.predict(Constants(1.0, 1.0, 1.0, 1.0)) for setting in settings]
     constants = PaperConstants(
         rollout=mean_ratio([each.rollout for each in hours], [setting.rollout for setting in settings]),
         reference=mean_ratio([each.reference for each in hours], [setting.reference for setting in settings]),
         score=mean_ratio([sum(each.score) for each in hours], [setting.score for setting in settings]),
         train=mean_ratio([each.train for each in hours], [setting.train for setting in settings]),
     )
-    # With a share of 1 and no time lost, online training costs what the same work costs offline.
-    work = [online_hours(setting.predict(constants), PAPER_LOAD, constants, PAPER_MACHINE) for setting in settings]
-    lost, share = fit_line(work, [1.0] * len(work), [setting.online for setting in settings])
-    return replace(constants, online_share=share, online_seconds_per_round=lost * HOUR / PAPER_LOAD.rounds)
+    lost = [setting.online - setting.predict(constants).total for setting in settings]
+    weights = [setting.online**-2 for setting in settings]
+    per_round = float(np.average(lost, weights=weights)) / PAPER_LOAD.rounds
+    return replace(constants, online_seconds_per_round=per_round * HOUR)
 
 
 def leave_one_out() -> list[tuple[PaperSetting, Hours, float]]:
@@ -104,7 +93,7 @@ def leave_one_out() -> list[tuple[PaperSetting, Hours, float]]:
     for setting in PAPER:
         constants = calibrate([other for other in PAPER if other is not setting])
         hours = setting.predict(constants)
-        predictions.append((setting, hours, online_hours(hours, PAPER_LOAD, constants, PAPER_MACHINE)))
+        predictions.append((setting, hours, online_hours(hours, constants)))
     return predictions
 
 
@@ -130,8 +119,7 @@ def calibration_page() -> str:
         "efficiency of reference": f"{constants.reference:.2f}",
         "efficiency of scoring": f"{constants.score:.2f}",
         "efficiency of training": f"{constants.train:.2f}",
-        "online, cost relative to the same work offline": f"{constants.online_share:.2f}",
-        "online, lost per round": f"{constants.online_seconds_per_round:.0f} GPU seconds",
+        "lost per round of online training": f"{constants.online_seconds_per_round:.0f} GPU seconds",
     }
     lines = ["| constant, fitted to all four | |", "| --- | --- |"]
     lines += [f"| {name} | {value} |" for name, value in fitted.items()]

@@ -107,6 +107,64 @@ def test_scores_are_those_of_the_whole_logits(architecture: str, budget: int) ->
             np.testing.assert_allclose(mass_T[t], expected_mass, atol=rounding.LOGPROB, rtol=0)
 
 
+def groups(prompt: int, response: int, count: int = 3, responses: int = 4) -> list[tuple[list[int], list[int]]]:
+    """Several responses to each of a few prompts; the last two are the same."""
+    rng = np.random.default_rng(prompt)
+    rows = []
+    for _ in range(count):
+        shared = rng.integers(0, VOCABULARY, size=prompt).tolist()
+        rows += [(shared, rng.integers(0, VOCABULARY, size=response).tolist()) for _ in range(responses - 1)]
+        rows.append(rows[-1])
+    return [rows[place] for place in rng.permutation(len(rows))]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_prompt_that_is_read_once_gives_each_row_its_own_numbers(architecture: str, budget: int) -> None:
+    """Also where the prompt is longer than the windows of some layers."""
+    model, rows = small_model(architecture), groups(prompt=21, response=9)
+    alone = [Scorer.from_model(model, VOCABULARY).candidates([row], COUNT)[0] for row in rows]
+    for found, single in zip(Scorer.from_model(model, VOCABULARY, budget).candidates(rows, COUNT), alone, strict=True):
+        assert np.array_equal(found[0], single[0])
+        for one, other in zip(found[1:], single[1:], strict=True):
+            np.testing.assert_allclose(one, other, atol=rounding.LOGPROB, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "prompt", "response", "read"),
+    [
+        ("llama", 21, 9, 3 * (21 + 3 * 8)),  # of two equal responses one is read, and of each all but the last token
+        ("gemma3", 21, 9, 3 * (21 + 3 * 8)),
+        ("phi3", 21, 9, 3 * 4 * (21 + 8)),  # longrope
+        ("qwen3.5", 21, 9, 3 * 4 * (21 + 8)),  # recurrent
+    ],
+)
+def test_tokens_that_rows_have_in_common_are_read_once(
+    architecture: str, prompt: int, response: int, read: int
+) -> None:
+    model = small_model(architecture)
+    scorer = Scorer.from_model(model, VOCABULARY)
+    sizes: list[int] = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    scorer.candidates(groups(prompt, response), COUNT)
+    assert sizes == [read]
+
+
+def test_tokens_are_not_shared_where_that_saves_little() -> None:
+    model = small_model("llama")
+    scorer = Scorer.from_model(model, VOCABULARY)
+    sizes: list[int] = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    ids = np.random.default_rng(0).permutation(VOCABULARY)[:60].tolist()
+    for common in (2, 8):
+        scorer.candidates([(ids[:common], ids[20:60]), (ids[:common], ids[19:59])], COUNT)
+    assert sizes == [2 * (2 + 39), 8 + 2 * 39]
+
+
 def test_padding_of_the_vocabulary_takes_no_mass() -> None:
     model, rows = small_model("llama"), some_rows()
     with torch.no_grad():

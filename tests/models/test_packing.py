@@ -14,6 +14,7 @@ from lightning_weave.models import packing
 from lightning_weave.models.packing import (
     EFFICIENT,
     RowMasks,
+    Shared,
     enable_packing,
     packed_positions,
     packed_states,
@@ -132,6 +133,28 @@ def test_one_kernel_over_all_rows_is_the_loop_over_rows(
         hidden_TD.square().sum().backward()
         found.append((hidden_TD, {name: weight.grad for name, weight in model.named_parameters()}))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_one_kernel_attends_to_what_rows_share(architecture: str, varlen: list[str]) -> None:
+    first_T, second_T = torch.arange(40).split([24, 16])
+    rows = [
+        first_T,
+        torch.cat([first_T[:14], second_T]),
+        torch.cat([first_T[:14], second_T[:3], first_T[:2]]),
+        second_T,
+    ]
+    shared, lengths = Shared.from_rows(rows), [len(row) for row in rows]
+    assert len(shared.first_T) == 24 + 16 + 2 + 16
+    model = small_model(architecture).double()
+    expected_ED = torch.cat([hidden_states(model, row[None])[0] for row in rows])
+    use_efficient_attention(model)
+    assert enable_packing(model, VOCABULARY)
+    varlen.clear()
+    ids_T, positions_T = torch.cat(rows)[shared.first_T], packed_positions(lengths)[shared.first_T]
+    found_TD = packed_states(model, ids_T, positions_T, lengths, shared=shared)
+    torch.testing.assert_close(found_TD[shared.place_E], expected_ED)
+    assert len(varlen) == 3
 
 
 @pytest.mark.parametrize(

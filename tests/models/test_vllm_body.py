@@ -141,7 +141,9 @@ def test_states_arrive_in_the_dtype_that_the_engine_computed_in(
     body = VLLMBody(Checkpoint(checkpoint.name), CPU, dtype=engine)
     ids, positions = torch.arange(9), torch.tensor([2, 5, 8])
     try:
-        found_ND = body.hidden([Context(0, "a row", ids, positions, 9), Context(1, "a row", ids[:4], positions[:1], 4)])
+        found_ND = body.hidden(
+            [Context(0, "a row", ids, positions, 9), Context(1, "a row", ids[:4], positions[:1], 4)], []
+        )
     finally:
         body.close()
     assert found_ND.dtype == expected

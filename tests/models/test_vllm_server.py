@@ -15,6 +15,7 @@ from test_vllm_body import CPU, hf_of, save, some_rows
 
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.heads import hidden_states
+from lightning_weave.models import scorer
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.scorer import Scorer
 from lightning_weave.models.vllm import SERVER_COMMAND, VLLMBody, server_version
@@ -85,6 +86,29 @@ def test_a_server_scores_as_transformers_does(tmp_path: Path, serve: Callable[[A
     url = serve(pooling(checkpoint))
     assert server_version(url) == "0.32.0"
     check_scores(checkpoint, url)
+
+
+def test_the_next_batch_is_computed_while_the_head_reads_this_one(
+    tmp_path: Path, serve: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(tmp_path / "model", "tied")
+    answer, count = pooling(checkpoint), len(some_rows(checkpoint.vocabulary))
+    asked = [threading.Event() for _ in range(count)]
+    numbers, heads, head = iter(asked), iter([*asked[1:], asked[-1]]), scorer.top_candidates
+
+    def note(path: str, question: dict[str, Any]) -> dict[str, Any] | None:
+        if path == "/pooling":
+            next(numbers).set()
+        return answer(path, question)
+
+    def wait_for_the_next(*args: Any) -> Any:
+        assert next(heads).wait(timeout=60), "the server was not asked for the next batch before the head had ended"
+        return head(*args)
+
+    monkeypatch.setattr(scorer, "top_candidates", wait_for_the_next)
+    body = VLLMBody(checkpoint, CPU, url=serve(note))
+    assert len(Scorer(body, token_budget=1).candidates(some_rows(checkpoint.vocabulary), 8)) == count
+    assert next(numbers, None) is None, "each batch was asked for once"
 
 
 def test_a_server_that_leaves_out_positions_is_refused(tmp_path: Path, serve: Callable[[Answer], str]) -> None:

@@ -45,6 +45,34 @@ class RowLengths:
     whole: tuple[int, ...]  # lengths with the tokens that are not run, since nothing after them is needed
     packed: bool
     offsets: Tensor | None = None  # where packed rows begin and end, on the device, for one kernel over all of them
+    shared: "Shared | None" = None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Rows of a sequence in which a beginning that several rows have in common is read once."""
+
+    place_E: Tensor  # of the tokens of all rows, row after row, in the sequence
+    first_T: Tensor  # where each token of the sequence is among those of all rows, at first
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Tensor]) -> "Shared":
+        """Let each row share what it has in common with the one before it.
+
+        >>> Shared.from_rows([torch.tensor([5, 6, 7]), torch.tensor([5, 6, 8, 9])]).place_E.tolist()
+        [0, 1, 2, 0, 1, 3, 4]
+        """
+        places: list[Tensor] = []
+        tokens = 0
+        for number, ids in enumerate(rows):
+            before = rows[number - 1][: len(ids)] if number else ids[:0]
+            common = int((ids[: len(before)] == before).int().cumprod(dim=0).sum())
+            own = torch.arange(tokens, tokens + len(ids) - common)
+            places.append(torch.cat([places[-1][:common], own]) if number else own)
+            tokens += len(own)
+        place_E = torch.cat(places)
+        every_E = torch.arange(len(place_E))
+        return cls(place_E, torch.full((tokens,), len(place_E)).scatter_reduce_(0, place_E, every_E, "amin"))
 
 
 _rows: ContextVar[RowLengths | None] = ContextVar("rows of this forward pass", default=None)
@@ -59,10 +87,16 @@ class RowMasks:
     offsets: Tensor | None  # as in RowLengths; None: only the masks tell what a row sees
     longest: int
     window: int  # tokens that a token sees, itself included; 0: all
+    shared: Shared | None
 
 
 def packed_states(
-    model: Any, input_ids_T: Tensor, positions_T: Tensor, lengths: Sequence[int], whole: Sequence[int] | None = None
+    model: Any,
+    input_ids_T: Tensor,
+    positions_T: Tensor,
+    lengths: Sequence[int],
+    whole: Sequence[int] | None = None,
+    shared: Shared | None = None,
 ) -> Tensor:
     """Compute the hidden states of packed rows, each as if it were alone; (T) -> (T, D).
 
@@ -73,7 +107,7 @@ def packed_states(
     if has_flash_attention(device):
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         offsets = (offsets.pin_memory() if supports_async_copy(device) else offsets).to(device, non_blocking=True)
-    with separate_rows(lengths, whole, packed=True, offsets=offsets):
+    with separate_rows(RowLengths(tuple(lengths), tuple(whole or lengths), True, offsets, shared)):
         return hidden_states(model, input_ids_T[None], position_ids=positions_T[None])[0]
 
 
@@ -82,7 +116,7 @@ def padded_states(
 ) -> Tensor:
     """Compute the hidden states of rows as a batch padded on the right, without the padding; (T) -> (T, D)."""
     rows = input_ids_T.split(list(lengths))
-    with separate_rows(lengths, whole):
+    with separate_rows(RowLengths(tuple(lengths), tuple(whole or lengths), packed=False)):
         hidden_RTD = hidden_states(model, pad_sequence(rows, batch_first=True))
     if len(rows) == 1:
         return hidden_RTD[0]
@@ -102,6 +136,8 @@ def enable_packing(model: Any, vocabulary: int) -> bool:
     positions or build masks in their own way.
     """
     before = model.config._attn_implementation
+    if before == PACKED:
+        return True
     if before not in ("sdpa", EFFICIENT) or not model._supports_attention_backend:
         return False
     AttentionInterface.register(PACKED, _attend_packed)
@@ -135,7 +171,8 @@ def _packed_mask(*, q_length: int, kv_length: int, local_size: int | None = None
     if rows is None or not rows.packed:
         return efficient_mask(q_length=q_length, kv_length=kv_length, local_size=local_size, **kwargs)
     lengths = rows.lengths
-    assert sum(lengths) == q_length == kv_length, "packed rows have no cache"
+    tokens = sum(lengths) if rows.shared is None else len(rows.shared.first_T)
+    assert tokens == q_length == kv_length, "packed rows have no cache"
     is_plain = kwargs.get("allow_is_causal_skip", True)
     window = (local_size or 0) if is_plain else 0
     # Rows of two windows or more are computed in blocks, all with one mask. The mask of a shorter row is the beginning
@@ -149,7 +186,7 @@ def _packed_mask(*, q_length: int, kv_length: int, local_size: int | None = None
             masks.append(block_mask)
         else:
             masks.append(None if short_mask is None or length <= window else short_mask[..., :length, :length])
-    return RowMasks(lengths, tuple(masks), rows.offsets if is_plain else None, max(lengths), window)
+    return RowMasks(lengths, tuple(masks), rows.offsets if is_plain else None, max(lengths), window, rows.shared)
 
 
 def _attend_packed(
@@ -157,7 +194,9 @@ def _attend_packed(
 ) -> tuple[Tensor, None]:
     if not isinstance(attention_mask, RowMasks):
         return attend_efficiently(module, query, key, value, attention_mask, **kwargs)
-    window = attention_mask.window
+    window, shared = attention_mask.window, attention_mask.shared
+    if shared is not None:  # every row attends as a whole
+        query, key, value = (heads[:, :, shared.place_E] for heads in (query, key, value))
     if (
         attention_mask.offsets is None
         or query.dtype not in VARLEN_DTYPES
@@ -166,47 +205,45 @@ def _attend_packed(
         or kwargs.get("softcap") is not None
         or (window and kwargs.get("sliding_window") != window)  # chunked attention, not a window
     ):
-        return _attend_row_by_row(module, query, key, value, attention_mask, **kwargs)
-    longest, offsets = attention_mask.longest, attention_mask.offsets
-    q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))  # (1, H, T, D) -> (T, H, D)
-    output: Any = varlen_attn(  # a tensor, as no auxiliary output is asked for
-        q,
-        k,
-        v,
-        offsets,
-        offsets,
-        longest,
-        longest,
-        scale=kwargs.get("scaling"),
-        window_size=(window - 1, 0),  # of tokens before and after; -1: all
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return output[None], None
+        output = _attend_row_by_row(module, query, key, value, attention_mask, **kwargs)
+    else:
+        longest, offsets = attention_mask.longest, attention_mask.offsets
+        q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))  # (1, H, T, D) -> (T, H, D)
+        whole: Any = varlen_attn(  # a tensor, as no auxiliary output is asked for
+            q,
+            k,
+            v,
+            offsets,
+            offsets,
+            longest,
+            longest,
+            scale=kwargs.get("scaling"),
+            window_size=(window - 1, 0),  # of tokens before and after; -1: all
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        output = whole[None]
+    return output if shared is None else output[:, shared.first_T], None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would be compiled again for every set of lengths
-def _attend_row_by_row(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, rows: RowMasks, **kwargs: Any
-) -> tuple[Tensor, None]:
+def _attend_row_by_row(module: Any, query: Tensor, key: Tensor, value: Tensor, rows: RowMasks, **kwargs: Any) -> Tensor:
     heads = zip(*(heads.split(rows.lengths, dim=2) for heads in (query, key, value)), strict=True)
     outputs = [
         attend_efficiently(module, q, k, v, mask, **kwargs)[0]
         for (q, k, v), mask in zip(heads, rows.masks, strict=True)
     ]
-    return torch.cat(outputs, dim=1), None
+    return torch.cat(outputs, dim=1)
 
 
 @contextmanager
-def separate_rows(
-    lengths: Sequence[int], whole: Sequence[int] | None = None, packed: bool = False, offsets: Tensor | None = None
-) -> Iterator[None]:
+def separate_rows(rows: RowLengths) -> Iterator[None]:
     """Tell attention and rotary embeddings which rows a forward pass has.
 
     Transformers does not search for packed rows itself, which would synchronise with the device every pass.
     """
     search = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    token = _rows.set(RowLengths(tuple(lengths), tuple(whole or lengths), packed, offsets))
+    token = _rows.set(rows)
     try:
         yield
     finally:

@@ -16,9 +16,17 @@ from torch import Tensor
 
 from lightning_weave.devices import free_memory, is_out_of_memory
 from lightning_weave.errors import InputError, WeaveError, logits_not_finite
-from lightning_weave.heads import Head, candidate_logprobs, find_head, hidden_states, separate_sampled, top_candidates
+from lightning_weave.heads import Head, candidate_logprobs, find_head, separate_sampled, top_candidates
 from lightning_weave.models.checkpoint import context_limit
-from lightning_weave.models.packing import rotate_by_row, separate_rows
+from lightning_weave.models.packing import (
+    Shared,
+    enable_packing,
+    packed_positions,
+    packed_states,
+    padded_states,
+    rope_switch,
+    rotate_by_row,
+)
 from lightning_weave.progress import show_rows
 from lightning_weave.types import Request, Response, SamplingSettings
 
@@ -33,6 +41,7 @@ class Sampler(Protocol):
 
 
 log = logging.getLogger(__name__)
+WORTH_SHARING = 0.05  # of the tokens of a batch; attention reads a shared beginning for each row, which costs something
 
 Tokens = Sequence[int] | NDArray[np.int32]
 RowCandidates = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
@@ -50,7 +59,7 @@ class ScoreRow:
     mapped_TC: NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Context:
     """The tokens of one row, and the positions whose hidden states are needed."""
 
@@ -68,9 +77,13 @@ class Body(Protocol):
     head: Head
     limit: int | None  # longest context
     embedded: int  # ids that it takes
+    packs: bool  # whether it runs rows of any length without padding
 
-    def hidden(self, batch: list[Context]) -> Tensor:
-        """Compute the hidden states of the needed positions (N, D), row after row."""
+    def hidden(self, batch: list[Context], upcoming: list[Context]) -> Tensor:
+        """Compute the hidden states of the needed positions (N, D), row after row.
+
+        A body in another process may compute the `upcoming` batch while the head reads this one.
+        """
 
     def close(self) -> None:
         """Release the model; the body cannot be used afterwards."""
@@ -79,8 +92,9 @@ class Body(Protocol):
 class HFBody:
     """A transformers model on its own device, in its own dtype.
 
-    Rows are padded on the right with tokens that nothing before them can see, in recurrent layers as in attention, so
-    no mask is needed.
+    Rows are packed where the model keeps them apart. Then a beginning that rows have in common, such as the prompt of
+    several responses, is read once if that saves enough. Elsewhere rows are padded on the right with tokens that
+    nothing before them can see, in recurrent layers as in attention, so no mask is needed.
     """
 
     def __init__(self, model: Any, vocabulary: int) -> None:
@@ -90,16 +104,25 @@ class HFBody:
         self.limit = context_limit(model.config)
         self.embedded = model.get_input_embeddings().num_embeddings
         self.head = find_head(model, vocabulary)
+        # With longrope, two rows may read the same prompt in two ways.
+        self.packs = rope_switch(model.config) is None and enable_packing(model, vocabulary)
 
-    def hidden(self, batch: list[Context]) -> Tensor:
-        ids_BT = torch.nn.utils.rnn.pad_sequence([context.ids for context in batch], batch_first=True)
-        row_N = torch.cat([torch.full_like(context.positions_T, b) for b, context in enumerate(batch)])
-        position_N = torch.cat([context.positions_T for context in batch])
-        device = self.model.device
-        lengths = [len(context.ids) for context in batch]
-        with separate_rows(lengths, [context.whole for context in batch]):
-            hidden_BTD = hidden_states(self.model, ids_BT.to(device))
-        return hidden_BTD[row_N.to(device), position_N.to(device)]
+    def hidden(self, batch: list[Context], upcoming: list[Context]) -> Tensor:
+        rows, device = [context.ids for context in batch], self.model.device
+        lengths, whole = [len(ids) for ids in rows], [context.whole for context in batch]
+        ids_E = torch.cat(rows)
+        ends = np.cumsum([0, *lengths[:-1]]).tolist()
+        needed_N = torch.cat([end + context.positions_T for end, context in zip(ends, batch, strict=True)])
+        if not self.packs:
+            return padded_states(self.model, ids_E.to(device), lengths, whole)[needed_N.to(device)]
+        positions_E, shared = packed_positions(lengths), Shared.from_rows(rows)
+        if len(shared.first_T) > (1 - WORTH_SHARING) * len(ids_E):
+            hidden_ED = packed_states(self.model, ids_E.to(device), positions_E.to(device), lengths, whole)
+            return hidden_ED[needed_N.to(device)]
+        ids_T, positions_T = (all_E[shared.first_T].to(device) for all_E in (ids_E, positions_E))
+        needed_N = shared.place_E[needed_N]
+        shared = Shared(shared.place_E.to(device), shared.first_T.to(device))
+        return packed_states(self.model, ids_T, positions_T, lengths, whole, shared)[needed_N.to(device)]
 
     def close(self) -> None:
         """Do nothing: the model is freed with its last user."""
@@ -210,29 +233,31 @@ class Scorer:
 
     @torch.inference_mode()
     def _run(self, contexts: list[Context], through_head: HeadFunction) -> dict[int, tuple[NDArray, ...]]:
-        """Run every context, longest first, so that a token budget that is too large shows at once."""
+        """Run every context: packed, those that begin alike together; else the longest first, with little padding."""
         results: dict[int, tuple[NDArray, ...]] = {}
-        pending = sorted(contexts, key=lambda context: (-len(context.ids), context.row))
+        if self.body.packs:
+            pending = sorted(contexts, key=lambda context: context.ids.tolist())
+        else:
+            pending = sorted(contexts, key=lambda context: (-len(context.ids), context.row))
         while pending:
-            length = len(pending[0].ids)
-            batch = pending[: max(1, self.token_budget // length)]
+            batch = self._first_batch(pending)
+            upcoming = self._first_batch(pending[len(batch) :])
             arrays: list[NDArray] | None = None
             try:
-                arrays = [array.cpu().numpy() for array in through_head(self.body.hidden(batch), batch)]
+                arrays = [array.cpu().numpy() for array in through_head(self.body.hidden(batch, upcoming), batch)]
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
             if arrays is None:  # only now is the memory of the failed batch free
                 free_memory()
+                tokens = int(self._tokens(batch)[-1])
                 if len(batch) == 1:
                     raise WeaveError(
-                        f"{batch[0].name}: its {length} tokens alone do not fit in memory. Use a smaller dtype, a "
+                        f"{batch[0].name}: its {tokens} tokens alone do not fit in memory. Use a smaller dtype, a "
                         "larger device, or leave out long rows"
                     )
-                self.token_budget = len(batch) * length // 2
-                log.warning(
-                    "out of memory with %d tokens: the token budget is now %d", len(batch) * length, self.token_budget
-                )
+                self.token_budget = tokens // 2
+                log.warning("out of memory with %d tokens: the token budget is now %d", tokens, self.token_budget)
                 continue
             ends = np.cumsum([len(context.positions_T) for context in batch])[:-1]
             for context, *parts in zip(batch, *(np.split(array, ends) for array in arrays), strict=True):
@@ -242,3 +267,11 @@ class Scorer:
             pending = pending[len(batch) :]
             show_rows(len(results), len(contexts))
         return results
+
+    def _first_batch(self, contexts: list[Context]) -> list[Context]:
+        return contexts[: max(1, int((self._tokens(contexts) <= self.token_budget).sum()))]
+
+    def _tokens(self, contexts: list[Context]) -> NDArray[np.int64]:
+        """Count the tokens of the first context, of the first two, and so on; padded to the first, or packed."""
+        lengths = np.array([len(context.ids) for context in contexts], np.int64)
+        return np.cumsum(lengths if self.body.packs else lengths[:1].repeat(len(lengths)))

@@ -8,6 +8,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from copy import copy
 from http.client import HTTPException
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_weave.devices import set_device
 from lightning_weave.errors import InputError, WeaveError, logits_not_finite
 from lightning_weave.heads import Head, describe_head
 from lightning_weave.models.checkpoint import Checkpoint
@@ -148,6 +150,8 @@ def request_seed(seed: int, request: Request) -> int:
 class VLLMBody:
     """vLLM as the body of a scorer: an engine process that is started here, or a pooling server at `url`."""
 
+    packs = True
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -162,6 +166,8 @@ class VLLMBody:
         self.device = device  # of the head
         self.head, self.embedded = load_head(checkpoint, device)
         self.limit: int | None
+        self._asking = ThreadPoolExecutor(1, "hidden states", initializer=set_device, initargs=(device,))
+        self._ahead: tuple[list[Context], Future[Tensor]] | None = None
         if url is not None:
             served = _ask_server(url, "/v1/models")["data"][0]
             self.served_name = str(served["id"])
@@ -172,14 +178,23 @@ class VLLMBody:
         self.limit = int(self._engine.started["limit"])
         self._folder = tempfile.TemporaryDirectory(prefix="lweave-hidden-")
 
-    def hidden(self, batch: list[Context]) -> Tensor:
+    def hidden(self, batch: list[Context], upcoming: list[Context]) -> Tensor:
         """Compute the hidden states of the needed positions (N, D), row after row, in the engine's dtype if narrow.
 
-        With a wider output matrix they are made as wide: the head computes in what it is given.
+        With a wider output matrix they are made as wide: the head computes in what it is given. Then the upcoming batch
+        is asked for, so that the engine computes while the head does.
         """
-        states_ND = (self._from_engine(batch) if self.url is None else self._from_server(self.url, batch)).to(
-            self.device
-        )
+        _, states = self._ahead if self._ahead and self._ahead[0] == batch else self._ask(batch)
+        states_ND = states.result()
+        self._ahead = self._ask(upcoming) if upcoming else None
+        return states_ND
+
+    def _ask(self, batch: list[Context]) -> tuple[list[Context], Future[Tensor]]:
+        return batch, self._asking.submit(self._states, batch)
+
+    def _states(self, batch: list[Context]) -> Tensor:
+        states_ND = self._from_engine(batch) if self.url is None else self._from_server(self.url, batch)
+        states_ND = states_ND.to(self.device)
         return states_ND.to(torch.promote_types(states_ND.dtype, self.head.weight_VD.dtype))
 
     def _from_engine(self, batch: list[Context]) -> Tensor:
@@ -210,8 +225,9 @@ class VLLMBody:
 
     def close(self) -> None:
         """Stop the engine; a server keeps running."""
+        self._asking.shutdown(wait=False, cancel_futures=True)
         if self.url is None:
-            self._engine.close()
+            self._engine.close()  # waits until it has answered
             self._folder.cleanup()
 
 
