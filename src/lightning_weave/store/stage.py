@@ -21,12 +21,14 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
 from safetensors.numpy import save
 
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.ranks import is_main_process, is_single_process
 from lightning_weave.store.files import (
     TEMPORARY,
+    FilePath,
     append_line,
     fingerprint,
     read_checked,
@@ -56,6 +58,24 @@ LONGEST_HEADER = 1 << 20
 # What reading a damaged header raises: it can be any JSON, or not JSON.
 BROKEN_HEADER = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 DTYPES = {"BOOL": "?", "U8": "u1", "I32": "<i4", "I64": "<i8", "U32": "<u4", "F32": "<f4", "F64": "<f8"}
+
+
+class Entry(BaseModel):
+    """A file of a stage."""
+
+    file: FilePath
+    bytes: int
+    sha256: str
+    rows: int = Field(0, ge=0, lt=1 << 40)
+
+
+class Manifest(BaseModel):
+    """What every manifest holds, whoever wrote it."""
+
+    fingerprint: str
+    settings: dict[str, Any]
+    inputs: dict[str, str]
+    shards: list[Entry]
 
 
 @dataclass(frozen=True)
@@ -420,9 +440,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     manifest = read_checked(path)
-    files = [PurePosixPath(entry["file"]) for entry in manifest["shards"]]
-    if any(file.is_absolute() or ".." in file.parts for file in files):
-        raise CorruptData(f"{path}: lists files outside its folder. Remove it and run the stage again")
+    try:
+        Manifest.model_validate(manifest, strict=True)
+    except ValidationError:
+        wrong = "is not a manifest, or lists files outside its folder"
+        raise CorruptData(f"{path}: {wrong}. Remove it and run the stage again") from None
     return manifest
 
 
