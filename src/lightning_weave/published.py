@@ -1,9 +1,7 @@
 """`lweave push`, `lweave pull`, and anchors whose scores are published: anchors.NAME = { cache = "URL" }."""
 
 import os
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -286,32 +284,32 @@ def check_published(run: Run, anchor: str) -> list[Stage]:
     return [*cache, *run.scores_of(anchor)]
 
 
+def missing_stages(run: Run) -> dict[str, list[Stage]]:
+    """The stages that this run lacks and that each published anchor brings."""
+    published = [name for name, section in run.recipe.anchors.items() if section.cache is not None]
+    lacking = [name for name in published if not all(stage.complete for stage in run.scores_of(name))]
+    return {name: [stage for stage in check_published(run, name) if not stage.complete] for name in lacking}
+
+
 def fetchable(run: Run) -> dict[str, str]:
-    """The URL from which the next command fetches each missing stage, by its path."""
-    found = dict[str, str]()
-    for anchor, section in run.recipe.anchors.items():
-        if section.cache is not None and not all(stage.complete for stage in run.scores_of(anchor)):
-            with suppress(WeaveError):  # that command names what is wrong
-                found |= {stage.path: section.cache for stage in check_published(run, anchor) if not stage.complete}
-    return found
+    """The anchor with which the next command fetches each of these stages, by the stage's path."""
+    try:
+        return {stage.path: anchor for anchor, stages in missing_stages(run).items() for stage in stages}
+    except WeaveError:  # that command names what is wrong
+        return {}
 
 
 def fetch_published(run: Run, progress: Progress) -> None:
     """Fetch the stages of published anchors that this run lacks. Rank 0 does it, and the others wait."""
-    for anchor, section in run.recipe.anchors.items():
-        if section.cache is None or all(stage.complete for stage in run.scores_of(anchor)):
-            continue
-        missing = [stage for stage in check_published(run, anchor) if not stage.complete]
+    for anchor, missing in missing_stages(run).items():
         if not is_main_process():
-            end = time.monotonic() + PATIENCE
-            while not all(stage.complete for stage in missing):
-                if time.monotonic() > end:
-                    raise WeaveError(f"anchors.{anchor}.cache: rank 0 has not fetched it. Start all ranks again")
-                time.sleep(1)
+            for stage in missing:
+                stage.wait_until_complete(PATIENCE)
             continue
-        index = read_index(section.cache)
+        url = str(run.recipe.anchors[anchor].cache)
+        index = read_index(url)
         folders = {index["stages"][stage.fingerprint]["folder"] for stage in missing}
         files = {name: digest for name, digest in index["files"].items() if name.rpartition("/")[0] in folders}
-        _fetch(Remote(section.cache), files, run.directory, progress)
+        _fetch(Remote(url), files, run.directory, progress)
         for stage in missing:
             stage.link()

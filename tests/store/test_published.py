@@ -93,11 +93,11 @@ def test_what_is_fetched_is_neither_planned_nor_missed(original: dict[str, Any],
     """The configurations of the anchors are not there either."""
     recipe = cached(original, tmp_path / "runs")
     run = lw.Run(recipe, quiet=True)
-    fetched = {row["stage"] for row in run.status() if original["url"] in row["why"]}
+    fetched = {row["stage"] for row in run.status() if "anchors." in row["why"]}
     assert fetched == {"prompts", "rollout", "reference", *(f"score/{side}" for side in run.score_names.values())}
     console = Console(record=True, width=200, file=io.StringIO())
     dry_run(run, console)
-    assert sum(original["url"] in line for line in console.export_text().splitlines()) == len(fetched) == 7
+    assert sum("anchors." in line for line in console.export_text().splitlines()) == len(fetched) == 7
     machine = PlannedMachine(find_gpu("H100"), 8)
     hours = make_plan(run.recipe, machine)
     assert (hours.cache_hours, [stage for stage in hours.stages if stage.stage == "score"]) == (0.0, [])
@@ -486,6 +486,22 @@ def test_a_password_is_neither_used_nor_logged(original: dict[str, Any], tmp_pat
     recipe = {**original["recipe"], "runs": str(tmp_path / "runs")}
     message = refuse(lambda: lw.Run(recipe, quiet=True).push(url))
     assert "hunter2" not in message
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("folder", ["train/both@12345678", "report", "../reference@"])
+def test_a_stage_in_the_folder_of_another_is_one_line(original: dict[str, Any], tmp_path: Path, folder: str) -> None:
+    """Fetching it would replace results of whoever composes."""
+    from lightning_weave.store import read_checked, write_checked
+
+    index = read_checked(original["root"] / "store" / remote.INDEX)
+    for fingerprint, stage in index["stages"].items():
+        if stage["path"] == "reference":
+            stage["folder"] = folder + fingerprint[:8] * folder.endswith("@")
+    (tmp_path / "store").mkdir()
+    write_checked(tmp_path / "store" / remote.INDEX, index)
+    recipe = cached({**original, "url": f"file://{tmp_path}/store"}, tmp_path / "runs")
+    assert remote.INDEX in refuse(lambda: lw.Run(recipe, quiet=True).score())
     assert not (tmp_path / "runs").exists()
 
 

@@ -114,9 +114,9 @@ def _show_stages(run: Run, stages: Sequence[Stage], out: Console) -> None:
     for stage in stages:
         cost = forecasts[stage.path]
         time = size = why = ""
-        if url := published.get(stage.path):
-            why = f"to be fetched from {url}"
-        if (state := stage.state()) != "complete" and not url:
+        if anchor := published.get(stage.path):
+            why = f"to be fetched with anchors.{anchor}"
+        if (state := stage.state()) != "complete" and not anchor:
             missing += 1
             why = explain_missing(stage)
             if stage.path != "prompts":

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from lightning_weave.errors import InputError, WeaveError, first_line
 from lightning_weave.store.files import CHECKSUM, FilePath, fingerprint, sync, temporary_name, write_checked
+from lightning_weave.store.stage import DIGITS
 
 INDEX = "lightning-weave.json"
 PIECE = 1 << 22  # bytes read at a time
@@ -117,7 +118,9 @@ class Remote:
             index: Index = json.loads(text)
             if index.pop(CHECKSUM) != fingerprint(index):
                 raise ValueError("not what was written")
-            Published.model_validate(index, strict=True)
+            stages = Published.model_validate(index, strict=True).stages
+            if not all(stage.folder.endswith(f"@{key[:DIGITS]}") for key, stage in stages.items()):
+                raise ValueError("the folder of another stage")
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             wrong = "is damaged, or lists what is no file of a run; nothing was read"
             raise InputError(f"{self.url}/{INDEX}: {wrong}. Ask its owner to remove it and push again") from None

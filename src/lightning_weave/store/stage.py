@@ -320,13 +320,13 @@ class Stage:
         """
         missing = self.missing(range(shards))
         if missing and not is_single_process() and self.manifest() is not None:
-            self._wait_until_complete()
+            self.wait_until_complete()
             missing = self.missing(missing)
         return missing
 
-    def _wait_until_complete(self) -> None:
-        """Look until it is complete, at most as long as a network file system may take to show a file."""
-        end = time.monotonic() + LATE
+    def wait_until_complete(self, seconds: float = LATE) -> None:
+        """Look until it is complete, or for so long; by default, as a network file system may take to show a file."""
+        end = time.monotonic() + seconds
         while not self.complete and time.monotonic() < end:
             time.sleep(0.1)
             self._refresh()
@@ -424,7 +424,7 @@ class Stage:
     def require(self) -> dict[str, Any]:
         """Return the manifest. If the stage is not complete, raise an error with the command to run."""
         if not is_main_process():  # another rank may just have finished it
-            self._wait_until_complete()
+            self.wait_until_complete()
         state = self.state()
         if state != "complete":
             word = "is not finished" if state == "partial" else "is not there yet"

@@ -228,8 +228,8 @@ def look(run: Run) -> list[Status]:
             why = ", ".join([*counts, file_size(size)])
             if len(engines := manifest.get("engines", [])) > 1:
                 why += f"; made with {' and with '.join(engines)}"
-        elif url := published.get(stage.path):
-            why = f"to be fetched from {url}"
+        elif anchor := published.get(stage.path):
+            why = f"to be fetched with anchors.{anchor}"
         else:
             unfinished = [inner.path for inner in stage.inputs if not inner.complete]
             waits = f"waits for {', '.join(unfinished)}" if unfinished else ""
