@@ -1,7 +1,6 @@
 """`lweave push`, `lweave pull`, and anchors whose scores are published: anchors.NAME = { cache = "URL" }."""
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from lightning_weave.store.files import (
     HOLDER,
     TEMPORARY,
     lock_run,
+    plain_path,
     read_checked,
     sha256_file,
     write_atomic,
@@ -46,29 +46,33 @@ def push(run: Run, remote: Remote, progress: Progress, everything: bool = False,
         raise InputError(f"{path}: {fault}; nothing was pushed. Remove it and run the stage again")
     paths = [stage.folder / one["file"] for stage in stages for one in stage.require()["shards"]]
     paths += [stage.manifest_path for stage in stages]
+    index = _describe(run, stages)
     if everything:
         paths = [path for path in run.directory.rglob("*") if path.is_file() and not path.is_symlink()]
-    files = {path.relative_to(run.directory).as_posix(): path for path in paths if TEMPORARY not in str(path)}
-    names = sorted(files.keys() - KEPT_HERE, key=lambda name: (name.endswith(MANIFEST), name))
+        index["links"] = _links(run.directory)
+    files = {path.relative_to(run.directory).as_posix(): path for path in paths}
+    names = [name for name in files.keys() - KEPT_HERE if TEMPORARY not in name]
+    names.sort(key=lambda name: (name.endswith(MANIFEST), name))
+    try:
+        for name in (*names, *index["links"]):
+            plain_path(name)
+    except ValueError as error:
+        raise InputError(f"{run.directory}: {error}. Rename it; nothing was pushed") from None
     remote.create(private=not public)
     before = remote.index()
     if before and before["recipe"]["name"] != run.recipe.name:
         raise InputError(f"{remote.url}: holds the run {before['recipe']['name']!r}, not {run.recipe.name!r}")
     if before:
         check_student(run, before, remote.url)
-    index = _describe(run, stages)
     sent = before["files"] if before else {}
     with progress.bar("push", len(names), "file") as bar:
         for batch in (names[start : start + BATCH] for start in range(0, len(names), BATCH)):
             digests = {name: sha256_file(files[name]) for name in batch}
             if new := [name for name, digest in digests.items() if sent.get(name) != digest]:
-                part = {**index, "stages": {}, "anchors": {}, "files": digests}
+                part = {**index, "stages": {}, "anchors": {}, "links": {}, "files": digests}
                 remote.put({name: files[name] for name in new}, part, f"Add {len(new)} files")
             index["files"] |= digests
             bar.advance(len(batch))
-    if everything:
-        links = [path for path in run.directory.rglob("*") if path.is_symlink() and path.exists()]
-        index["links"] = {path.relative_to(run.directory).as_posix(): os.readlink(path) for path in links}
     with TemporaryDirectory() as folder:
         card = Path(folder) / CARD
         card.write_text(data_card(merge(before, index), run, remote.url), encoding="utf-8")
@@ -101,9 +105,10 @@ def pull(url: str, runs: str, progress: Progress) -> Path:
         if not (directory / "recipe.toml").exists():
             write_atomic(directory / "recipe.toml", dump_recipe(recipe).encode())
         for link, target in index["links"].items():
-            place = directory / link
-            if not os.path.lexists(place) and (place.parent / target).exists():
-                place.symlink_to(target)
+            place, folder = directory / link, (directory / target).resolve()
+            if not os.path.lexists(place) and folder.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.symlink_to(os.path.relpath(folder, place.parent.resolve()))
         write_checked(directory / INDEX, before | {name: [digest] for name, digest in files.items()})
     if changed:
         progress.say(f"{directory}: {len(changed)} files were changed here and are kept, such as {changed[0]}")
@@ -113,6 +118,14 @@ def pull(url: str, runs: str, progress: Progress) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     return read_checked(path) if path.exists() else {}
+
+
+def _links(directory: Path) -> dict[str, str]:
+    """The symlinks of a run that do not lead out of it, and what they lead to."""
+    root = directory.resolve()
+    links = [path for path in directory.rglob("*") if path.is_symlink() and path.exists()]
+    ends = {path.relative_to(directory): path.resolve() for path in links}
+    return {link.as_posix(): end.relative_to(root).as_posix() for link, end in ends.items() if root in end.parents}
 
 
 def _fetch(remote: Remote, files: Mapping[str, str], directory: Path, progress: Progress) -> None:
@@ -245,9 +258,9 @@ def expand_recipe(recipe: Recipe) -> tuple[Recipe, dict[str, str], dict[str, str
 
 def check_student(run: Run, index: Index, about: str) -> None:
     """Refuse what belongs to another student."""
-    students = [one["settings"]["student"] for one in index["stages"].values() if one["path"] == "reference"]
+    students = [one["settings"].get("student") for one in index["stages"].values() if one["path"] == "reference"]
     if students and run.identity_of(run.student) not in students:
-        theirs = index["recipe"]["student"]["model"]
+        theirs = index["recipe"]["student"].get("model")
         raise InputError(f"{about}: is of another student, {theirs}; student.model is {run.student}")
 
 
@@ -271,22 +284,32 @@ def check_published(run: Run, anchor: str) -> list[Stage]:
     return [*cache, *run.scores_of(anchor)]
 
 
+def missing_stages(run: Run) -> dict[str, list[Stage]]:
+    """The stages that this run lacks and that each published anchor brings."""
+    published = [name for name, section in run.recipe.anchors.items() if section.cache is not None]
+    lacking = [name for name in published if not all(stage.complete for stage in run.scores_of(name))]
+    return {name: [stage for stage in check_published(run, name) if not stage.complete] for name in lacking}
+
+
+def fetchable(run: Run) -> dict[str, str]:
+    """The anchor with which the next command fetches each of these stages, by the stage's path."""
+    try:
+        return {stage.path: anchor for anchor, stages in missing_stages(run).items() for stage in stages}
+    except WeaveError:  # that command names what is wrong
+        return {}
+
+
 def fetch_published(run: Run, progress: Progress) -> None:
     """Fetch the stages of published anchors that this run lacks. Rank 0 does it, and the others wait."""
-    for anchor, section in run.recipe.anchors.items():
-        if section.cache is None or all(stage.complete for stage in run.scores_of(anchor)):
-            continue
-        missing = [stage for stage in check_published(run, anchor) if not stage.complete]
+    for anchor, missing in missing_stages(run).items():
         if not is_main_process():
-            end = time.monotonic() + PATIENCE
-            while not all(stage.complete for stage in missing):
-                if time.monotonic() > end:
-                    raise WeaveError(f"anchors.{anchor}.cache: rank 0 has not fetched it. Start all ranks again")
-                time.sleep(1)
+            for stage in missing:
+                stage.wait_until_complete(PATIENCE)
             continue
-        index = read_index(section.cache)
+        url = str(run.recipe.anchors[anchor].cache)
+        index = read_index(url)
         folders = {index["stages"][stage.fingerprint]["folder"] for stage in missing}
         files = {name: digest for name, digest in index["files"].items() if name.rpartition("/")[0] in folders}
-        _fetch(Remote(section.cache), files, run.directory, progress)
+        _fetch(Remote(url), files, run.directory, progress)
         for stage in missing:
             stage.link()

@@ -1,6 +1,7 @@
 """`lweave push` and `lweave pull` through a local store, and anchors that are only there."""
 
 import copy
+import io
 import json
 import os
 import shutil
@@ -12,11 +13,16 @@ from typing import Any
 
 import pytest
 import tomli_w
+from rich.console import Console
 
 import lightning_weave as lw
 from hub import serve_hub
 from lightning_weave import published
 from lightning_weave.errors import InputError
+from lightning_weave.plan.architecture import find_gpu
+from lightning_weave.plan.costs import PlannedMachine
+from lightning_weave.plan.plan import make_plan
+from lightning_weave.stages.run import dry_run
 from lightning_weave.store import remote
 from lightning_weave.store.files import sha256_file
 from tiny import make_world, save_prompts
@@ -80,6 +86,29 @@ def test_pulled_scores_train_the_same_student_without_the_anchors(original: dict
         assert {row["state"] for row in again.status()} == {"complete"}
     finally:
         shutil.move(tmp_path / "gone", original["root"] / "store")
+
+
+@pytest.mark.usefixtures("without_anchors")
+def test_what_is_fetched_is_neither_planned_nor_missed(original: dict[str, Any], tmp_path: Path) -> None:
+    """The configurations of the anchors are not there either."""
+    recipe = cached(original, tmp_path / "runs")
+    run = lw.Run(recipe, quiet=True)
+    fetched = {row["stage"] for row in run.status() if "anchors." in row["why"]}
+    assert fetched == {"prompts", "rollout", "reference", *(f"score/{side}" for side in run.score_names.values())}
+    console = Console(record=True, width=200, file=io.StringIO())
+    dry_run(run, console)
+    assert sum("anchors." in line for line in console.export_text().splitlines()) == len(fetched) == 7
+    machine = PlannedMachine(find_gpu("H100"), 8)
+    hours = make_plan(run.recipe, machine)
+    assert (hours.cache_hours, [stage for stage in hours.stages if stage.stage == "score"]) == (0.0, [])
+    assert hours.one_composition > 0
+    recipe["compositions"]["both"]["refresh"] = 2  # scores new responses
+    assert "acc-post" in refuse(lambda: make_plan(lw.Run(recipe, quiet=True).recipe, machine))
+    verdicts = {(row["about"], row["verdict"]) for row in run.doctor()}
+    assert (
+        not {(f"anchors.{name}", verdict) for name in recipe["anchors"] for verdict in ("warning", "error")} & verdicts
+    )
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
@@ -195,8 +224,13 @@ def test_a_flipped_byte_is_refused(original: dict[str, Any], tmp_path: Path) -> 
     assert not list((tmp_path / "runs").rglob(f"{damaged.parent.name}/{damaged.name}"))
 
 
+OUTSIDE = ("../evil", "/evil", ".", "", "a/../../evil", "a\\..\\evil", "a\0b", "./recipe.toml", "a//b")
+
+
 @pytest.mark.parametrize("where", ["files", "links", "targets"])
-def test_a_path_outside_of_the_run_is_refused(original: dict[str, Any], tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_path_outside_of_the_run_is_refused(original: dict[str, Any], tmp_path: Path, where: str, name: str) -> None:
+    """Names that are not plain are refused too: "./recipe.toml" would replace the recipe."""
     from lightning_weave.store import read_checked, write_checked
 
     store = tmp_path / "store"
@@ -204,11 +238,11 @@ def test_a_path_outside_of_the_run_is_refused(original: dict[str, Any], tmp_path
     index = read_checked(store / remote.INDEX)
     match where:
         case "files":
-            index["files"]["../evil"] = next(iter(index["files"].values()))
+            index["files"][name] = next(iter(index["files"].values()))
         case "links":
-            index["links"]["../evil"] = "."
+            index["links"][name] = "prompts"
         case "targets":
-            index["links"]["evil"] = "../.."
+            index["links"]["evil"] = name
     write_checked(store / remote.INDEX, index)
     progress = lw.Run(original["recipe"], quiet=True).progress
     refuse(lambda: published.pull(f"file://{store}", str(tmp_path / "runs"), progress))
@@ -333,13 +367,25 @@ def test_a_revoked_permission_is_one_line(
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_anchors")
 def test_a_whole_run_moves(original: dict[str, Any], tmp_path: Path) -> None:
-    run = lw.Run(original["recipe"], quiet=True)
+    shutil.copytree(lw.Run(original["recipe"], quiet=True).path, tmp_path / "first" / "tiny", symlinks=True)
+    recipe = {**copy.deepcopy(original["recipe"]), "runs": str(tmp_path / "first")}
+    recipe["compositions"]["same"] = recipe["compositions"]["both"]  # eval/same/bench links to ../both
+    run = lw.Run(recipe, quiet=True)
+    run.run()
+    (run.path / "mine").symlink_to(tmp_path)  # leads out of the run: stays here
+    odd = run.path / "a\nb"
+    odd.write_text("")
+    assert "a\\nb" in refuse(lambda: run.push(f"file://{tmp_path}/store", everything=True))
+    odd.unlink()
     run.push(f"file://{tmp_path}/store", everything=True)
     directory = published.pull(f"file://{tmp_path}/store", str(tmp_path / "runs"), run.progress)
     moved = lw.Run(directory / "recipe.toml", quiet=True)
     assert {row["state"] for row in moved.status()} == {"complete"}
     assert weights(moved) == weights(run)
-    assert os.readlink(directory / "train" / "both") == os.readlink(run.path / "train" / "both")
+    links = {path.relative_to(run.path): os.readlink(path) for path in run.path.rglob("*") if path.is_symlink()}
+    del links[Path("mine")]
+    arrived = {path.relative_to(directory): os.readlink(path) for path in directory.rglob("*") if path.is_symlink()}
+    assert arrived == links
 
 
 def test_a_damaged_shard_is_not_pushed(original: dict[str, Any], tmp_path: Path) -> None:
@@ -371,6 +417,9 @@ def test_an_own_anchor_costs_two_scorings(
 
     monkeypatch.setattr(score, "open_model", count)
     run = lw.Run(recipe, quiet=True)
+    plan = make_plan(run.recipe, PlannedMachine(find_gpu("H100"), 8))
+    paid = {Path(stage.what).name for stage in plan.stages if stage.stage == "score" and stage.gpu_hours > 0}
+    assert paid == {"brief-post", "brief-pre"}
     run.run(until="train")
     assert {Path(name).name for name in scored} == {"brief-post", "brief-pre"}
     assert weights(run) == weights(lw.Run(original["recipe"], quiet=True))
@@ -440,26 +489,51 @@ def test_a_password_is_neither_used_nor_logged(original: dict[str, Any], tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("damage", ["text", "checksum", "keys", "entry"])
-def test_a_damaged_index_is_one_line(original: dict[str, Any], tmp_path: Path, damage: str) -> None:
-    from lightning_weave.store import write_checked
+@pytest.mark.parametrize("folder", ["train/both@12345678", "report", "../reference@"])
+def test_a_stage_in_the_folder_of_another_is_one_line(original: dict[str, Any], tmp_path: Path, folder: str) -> None:
+    """Fetching it would replace results of whoever composes."""
+    from lightning_weave.store import read_checked, write_checked
 
+    index = read_checked(original["root"] / "store" / remote.INDEX)
+    for fingerprint, stage in index["stages"].items():
+        if stage["path"] == "reference":
+            stage["folder"] = folder + fingerprint[:8] * folder.endswith("@")
+    (tmp_path / "store").mkdir()
+    write_checked(tmp_path / "store" / remote.INDEX, index)
+    recipe = cached({**original, "url": f"file://{tmp_path}/store"}, tmp_path / "runs")
+    assert remote.INDEX in refuse(lambda: lw.Run(recipe, quiet=True).score())
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("damage", ["text", "deep", "checksum"])
+def test_a_damaged_index_is_one_line(original: dict[str, Any], tmp_path: Path, damage: str) -> None:
     store = tmp_path / "store"
     store.mkdir()
     text = (original["root"] / "store" / remote.INDEX).read_text()
-    index = json.loads(text)
-    index.pop("checksum")
-    match damage:
-        case "text":
-            (store / remote.INDEX).write_text(text[:-9])
-        case "checksum":
-            (store / remote.INDEX).write_text(text.replace("tiny", "tony"))
-        case "keys":
-            write_checked(store / remote.INDEX, {"files": {}})
-        case "entry":
-            write_checked(store / remote.INDEX, {**index, "files": {"a": 3}})
+    damaged = {"text": text[:-9], "deep": 100_000 * "[", "checksum": text.replace("tiny", "tony")}[damage]
+    (store / remote.INDEX).write_text(damaged)
     progress = lw.Run(original["recipe"], quiet=True).progress
     assert remote.INDEX in refuse(lambda: published.pull(f"file://{store}", str(tmp_path / "runs"), progress))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("value", [None, 3, "x", [3], {"x": 3}, {"x": {"path": 3}}])
+@pytest.mark.parametrize("key", ["recipe", "identities", "licences", "anchors", "stages", "files", "links"])
+def test_an_index_of_other_things_is_one_line(
+    original: dict[str, Any], tmp_path: Path, key: str, value: object
+) -> None:
+    """Its checksum is right, as that of a hostile one may be. Every command that reads it refuses it."""
+    from lightning_weave.store import write_checked
+
+    store = tmp_path / "store"
+    index = json.loads((original["root"] / "store" / remote.INDEX).read_text())
+    index.pop("checksum")
+    write_checked(store / remote.INDEX, {**index, key: value})
+    url = f"file://{store}"
+    run = lw.Run(original["recipe"], quiet=True)
+    assert remote.INDEX in refuse(lambda: published.pull(url, str(tmp_path / "runs"), run.progress))
+    assert remote.INDEX in refuse(lambda: lw.Run(cached({**original, "url": url}, tmp_path / "runs"), quiet=True))
+    assert remote.INDEX in refuse(lambda: run.push(url))
     assert not (tmp_path / "runs").exists()
 
 

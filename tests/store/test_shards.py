@@ -3,12 +3,13 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lightning_weave.errors import CorruptData, InputError
-from lightning_weave.store import MANIFEST, Shard, Stage, damaged_files, differences
+from lightning_weave.store import MANIFEST, Shard, Stage, damaged_files, differences, read_checked, write_checked
 from lightning_weave.types import Ragged, Rollouts
 
 
@@ -302,9 +303,21 @@ def test_a_broken_manifest_is_named(tmp_path: Path) -> None:
     stage = make_stage(tmp_path)
     stage.write(0, make_rollouts(4))
     assert stage.finish(Rollouts, 1)
+    whole = read_checked(stage.manifest_path)
     stage.manifest_path.write_text('{"fingerprint": ')
     with pytest.raises(CorruptData, match=r"manifest\.json"):
         stage.require()
+    (shard,) = whole["shards"]
+    listed: list[Any] = [None, 3, [3], [{}]]  # of a run that others have written, with a checksum that is right
+    listed += [[{**shard, **wrong}] for wrong in ({"file": 3}, {"file": "../x"}, {"file": "a\0b"}, {"rows": "x"})]
+    for entries in listed:
+        write_checked(stage.manifest_path, {**whole, "shards": entries})
+        with pytest.raises(CorruptData, match=r"manifest\.json"):
+            stage.require()
+    for missing in ("fingerprint", "settings", "inputs", "shards"):
+        write_checked(stage.manifest_path, {key: value for key, value in whole.items() if key != missing})
+        with pytest.raises(CorruptData, match=r"manifest\.json"):
+            stage.require()
 
 
 def test_trajectories_are_told_apart() -> None:

@@ -21,7 +21,7 @@ from lightning_weave.config import (
     Sequential,
     benchmark_folder,
 )
-from lightning_weave.errors import printable
+from lightning_weave.errors import InputError, printable
 from lightning_weave.plan.architecture import CALIBRATED, MatmulDtype, Shape, find_base, find_shape
 from lightning_weave.plan.costs import (
     CONSTANTS,
@@ -131,14 +131,22 @@ def make_plan(
     student = find_shape(recipe.student.name, recipe.student.revision, not recipe.rehearsal)
     models = {}  # every scored model once
     known = set()  # those that the reference has scored
-    for anchor in recipe.anchors:
+    published = set()  # those that have been scored elsewhere
+    resamples = any(composition.samples for composition in recipe.compositions.values())
+    for anchor, section in recipe.anchors.items():
         for role in ROLES:
             if is_student(recipe, anchor, role):
                 known.add(recipe.student.name)
             # The base of an adapter has the same shape.
             model = recipe.anchor_model(anchor, role) or recipe.anchor_model(anchor, "post")
             assert model is not None, "an anchor has a post"
-            models[scored_name(recipe, anchor, role)] = find_shape(*model, not recipe.rehearsal)
+            name = scored_name(recipe, anchor, role)
+            published |= {name} if section.cache is not None else set()
+            try:
+                models[name] = find_shape(*model, not recipe.rehearsal)
+            except InputError:
+                if section.cache is None or resamples:
+                    raise
 
     rows = _count_rows(recipe)
     held_out = count_held_out(rows or 3200) if HELD_OUT in recipe.eval.benchmarks else 0
@@ -192,15 +200,20 @@ def make_plan(
     }
     offline = {name: cost for name, cost in trainings.items() if recipe.compositions[name].method != "online"}
 
+    made = load.forward_flops(student)
+    if published:  # their responses come with them
+        made = 0.0
+        scored = tuple(0.0 if name in published else cost for name, cost in score_hours.items())
+        hours = replace(hours, rollout=0.0, reference=0.0, score=scored)
     disk = cache_bytes(load.prompt_tokens, load.response_tokens, load.trajectories, recipe.reference.candidates)
     forward = load.forward_flops(student)
     stages = [
-        StagePlan("rollout", recipe.student.model, forward, hours.rollout, disk["rollout"]),
-        StagePlan("reference", recipe.student.model, forward, hours.reference, disk["reference"]),
+        StagePlan("rollout", recipe.student.model, made, hours.rollout, disk["rollout"]),
+        StagePlan("reference", recipe.student.model, made, hours.reference, disk["reference"]),
     ]
-    for name, shape in models.items():
-        flops = 0.0 if name in known else load.forward_flops(shape)
-        stages.append(StagePlan("score", name, flops, score_hours[name], disk["score"]))
+    for (name, shape), cost in zip(models.items(), hours.score, strict=True):
+        flops = 0.0 if name in known | published else load.forward_flops(shape)
+        stages.append(StagePlan("score", name, flops, cost, disk["score"]))
     lora = None if recipe.train.lora is None else lora_parameters(student, recipe.train.lora.rank)
     checkpoint = float((MASTER + OPTIMIZER) * (student.parameters if lora is None else lora))
     exported = student.bytes_per_weight * student.parameters + MASTER * (lora or 0)

@@ -13,6 +13,7 @@ from lightning_weave.config import Recipe
 from lightning_weave.directory import file_size
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress, duration
+from lightning_weave.published import fetchable
 from lightning_weave.run import Run, explain_missing, is_wanted
 from lightning_weave.stages.eval import evaluate
 from lightning_weave.stages.prompts import build_prompts
@@ -103,6 +104,8 @@ def dry_run(run: Run, out: Console, until: str = "eval") -> None:
 def _show_stages(run: Run, stages: Sequence[Stage], out: Console) -> None:
     """Print what is there and what is not, with what that will take, and add it up."""
     forecasts = forecast(run, stages)
+    published = fetchable(run)
+    fetched = sum(stage.path in published for stage in stages)
     table = Table(title=Text(str(run.directory)), title_justify="left", box=None)
     for name in ("stage", "state", "time", "bytes", ""):
         table.add_column(name, justify="right" if name in ("time", "bytes") else "left")
@@ -111,7 +114,9 @@ def _show_stages(run: Run, stages: Sequence[Stage], out: Console) -> None:
     for stage in stages:
         cost = forecasts[stage.path]
         time = size = why = ""
-        if (state := stage.state()) != "complete":
+        if anchor := published.get(stage.path):
+            why = f"to be fetched with anchors.{anchor}"
+        if (state := stage.state()) != "complete" and not anchor:
             missing += 1
             why = explain_missing(stage)
             if stage.path != "prompts":
@@ -123,7 +128,7 @@ def _show_stages(run: Run, stages: Sequence[Stage], out: Console) -> None:
     known = [one.seconds for one in costly if one.seconds is not None]
     unknown = len(costly) - len(known)
     rough = any(one.rough for one in costly)
-    lines = [f"{missing} of {len(stages)} would be made"]
+    lines = [f"{missing} of {len(stages)} would be made{f', {fetched} fetched' * bool(fetched)}"]
     if costly:
         about = "very roughly" if rough else "about"
         total = f"{about} {duration(sum(known))} of device time" if known else "time unknown"

@@ -16,10 +16,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+from pydantic import AfterValidator
 
 from lightning_weave.errors import CorruptData, InputError, WeaveError
 from lightning_weave.ranks import is_main_process, is_single_process
@@ -49,6 +50,18 @@ TOKENIZER_FILES = (
 )
 CHECKSUM = "checksum"  # of the other keys of a JSON object
 _HUB_BLOB = re.compile(r"/blobs/[0-9a-f]{64}$")  # the hub's cache names large files by their sha256
+
+
+def plain_path(name: str) -> str:
+    """Refuse what is not the path of a file below some folder, or could be written in another way."""
+    path = PurePosixPath(name)
+    is_below = path.parts and not path.is_absolute() and ".." not in path.parts
+    if not is_below or str(path) != name or "\\" in name or not name.isprintable():
+        raise ValueError(f"{name!r} is not the plain path of a file")
+    return name
+
+
+FilePath = Annotated[str, AfterValidator(plain_path)]  # in what others may have written
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -10,21 +10,54 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
+from pydantic import BaseModel
 
 from lightning_weave.errors import InputError, WeaveError, first_line
-from lightning_weave.store.files import CHECKSUM, fingerprint, sync, temporary_name, write_checked
+from lightning_weave.store.files import CHECKSUM, FilePath, fingerprint, sync, temporary_name, write_checked
+from lightning_weave.store.stage import DIGITS
 
 INDEX = "lightning-weave.json"
 PIECE = 1 << 22  # bytes read at a time
-Index = dict[str, Any]  # what is published, as these tables: stages by their fingerprints, files with their sha256
-TABLES = ("recipe", "identities", "licences", "anchors", "stages", "files", "links")
+LARGEST = 1 << 28  # bytes of an index
+Index = dict[str, Any]  # what is published, as the tables of `Published`
+
+
+class PublishedRecipe(BaseModel):  # what uses more of it checks that
+    name: str
+    student: dict[str, Any]
+
+
+class PublishedStage(BaseModel):
+    path: str
+    folder: FilePath
+    bytes: int
+    rows: int | None
+    settings: dict[str, Any]
+
+
+class PublishedAnchor(BaseModel):
+    table: dict[str, Any]  # of the recipe
+    models: dict[str, str]  # their identities
+    sides: dict[str, str]  # role -> model
+
+
+class Published(BaseModel):
+    """What an index holds, whoever wrote it."""
+
+    recipe: PublishedRecipe
+    identities: dict[str, str]  # of models and data
+    licences: dict[str, str]
+    anchors: dict[str, PublishedAnchor]
+    stages: dict[str, PublishedStage]  # by fingerprint
+    files: dict[FilePath, str]  # sha256
+    links: dict[FilePath, FilePath]  # both from the run directory
 
 
 @contextmanager
@@ -78,23 +111,19 @@ class Remote:
         with reaching(self.url):
             self.fs.invalidate_cache()
             try:
-                text = self.fs.cat_file(f"{self.root}/{INDEX}")
+                text = self.fs.cat_file(f"{self.root}/{INDEX}", end=LARGEST)
             except FileNotFoundError:
                 return None
         try:
             index: Index = json.loads(text)
-            is_whole = index.pop(CHECKSUM) == fingerprint(index) and all(isinstance(index[key], dict) for key in TABLES)
-            keys = {"path", "folder", "bytes", "settings"}
-            is_whole = is_whole and all(keys <= stage.keys() for stage in index["stages"].values())
-            is_whole = is_whole and all(isinstance(digest, str) for digest in index["files"].values())
-        except (ValueError, KeyError, AttributeError, TypeError):
-            is_whole = False
-        if not is_whole:
-            raise InputError(f"{self.url}/{INDEX}: is damaged. Ask its owner to remove it and push again")
-        for name in (*index["files"], *index["links"], *index["links"].values()):
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts:
-                raise InputError(f"{self.url}/{INDEX}: lists {name!r}, a file outside of the run; nothing was read")
+            if index.pop(CHECKSUM) != fingerprint(index):
+                raise ValueError("not what was written")
+            stages = Published.model_validate(index, strict=True).stages
+            if not all(stage.folder.endswith(f"@{key[:DIGITS]}") for key, stage in stages.items()):
+                raise ValueError("the folder of another stage")
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            wrong = "is damaged, or lists what is no file of a run; nothing was read"
+            raise InputError(f"{self.url}/{INDEX}: {wrong}. Ask its owner to remove it and push again") from None
         return index
 
     def put(self, files: Mapping[str, Path], index: Index, message: str) -> Index:
@@ -155,4 +184,5 @@ class Remote:
 
 def merge(before: Index | None, index: Index) -> Index:
     """Add an index to what was published before."""
-    return index | {key: {**(before or index)[key], **index[key]} for key in TABLES if key != "recipe"}
+    tables = Published.model_fields.keys() - {"recipe"}
+    return index | {key: {**(before or index)[key], **index[key]} for key in tables}

@@ -21,12 +21,14 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
 from safetensors.numpy import save
 
 from lightning_weave.errors import CorruptData, InputError
 from lightning_weave.ranks import is_main_process, is_single_process
 from lightning_weave.store.files import (
     TEMPORARY,
+    FilePath,
     append_line,
     fingerprint,
     read_checked,
@@ -57,6 +59,24 @@ LONGEST_HEADER = 1 << 20
 # What reading a damaged header raises: it can be any JSON, or not JSON.
 BROKEN_HEADER = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 DTYPES = {"BOOL": "?", "U8": "u1", "I32": "<i4", "I64": "<i8", "U32": "<u4", "F32": "<f4", "F64": "<f8"}
+
+
+class Entry(BaseModel):
+    """A file of a stage."""
+
+    file: FilePath
+    bytes: int
+    sha256: str
+    rows: int = Field(0, ge=0, lt=1 << 40)
+
+
+class Manifest(BaseModel):
+    """What every manifest holds, whoever wrote it."""
+
+    fingerprint: str
+    settings: dict[str, Any]
+    inputs: dict[str, str]
+    shards: list[Entry]
 
 
 @dataclass(frozen=True)
@@ -301,13 +321,13 @@ class Stage:
         """
         missing = self.missing(range(shards))
         if missing and not is_single_process() and self.manifest() is not None:
-            self._wait_until_complete()
+            self.wait_until_complete()
             missing = self.missing(missing)
         return missing
 
-    def _wait_until_complete(self) -> None:
-        """Look until it is complete, at most as long as a network file system may take to show a file."""
-        end = time.monotonic() + LATE
+    def wait_until_complete(self, seconds: float = LATE) -> None:
+        """Look until it is complete, or for so long; by default, as a network file system may take to show a file."""
+        end = time.monotonic() + seconds
         while not self.complete and time.monotonic() < end:
             time.sleep(0.1)
             self._refresh()
@@ -405,7 +425,7 @@ class Stage:
     def require(self) -> dict[str, Any]:
         """Return the manifest. If the stage is not complete, raise an error with the command to run."""
         if not is_main_process():  # another rank may just have finished it
-            self._wait_until_complete()
+            self.wait_until_complete()
         state = self.state()
         if state != "complete":
             word = "is not finished" if state == "partial" else "is not there yet"
@@ -421,9 +441,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     manifest = read_checked(path)
-    files = [PurePosixPath(entry["file"]) for entry in manifest["shards"]]
-    if any(file.is_absolute() or ".." in file.parts for file in files):
-        raise CorruptData(f"{path}: lists files outside its folder. Remove it and run the stage again")
+    try:
+        Manifest.model_validate(manifest, strict=True)
+    except ValidationError:
+        wrong = "is not a manifest, or lists files outside its folder"
+        raise CorruptData(f"{path}: {wrong}. Remove it and run the stage again") from None
     return manifest
 
 

@@ -73,7 +73,9 @@ def examine(run: Run) -> list[Finding]:
                 findings += describe_pair(run, name, sample)
                 valid[name] = align_sample(run, name, sample).valid_P
             except InputError as error:
-                findings.append(Finding(f"anchors.{name}", "aliases", "warning", str(error)))
+                is_published = run.recipe.anchors[name].cache is not None  # its models are not needed
+                verdict: Level = "note" if is_published else "warning"
+                findings.append(Finding(f"anchors.{name}", "aliases", verdict, str(error)))
     findings += _check_compositions(run, sample, valid)
     if sample.is_cached:  # repeat the checks of complete stages
         findings += check_rollouts(run)

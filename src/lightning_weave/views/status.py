@@ -17,6 +17,7 @@ from rich.text import Text
 from lightning_weave.directory import file_size, kept_threads, size_of, with_others
 from lightning_weave.errors import CorruptData, InputError, WeaveError, first_line
 from lightning_weave.progress import Progress, duration
+from lightning_weave.published import fetchable
 from lightning_weave.report.tables import console as console_table
 from lightning_weave.report.tables import cost_table, format_costs, student_names
 from lightning_weave.run import ENGINES, IDENTITIES, Run, explain_missing
@@ -217,6 +218,7 @@ def overview(runs: Sequence[Run], console: Console, json: bool = False) -> None:
 def look(run: Run) -> list[Status]:
     """List every stage with its state."""
     statuses = []
+    published = fetchable(run)
     for stage in run.everything():
         state = stage.state()
         if state == "complete":
@@ -226,6 +228,8 @@ def look(run: Run) -> list[Status]:
             why = ", ".join([*counts, file_size(size)])
             if len(engines := manifest.get("engines", [])) > 1:
                 why += f"; made with {' and with '.join(engines)}"
+        elif anchor := published.get(stage.path):
+            why = f"to be fetched with anchors.{anchor}"
         else:
             unfinished = [inner.path for inner in stage.inputs if not inner.complete]
             waits = f"waits for {', '.join(unfinished)}" if unfinished else ""
