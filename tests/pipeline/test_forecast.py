@@ -1,17 +1,18 @@
 """Forecasts against enumeration of all sequences, against sampling, and through the program."""
 
+import itertools
 import json
 import math
 import signal
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tomli_w
+import torch
 from rich.console import Console
 
 import oracle
@@ -32,6 +33,7 @@ from lightning_weave.stages.forecast import (
     forecast,
     plan_forecast,
     plan_promising,
+    sampled_logp,
     weigh,
     weigh_block,
     weights_of,
@@ -68,8 +70,8 @@ class Chain:
         for state in range(VOCABULARY):  # tokens that are not candidates have no shift
             shifts[:, state, [token for token in range(VOCABULARY) if token not in self.top[state]]] = 0
         self.shifts = shifts
-        ended = [(*body, END) for length in range(LONGEST) for body in product(range(1, VOCABULARY), repeat=length)]
-        self.sequences = [*ended, *product(range(1, VOCABULARY), repeat=LONGEST)]  # the last are cut off
+        ended = [(*body, END) for length in range(LONGEST) for body in itertools.product(range(1, VOCABULARY), repeat=length)]
+        self.sequences = [*ended, *itertools.product(range(1, VOCABULARY), repeat=LONGEST)]  # the last are cut off
 
     def states(self, sequence: tuple[int, ...]) -> list[int]:
         return [END, *sequence[:-1]]
@@ -93,6 +95,7 @@ class Chain:
         logp = np.log([[self.b[state][token] for token in self.top[state]] for state in states]).astype(np.float32)
         rest = [sum(p for token, p in enumerate(self.b[s]) if token not in self.top[s]) for s in states]
         other = np.log(rest).astype(np.float32)
+        drawn = [math.log(self.b[state][token]) for state, token in zip(states, itertools.chain(*sequences), strict=True)]
         rows = len(sequences)
         flat = np.array([token for sequence in sequences for token in sequence], np.int32)
         rollouts = Rollouts(
@@ -103,7 +106,7 @@ class Chain:
             Ragged(flat, offsets),
             decided,
         )
-        parts = [Ragged(values, offsets) for values in (ids, logp, other, other)]
+        parts = [Ragged(values, offsets) for values in (ids, logp, other, np.array(drawn, np.float32))]
         shifts = []
         for anchor in range(ANCHORS):
             r_PC = np.array([[self.shifts[anchor, s, token] for token in self.top[s]] for s in states], np.float32)
@@ -164,6 +167,25 @@ def test_weights_of_all_sequences_give_the_target_exactly(case: str) -> None:
             found = weight_AR[place] @ value_R / weight_AR[place].sum()
             assert found == pytest.approx(expected, abs=1e-6, rel=1e-6)
         assert weight_AR[place].sum() == pytest.approx(1, abs=1e-5)  # it is a distribution already
+
+
+@pytest.mark.parametrize(("temperature", "most"), [(0.6, 0.02), (0.8, 0.04), (1.0, 1e-5), (1.3, 0.3)])
+def test_tokens_of_a_long_tail_are_tempered_one_by_one(temperature: float, most: float) -> None:
+    """As a single token, `other` would be drawn far too often: here by 0.5 nats per decision at temperature 0.6."""
+    rng = np.random.default_rng(0)
+    logits = -rng.uniform(0.9, 2.5, (400, 1)) * np.log(np.arange(1, 20_001)) + rng.normal(0, 0.5, (400, 20_000))
+    p_PV = np.exp(-np.sort(-logits, axis=1))
+    p_PV /= p_PV.sum(axis=1, keepdims=True)
+    drawn_P = (p_PV.cumsum(axis=1) < rng.random((400, 1))).sum(axis=1)
+    logp_P = np.log(np.take_along_axis(p_PV, drawn_P[:, None], 1)[:, 0])
+    true_P = logp_P / temperature - np.log((p_PV ** (1 / temperature)).sum(axis=1))
+    log_p_PO = torch.tensor(np.log(np.hstack([p_PV[:, :16], p_PV[:, 16:].sum(axis=1, keepdims=True)])))
+    other_P = log_p_PO[:, -1]
+    share_P = torch.where(torch.tensor(drawn_P < 16), 0.0, torch.tensor(logp_P) - other_P)
+    outcome_P = torch.tensor(np.minimum(drawn_P, 16))
+    found_P = sampled_logp(log_p_PO, outcome_P, share_P, log_p_PO[:, 15] - other_P, Decoding(temperature))
+    assert (drawn_P >= 16).mean() > 0.1
+    assert np.abs(found_P.numpy() - true_P).mean() < most
 
 
 def test_samples_estimate_the_target_within_their_interval() -> None:

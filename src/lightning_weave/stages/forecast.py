@@ -79,17 +79,27 @@ class Weighted:
     prompt_R: NDArray[np.int64]
 
 
-def sampled_logp(log_p_PO: Tensor, outcome_P: Tensor, decoding: Decoding) -> Tensor:
-    """Compute the log-probability of drawing each sampled outcome; -inf outside of the nucleus of top_p.
+def sampled_logp(
+    log_p_PO: Tensor, outcome_P: Tensor, share_P: Tensor, least_P: Tensor, decoding: Decoding
+) -> Tensor:
+    """Compute the log-probability of drawing each sampled token; -inf outside of the nucleus of top_p.
 
-    The last outcome, `other`, is treated as one token. In the nucleus it comes last: a token of it is less likely than
-    any candidate.
+    `other`, the last outcome, is many tokens: `share_P` is the sampled one's share of it (log, 0 for a candidate), and
+    `least_P` the least candidate's probability over that of all of them. At another temperature than 1 the rest of them
+    matter too: they continue the candidates as a power law that starts at the least one and has the mass of `other`, or
+    are a single token where all of them are less likely than that. In the nucleus they come last.
     """
     if decoding.temperature == 0:
         return torch.where(log_p_PO[:, :-1].argmax(dim=1) == outcome_P, 0.0, -torch.inf)
+    logp_P = log_p_PO.gather(1, outcome_P[:, None])[:, 0] + share_P
     if decoding.temperature != 1:
-        log_p_PO = torch.log_softmax(log_p_PO / decoding.temperature, dim=1)
-    logp_P = log_p_PO.gather(1, outcome_P[:, None])[:, 0]
+        power, count = 1 / decoding.temperature, log_p_PO.shape[1] - 1
+        log_p_PO = power * log_p_PO
+        # sum_i p_i^power over p_i = least (1 + i / count)^-a, i > 0, relative to that of a single token
+        many_P = power * least_P + math.log(count) - (power - 1 + power * count * least_P.exp()).clamp(min=0.1).log()
+        log_p_PO[:, -1] += torch.where(least_P < 0, many_P.clamp(max=0.0) if power > 1 else many_P.clamp(min=0.0), 0.0)
+        log_all_P1 = log_p_PO.logsumexp(dim=1, keepdim=True)
+        log_p_PO, logp_P = log_p_PO - log_all_P1, power * logp_P - log_all_P1[:, 0]
     if decoding.top_p < 1:
         logp_PC = torch.from_numpy(np.sort(log_p_PO[:, :-1].numpy(), axis=1)).flip(1)  # faster than torch's for few
         mass_PC = logp_PC.exp().cumsum(dim=1)
@@ -110,7 +120,10 @@ def weigh_block(
     hit_PC = candidates.ids.flat == block.sampled_P[:, None]
     outcome_P = torch.from_numpy(np.where(hit_PC.any(axis=1), hit_PC.argmax(axis=1), hit_PC.shape[1]))
     log_b_PO = with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat))
-    log_b_P = sampled_logp(log_b_PO, outcome_P, behaviour)
+    # Of the others only their total is shifted, so both are the same under every target.
+    share_P = torch.where(outcome_P < hit_PC.shape[1], 0.0, torch.tensor(candidates.sampled_logp.flat) - log_b_PO[:, -1])
+    least_P = log_b_PO[:, -2] - log_b_PO[:, -1]
+    log_b_P = sampled_logp(log_b_PO, outcome_P, share_P, least_P, behaviour)
     row_P = np.repeat(np.arange(len(block)), block.decisions_R)
     log_weight_AR = np.zeros((1 + len(aims), len(block)))
     kl_A, decisions_A = np.zeros(1 + len(aims)), np.zeros(1 + len(aims), np.int64)
@@ -123,7 +136,7 @@ def weigh_block(
             log_q_PO, valid_P = torch.from_numpy(targets.log_q_PO), torch.from_numpy(targets.valid_P)
             kl_A[place] = expected_kl(log_q_PO, log_b_PO)[valid_P].double().sum()
             decisions_A[place] = valid_P.sum()
-        ratio_P = (sampled_logp(log_q_PO, outcome_P, decoding) - log_b_P).double().numpy()
+        ratio_P = (sampled_logp(log_q_PO, outcome_P, share_P, least_P, decoding) - log_b_P).double().numpy()
         ratio_P = np.where(block.decided_P, ratio_P, 0.0)
         log_weight_AR[place] = np.bincount(row_P, ratio_P, minlength=len(block))
     return log_weight_AR, kl_A, decisions_A
