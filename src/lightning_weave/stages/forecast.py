@@ -7,6 +7,7 @@ student. A response cut off at rollout.max_tokens counts as it is.
 Letters as in `lightning_weave.types`; A aims, G prompts, B bootstrap resamples.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -67,6 +68,7 @@ class Aim:
     alpha: float
     weight_RK: NDArray[np.float32] | None = None
     shown: Mapping[str, Any] = field(default_factory=dict)  # the weights by anchor, or by tag and anchor
+    kl_budget: float | None = None  # that alpha was solved for
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,7 @@ class Weighted:
     prompt_R: NDArray[np.int64]
 
 
-def sampled_logp(
-    log_p_PO: Tensor, outcome_P: Tensor, share_P: Tensor, least_P: Tensor, decoding: Decoding
-) -> Tensor:
+def sampled_logp(log_p_PO: Tensor, outcome_P: Tensor, share_P: Tensor, least_P: Tensor, decoding: Decoding) -> Tensor:
     """Compute the log-probability of drawing each sampled token; -inf outside of the nucleus of top_p.
 
     `other`, the last outcome, is many tokens: `share_P` is the sampled one's share of it (log, 0 for a candidate), and
@@ -121,7 +121,9 @@ def weigh_block(
     outcome_P = torch.from_numpy(np.where(hit_PC.any(axis=1), hit_PC.argmax(axis=1), hit_PC.shape[1]))
     log_b_PO = with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat))
     # Of the others only their total is shifted, so both are the same under every target.
-    share_P = torch.where(outcome_P < hit_PC.shape[1], 0.0, torch.tensor(candidates.sampled_logp.flat) - log_b_PO[:, -1])
+    share_P = torch.where(
+        outcome_P < hit_PC.shape[1], 0.0, torch.tensor(candidates.sampled_logp.flat) - log_b_PO[:, -1]
+    )
     least_P = log_b_PO[:, -2] - log_b_PO[:, -1]
     log_b_P = sampled_logp(log_b_PO, outcome_P, share_P, least_P, behaviour)
     row_P = np.repeat(np.arange(len(block)), block.decisions_R)
@@ -237,6 +239,7 @@ class ForecastPoint:
     effective_samples: float
     trusted: bool
     anchored: bool  # at the measured evaluation of the base: accuracy and tokens are those of the benchmarks
+    kl_budget: float | None = None  # that alpha was solved for
     largest_trusted: TrustedDose | None = None  # with the same weights, where the point itself is not trusted
 
     @property
@@ -290,11 +293,10 @@ def _simplex(recipe: Recipe, steps: int) -> list[Planned]:
     names = list(recipe.anchors)
     if steps < 1 or not names:
         raise InputError(f"--grid {steps}: give a number of steps of 1 or more, and anchors to weigh")
-    tables: list[list[int]] = [[]]
-    for _ in names[1:]:
-        tables = [[*table, part] for table in tables for part in range(steps + 1 - sum(table))]
     planned = []
-    for table in tables:
+    for table in itertools.product(range(steps + 1), repeat=len(names) - 1):
+        if sum(table) > steps:
+            continue
         parts = zip(names, [steps - sum(table), *table], strict=True)
         weights = {name: part / steps for name, part in parts}
         label = "-".join(f"{name}-{weight:.3g}" for name, weight in weights.items() if weight)
@@ -393,20 +395,22 @@ def forecast(
         weighted = weigh(cache, aims, decoding, behaviour, recipe.rollout.max_tokens)
         return estimate(weighted, grade_R, measured)
 
-    def describe(name: str, weights: Mapping[str, Any], alpha: float | None, found: Estimates, place: int) -> None:
-        figures: dict[str, Any] = found.figures(place) | {"anchored": measured is not None}
+    def describe(name: str, aim: Aim | None, found: Estimates, place: int) -> None:
+        asked = {} if aim is None else {"weights": aim.shown, "alpha": aim.alpha, "kl_budget": aim.kl_budget}
+        figures: dict[str, Any] = {"weights": {}, "alpha": None} | asked | found.figures(place)
         kl, samples = float(found.kl_A[place]), float(found.samples_A[place])
+        trusted, anchored = found.trusted(place), measured is not None
         points[name] = ForecastPoint(
-            name, weights, alpha, kl=kl, effective_samples=samples, trusted=found.trusted(place), **figures
+            name, kl=kl, effective_samples=samples, trusted=trusted, anchored=anchored, **figures
         )
 
     points: dict[str, ForecastPoint] = {}
     aims = {policy: aim for one in joints for policy, aim in _aims(extended, one.name, anchors).items()}
     found = look(cache, list(aims.values()))
-    describe("base", {}, None, found, 0)
+    describe("base", None, found, 0)
     directions: dict[str, dict[str, Aim]] = {}  # of points that are not trusted
     for place, (policy, aim) in enumerate(aims.items(), start=1):
-        describe(policy, aim.shown, aim.alpha, found, place)
+        describe(policy, aim, found, place)
         if not points[policy].trusted and points["base"].trusted:
             directions.setdefault(str(aim.shown), {})[policy] = aim
     for asked in directions.values():
@@ -418,8 +422,8 @@ def forecast(
     for one in planned:
         if isinstance(one.composition, Distilled | SelfDistilled):
             own = open_cache(extended, one.name)
-            found = look(own, [Aim(own.weights, one.composition.alpha)])
-            describe(one.name, dict(one.composition.weights), one.composition.alpha, found, 1)
+            aim = Aim(own.weights, one.composition.alpha, shown=one.composition.weights)
+            describe(one.name, aim, look(own, [aim]), 1)
     levels = {one.name: getattr(one.composition, "levels", ()) for one in planned}
     names = [policy for name in levels for policy in (name, *(f"{name}@{level}" for level in levels[name]))]
     return [points[name] for name in ("base", *names)]
@@ -479,8 +483,8 @@ def _aims(run: Run, name: str, anchors: Sequence[str]) -> dict[str, Aim]:
         if slot.level is None or slot.level in composition.levels:
             policy = name if slot.level is None else f"{name}@{slot.level}"
             own = [slot.weights.get(anchor, 0.0) for anchor in anchors]
-            found[policy] = Aim(own, doses[slot.level or ""], shown=slot.weights)
-    return found or {name: Aim(weights, alpha, weight_RK, shown)}
+            found[policy] = Aim(own, doses[slot.level or ""], shown=slot.weights, kl_budget=slot.kl_budget)
+    return found or {name: Aim(weights, alpha, weight_RK, shown, composition.kl_budget)}
 
 
 def _largest_trusted(rungs: Sequence[Aim], found: Estimates) -> TrustedDose | None:
