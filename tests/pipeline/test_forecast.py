@@ -405,7 +405,7 @@ def everything(scored: dict[str, Any], tmp_path_factory: pytest.TempPathFactory)
     """Three anchors (a pair, an adapter and a context), whose responses are logged runs with turns of others."""
     folder = tmp_path_factory.mktemp("everything")
     run = run_of(scored)
-    rows, prompts = run.stage("rollout").open(Rollouts, 0).read(), load_prompts(run)
+    rows, prompts = run.stage("rollout").open(Rollouts, 0).read(), load_prompts(run, ())
     log = folder / "log.jsonl"
     with log.open("w") as file:
         for row, (prompt_ids, ids) in enumerate(zip(rows.prompt_ids, rows.response_ids, strict=True)):
@@ -435,7 +435,7 @@ def test_three_anchors_of_all_kinds_on_logged_runs_are_forecast_as_loops_say(eve
     run = run_of(everything)
     base, three = forecast(run)
     cache = open_cache(run, "three")
-    assert cache.names == ["third", "pair", "hint"]
+    weights = tuple({"third": 0.25, "pair": 0.25, "hint": 0.5}[name] for name in cache.names)
     log_weights, kls, tokens = [], [], []
     for row in range(len(cache)):
         block = cache.block([row])
@@ -447,7 +447,7 @@ def test_three_anchors_of_all_kinds_on_logged_runs_are_forecast_as_loops_say(eve
             b = [*np.exp(candidates.logp.flat[place].astype(float))]
             q, b = [*b], [*b, 1 - sum(b)]
             if block.valid_KP[:, place].all():
-                r = oracle.compose(block.r_KPC[:, place].tolist(), (0.25, 0.25, 0.5))
+                r = oracle.compose(block.r_KPC[:, place].tolist(), weights)
                 q = oracle.tilt(b, [*r, 0.0], 0.5)
                 kls.append(sum(p * math.log(p / before) for p, before in zip(q, b, strict=True)))
             else:
