@@ -1,19 +1,21 @@
 """Forecasts against enumeration of all sequences, against sampling, and through the program."""
 
+import itertools
 import json
 import math
 import signal
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tomli_w
+import torch
 from rich.console import Console
 
+import lightning_weave as lw
 import oracle
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.shifts import Shift
@@ -32,21 +34,29 @@ from lightning_weave.stages.forecast import (
     forecast,
     plan_forecast,
     plan_promising,
+    sampled_logp,
+    suggest_alpha,
+    truncate,
     weigh,
     weigh_block,
     weights_of,
 )
+from lightning_weave.stages.prompts import load_prompts
+from lightning_weave.stages.score import make_cache
 from lightning_weave.types import Candidates, Ragged, Rollouts
+from lightning_weave.views.doctor import examine
 from lightning_weave.views.forecast import (
     Goal,
     add_composition,
     best,
+    choose,
     choose_levels,
     composition_toml,
     parse_goals,
     show_levels,
 )
-from pipeline.scored import make_scored
+from pipeline.scored import QUIET, make_scored
+from pipeline.test_adapters import save_adapter
 from tiny import run_of
 from train.cached import make_run
 
@@ -68,8 +78,10 @@ class Chain:
         for state in range(VOCABULARY):  # tokens that are not candidates have no shift
             shifts[:, state, [token for token in range(VOCABULARY) if token not in self.top[state]]] = 0
         self.shifts = shifts
-        ended = [(*body, END) for length in range(LONGEST) for body in product(range(1, VOCABULARY), repeat=length)]
-        self.sequences = [*ended, *product(range(1, VOCABULARY), repeat=LONGEST)]  # the last are cut off
+        ended = [
+            (*body, END) for length in range(LONGEST) for body in itertools.product(range(1, VOCABULARY), repeat=length)
+        ]
+        self.sequences = [*ended, *itertools.product(range(1, VOCABULARY), repeat=LONGEST)]  # the last are cut off
 
     def states(self, sequence: tuple[int, ...]) -> list[int]:
         return [END, *sequence[:-1]]
@@ -93,6 +105,9 @@ class Chain:
         logp = np.log([[self.b[state][token] for token in self.top[state]] for state in states]).astype(np.float32)
         rest = [sum(p for token, p in enumerate(self.b[s]) if token not in self.top[s]) for s in states]
         other = np.log(rest).astype(np.float32)
+        drawn = [
+            math.log(self.b[state][token]) for state, token in zip(states, itertools.chain(*sequences), strict=True)
+        ]
         rows = len(sequences)
         flat = np.array([token for sequence in sequences for token in sequence], np.int32)
         rollouts = Rollouts(
@@ -103,7 +118,7 @@ class Chain:
             Ragged(flat, offsets),
             decided,
         )
-        parts = [Ragged(values, offsets) for values in (ids, logp, other, other)]
+        parts = [Ragged(values, offsets) for values in (ids, logp, other, np.array(drawn, np.float32))]
         shifts = []
         for anchor in range(ANCHORS):
             r_PC = np.array([[self.shifts[anchor, s, token] for token in self.top[s]] for s in states], np.float32)
@@ -164,6 +179,25 @@ def test_weights_of_all_sequences_give_the_target_exactly(case: str) -> None:
             found = weight_AR[place] @ value_R / weight_AR[place].sum()
             assert found == pytest.approx(expected, abs=1e-6, rel=1e-6)
         assert weight_AR[place].sum() == pytest.approx(1, abs=1e-5)  # it is a distribution already
+
+
+@pytest.mark.parametrize(("temperature", "most"), [(0.6, 0.02), (0.8, 0.04), (1.0, 1e-5), (1.3, 0.3)])
+def test_tokens_of_a_long_tail_are_tempered_one_by_one(temperature: float, most: float) -> None:
+    """As a single token, `other` would be drawn far too often: here by 0.5 nats per decision at temperature 0.6."""
+    rng = np.random.default_rng(0)
+    logits = -rng.uniform(0.9, 2.5, (400, 1)) * np.log(np.arange(1, 20_001)) + rng.normal(0, 0.5, (400, 20_000))
+    p_PV = np.exp(-np.sort(-logits, axis=1))
+    p_PV /= p_PV.sum(axis=1, keepdims=True)
+    drawn_P = (p_PV.cumsum(axis=1) < rng.random((400, 1))).sum(axis=1)
+    logp_P = np.log(np.take_along_axis(p_PV, drawn_P[:, None], 1)[:, 0])
+    true_P = logp_P / temperature - np.log((p_PV ** (1 / temperature)).sum(axis=1))
+    log_p_PO = torch.tensor(np.log(np.hstack([p_PV[:, :16], p_PV[:, 16:].sum(axis=1, keepdims=True)])))
+    other_P = log_p_PO[:, -1]
+    share_P = torch.where(torch.tensor(drawn_P < 16), 0.0, torch.tensor(logp_P) - other_P)
+    outcome_P = torch.tensor(np.minimum(drawn_P, 16))
+    found_P = sampled_logp(log_p_PO, outcome_P, share_P, log_p_PO[:, 15] - other_P, Decoding(temperature))
+    assert (drawn_P >= 16).mean() > 0.1
+    assert np.abs(found_P.numpy() - true_P).mean() < most
 
 
 def test_samples_estimate_the_target_within_their_interval() -> None:
@@ -366,6 +400,72 @@ def test_every_kind_of_target_is_forecast_and_the_others_are_named(scored: dict[
     assert {point.accuracy is not None for point in points.values()} == {True}
 
 
+@pytest.fixture(scope="module")
+def everything(scored: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Three anchors (a pair, an adapter and a context), whose responses are logged runs with turns of others."""
+    folder = tmp_path_factory.mktemp("everything")
+    run = run_of(scored)
+    rows, prompts = run.stage("rollout").open(Rollouts, 0).read(), load_prompts(run, ())
+    log = folder / "log.jsonl"
+    with log.open("w") as file:
+        for row, (prompt_ids, ids) in enumerate(zip(rows.prompt_ids, rows.response_ids, strict=True)):
+            mask = [place != 1 for place in range(len(ids))]
+            made = {"prompt_ids": prompt_ids, "response_ids": ids, "mask": mask, "answer": "1", "id": f"row-{row}"}
+            made["messages"] = prompts[rows.prompt_R[row]].messages
+            file.write(json.dumps(made, default=np.ndarray.tolist) + "\n")
+    student = Path(scored["student"]["model"])
+    anchors = {
+        "third": {"post": str(save_adapter(folder / "adapter", student, 1))},
+        "pair": scored["anchors"]["acc"],
+        "hint": {"model": "student", "post_prompt": {"prefix": "the "}},
+    }
+    weights = {"third": 0.25, "pair": 0.25, "hint": 0.5}
+    recipe = {
+        **scored,
+        "runs": str(folder / "runs"),
+        "anchors": anchors,
+        "compositions": {"three": {"weights": weights, "alpha": 0.5}},
+        "rollout": {"from": str(log), "responses": 1, "prompts_per_shard": 4},
+    }
+    make_cache(run_of(recipe), QUIET)
+    return recipe
+
+
+def test_three_anchors_of_all_kinds_on_logged_runs_are_forecast_as_loops_say(everything: dict[str, Any]) -> None:
+    run = run_of(everything)
+    base, three = forecast(run)
+    cache = open_cache(run, "three")
+    weights = tuple({"third": 0.25, "pair": 0.25, "hint": 0.5}[name] for name in cache.names)
+    log_weights, kls, tokens = [], [], []
+    for row in range(len(cache)):
+        block = cache.block([row])
+        decided = block.decided_P.tolist()
+        assert not all(decided)
+        log_weight = 0.0
+        for place in np.flatnonzero(decided):
+            candidates = block.candidates
+            b = [*np.exp(candidates.logp.flat[place].astype(float))]
+            q, b = [*b], [*b, 1 - sum(b)]
+            if block.valid_KP[:, place].all():
+                r = oracle.compose(block.r_KPC[:, place].tolist(), weights)
+                q = oracle.tilt(b, [*r, 0.0], 0.5)
+                kls.append(sum(p * math.log(p / before) for p, before in zip(q, b, strict=True)))
+            else:
+                q = b
+            ids = candidates.ids.flat[place].tolist()
+            outcome = ids.index(token) if (token := block.sampled_P[place]) in ids else len(ids)
+            log_weight += math.log(q[outcome] / b[outcome])
+        log_weights.append(log_weight)
+        tokens.append(sum(decided))
+    weight_R = np.exp(log_weights)
+    assert np.std(log_weights) > 0.01
+    assert three.kl == pytest.approx(np.mean(kls), rel=1e-3)
+    assert three.effective_samples == pytest.approx(weight_R.sum() ** 2 / (weight_R**2).sum(), rel=1e-3)
+    weight_R = truncate(weight_R[None])[0]  # there are few responses
+    assert three.tokens == pytest.approx(weight_R @ tokens / weight_R.sum(), rel=1e-3)
+    assert base.tokens == pytest.approx(np.mean(tokens))
+
+
 def test_without_answers_length_and_kl_are_forecast(scored: dict[str, Any], tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.stage("prompts").begin()
@@ -422,6 +522,19 @@ def test_a_sweep_takes_the_best_trusted_points(
     )
 
 
+def test_doctor_suggests_the_alpha_with_the_best_forecast(
+    scored: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_weave.stages.forecast.TRUSTED", 1)
+    recipe = {**own_grader(scored, tmp_path), "compositions": {"both": {"weights": {"acc": 0.5, "brief": 0.5}}}}
+    run = run_of(recipe, trust=True)
+    points = forecast(run, plan_forecast(run.recipe, alphas=[0.5, 1.0, 2.0, 4.0]))[1:]
+    _, alpha = max((one.aes, one.alpha) for one in points if one.kl <= REACHED)  # type: ignore[type-var]
+    (found,) = (one for one in examine(run) if (one.about, one.check) == ("compositions", "alpha"))
+    assert f"alpha {alpha:g} with" in found.text
+    assert suggest_alpha(run_of({**recipe, "runs": str(tmp_path / "none")}, trust=True)) is None
+
+
 # Choosing
 
 
@@ -465,6 +578,15 @@ def test_a_goal_without_a_trusted_base_asks_for_more_samples() -> None:
     others = [{**one, "trusted": False} for one in POINTS[1:]]
     with pytest.raises(WeaveError, match=r"4 effective samples.* --temperature .* rollout\.responses"):
         best([base, *others], parse_goals(["aes"]))
+
+
+@pytest.mark.parametrize(("unknown", "goal"), [("aes", "aes"), ("accuracy", "accuracy >= 50"), ("aes", "aes >= 0.1")])
+def test_a_goal_by_a_figure_that_is_not_known_is_refused(unknown: str, goal: str) -> None:
+    """AES is relative to the base's accuracy, which may be 0."""
+    points = [{**one, "aes": None, unknown: None} for one in POINTS]
+    with pytest.raises(InputError, match=f"--goal: {unknown}"):
+        best(points, parse_goals([goal]))
+    assert best(points, parse_goals(["kl <= 0.4"]))["policy"] == "shortest"
 
 
 @pytest.mark.parametrize("goal", ["speed", "tokens <=", "accuracy >= base 3", "tokens <= base", "aes >> 1", ""])
@@ -517,6 +639,36 @@ def test_levels_are_evenly_spaced_on_the_trusted_frontier(scored: dict[str, Any]
     assert slots["medium"] == slots[None] == ({"acc": 0.75, "brief": 0.25}, 0.5)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"weights": {"acc": 1.0, "brief": 0.5}, "normalize": False, "alpha": 1.5},
+        {"weights": {"acc": 1.25, "brief": -0.25}, "allow_negative": True, "alpha": 1.0},
+        {"weights": {"product": {"acc": 0.5}, "default": {"brief": 1.0}}, "normalize": False, "kl_budget": 0.02},
+    ],
+    ids=["raw weights", "negative weights", "by tag, with a budget"],
+)
+def test_the_chosen_composition_is_a_valid_one_and_is_written_once(
+    scored: dict[str, Any], tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    rules = {"tags": {"rules": {"product": r"\*"}}} if "kl_budget" in keys else {}
+    recipe = {**scored, **rules, "compositions": {"own": {**keys, "refresh": "auto"}}}
+    file = tmp_path / "r.toml"
+    file.write_text(tomli_w.dumps(recipe))
+    dose = {"kl_budgets": [0.03]} if "kl_budget" in keys else {"alphas": [3.0]}
+    points = lw.Run(run_of(recipe).recipe).forecast(**dose)
+    out = Console(quiet=True)
+    for _ in range(2):
+        run = lw.Run(load_recipe(file))
+        assert [one["policy"] for one in run.forecast(**dose)] == [one["policy"] for one in points]
+        for one in points[1:]:
+            both = [{**points[0], "trusted": True}, {**one, "trusted": True}]
+            choose(run, both, [Goal("kl", "<=", 9.0)], str(file), out)
+    written = load_recipe(file).compositions[points[2]["policy"]]
+    assert written == plan_forecast(run_of(recipe).recipe, **dose)[1].composition
+    assert load_recipe(file).compositions.keys() == {one["policy"] for one in points[1:]}
+
+
 def test_by_tag_is_written_by_tag(tmp_path: Path) -> None:
     file = tmp_path / "r.toml"
     file.write_text("")
@@ -527,24 +679,9 @@ def test_by_tag_is_written_by_tag(tmp_path: Path) -> None:
 
 # The program
 
-KEYS = {
-    "policy",
-    "weights",
-    "alpha",
-    "accuracy",
-    "tokens",
-    "aes",
-    "kl",
-    "effective_samples",
-    "trusted",
-    "reachable",
-    "anchored",
-}
-KEYS |= {f"{key}_{end}" for key in ("accuracy", "tokens", "aes") for end in ("low", "high")} | {
-    "largest_trusted",
-    "anchored",
-    "reachable",
-}
+KEYS = {"policy", "weights", "alpha", "kl_budget", "accuracy", "tokens", "aes", "kl"}
+KEYS |= {"effective_samples", "trusted", "reachable", "anchored", "largest_trusted"}
+KEYS |= {f"{key}_{end}" for key in ("accuracy", "tokens", "aes") for end in ("low", "high")}
 
 
 def lweave(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:

@@ -426,7 +426,7 @@ def forecast(
         chosen = stage.choose_levels(points, levels)
         stage.show_levels(run, chosen, recipe[-1] if write else None, open_console(stderr=json))
     if goals:
-        stage.choose(points, goals, recipe[-1] if write else None, open_console(stderr=json))
+        stage.choose(run, points, goals, recipe[-1] if write else None, open_console(stderr=json))
 
 
 def _numbers(option: str, text: str) -> list[float]:

@@ -7,6 +7,7 @@ student. A response cut off at rollout.max_tokens counts as it is.
 Letters as in `lightning_weave.types`; A aims, G prompts, B bootstrap resamples.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -67,6 +68,7 @@ class Aim:
     alpha: float
     weight_RK: NDArray[np.float32] | None = None
     shown: Mapping[str, Any] = field(default_factory=dict)  # the weights by anchor, or by tag and anchor
+    kl_budget: float | None = None  # that alpha was solved for
 
 
 @dataclass(frozen=True)
@@ -79,17 +81,25 @@ class Weighted:
     prompt_R: NDArray[np.int64]
 
 
-def sampled_logp(log_p_PO: Tensor, outcome_P: Tensor, decoding: Decoding) -> Tensor:
-    """Compute the log-probability of drawing each sampled outcome; -inf outside of the nucleus of top_p.
+def sampled_logp(log_p_PO: Tensor, outcome_P: Tensor, share_P: Tensor, least_P: Tensor, decoding: Decoding) -> Tensor:
+    """Compute the log-probability of drawing each sampled token; -inf outside of the nucleus of top_p.
 
-    The last outcome, `other`, is treated as one token. In the nucleus it comes last: a token of it is less likely than
-    any candidate.
+    `other`, the last outcome, is many tokens: `share_P` is the sampled one's share of it (log, 0 for a candidate), and
+    `least_P` the least candidate's probability over that of all of them. At another temperature than 1 the rest of them
+    matter too: they continue the candidates as a power law that starts at the least one and has the mass of `other`, or
+    are a single token where all of them are less likely than that. In the nucleus they come last.
     """
     if decoding.temperature == 0:
         return torch.where(log_p_PO[:, :-1].argmax(dim=1) == outcome_P, 0.0, -torch.inf)
+    logp_P = log_p_PO.gather(1, outcome_P[:, None])[:, 0] + share_P
     if decoding.temperature != 1:
-        log_p_PO = torch.log_softmax(log_p_PO / decoding.temperature, dim=1)
-    logp_P = log_p_PO.gather(1, outcome_P[:, None])[:, 0]
+        power, count = 1 / decoding.temperature, log_p_PO.shape[1] - 1
+        log_p_PO = power * log_p_PO
+        # sum_i p_i^power over p_i = least (1 + i / count)^-a, i > 0, relative to that of a single token
+        many_P = power * least_P + math.log(count) - (power - 1 + power * count * least_P.exp()).clamp(min=0.1).log()
+        log_p_PO[:, -1] += torch.where(least_P < 0, many_P.clamp(max=0.0) if power > 1 else many_P.clamp(min=0.0), 0.0)
+        log_all_P1 = log_p_PO.logsumexp(dim=1, keepdim=True)
+        log_p_PO, logp_P = log_p_PO - log_all_P1, power * logp_P - log_all_P1[:, 0]
     if decoding.top_p < 1:
         logp_PC = torch.from_numpy(np.sort(log_p_PO[:, :-1].numpy(), axis=1)).flip(1)  # faster than torch's for few
         mass_PC = logp_PC.exp().cumsum(dim=1)
@@ -110,7 +120,12 @@ def weigh_block(
     hit_PC = candidates.ids.flat == block.sampled_P[:, None]
     outcome_P = torch.from_numpy(np.where(hit_PC.any(axis=1), hit_PC.argmax(axis=1), hit_PC.shape[1]))
     log_b_PO = with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat))
-    log_b_P = sampled_logp(log_b_PO, outcome_P, behaviour)
+    # Of the others only their total is shifted, so both are the same under every target.
+    share_P = torch.where(
+        outcome_P < hit_PC.shape[1], 0.0, torch.tensor(candidates.sampled_logp.flat) - log_b_PO[:, -1]
+    )
+    least_P = log_b_PO[:, -2] - log_b_PO[:, -1]
+    log_b_P = sampled_logp(log_b_PO, outcome_P, share_P, least_P, behaviour)
     row_P = np.repeat(np.arange(len(block)), block.decisions_R)
     log_weight_AR = np.zeros((1 + len(aims), len(block)))
     kl_A, decisions_A = np.zeros(1 + len(aims)), np.zeros(1 + len(aims), np.int64)
@@ -123,7 +138,7 @@ def weigh_block(
             log_q_PO, valid_P = torch.from_numpy(targets.log_q_PO), torch.from_numpy(targets.valid_P)
             kl_A[place] = expected_kl(log_q_PO, log_b_PO)[valid_P].double().sum()
             decisions_A[place] = valid_P.sum()
-        ratio_P = (sampled_logp(log_q_PO, outcome_P, decoding) - log_b_P).double().numpy()
+        ratio_P = (sampled_logp(log_q_PO, outcome_P, share_P, least_P, decoding) - log_b_P).double().numpy()
         ratio_P = np.where(block.decided_P, ratio_P, 0.0)
         log_weight_AR[place] = np.bincount(row_P, ratio_P, minlength=len(block))
     return log_weight_AR, kl_A, decisions_A
@@ -224,6 +239,7 @@ class ForecastPoint:
     effective_samples: float
     trusted: bool
     anchored: bool  # at the measured evaluation of the base: accuracy and tokens are those of the benchmarks
+    kl_budget: float | None = None  # that alpha was solved for
     largest_trusted: TrustedDose | None = None  # with the same weights, where the point itself is not trusted
 
     @property
@@ -277,11 +293,10 @@ def _simplex(recipe: Recipe, steps: int) -> list[Planned]:
     names = list(recipe.anchors)
     if steps < 1 or not names:
         raise InputError(f"--grid {steps}: give a number of steps of 1 or more, and anchors to weigh")
-    tables: list[list[int]] = [[]]
-    for _ in names[1:]:
-        tables = [[*table, part] for table in tables for part in range(steps + 1 - sum(table))]
     planned = []
-    for table in tables:
+    for table in itertools.product(range(steps + 1), repeat=len(names) - 1):
+        if sum(table) > steps:
+            continue
         parts = zip(names, [steps - sum(table), *table], strict=True)
         weights = {name: part / steps for name, part in parts}
         label = "-".join(f"{name}-{weight:.3g}" for name, weight in weights.items() if weight)
@@ -380,20 +395,22 @@ def forecast(
         weighted = weigh(cache, aims, decoding, behaviour, recipe.rollout.max_tokens)
         return estimate(weighted, grade_R, measured)
 
-    def describe(name: str, weights: Mapping[str, Any], alpha: float | None, found: Estimates, place: int) -> None:
-        figures: dict[str, Any] = found.figures(place) | {"anchored": measured is not None}
+    def describe(name: str, aim: Aim | None, found: Estimates, place: int) -> None:
+        asked = {} if aim is None else {"weights": aim.shown, "alpha": aim.alpha, "kl_budget": aim.kl_budget}
+        figures: dict[str, Any] = {"weights": {}, "alpha": None} | asked | found.figures(place)
         kl, samples = float(found.kl_A[place]), float(found.samples_A[place])
+        trusted, anchored = found.trusted(place), measured is not None
         points[name] = ForecastPoint(
-            name, weights, alpha, kl=kl, effective_samples=samples, trusted=found.trusted(place), **figures
+            name, kl=kl, effective_samples=samples, trusted=trusted, anchored=anchored, **figures
         )
 
     points: dict[str, ForecastPoint] = {}
     aims = {policy: aim for one in joints for policy, aim in _aims(extended, one.name, anchors).items()}
     found = look(cache, list(aims.values()))
-    describe("base", {}, None, found, 0)
+    describe("base", None, found, 0)
     directions: dict[str, dict[str, Aim]] = {}  # of points that are not trusted
     for place, (policy, aim) in enumerate(aims.items(), start=1):
-        describe(policy, aim.shown, aim.alpha, found, place)
+        describe(policy, aim, found, place)
         if not points[policy].trusted and points["base"].trusted:
             directions.setdefault(str(aim.shown), {})[policy] = aim
     for asked in directions.values():
@@ -405,8 +422,8 @@ def forecast(
     for one in planned:
         if isinstance(one.composition, Distilled | SelfDistilled):
             own = open_cache(extended, one.name)
-            found = look(own, [Aim(own.weights, one.composition.alpha)])
-            describe(one.name, dict(one.composition.weights), one.composition.alpha, found, 1)
+            aim = Aim(own.weights, one.composition.alpha, shown=one.composition.weights)
+            describe(one.name, aim, look(own, [aim]), 1)
     levels = {one.name: getattr(one.composition, "levels", ()) for one in planned}
     names = [policy for name in levels for policy in (name, *(f"{name}@{level}" for level in levels[name]))]
     return [points[name] for name in ("base", *names)]
@@ -466,8 +483,8 @@ def _aims(run: Run, name: str, anchors: Sequence[str]) -> dict[str, Aim]:
         if slot.level is None or slot.level in composition.levels:
             policy = name if slot.level is None else f"{name}@{slot.level}"
             own = [slot.weights.get(anchor, 0.0) for anchor in anchors]
-            found[policy] = Aim(own, doses[slot.level or ""], shown=slot.weights)
-    return found or {name: Aim(weights, alpha, weight_RK, shown)}
+            found[policy] = Aim(own, doses[slot.level or ""], shown=slot.weights, kl_budget=slot.kl_budget)
+    return found or {name: Aim(weights, alpha, weight_RK, shown, composition.kl_budget)}
 
 
 def _largest_trusted(rungs: Sequence[Aim], found: Estimates) -> TrustedDose | None:

@@ -238,7 +238,7 @@ def realise(run: Run, points: Sequence[ForecastPoint]) -> list[Realised]:
 
 
 def describe_realised(results: Sequence[Realised]) -> list[str]:
-    """Say where it was measured, and what to try."""
+    """Describe where it was measured, and what to try."""
     held_out = all(one.held_out for one in results)
     where = "rows held out" if held_out else "rows that were trained on (train.validation = 0 holds none out)"
     lines = [f"KL(target || student), over the decisions of up to {max(one.rows for one in results)} cached {where}."]

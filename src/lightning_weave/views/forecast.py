@@ -91,15 +91,16 @@ def best(points: Sequence[ForecastRow], goals: Sequence[Goal]) -> ForecastRow:
     base, *others = points
     limited = {goal.figure for goal in goals if goal.comparison}
     implied = "accuracy" if "tokens" in limited and "accuracy" not in limited else "aes"
-    implied = "tokens" if limited == {"accuracy"} or base["accuracy"] is None else implied
+    implied = "tokens" if limited == {"accuracy"} or base[implied] is None else implied
     order = next((goal.figure for goal in goals if not goal.comparison), implied)
-    if base["accuracy"] is None and {order, *limited} & {"accuracy", "aes"}:
-        raise InputError("--goal: no prompt has a known answer, so only tokens and kl are forecast")
     if not base["trusted"]:
         raise WeaveError(
             f"--goal: even the base has only {base['effective_samples']:.0f} effective samples of the cache ({TRUSTED} "
             "are needed). Give --temperature and --top-p as the cache was sampled, or raise rollout.responses"
         )
+    if unknown := [figure for figure in (order, *limited) if base[figure] is None]:
+        why = "no prompt has a known answer" if base["accuracy"] is None else "the base has no right answer"
+        raise InputError(f"--goal: {unknown[0]} is not known, as {why}. Choose by tokens or kl")
     trusted = [point for point in others if point["trusted"] and (point["reachable"] or "kl" in limited)]
     fitting = [point for point in trusted if all(goal.is_met(point, base) for goal in goals if goal.comparison)]
     if not fitting:
@@ -112,8 +113,18 @@ def best(points: Sequence[ForecastRow], goals: Sequence[Goal]) -> ForecastRow:
 
 def composition_toml(point: ForecastRow) -> str:
     """Write the lines of a recipe that make a point a composition."""
-    name = _key(point["policy"].replace("@", "-"))
-    return f"[compositions.{name}]\nweights = {_inline(point['weights'])}\nalpha = {_short(point['alpha'])!r}\n"
+    weights, budget = point["weights"], point["kl_budget"]
+    tables = [table for table in weights.values() if isinstance(table, dict)] or [weights]
+    lines = [
+        f"[compositions.{_key(point['policy'].replace('@', '-'))}]",
+        f"weights = {_inline(weights)}",
+        f"alpha = {_short(point['alpha'])!r}" if budget is None else f"kl_budget = {budget!r}",
+    ]
+    if not all(math.isclose(sum(table.values()), 1, abs_tol=1e-6) for table in tables):
+        lines.append("normalize = false")
+    if any(weight < 0 for table in tables for weight in table.values()):
+        lines.append("allow_negative = true")
+    return "\n".join([*lines, ""])
 
 
 def _inline(value: Any) -> str:
@@ -130,14 +141,16 @@ def _key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
-def choose(points: Sequence[ForecastRow], goals: Sequence[Goal], recipe: str | None, console: Console) -> ForecastRow:
+def choose(
+    run: Run, points: Sequence[ForecastRow], goals: Sequence[Goal], recipe: str | None, console: Console
+) -> None:
     """Print the best composition as lines to paste, and add them to a recipe file if one is given."""
     point = best(points, goals)
-    lines = composition_toml(point)
-    console.print(f"\nBest by this goal: {_sentence(point)}\n\n{lines}", markup=False, highlight=False, soft_wrap=True)
-    if recipe is not None:
-        _write(recipe, point["policy"].replace("@", "-"), lines, console)
-    return point
+    known = point["policy"] in run.recipe.compositions
+    lines = f"It is in the recipe: compositions.{point['policy']}" if known else f"\n{composition_toml(point)}"
+    console.print(f"\nBest by this goal: {_sentence(point)}\n{lines}", markup=False, highlight=False, soft_wrap=True)
+    if recipe is not None and not known:
+        _write(recipe, point["policy"].replace("@", "-"), composition_toml(point), console)
 
 
 def _write(recipe: str, name: str, lines: str, console: Console) -> None:
