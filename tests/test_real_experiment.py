@@ -1,17 +1,18 @@
 """What `make real` makes and counts, without a model: its problems, and the arithmetic of its page."""
 
 import importlib.util
+import io
 import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_weave.bench.definitions import load_benchmark
 from lightning_weave.bench.samples import Sample
@@ -20,7 +21,8 @@ from lightning_weave.bench.summary import summarise, write_summary
 from lightning_weave.config import Grading, load_recipe
 from lightning_weave.grading.graders import grade_answer
 from lightning_weave.maths.metrics import aes
-from tiny import save_model
+from lightning_weave.stages.prompts import own_trajectories
+from tiny import run_of, save_model
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMERIC = Grading(kind="numeric")
@@ -107,6 +109,31 @@ def test_problems_of_several_steps_have_the_answer_that_their_words_ask_for(
             assert eval(left) == int(right), row
         assert grade_answer(NUMERIC, row["solution"], row["answer"])[1]
     assert not {*steps.OTHER} & {*steps.TRAINED}
+
+
+def test_what_is_sampled_outside_can_be_rendered_with_another_system_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "real")
+    sample = script("sample")
+    folder = save_model(tmp_path / "model", "student", "qwen3", 1)
+    student = object.__new__(sample.Student)  # llama.cpp is not among the dependencies
+    student.server, student.tokenizer = SimpleNamespace(listening_address=""), AutoTokenizer.from_pretrained(folder)
+    student.tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }}\n{% endfor %}"
+    student.tokenizer.save_pretrained(folder)
+    stop = student.tokenizer.eos_token_id
+    for number, (tokens, reason) in enumerate([([3, stop], "eos"), ([3], "eos"), ([3, 4], "limit")]):
+        found = json.dumps({"tokens": tokens, "stop_type": reason, "content": "12"}).encode()
+        monkeypatch.setattr(sample, "Request", lambda *_: None)
+        monkeypatch.setattr(sample, "urlopen", lambda _, found=found: io.BytesIO(found))
+        rows = [json.dumps({"id": str(each), "problem": f"{each} + 10", "answer": "12"}) for each in range(number + 1)]
+        (tmp_path / "problems.jsonl").write_text("\n".join(rows))
+        sample.answers(student, tmp_path / "problems.jsonl", tmp_path / "rollouts.jsonl")
+    recipe = {"name": "sampled", "student": {"model": str(folder)}, "runs": str(tmp_path)}
+    groups = own_trajectories(run_of({**recipe, "rollout": {"from": str(tmp_path / "rollouts.jsonl"), "responses": 1}}))
+    assert [group.responses[0].ids for group in groups] == [[3, stop], [3, stop], [3, 4]]
+    assert [group.responses[0].finish for group in groups] == ["stop", "stop", "length"]
+    assert all(group.prompt.form is not None for group in groups)
 
 
 def test_the_specialist_learns_the_same_row_by_row(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ WORDINGS = (  # the first, no system prompt, is the student
 class Answer(NamedTuple):
     """One response, with the prompt that it answers."""
 
+    messages: list[dict[str, str]]
     prompt_ids: list[int]
     response_ids: list[int]
     finish: str
@@ -72,7 +73,7 @@ class Student:
         ended = found["stop_type"] == "eos"
         stop = self.tokenizer.eos_token_id
         ids = [*found["tokens"], *([stop] if ended and found["tokens"][-1:] != [stop] else [])]
-        return Answer(list(prompt), ids, "stop" if ended else "length", found["content"])
+        return Answer(turns, list(prompt), ids, "stop" if ended else "length", found["content"])
 
 
 def is_right(text: str, row: dict[str, str]) -> bool:
