@@ -258,9 +258,15 @@ def test_a_recipe_with_levels_is_written_and_read_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", [CHATML, WITH_DEFAULT + CHATML, "\n" + CHATML])
 @pytest.mark.parametrize(
-    "control", [SYSTEM, Control(prefix='"{level}"\n'), Control(system='%}}"\\ ~ 1 -%}}{{{{ {level}')]
+    "control",
+    [
+        SYSTEM,
+        Control(prefix='"{level}"\n'),
+        Control(system='%}}"\\ ~ 1 -%}}{{{{ {level}'),
+        Control(prefix="{level}, {level}: "),
+    ],
 )
-@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be kind."}]])
+@pytest.mark.parametrize("before", [[], *([{"role": "system", "content": text}] for text in ("Be kind.", ""))])
 def test_the_exported_template_renders_what_training_rendered(own: str, control: Control, before: list[Any]) -> None:
     tokenizer, served = student_tokenizer(), student_tokenizer()
     tokenizer.chat_template = own

@@ -223,6 +223,9 @@ def test_decoding_samples_from_the_target(tmp_path: Path) -> None:
     train(run, QUIET, only=["dosed"])
     alpha = run.stage("train", "dosed").require()["alpha"]
     assert open_target(run, "dosed", {}).alpha == pytest.approx(alpha)
+    longer = {**recipe["compositions"]["dosed"], "epochs": 2}
+    more = run_of({**recipe, "compositions": {"longer": longer, "refreshed": {**longer, "refresh": 2}}})
+    assert open_target(more, "refreshed", {}).alpha == open_target(more, "longer", {}).alpha
     stage.evaluate(run, QUIET, only=["decoded-dose"])
 
     recipe["anchors"]["acc"]["kl_budget"] = 0.01  # the weight of this anchor is solved, too

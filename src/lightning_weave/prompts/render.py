@@ -148,17 +148,15 @@ def template_with_levels(tokenizer: "PreTrainedTokenizerBase", control: Control,
         if control.variable == name:
             return template
         return f"{condition}{{%- set {control.variable} = {name} -%}}{{%- endif %}}{{{{- '' }}}}{template}"
-    before, after = (json.dumps(part, ensure_ascii=False) for part in control.text("\0").split("\0"))
-    text = f"{before} ~ {name} ~ {after}"
+    text = f" ~ {name} ~ ".join(json.dumps(part, ensure_ascii=False) for part in control.text("\0").split("\0"))
     if control.prefix is not None:
         turn = f"{{'role': 'user', 'content': {text} ~ messages[-1]['content']}}"
         case = "messages[-1]['role'] == 'user'"
         change = f"{{%- if {case} -%}}{{%- set messages = messages[:-1] + [{turn}] -%}}{{%- endif -%}}"
     else:
-        joined = f"messages[0]['content'] ~ '\\n\\n' ~ {text}"
-        case = "messages[0]['role'] == 'system' and messages[0]['content']"
+        joined = f"(messages[0]['content'] ~ '\\n\\n' if messages[0]['content'] else '') ~ {text}"
         first = f"[{{'role': 'system', 'content': {joined}}}] + messages[1:]"
-        change = f"{{%- if {case} -%}}{{%- set messages = {first} -%}}{{%- else -%}}"
+        change = f"{{%- if messages[0]['role'] == 'system' -%}}{{%- set messages = {first} -%}}{{%- else -%}}"
         change += f"{{%- set messages = [{{'role': 'system', 'content': {text}}}] + messages -%}}{{%- endif -%}}"
     return f"{condition}{change}{{%- endif %}}{{{{- '' }}}}{template}"
 

@@ -1,4 +1,4 @@
-"""How policies without a training are sampled: from the target of a composition, or with a forced answer."""
+"""How policies that need no training are sampled: from the target of a composition, or with a forced answer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +18,12 @@ from lightning_weave.models.sampler import HFSampler
 from lightning_weave.models.scorer import Sampler
 from lightning_weave.run import Run, Side
 from lightning_weave.stages.alignment import pack_rollouts
-from lightning_weave.stages.caches import routed_weights
+from lightning_weave.stages.caches import open_cache, routed_weights
 from lightning_weave.stages.prompts import tag_of
 from lightning_weave.stages.score import AnchorScorer, LiveAnchors
 from lightning_weave.stages.work import set_up
-from lightning_weave.train.data import open_targets
+from lightning_weave.train.data import find_dose
+from lightning_weave.train.schedule import make_schedule
 from lightning_weave.types import Candidates, Prompt, Ragged, Request, Response, SamplingSettings
 
 ANSWER_TOKENS = 32  # after the forced text
@@ -68,8 +69,10 @@ def open_target(run: Run, name: str, loaded: dict[Side, AnchorScorer]) -> Target
     alpha, weights = composition.alpha, dict(sorted(composition.used.items()))
     weigh = partial(routed_weights, run, name) if composition.routes else None
     if run.recipe.cannot_decode(name, cached=False):  # KL budgets, which are solved on the cache as in training
-        reader = open_targets(run, name)
-        alpha, solved = reader.alpha, {(one.tag, one.anchor): one.dose for one in reader.cache.shares}
+        cache = open_cache(run, name)
+        schedule = make_schedule(run.recipe, len(cache) // run.recipe.rollout.responses, name)
+        alpha = find_dose(run, name, cache, schedule).alpha
+        solved = {(one.tag, one.anchor): one.dose for one in cache.shares}
         if solved:
             weigh = partial(_solved_weights, run, name, solved, alpha)
     assert alpha is not None, "given, or solved"
