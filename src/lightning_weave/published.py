@@ -42,8 +42,9 @@ def push(run: Run, remote: Remote, progress: Progress, everything: bool = False,
     for stage in () if everything else cache:
         stage.require()
     stages = [stage for stage in (*cache, *run.stages("score")) if stage.complete]
-    for path, fault in ((path, fault) for stage in stages for path, fault in damaged_files(stage.folder).items()):
-        raise InputError(f"{path}: {fault}; nothing was pushed. Remove it and run the stage again")
+    for stage in stages:
+        for path, fault in damaged_files(stage.folder).items():
+            raise InputError(f"{path}: {fault}; nothing was pushed. Remove it and run the stage again")
     paths = [stage.folder / one["file"] for stage in stages for one in stage.require()["shards"]]
     paths += [stage.manifest_path for stage in stages]
     index = _describe(run, stages)
@@ -213,7 +214,7 @@ def read_index(url: str) -> Index:
     """Read what is published at a URL, once per process."""
     index = Remote(url).index()
     if index is None:
-        raise InputError(f"{url}: nothing is published there, or not for you to see")
+        raise InputError(f"{url}: nothing is published there, or you may not read it")
     return index
 
 
@@ -261,11 +262,11 @@ def check_student(run: Run, index: Index, about: str) -> None:
     students = [one["settings"].get("student") for one in index["stages"].values() if one["path"] == "reference"]
     if students and run.identity_of(run.student) not in students:
         theirs = index["recipe"]["student"].get("model")
-        raise InputError(f"{about}: is of another student, {theirs}; student.model is {run.student}")
+        raise InputError(f"{about}: belongs to another student, {theirs}; student.model is {run.student}")
 
 
 def check_published(run: Run, anchor: str) -> list[Stage]:
-    """The stages that an anchor's published scores belong to; says what differs if they are not of this recipe."""
+    """The stages that an anchor's published scores belong to; the error names what differs from this recipe."""
     url = run.recipe.anchors[anchor].cache
     assert url is not None
     index = read_index(url)

@@ -251,7 +251,7 @@ def compute_targets(block: Block, weights: Sequence[float], alpha: float) -> Tar
 
 @dataclass(frozen=True)
 class Levels:
-    """Effort levels: row `slot * rows + row` is a cached row whose prompt names the level and whose shifts weigh so."""
+    """Effort levels: row `slot * rows + row` is a cached row whose prompt names the level, with its weights."""
 
     read: Callable[[int, int], Sequence[int]]  # slot and prompt -> what the student reads
     weight_SK: NDArray[np.float32]

@@ -1,6 +1,6 @@
 """KL budgets of anchors: the weight at which an anchor alone moves the student by so many nats, in every tag.
 
-A fixed weight is a different dose on every kind of prompt, as shifts differ in size; a budget is the same one.
+A fixed weight is a different dose on every kind of prompt, as shifts differ in size; a budget is the same everywhere.
 """
 
 from collections.abc import Mapping, Sequence

@@ -100,7 +100,7 @@ SPANS = {"thinking": ("<think>", "</think>"), "tools": ("<tool_call>", "</tool_c
 
 
 class Where(Inline):
-    """The decisions at which an anchor speaks: those for which all that is given holds."""
+    """The decisions at which an anchor speaks: those that meet every condition that is given."""
 
     inside: Text | None = Field(
         None, description="only in this span: thinking, tools, answer, or one of [spans]", examples=["thinking"]
@@ -139,7 +139,7 @@ class Anchor(Strict):
     )
     cache: Source | None = Field(
         None,
-        description="URL of published scores (`lweave push`), which also say what post and pre are",
+        description="URL of published scores (`lweave push`), which also bring post and pre",
         examples=["hf://datasets/org/name"],
     )
     post_prompt: PromptContext = Field(
@@ -391,15 +391,15 @@ class Joint(_Budgeted):
         examples=["auto"],
     )
     refresh_budget: Repeats | None = unlisted(
-        None, 'with refresh = "auto": the largest number of parts; 4 if it is not given', ge=2, examples=[4]
+        None, 'with refresh = "auto": the largest number of parts; default: 4', ge=2, examples=[4]
     )
     levels: dict[Name, dict[str, Finite]] = Field(
         {},
-        description="instead of weights: effort levels of one student, each with weights and perhaps alpha or "
-        "kl_budget; numbers as names: every number between them",
+        description="instead of weights: effort levels of one student, each with weights and optionally alpha or "
+        "kl_budget; if all names are numbers, also every number between them",
         examples=[{"high": {"acc": 1.0}, "low": {"acc": 0.25, "brief": 0.75, "alpha": 1.0}}],
     )
-    default: str | None = unlisted(None, "with levels: that of a prompt that names none", examples=["high"])
+    default: str | None = unlisted(None, "with levels: the level of a prompt that names none", examples=["high"])
     control: Control | None = unlisted(
         None, "with levels: where the student reads them", examples=[{"system": "Reasoning effort: {level}"}]
     )
@@ -437,7 +437,7 @@ class Joint(_Budgeted):
         if self.routes:
             raise ValueError("levels and weights by tag cannot be combined")
         if len(self.levels) < 2:
-            raise ValueError("one level is no choice: add another, or write weights instead of levels")
+            raise ValueError("levels needs two or more: add another, or write weights instead")
         if self.control is None:
             raise ValueError('control is missing, where the student reads the level: { system = "Effort: {level}" }')
         for name, level in self.levels.items():
@@ -447,7 +447,7 @@ class Joint(_Budgeted):
         if self.is_numeric and len({slot.kl_budget is None for slot in self.named}) > 1:
             raise ValueError("levels between which numbers are drawn have either all alpha or all kl_budget")
         if self.default not in self.levels:
-            raise ValueError(f"default = {self.default!r} is no level; levels: {', '.join(self.levels)}")
+            raise ValueError(f"default = {self.default!r} is not one of the levels: {', '.join(self.levels)}")
         return self
 
     @property

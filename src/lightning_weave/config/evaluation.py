@@ -112,7 +112,7 @@ class Eval(Asked):
     unsafe_local: bool = Field(False, description="run generated code without a sandbox; needs --trust")
     final: Text | None = unlisted(
         None,
-        description="what policies.NAME.budget appends; default: the end of thinking, if it goes on, and "
+        description="what policies.NAME.budget appends; default: the end of thinking, if it is still open, and "
         '"The final answer is", with \\boxed{ if format = "boxed"',
         examples=["\n#### "],
     )

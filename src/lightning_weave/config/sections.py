@@ -308,7 +308,7 @@ class Train(Strict):
     optimizer: Optimizer = Field(Optimizer(), description="settings of AdamW", examples=[{"weight_decay": 0.0}])
     seed: Seed = Field(1234, description="random seed of the order of prompts")
     seeds: Repeats = Field(
-        1, description="train every composition with so many seeds: seed, seed + 1, ...", examples=[3]
+        1, description="number of training seeds of every composition: seed, seed + 1, ...", examples=[3]
     )
     dtype: Dtype = Field("auto", description="compute precision; master weights are always float32")
     lora: Lora | None = None

@@ -395,7 +395,7 @@ def budgets(evaluated: Mapping[str, Sequence[Summary]], hues: Hues, benchmark: s
 CURVES = {  # key of the metrics -> axis, title, caption
     "reverse_kl": ("KL to the target, nats", "KL between student and target",
                    "Running mean over the decisions of each update."),
-    "drift": ("KL to who sampled, nats", "KL between student and the student that sampled",
+    "drift": ("KL to the sampler, nats", "KL between student and the student that sampled",
               "Running mean. With refresh = \"auto\" the student samples again above 0.2."),
     "loss": ("loss", "Loss", "Running mean of the objective. It scales with alpha and the dose."),
     "eval_accuracy": ("accuracy on a few problems, %", "Accuracy during training",

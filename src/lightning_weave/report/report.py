@@ -249,7 +249,7 @@ def result_figures(
 
 
 def seed_points(results: Sequence[Summary], benchmark: str | None) -> list[tuple[float, float]]:
-    """Tokens and accuracy of each training seed of a policy, on one benchmark or on average; none of an only seed."""
+    """Tokens and accuracy of each training seed of a policy, on one benchmark or on average; empty for one seed."""
     by_seed = zip(*(one.seeds for one in results if benchmark in (None, one.label)), strict=False)
     return [(fmean(one.tokens for one in some), fmean(one.accuracy for one in some)) for some in by_seed]
 

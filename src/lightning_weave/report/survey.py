@@ -295,7 +295,7 @@ def loom_data(
     """Pack the trajectories that the seed chooses, with as many decisions of each as fit into MEGABYTES.
 
     Compositions whose alpha is not known are left out: for a KL budget, training has to solve it first. So are those
-    whose anchors have budgets: their weights differ by tag and are no setting of a slider.
+    whose anchors have budgets: their weights differ by tag, which a slider cannot show.
     """
     recipe = run.recipe
     settings: list[dict[str, Any]] = []

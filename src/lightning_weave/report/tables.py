@@ -157,7 +157,7 @@ def counts(results: DataFrame) -> str:
 
 
 def seeds_of(results: DataFrame, policy: str | None = None) -> int:
-    """The number of training seeds that a policy's average stands on; without a policy, the most of any."""
+    """The number of training seeds in a policy's average; without a policy, the most of any."""
     columns = [(name, "seeds") for name in benchmarks_of(results) if (name, "seeds") in results]
     rows = results if policy is None else results.xs(policy, level="policy")
     counts = rows[columns].min(axis=1).dropna()
@@ -165,7 +165,7 @@ def seeds_of(results: DataFrame, policy: str | None = None) -> int:
 
 
 def sample_size(problems: int, seeds: int) -> str:
-    """State on what a figure stands.
+    """State how many seeds and problems a figure is based on.
 
     >>> sample_size(1200, 1), sample_size(200, 3)
     ('1,200 problems', '3 seeds × 200 problems')

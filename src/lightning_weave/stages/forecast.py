@@ -35,8 +35,8 @@ from lightning_weave.store import read_json, write_json
 from lightning_weave.train.data import find_dose
 from lightning_weave.train.schedule import make_schedule
 
-TRUSTED = 30  # effective samples: with fewer, 95 % intervals cover in less than 90 % of cases (docs/appendix)
-REACHED = 0.2  # nats of KL per decision: farther targets were not reached by offline training (docs/appendix)
+TRUSTED = 30  # effective samples: with fewer, 95 % intervals cover in less than 90 % (docs/appendix/forecast.md)
+REACHED = 0.2  # nats of KL per decision: farther targets were not reached by offline training (same page)
 RESAMPLES = 1000
 DECISIONS = 1 << 17  # read at a time, about
 RUNGS = 14  # larger alphas that are tried where a point is not trusted, each by a factor of sqrt(2)

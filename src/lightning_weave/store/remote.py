@@ -76,7 +76,7 @@ def reaching(url: str) -> Iterator[None]:
         if isinstance(error, PermissionError) or status in (401, 403):
             raise InputError(f"{url}: permission denied. Log in with an account that may use it") from None
         if isinstance(error, FileNotFoundError | NotADirectoryError) or status == 404:
-            raise InputError(f"{url}: not found, or not yours to see") from None
+            raise InputError(f"{url}: not found, or you may not read it") from None
         reason = re.sub(r"\?[^\s']+", "?...", first_line(error))  # a signed URL is a credential
         raise WeaveError(f"{url}: {reason}. Run the same command again: it continues") from None
 

@@ -169,7 +169,7 @@ class Trainee(nn.Module):
 
 
 def distances(log_pi_NO: Tensor, batch: Batch) -> Tensor:
-    """Sum over the batch how far the student is from its target and from who sampled, and the mass of candidates."""
+    """Sum over the batch how far the student is from its target and from the sampler, and the mass of candidates."""
     summed = (
         reverse_kl(log_pi_NO, batch.log_q_NO, 1.0).sum(),
         forward_kl(batch.log_q_NO, log_pi_NO).sum(),

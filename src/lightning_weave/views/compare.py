@@ -45,7 +45,7 @@ def show(plan: ComparePlan, rows: Sequence[ComparedPolicy], out: Console) -> Non
     out.print(
         f"* the frontier of {plan.composition}. At the same tokens: points of accuracy above the frontier, 95 % "
         f"intervals over {size}. Made in: device time, given the cache. Models: read for every token. "
-        "Prompt: tokens more in every request.",
+        "Prompt: additional tokens in every request.",
         **exact,
     )
     _show_left_out(plan, out)
