@@ -62,8 +62,8 @@ class Policy(Student):
     )
     weights: dict[str, Finite] = unlisted(
         {},
-        description="with merge: weights of differences by name: post - pre of an anchor (linear: post - student), or a "
-        "composition or policy minus the student",
+        description="with merge: weights of differences, by name: post - pre of an anchor (linear: post - student), or "
+        "a composition or policy minus the student",
         examples=[{"acc": 0.5, "brief": 0.5}],
     )
     density: float | None = unlisted(

@@ -129,7 +129,10 @@ class HFBody:
 
 
 class Scorer:
-    """Scores with a causal language model. Rows of similar length share a batch; the head's maths is float32."""
+    """Scores with a causal language model. Rows that begin alike, or of similar length, share a batch.
+
+    The maths of the head is float32.
+    """
 
     def __init__(self, body: Body, token_budget: int = 16384) -> None:
         self.body = body
