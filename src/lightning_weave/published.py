@@ -278,10 +278,12 @@ def check_published(run: Run, anchor: str) -> list[Stage]:
             kind = stage.path.split("/")[0]
             others = [one["settings"] for one in index["stages"].values() if one["path"].split("/")[0] == kind]
             if not others:
-                raise InputError(f"{about}: has no {kind}")
+                raise InputError(f"{about}: its stage {kind} is not published")
             changes = min((dict(differences(one, dict(stage.settings))) for one in others), key=len)
             what = "; ".join(dict.fromkeys(explain_change(stage.path, *change) for change in changes.items()))
-            raise InputError(f"{about}: has another {kind} than this recipe: {what or 'other inputs'}")
+            raise InputError(
+                f"{about}: its stage {kind} is not that of this recipe (published -> here): {what or 'other inputs'}"
+            )
     return [*cache, *run.scores_of(anchor)]
 
 

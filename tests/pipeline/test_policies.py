@@ -224,7 +224,8 @@ def test_decoding_samples_from_the_target(tmp_path: Path) -> None:
     alpha = run.stage("train", "dosed").require()["alpha"]
     assert open_target(run, "dosed", {}).alpha == pytest.approx(alpha)
     longer = {**recipe["compositions"]["dosed"], "epochs": 2}
-    more = run_of({**recipe, "compositions": {"longer": longer, "refreshed": {**longer, "refresh": 2}}})
+    compositions = {"longer": longer, "refreshed": {**longer, "refresh": 2}}
+    more = run_of({**recipe, "policies": {}, "compositions": compositions})
     assert open_target(more, "refreshed", {}).alpha == open_target(more, "longer", {}).alpha
     stage.evaluate(run, QUIET, only=["decoded-dose"])
 

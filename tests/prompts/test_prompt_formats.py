@@ -70,6 +70,12 @@ def test_question_answer_is_the_papers():
     assert formatted("question-answer", "1 + 1 = ?\nSay.") == "Question: 1 + 1 = ?\nSay.\nAnswer:"
 
 
+def test_variables_of_a_template_that_is_not_used_are_refused(qwen):
+    """Otherwise a policy with `template` would be the base under another name."""
+    with pytest.raises(InputError, match="template"):
+        render(livecodebench("Print {n} twice."), qwen, PromptForm("chatml"), variables={"reasoning_effort": "low"})
+
+
 def test_livecodebench_reads_stdin_unless_there_is_code_to_start_from(bare):
     code = PromptForm("chatml")
     assert render(livecodebench("Print {n} twice."), bare, code) == STDIN

@@ -124,8 +124,6 @@ def render_at_level(
 ) -> str:
     """Render messages with an effort level: after the system turn, before the user's, or by a variable."""
     if control.variable is not None:
-        if form.style != "chat":
-            raise InputError("control.variable is for chat templates, which these prompts are not written with")
         return render(messages, tokenizer, form, day, variables={control.variable: level})
     text = control.text(level)
     if control.prefix is not None:
@@ -181,6 +179,8 @@ def render(
     Special tokens in the messages are marked: they stay text, only those of the template are control tokens. Plain text
     is taken as it is. `day` is what the template takes for today; `reader` encodes the text, if another tokenizer does.
     """
+    if variables and form.style != "chat":
+        raise InputError("template and control.variable set variables of the chat template, which is not used here")
     if form.style == "plain":
         if len(messages) > 1:
             raise InputError(f"a conversation of {len(messages)} turns cannot be plain text. Set chat = true")

@@ -263,7 +263,9 @@ def read_compared(directory: Path) -> dict[str, list[str]]:
 
 def records(plan: ComparePlan, rows: Sequence[ComparedPolicy]) -> list[dict[str, Any]]:
     """List every row as plain data, and after them what was left out."""
-    known = [
-        replace(one, difference=None) if one.difference and isnan(one.difference.estimate) else one for one in rows
-    ]
-    return [*map(asdict, known), *({"policy": name, "left_out": why} for name, why in plan.left_out.items())]
+
+    def known(found: Interval | None) -> Interval | None:
+        return None if found is None or isnan(found.estimate) else found
+
+    rows = [replace(one, aes=known(one.aes), difference=known(one.difference)) for one in rows]
+    return [*map(asdict, rows), *({"policy": name, "left_out": why} for name, why in plan.left_out.items())]
