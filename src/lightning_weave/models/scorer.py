@@ -253,7 +253,7 @@ class Scorer:
                     raise
             if arrays is None:  # only now is the memory of the failed batch free
                 free_memory()
-                tokens = int(self._tokens(batch)[-1])
+                tokens = sum(len((one if self.body.packs else batch[0]).ids) for one in batch)
                 if len(batch) == 1:
                     raise WeaveError(
                         f"{batch[0].name}: its {tokens} tokens alone do not fit in memory. Use a smaller dtype, a "
@@ -272,9 +272,10 @@ class Scorer:
         return results
 
     def _first_batch(self, contexts: list[Context]) -> list[Context]:
-        return contexts[: max(1, int((self._tokens(contexts) <= self.token_budget).sum()))]
-
-    def _tokens(self, contexts: list[Context]) -> NDArray[np.int64]:
-        """Count the tokens of the first context, of the first two, and so on; padded to the first, or packed."""
-        lengths = np.array([len(context.ids) for context in contexts], np.int64)
-        return np.cumsum(lengths if self.body.packs else lengths[:1].repeat(len(lengths)))
+        """Take contexts until the token budget is full, at least one; without packing each is padded to the first."""
+        tokens = 0
+        for count, context in enumerate(contexts):
+            tokens += len(context.ids if self.body.packs else contexts[0].ids)
+            if count and tokens > self.token_budget:
+                return contexts[:count]
+        return contexts
