@@ -197,3 +197,13 @@ def test_report_merges_files_and_takes_other_runs_by_name_or_directory(
     assert seen == [["over"], ["tiny", "tiny", "tiny"], ["math", "code", "tiny"]]
     with pytest.raises(InputError, match="give run directories, or recipe files that merge into one"):
         cli.app(["report", str(tmp_path / "math"), str(recipe)], standalone_mode=False)
+
+
+@pytest.mark.parametrize("command", ["plan", "compare --composition weave-50 --dry-run"])
+def test_without_its_files_the_demo_recipe_leads_to_lweave_demo(tmp_path: Path, command: str) -> None:
+    recipe = Path(__file__).resolve().parents[2] / "recipes" / "demo.toml"
+    verb, *options = command.split()
+    (said,) = lweave(verb, str(recipe), *options, cwd=tmp_path, code=2).splitlines()
+    assert "runs/demo-world" in said
+    assert "lweave demo" in said
+    assert not list(tmp_path.iterdir())

@@ -245,6 +245,14 @@ MISSING: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
         lambda world, root: {"student": _cannot_see(root, world)},
         "not a causal language model",
     ),
+    "an adapter that is not here": (
+        lambda world, root: {"anchors": {"acc": pair(str(root / "adapterr"))}},
+        "--anchor acc, post: model '.*adapterr': no such directory",
+    ),
+    "an empty file of prompts": (
+        lambda world, root: {"prompts": rows(root / "empty.jsonl")},
+        r"empty\.jsonl: is empty",
+    ),
     "no answers in a benchmark": (
         lambda world, root: {"benchmarks": [rows(root / "unanswered.jsonl", {"problem": "1+1?"})]},
         "expected problem and answer",
@@ -271,7 +279,7 @@ def test_a_situation_leads_to_a_recipe_that_goes_through_a_rehearsal(
     write(world, tmp_path, **ACCEPTED[situation][0](world, tmp_path))
     ended = forked.lweave("rehearse", "mine.toml", folder=str(tmp_path))
     assert ended.code == 0, ended.said
-    assert "Now for real: lweave run mine.toml" in ended.said
+    assert "Next: lweave run mine.toml" in ended.said
     assert (tmp_path / "runs/mine-rehearsal/report/index.html").exists()
 
 

@@ -51,7 +51,17 @@ def load_run(files: list[str], sets: list[str] | None = None, **options: Any) ->
     from lightning_weave.config import load_recipe
 
     words = [*files, *(word for value in sets or () for word in ("--set", value))]
-    return as_command(load_recipe(files, sets or ()), shlex.join(words), **options)
+    recipe = load_recipe(files, sets or ())
+    _check_demo(recipe)
+    return as_command(recipe, shlex.join(words), **options)
+
+
+def _check_demo(recipe: "Recipe") -> None:
+    """Explain why nothing of the demo is there. Its files may be gone once it has run."""
+    world = Path("runs/demo-world")
+    needs = recipe.student.model.startswith(f"{world}/")
+    if needs and not world.exists() and not (Path(recipe.runs) / recipe.name).exists():
+        raise InputError(f"student.model = {recipe.student.model!r}: no such directory. `lweave demo` makes {world}")
 
 
 def as_command(recipe: "Recipe", arguments: str, **options: Any) -> "Run":
@@ -213,6 +223,7 @@ def plan(
     from lightning_weave.config import load_recipe
 
     loaded = load_recipe(recipe, set_ or ())
+    _check_demo(loaded)
     if any(anchor.cache is not None for anchor in loaded.anchors.values()):
         from lightning_weave.run import Run
 
@@ -388,7 +399,7 @@ def forecast(
         bool, Option("--compute", help="make rollout, reference and scores if they are missing")
     ] = False,
     realised: Annotated[
-        bool, typer.Option("--realised", help="after training: how much of the asked shift was learned, and where")
+        bool, typer.Option("--realised", help="after training: how much of the target's shift was learned, and where")
     ] = False,
     set_: Sets = None,
     json: Json = False,
@@ -481,10 +492,10 @@ def compare(
     cluster: Cluster = None,
     address: Address = None,
 ) -> None:
-    """Compare a composition with what could be done instead.
+    """Compare a composition with the alternatives to it.
 
-    Merged weights, system prompts, a token cap, decoding from the target, the baselines and placebos that apply to the
-    recipe are made, evaluated, and compared with the composition's frontier at the same number of tokens.
+    Makes and evaluates those that apply to the recipe (merged weights, system prompts, a token cap, decoding from the
+    target, baselines, placebos), and compares each with the composition's frontier at the same number of tokens.
     """
     run = load_run(recipe, set_, trust=trust, cluster=cluster, address=address)
     run.check_data()
@@ -696,7 +707,7 @@ def clean(
 
 @app.command()
 def demo(set_: Sets = None, trust: Trust = False) -> None:
-    """Run the whole method on a tiny world, in minutes."""
+    """Run the whole method on a toy task, in minutes."""
     from lightning_weave.progress import Progress
     from lightning_weave.world import demo as stage
     from lightning_weave.world.layout import lay_out_world

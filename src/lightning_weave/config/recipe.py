@@ -622,7 +622,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError; an integer of thousands of digits
         reason = str(error).partition(";")[0].replace("at end of document", f"at line {len(text.splitlines())}")
-        raise InputError(f"{path}: broken TOML: {reason}") from None
+        at = re.search(r"at line (\d+)", reason)
+        line = text.splitlines()[int(at[1]) - 1].strip()[:80] if at else ""
+        raise InputError(f"{path}: broken TOML: {reason}" + f": {line}" * bool(line)) from None
 
 
 def explain(error: ValidationError, data: Mapping[str, Any], where: str) -> str:

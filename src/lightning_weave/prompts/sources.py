@@ -179,6 +179,8 @@ def guess_columns(rows: Sequence[Row | BadRow], source: str, prompt: str | None 
     ColumnNames(prompt='Frage', answer='answer', id='id', starter=None, others=frozenset())
     """
     good = [row for row in rows if isinstance(row, Row)]
+    if not rows:
+        raise InputError(f'{source}: is empty. Write one problem per line: {{"problem": "1+1?", "answer": "2"}}')
     if not good:
         raise InputError(f"{source}: none of its first {len(rows)} rows can be read. Give another file of prompts")
     names = list(dict.fromkeys(name for row in good for name in row.values))

@@ -55,10 +55,10 @@ def run_all(run: Run, progress: Progress, executor: Executor = LOCAL, force: boo
 
 def show_next(run: Run, out: Console) -> None:
     """Print what to type once everything is made."""
-    lines = [f"The page: lweave report {run.arguments}"]
+    lines = [f"Report:  lweave report {run.arguments}"]
     if run.recipe.compositions:
         name = next(iter(run.recipe.compositions))
-        lines.append(f"A student for the hub: lweave export {run.arguments} --composition {name} --as student")
+        lines.append(f"Export:  lweave export {run.arguments} --composition {name} --as student")
     out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -137,15 +137,13 @@ def _show_stages(run: Run, stages: Sequence[Stage], out: Console) -> None:
         lines[0] += f": {total}{more}, {file_size(round(sum(sizes))) if sizes else 'bytes unknown'} on disk"
     lines[0] += "."
     if any(one.measured for one in costly):
-        lines.append("* as the same kind of stage took in this run")
+        lines.append("* measured: as fast as the same kind of stage was in this run")
     if rough:
-        lines.append(
-            "~ its matrix products alone, as fast as one was just now on this machine; measured once it has run"
-        )
+        lines.append("~ rough: its matrix products only, at the speed just measured on this machine")
     if unknown:
-        lines.append("? not known: nothing like it was measured in this run, and lweave plan knows only some GPUs")
+        lines.append("? unknown: no such stage has run here yet, and lweave plan does not know this device")
     if any(stage.path == "rollout" and not stage.complete for stage in stages):
-        lines.append("Bytes of the cache and times are for responses that are as long as they may be.")
+        lines.append("Sizes and times assume that every response has rollout.max_tokens tokens.")
     out.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -153,7 +151,13 @@ def refuse(findings: list[Finding], force: bool) -> None:
     """Raise where something cannot work, or is judged to be a waste and not forced."""
     errors = [finding for finding in findings if finding.verdict == "error" and not (finding.judged and force)]
     if errors:
-        text = "\n".join(dict.fromkeys(finding.line for finding in errors))
+        same: dict[str, list[str]] = {}  # a model that is missing is missed in several places
+        for finding in errors:
+            same.setdefault(finding.text, []).append(finding.about)
+        text = "\n".join(
+            one if one.startswith(abouts[0]) else f"{', '.join(dict.fromkeys(abouts))}: {one}"
+            for one, abouts in same.items()
+        )
         forced = all(finding.judged for finding in errors)
         raise InputError(
             f"{text}\nNothing was run." + (" To continue anyway: --force (in Python: force=True)" if forced else "")

@@ -7,6 +7,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -115,11 +116,17 @@ def run(
         why = "equal shares; lweave sweep tries others on the same cache" if others else ""
         draft.put("compositions", "even" if others else first, "weights", value=weights, why=why)
     run = Run(draft.recipe(), str(out), trust)
-    models = {"--student": run.student}
-    models |= {f"--anchor {name}, {role}": run.anchor(name, role) for name in run.recipe.anchors for role in ROLES}
-    for about, checkpoint in models.items():
-        if fault := find_fault(checkpoint):
-            raise InputError(f"{about}: {fault}")
+    models = {"--student": lambda: run.student}
+    models |= {
+        f"--anchor {name}, {role}": partial(run.anchor, name, role) for name in run.recipe.anchors for role in ROLES
+    }
+    for option, load in models.items():
+        try:
+            fault = find_fault(load())
+        except InputError as error:
+            raise InputError(f"{option}: {error}") from None
+        if fault:
+            raise InputError(f"{option}: {fault}")
     if benchmarks:
         draft.put("eval", "benchmarks", value=[benchmark_name(name) for name in benchmarks])
     count = _choose_prompts(draft, run, prompts)
