@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from lightning_weave.checks.findings import Finding
+from lightning_weave.checks.findings import Finding, Level
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.models.weights import find_output_matrix, untrained_rows
@@ -324,6 +324,15 @@ def test_the_command_prints_lines_or_json(recipe: dict[str, Any], tmp_path: Path
     assert checks["anchors.one", "end of turn"]["verdict"] == "warning"
     assert checks["anchors.one", "atomic"]["figures"]["share"] > 0.9
     assert {finding["verdict"] for finding in parsed["findings"]} == {"ok", "note", "warning"}
+
+
+def test_findings_are_shown_by_section_and_those_with_an_error_first() -> None:
+    out = StringIO()
+    verdicts: dict[str, Level] = {"anchors.x": "ok", "run": "ok", "compositions.a": "error", "student": "warning"}
+    doctor.show([Finding(about, "check", verdict, "text") for about, verdict in verdicts.items()], Console(file=out))
+    *lines, counts = out.getvalue().splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == ["compositions.a", "student", "anchors.x", "run"]
+    assert counts == "2 ok, 0 notes, 1 warning, 1 error"
 
 
 def test_tokens_cannot_write_to_the_terminal() -> None:

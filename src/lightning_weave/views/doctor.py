@@ -37,6 +37,7 @@ from lightning_weave.stages.work import choose_device
 from lightning_weave.tokens import atomic_share, same_tokenizer, unmapped_added_tokens, unmapped_candidates
 
 WANTS_BOS = ("gemma",)  # families whose models break without one
+SECTIONS = ("student", "prompts", "rollout", "reference", "anchors", "compositions")  # then the rest
 STYLES: dict[Level, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 
 
@@ -108,8 +109,14 @@ def _check_compositions(run: Run, sample: CheckedRows, valid: dict[str, NDArray[
 
 
 def show(findings: list[Finding], console: Console) -> None:
-    """Print findings by what they concern, one line each."""
-    for about in dict.fromkeys(finding.about for finding in findings):
+    """Print findings by what they concern, one line each: what has an error first, then in the order of a recipe."""
+    wrong = {finding.about for finding in findings if finding.verdict == "error"}
+
+    def place(about: str) -> tuple[bool, int]:
+        section = about.partition(".")[0]
+        return about not in wrong, SECTIONS.index(section) if section in SECTIONS else len(SECTIONS)
+
+    for about in sorted(dict.fromkeys(finding.about for finding in findings), key=place):
         console.print(Text(about, style="bold"))
         for finding in findings:
             if finding.about == about:
@@ -122,8 +129,9 @@ def show(findings: list[Finding], console: Console) -> None:
                     console.print(line)
                 else:
                     console.print(verdict.append_text(text), soft_wrap=True)
-    counts = [f"{sum(finding.verdict == verdict for finding in findings)} {verdict}" for verdict in STYLES]
-    console.print(", ".join(counts))
+    counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in STYLES}
+    words = [f"{count} {verdict}{'s' * (count != 1 and verdict != 'ok')}" for verdict, count in counts.items()]
+    console.print(", ".join(words))
 
 
 def describe_student(run: Run) -> Iterator[Finding]:
@@ -231,7 +239,7 @@ def describe_pair(run: Run, name: str, sample: CheckedRows) -> Iterator[Finding]
             for (_, of_pre), both in zip(rows, mapped, strict=True)
         ]
         share = float(np.concatenate(touched).mean()) if touched else 0.0
-        text = f"{len(texts):,} special tokens look untrained in the pre-anchor: {listed(map(visible, texts))}. "
+        text = f"special tokens that pre seems never to have trained: {listed(map(visible, texts))}. "
         text += f"{percent(share)} of positions have one among their candidates, where its shift is arbitrary"
         figures = {"tokens": texts, "share": share}
         yield Finding(about, "untrained rows", "warning" if share else "note", text, figures)
