@@ -5,6 +5,7 @@ reads, so a data set can be the trajectories of another run.
 """
 
 import math
+import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,7 +80,10 @@ def card(run: Run, composition: str, out: Path | None, progress: Progress) -> Pa
         if summaries_of(run, composition)[0]:
             report([run], Progress(quiet=True), unfinished / "report")
     mark = run.recipe.mark
-    progress.say(f"{target}: " + (f"a {mark}" if mark else f"ready. Publish it with: hf upload OWNER/NAME {target}"))
+    progress.say(
+        f"{target}: "
+        + (f"a {mark}" if mark else f"ready. Publish it with: hf upload OWNER/NAME {shlex.quote(str(target))}")
+    )
     return target
 
 
