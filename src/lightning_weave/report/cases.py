@@ -28,7 +28,7 @@ UNAVAILABLE = "The file with the problems of this benchmark is no longer availab
 RULE = (
     "Better: right where the base is wrong, or if there is none, both right with fewer tokens. Worse: wrong where the "
     "base is right, or both right with more tokens. Typical: of the most common pair of verdicts, the response whose "
-    f"length relative to the base's is the median. Better and worse are drawn with seed {SEED}; no text is read for it."
+    f"length relative to the base's is the median. Better and worse are drawn with seed {SEED}, not by their text."
 )
 LENGTH = 400  # characters before and after an omission
 
