@@ -66,10 +66,10 @@ def run(run: Run, small: Run, executor: Executor, progress: Progress, console: C
         run_all(small, progress, executor)
         if not is_main_process():
             return
-        proofs = [*_proofs(small), f"report: {report.run([small], progress)}. So figures, tables and page are drawn"]
+        proofs = [*_proofs(small), f"report: {report.run([small], progress)}"]
         if recipe.compositions:
             folder = card(small, next(iter(recipe.compositions)), None, progress)
-            proofs.append(f"card: {folder}. So a student can be published, with its evaluation")
+            proofs.append(f"export: {folder}, with a model card")
     except WeaveError as error:
         try:
             waiting = [stage.path for stage in small.everything() if not stage.complete]
@@ -90,7 +90,7 @@ def run(run: Run, small: Run, executor: Executor, progress: Progress, console: C
     wrong += [f"weights: {fault}" for one in doubles_of(run) if (fault := find_fault(one))]
     if wrong:
         lines += ["", "To look at before the real run:", *(f"  {text}" for text in wrong)]
-    for text in (*lines, "", f"Now for real: {run.command('run')}"):
+    for text in (*lines, "", f"Next: {run.command('run')}"):
         progress.say(text)
     plan.run(recipe, PlannedMachine(CALIBRATED, 8), None, False, console)
 
@@ -189,7 +189,7 @@ def _trajectories(run: Run) -> Path:
 
 
 def _proofs(small: Run) -> Iterator[str]:
-    """For every stage: what was computed, and what that proves for the real run."""
+    """For every stage: what was computed, of which architecture and with which engine."""
     recipe = small.recipe
     engines = {"hf": "transformers", "vllm": "vLLM"}
 
@@ -199,25 +199,21 @@ def _proofs(small: Run) -> Iterator[str]:
     student = architecture(small.student)
     if small.needs_cache:
         rows = small.stage("prompts").require()["rows"]
-        yield f"prompts: {rows} prompts. So all of the source can be read, and rendered as the student expects it"
+        yield f"prompts: {rows} prompts, read and rendered"
         ended = [bool(row.finish_R[0] == STOP) for row in rollout_rows(small, ALL)]
-        sampled = f"{len(ended)} responses, {sum(ended)} of them ended with a stop token"
-        yield f"rollout: {sampled}. So {engines[recipe.engine.rollout]} loads {student} and samples it"
-        yield f"reference: the candidates of all positions. So {engines[recipe.engine.reference]} scores {student}"
+        sampled = f"{len(ended)} responses of {student}, sampled with {engines[recipe.engine.rollout]}"
+        yield f"rollout: {sampled}; {sum(ended)} ended with a stop token"
+        yield f"reference: candidates of {student}, scored with {engines[recipe.engine.reference]}"
         for side, name in small.score_names.items():
             if small.is_student(side) and not side.reads_other_prompts:
                 continue  # copied from the reference
-            engine = engines[small.scoring(side).engine]
-            scored = f"score/{name}: log-probabilities by {architecture(side.checkpoint)}"
-            yield f"{scored}. So {engine} loads it, and its tokens are aligned"
-        positions = [finding for finding in check_scores(small) if finding.check == "positions"]
-        yield from (f"{finding.line}. So the pair can be composed" for finding in positions)
+            yield f"score/{name}: {architecture(side.checkpoint)}, scored with {engines[small.scoring(side).engine]}"
+        yield from (finding.line for finding in check_scores(small) if finding.check == "positions")
     for name, composition in small.recipe.compositions.items():
         updates = small.stage("train", name).require().get("updates", "all")
-        proves = f"{composition.method} training of {student} works, is saved, and is exported"
-        yield f"train/{name}: {updates} updates. So {proves}"
+        yield f"train/{name}: {updates} updates of {student} ({composition.method}), saved and exported"
     for policy in small.policies:
         model = f"the exported {student}" if small.composition_of(policy) else architecture(small.policy(policy))
         count = len(recipe.eval.benchmarks)
-        answers = f"answers to {count} benchmark{'s' * (count != 1)}, graded"
-        yield f"eval/{policy}: {answers}. So {engines[recipe.engine.eval]} loads {model}"
+        answered = f"{count} benchmark{'s' * (count != 1)} answered by {model}, with {engines[recipe.engine.eval]}"
+        yield f"eval/{policy}: {answered}, and graded"

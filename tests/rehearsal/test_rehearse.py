@@ -74,12 +74,12 @@ def stage(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Stage:
 def test_it_goes_through_without_a_weight_and_says_what_that_proves(stage: Stage) -> None:
     said = " ".join((stage.root / "said.txt").read_text().split())
     for line in (
-        "prompts: 8 prompts.",
-        "So transformers loads Qwen3ForCausalLM and samples it",
-        "score/acc-post: log-probabilities by LlamaForCausalLM",
-        "So joint training of Qwen3ForCausalLM works, is saved, and is exported",
-        "So transformers loads the exported Qwen3ForCausalLM",
-        "Now for real: lweave run r.toml",
+        "prompts: 8 prompts",
+        "responses of Qwen3ForCausalLM, sampled with transformers",
+        "score/acc-post: LlamaForCausalLM, scored with transformers",
+        "updates of Qwen3ForCausalLM (joint), saved and exported",
+        "the exported Qwen3ForCausalLM, with transformers",
+        "Next: lweave run r.toml",
         "Plan of tiny",
     ):
         assert line in said, said

@@ -32,11 +32,11 @@ def test_vllm_samples_a_double_and_answers_with_the_export(vllm_python: str, tmp
     code, said = rehearse(tmp_path, recipe)
     assert code == 0, said
     for line in (
-        "So vLLM loads Qwen3ForCausalLM and samples it",
-        "So joint training of Qwen3ForCausalLM works, is saved, and is exported",
-        "eval/base: answers to 1 benchmark, graded. So vLLM loads Qwen3ForCausalLM",
-        "eval/both: answers to 1 benchmark, graded. So vLLM loads the exported Qwen3ForCausalLM",
-        "Now for real: lweave run r.toml",
+        "responses of Qwen3ForCausalLM, sampled with vLLM",
+        "updates of Qwen3ForCausalLM (joint), saved and exported",
+        "eval/base: 1 benchmark answered by Qwen3ForCausalLM, with vLLM, and graded",
+        "eval/both: 1 benchmark answered by the exported Qwen3ForCausalLM, with vLLM, and graded",
+        "Next: lweave run r.toml",
     ):
         assert line in said, said
 

@@ -104,12 +104,13 @@ def check_rollouts(run: Run) -> list[Finding]:
         decode = run.student.tokenizer.decode
         texts = [(decode(row.response_ids[0].tolist(), skip_special_tokens=True), answer) for row, answer in answered]
         grades = [grade_rollout(rule, text, answer) for text, answer in texts]
-        kind = "\\boxed{}" if rule.kind in ("paper", "code", "python") else rule.kind
-        advice = f"Let the prompt ask for one, or set eval.profile to grade it otherwise. {FORM}"
+        in_box = rule.kind in ("paper", "code", "python")
+        lacking = "have no \\boxed{} answer" if in_box else f"have no answer that the grader {rule.kind} finds"
+        advice = f"Ask for one in the prompt, or choose another grader with eval.profile. {FORM}"
         asks = any("\\boxed" in prompt.text for prompt in prompts)  # else the answers may have another form
         unanswered = [answer is None for answer, _ in grades]
-        findings.append(judged("unanswered", unanswered, f"have no {kind} answer", advice, stops=asks))
-        advice = "No pair can show that it prefers right ones. Check prompts and answers, or use easier problems"
+        findings.append(judged("unanswered", unanswered, lacking, advice, stops=asks))
+        advice = "Too few to check whether an anchor prefers them. Check prompts and answers, or use easier problems"
         findings.append(judged("right", [correct for _, correct in grades], "are right", advice))
     loops = [is_repetitive(row.response_ids[0].tolist()) for row in rows]
     return [*findings, judged("repetition", loops, "are repetitive", FORM)]

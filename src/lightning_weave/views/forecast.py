@@ -263,7 +263,7 @@ def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: boo
     lines = ["In brackets: 95 % interval. KL: nats per decision. Samples: effective; ? means not trusted."]
     base = points[0]
     if base["anchored"]:
-        lines.append("Accuracy and tokens are anchored at the base's evaluation; differences to it are forecast.")
+        lines.append("Accuracy and tokens: the evaluation of the base plus the forecast difference from it.")
     if base["accuracy"] is None:
         lines.append("No prompt has a known answer: only tokens and KL are forecast.")
     if far := sum(point["trusted"] and not point["reachable"] for point in points[1:]):

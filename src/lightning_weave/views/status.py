@@ -212,7 +212,7 @@ def overview(runs: Sequence[Run], console: Console, json: bool = False) -> None:
     for line in lines:
         table.add_row(*map(Text, line.values()))
     console.print(table)
-    console.print("One of them: lweave status RUN. Its page: lweave report RUN", markup=False, highlight=False)
+    console.print("Stages of one run: lweave status RUN. Its report: lweave report RUN", markup=False, highlight=False)
 
 
 def look(run: Run) -> list[Status]:

@@ -36,5 +36,5 @@ def run(run: Run, progress: Progress, out: Console) -> None:
         out.print(line)
     out.print(f"\nReport:    {page}", soft_wrap=True)
     out.print(f"Frontier:  {page.parent / 'figures' / 'frontier.png'}", soft_wrap=True)
-    out.print(f"Next:      copy {run.arguments}, name your models and prompts, then  lweave doctor RECIPE")
-    out.print("           What its keys mean:  lweave recipe keys")
+    out.print("The task:  from left to right, modulo 10; 7+9*3 is 8", highlight=False)
+    out.print("Next:      your own models:  lweave init --help")
