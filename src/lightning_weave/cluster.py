@@ -162,7 +162,7 @@ def train_on_ray(work: RankWork, run: Run, progress: Progress) -> None:
             if deaths == MOST_DEATHS:
                 raise WeaveError(
                     f"train: {deaths} times a rank died before a new checkpoint was written ({death}). Out of memory? "
-                    "Lower train.token_budget. Do nodes go often? Lower train.checkpoint_every"
+                    "Lower train.token_budget. Are nodes preempted? Lower train.checkpoint_every"
                 ) from None
             progress.say(f"train: a rank died ({death}); all start again from the newest checkpoint")
         until = time.monotonic() + NODE_PATIENCE  # for as many ranks as before; then fewer, but at least one

@@ -165,7 +165,7 @@ WRONG = [
         "compositions.both={method='mixture', weights={math={acc=1.0}}}",
         ["compositions.both.weights", "weights by tag are for joint training; mixture"],
     ),
-    ("tags={column='kind', rules={math='x'}}", ["tags", "leave one of them out"]),
+    ("tags={column='kind', rules={math='x'}}", ["tags", "column and rules"]),
     ("tags.rules={math='('}", ["tags.rules.math", "'(' is not a regular expression"]),
     # names that do not fit together
     ("compositions.both.weights={acc=0.5, klear=0.5}", ["'klear'", "known anchors: acc, brief"]),

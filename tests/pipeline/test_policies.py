@@ -87,9 +87,9 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_spent(recipe: dict)
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({}, "policies.x = {}: is the student itself"),
+        ({}, "policies.x = {}: is the same as base"),
         ({"merge": "ties"}, "merge and weights belong together"),
-        ({"merge": "ties", "weights": {"acc": 1.0}, "model": "m"}, "model and merge exclude each other"),
+        ({"merge": "ties", "weights": {"acc": 1.0}, "model": "m"}, "model and merge cannot be combined"),
         (
             {"merge": "ties", "weights": {"nobody": 1.0}},
             "policies.x.weights names 'nobody'; known: acc, brief, told, both, live",
@@ -98,7 +98,7 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_spent(recipe: dict)
         ({"merge": "linear", "weights": {"told": 1.0}}, "policies.x.weights names 'told', a context"),
         ({"decode": "nothing"}, "policies.x.decode = 'nothing': no such composition"),
         ({"decode": "live"}, "policies.x.decode = 'live': its method is online"),
-        ({"decode": "both", "system": "Be brief."}, "decode asks as"),
+        ({"decode": "both", "system": "Be brief."}, "decode uses the prompts"),
         ({"budget": 14}, "policies.x.budget = 14 must be less than eval.max_tokens = 14"),
         ({"template": {"reasoning_effort": "low"}}, "policies.x.template needs a chat template"),
     ],

@@ -124,6 +124,6 @@ def test_only_clean_asks(
     else:
         with pytest.raises(InputError, match="nothing was removed"):
             clean.confirm([tmp_path / "rollout@01234567"], tmp_path, yes=False)
-    said = f"This removes from {tmp_path}:\n  rollout@01234567  5.0 kB\nIn all: 5.0 kB.\nContinue? [y/N] "
+    said = f"This removes from {tmp_path}:\n  rollout@01234567  5.0 kB\nTotal: 5.0 kB.\nContinue? [y/N] "
     assert capsys.readouterr().err == said
     assert (tmp_path / "rollout@01234567").is_dir(), "asking removes nothing"

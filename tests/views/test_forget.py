@@ -25,7 +25,7 @@ def test_only_the_policy_goes(tmp_path: Path) -> None:
         (run_dir / name).mkdir(parents=True)
     for link in ("train/both", "train/both-too", "eval/both/bench", "eval/base/bench"):
         os.symlink(f"{Path(link).name}@12345678", run_dir / link)
-    with pytest.raises(InputError, match=r"--policy bot: nothing of it is in .*, which has base, both, both-too"):
+    with pytest.raises(InputError, match=r"--policy bot: no such policy in .*, which has base, both, both-too"):
         clean.forget(run, "bot", Console(quiet=True), yes=True)
     clean.forget(run, "both", Console(quiet=True), yes=True)
     assert not [path for path in run_dir.rglob("*") if "both" in path.parts[-2:] or path.name.startswith("both@")]

@@ -547,7 +547,7 @@ def status(
     if is_directory_of_runs:
         folders = sorted(str(file.parent) for file in place.glob("*/recipe.toml"))
         if not folders:
-            raise InputError(f"{place}: no run here (looked in {Path.cwd()}). Begin one: lweave init, or lweave demo")
+            raise InputError(f"{place}: no run here (looked in {Path.cwd()}). Start with lweave init or lweave demo")
         runs = _load_runs(folders, None, None)
     else:
         runs = _load_runs(recipe or [], None, set_)
@@ -728,7 +728,7 @@ def _add_stage(verb: str, summary: str) -> None:
         address: Address = None,
     ) -> None:
         if only and verb in ("rollout", "reference"):
-            raise InputError(f"--only {only[0]}: {verb} is one stage for all; remove it")
+            raise InputError(f"--only {only[0]}: {verb} serves all anchors and compositions; remove --only")
         getattr(load_run(recipe, set_, trust=trust, cluster=cluster, address=address), verb)(*only or ())
 
     app.command(verb, help=summary, hidden=True)(stage)

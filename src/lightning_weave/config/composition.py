@@ -544,7 +544,7 @@ def _split_weights(table: Any) -> Any:
     table = {"method": "joint", **table}
     if isinstance(levels := table.get("levels"), Mapping) and levels:
         if "weights" in table:
-            raise ValueError("weights and levels exclude each other: a level has its own weights")
+            raise ValueError("weights and levels cannot be combined: each level has its own weights")
         if table["method"] != "joint":
             raise ValueError(f'levels are for method = "joint"; method = {table["method"]!r} has one target')
         if isinstance(default := table.get("default"), int | float) and not isinstance(default, bool):

@@ -401,7 +401,7 @@ class Recipe(Strict):
                 raise ValueError(f"policies.{name}.weights names {one!r}; known: {', '.join(known) or 'none'}")
             if one in self.anchors and self.anchors[one].model is not None:
                 raise ValueError(
-                    f"policies.{name}.weights names {one!r}, a context, which has no separate weights. Remove it"
+                    f"policies.{name}.weights names {one!r}, a context: it has no weights to merge. Remove it"
                 )
         if section.decode is not None and (why := self.cannot_decode(section.decode)):
             raise ValueError(f"policies.{name}.decode = {section.decode!r}: {why}")

@@ -91,16 +91,16 @@ class Policy(Student):
     def _is_one_thing(self) -> Self:
         chosen = [key for key in ("model", "merge", "decode") if getattr(self, key) is not None]
         if len(chosen) > 1:
-            raise ValueError(f"{' and '.join(chosen)} exclude each other: leave one")
+            raise ValueError(f"{' and '.join(chosen)} cannot be combined: give one of them")
         asked = [key for key in ("system", "thinking", "template", "budget") if getattr(self, key) not in (None, {})]
         if not chosen and not asked:
-            raise ValueError("is the student itself: give it model, merge, decode, or another way to be asked")
+            raise ValueError("is the same as base: give it a model, merge or decode, or another prompt, such as system")
         if (self.merge is None) != (not self.weights):
             raise ValueError("merge and weights belong together: give both or neither")
         if self.density is not None and self.merge not in ("ties", "dare"):
             raise ValueError('density is for merge = "ties" or "dare"; remove it')
         if self.decode is not None and asked:
-            raise ValueError(f"decode asks as [eval] does; remove {', '.join(asked)}")
+            raise ValueError(f"decode uses the prompts of [eval]; remove {', '.join(asked)}")
         return self
 
 
@@ -117,7 +117,7 @@ class Tags(Strict):
     @model_validator(mode="after")
     def _have_one_source(self) -> Self:
         if self.column is not None and self.rules:
-            raise ValueError("column and rules both give a prompt its tag: leave one of them out")
+            raise ValueError("column and rules both give a prompt its tag: remove one of them")
         return self
 
     def of(self, text: str, columns: Mapping[str, Any]) -> str:

@@ -404,7 +404,7 @@ def run(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | None, as
         f"Evaluation: about {plan.evaluation:.1f} GPU hours per policy ({names}), assuming answers half of max_tokens"
         if recipe.eval.benchmarks
         else "Evaluation: none, eval.benchmarks is empty",
-        f"In all: {everything:.1f} GPU hours, with the evaluation of {policies} policies",
+        f"Total: {everything:.1f} GPU hours, with the evaluation of {policies} policies",
     ]
     if plan.gpu != CALIBRATED.name:
         lines.append(f"Efficiencies are those of {CALIBRATED.name}, at the rates of {plan.gpu} (--utilisation, --rate)")

@@ -356,7 +356,7 @@ def read_log(row: Row, student: Checkpoint, day: str | None) -> tuple[Prompt, Re
     if not learned:
         raise InputError("the assistant's turns are empty. Leave the line out")
     if not starts[learned[0]]:
-        raise InputError("nothing stands before the first turn of the assistant")
+        raise InputError("no turn comes before the first of the assistant")
     cuts = sorted({*(starts[at] for at in learned), *(ends[at] for at in learned)})
     parts = encode_parts([text[start:end] for start, end in pairwise([0, *cuts])], tokenizer)
     prompt_ids, parts = parts[0], parts[1:]

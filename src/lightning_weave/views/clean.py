@@ -85,7 +85,7 @@ def forget(run: Run, policy: str, console: Console, yes: bool) -> None:
     if not folders:
         names = {path.name.partition("@")[0] for stage in NAMED for path in (directory / stage).glob("[!.]*")}
         known = ", ".join(sorted(name for name in names if not name.endswith(".json"))) or "none"
-        raise InputError(f"--policy {policy}: nothing of it is in {directory}, which has {known}")
+        raise InputError(f"--policy {policy}: no such policy in {directory}, which has {known}")
     with lock_run(directory):
         confirm(folders, directory, yes)
         for folder in folders:
@@ -102,7 +102,7 @@ def confirm(paths: Sequence[Path], directory: Path, yes: bool, hint: str = "") -
         cost = cost_of(path, directory, ledger)
         spent = f", {duration(cost.seconds)} of device time" if cost is not None else ""
         lines.append(f"  {path.relative_to(directory)}  {file_size(size_of(path))}{spent}")
-    text = "\n".join([*lines, f"In all: {file_size(sum(map(size_of, paths)))}."])
+    text = "\n".join([*lines, f"Total: {file_size(sum(map(size_of, paths)))}."])
     if yes:
         print(text, file=sys.stderr)
         return
