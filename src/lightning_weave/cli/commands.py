@@ -32,7 +32,10 @@ OtherRuns = Annotated[
 Sets = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="override one key of the recipe; may be repeated")
 ]
-Only = Annotated[list[str] | None, Option("--only", metavar="NAME", help="only this name; may be repeated")]
+Only = Annotated[
+    list[str] | None,
+    Option("--only", metavar="NAME", help="only this composition, policy or scored model; may be repeated"),
+]
 Cluster = Annotated[Literal["ray"] | None, Option(metavar="ray", help="compute on a Ray cluster")]
 Address = Annotated[
     str | None,
