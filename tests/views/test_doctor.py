@@ -328,11 +328,14 @@ def test_the_command_prints_lines_or_json(recipe: dict[str, Any], tmp_path: Path
 
 def test_findings_are_shown_by_section_and_those_with_an_error_first() -> None:
     out = StringIO()
-    verdicts: dict[str, Level] = {"anchors.x": "ok", "run": "ok", "compositions.a": "error", "student": "warning"}
+    verdicts: dict[str, Level] = {"anchors.x.post": "ok", "run": "ok", "compositions.a": "error", "student": "warning"}
+    verdicts |= {"anchors.b": "ok", "anchors.x": "ok"}
     doctor.show([Finding(about, "check", verdict, "text") for about, verdict in verdicts.items()], Console(file=out))
     *lines, counts = out.getvalue().splitlines()
-    assert [line for line in lines if not line.startswith(" ")] == ["compositions.a", "student", "anchors.x", "run"]
-    assert counts == "2 ok, 0 notes, 1 warning, 1 error"
+    assert [line for line in lines if not line.startswith(" ")] == [
+        *("compositions.a", "student", "anchors.x", "anchors.x.post", "anchors.b", "run")
+    ]
+    assert counts == "4 ok, 0 notes, 1 warning, 1 error"
 
 
 def test_tokens_cannot_write_to_the_terminal() -> None:

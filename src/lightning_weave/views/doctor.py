@@ -112,9 +112,12 @@ def show(findings: list[Finding], console: Console) -> None:
     """Print findings by what they concern, one line each: what has an error first, then in the order of a recipe."""
     wrong = {finding.about for finding in findings if finding.verdict == "error"}
 
-    def place(about: str) -> tuple[bool, int]:
-        section = about.partition(".")[0]
-        return about not in wrong, SECTIONS.index(section) if section in SECTIONS else len(SECTIONS)
+    order = list(dict.fromkeys(".".join(finding.about.split(".")[:2]) for finding in findings))
+
+    def place(about: str) -> tuple[bool, int, int, int]:
+        section, *names = about.split(".")
+        rank = SECTIONS.index(section) if section in SECTIONS else len(SECTIONS)
+        return about not in wrong, rank, order.index(".".join([section, *names[:1]])), len(names)
 
     for about in sorted(dict.fromkeys(finding.about for finding in findings), key=place):
         console.print(Text(about, style="bold"))
@@ -194,7 +197,7 @@ def describe_pair(run: Run, name: str, sample: CheckedRows) -> Iterator[Finding]
         text = "post and pre have different tokenizers: they see different prefixes, which the shift then includes"
         yield Finding(about, "tokenizer", "warning", text, {"same": False})
     else:
-        other = "not the student's: contexts are projected, candidates mapped one to one"
+        other = "differs from the student's: contexts are projected, candidates mapped one to one"
         text = "the same as the student's" if same else other
         yield Finding(about, "tokenizer", "ok" if same else "note", text, {"same": same})
     tokens, rows, mapped, _ = align_sample(run, name, sample)
