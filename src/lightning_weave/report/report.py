@@ -363,7 +363,7 @@ def state_result(students: Sequence[StudentResults]) -> tuple[str, str, str]:
     if "base" not in results.index:
         return policy, f"{headline}.", f"The untrained student has not been evaluated: no comparison. {counted}"
     base = results.loc["base", AVERAGE]
-    headline += f"; the student alone, {base['accuracy']:.1f}\u00a0% at {base['tokens']:,.{digits}f}."
+    headline += f"; the untrained student, {base['accuracy']:.1f}\u00a0% at {base['tokens']:,.{digits}f}."
     if math.isnan(row["aes"]):
         asked = results.loc[policy, [(name, "differs") for name in benchmarks_of(results)]].notna().any()
         why = (
