@@ -69,6 +69,16 @@ def test_wrong_names_are_refused_before_anything_is_made(recipe: dict[str, Any],
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_demos_recipe_names_the_command_that_makes_its_world(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    demo = Path(__file__).parents[2] / "recipes" / "demo.toml"
+    with pytest.raises(InputError, match=r"^runs/demo-world .*: lweave demo\nNothing was run\.$"):
+        lweave("compare", demo, "--composition", "weave-50", "--dry-run")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_dry_run_lists_what_would_be_made_and_what_is_left_out(recipe: dict[str, Any], tmp_path: Path) -> None:
     said = lweave("compare", write(recipe, tmp_path), "--composition", "both", "--dry-run")
     for stage in ("train/both", "train/teacher-acc", "train/both-mixture", "train/both-flip", "merge/both-blend"):

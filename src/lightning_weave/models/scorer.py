@@ -7,16 +7,18 @@ Letters as in `lightning_weave.types`; N needed positions of a batch, D width.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import DynamicCache
 
 from lightning_weave.devices import free_memory, is_out_of_memory
 from lightning_weave.errors import InputError, WeaveError, logits_not_finite
-from lightning_weave.heads import Head, candidate_logprobs, find_head, separate_sampled, top_candidates
+from lightning_weave.heads import Head, candidate_logprobs, find_head, hidden_states, separate_sampled, top_candidates
 from lightning_weave.models.checkpoint import context_limit
 from lightning_weave.models.packing import (
     Shared,
@@ -126,6 +128,44 @@ class HFBody:
 
     def close(self) -> None:
         """Do nothing: the model is freed with its last user."""
+
+
+class GrowingBody(HFBody):
+    """A transformers model that keeps keys and values: a row that it has read up to its last token runs that alone.
+
+    Rows of one length share a cache, so it needs no mask. All other rows are run as a whole, each distinct one once.
+    """
+
+    def __init__(self, body: HFBody) -> None:
+        vars(self).update(vars(body))
+        self._known: dict[bytes, tuple[DynamicCache, int]] = {}  # rows of the last batch -> cache and place there
+
+    @staticmethod
+    def suits(body: HFBody) -> bool:
+        """Whether a longer row has the keys of its beginning."""
+        return rope_switch(body.model.config) is None
+
+    def hidden(self, batch: list[Context], upcoming: list[Context]) -> Tensor:
+        known, self._known = self._known, {}  # should memory run out, nothing is known
+        hidden: list[Tensor] = []
+        by_length = sorted(range(len(batch)), key=lambda place: len(batch[place].ids))
+        for length, places in groupby(by_length, key=lambda place: len(batch[place].ids)):
+            contexts = [batch[place] for place in places]
+            assert all(context.positions_T.tolist() == [length - 1] for context in contexts)
+            ids_NT = torch.stack([context.ids for context in contexts]).to(self.model.device)
+            found = [known.get(context.ids[:-1].numpy().tobytes(), (None, 0)) for context in contexts]
+            cache, place_N = found[0][0], torch.tensor([place for _, place in found], device=ids_NT.device)
+            if cache is not None and all(one is cache for one, _ in found):
+                cache.reorder_cache(place_N)
+                hidden_NTD = hidden_states(self.model, ids_NT[:, -1:], past_key_values=cache, use_cache=True)
+            else:
+                distinct_DT, place_N = torch.unique(ids_NT, dim=0, return_inverse=True)
+                cache = DynamicCache(config=self.model.config)
+                hidden_NTD = hidden_states(self.model, distinct_DT, past_key_values=cache, use_cache=True)[place_N]
+                cache.reorder_cache(place_N)
+            hidden.append(hidden_NTD[:, -1])
+            self._known |= {context.ids.numpy().tobytes(): (cache, place) for place, context in enumerate(contexts)}
+        return torch.cat(hidden)[np.argsort(by_length)]
 
 
 class Scorer:

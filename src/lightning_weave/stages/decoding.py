@@ -77,7 +77,7 @@ def open_target(run: Run, name: str, loaded: dict[Side, AnchorScorer]) -> Target
             weigh = partial(_solved_weights, run, name, solved, alpha)
     assert alpha is not None, "given, or solved"
     weights = dict.fromkeys(weights, 1.0) if weigh else weights
-    anchors = LiveAnchors(run, weights, loaded=loaded, weights_of=weigh)
+    anchors = LiveAnchors(run, weights, grows=True, loaded=loaded, weights_of=weigh)
     return Target(alpha, run.recipe.reference.candidates, anchors)
 
 

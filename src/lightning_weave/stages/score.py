@@ -1,6 +1,7 @@
 """`lweave score`: every anchor model's log-probabilities of the cached candidates, each checkpoint and context once."""
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from lightning_weave.checks.pairs import find_same_model, judge_positions, judge
 from lightning_weave.checks.watch import Watch, check_scores, warn
 from lightning_weave.errors import InputError, Mismatch
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.scorer import HFBody, Scorer
+from lightning_weave.models.scorer import GrowingBody, HFBody, Scorer
 from lightning_weave.models.weights import attach_adapter, untrained_rows, untrained_special_tokens, using_adapter
 from lightning_weave.progress import Progress
 from lightning_weave.run import ROLES, Run, Side
@@ -124,14 +125,18 @@ def _copy_reference(run: Run, stage: Stage, shards: Sequence[int]) -> Iterator[S
         stage.note_engine(engine)
     for shard in shards:
         rows = run.stage("rollout").open(Rollouts, shard).read()
-        found = run.stage("reference").open(Candidates, shard).read()
-        mapped = np.ones(found.logp.flat.shape, np.bool_)
-        if rows.decided is not None:
-            mapped &= rows.decided.flat[:, None]
-        logp = np.where(mapped, found.logp.flat, np.float32(0))
-        mass = np.where(mapped, np.exp(logp), 0).sum(axis=1, dtype=np.float32)
-        flat = [Ragged(values, found.logp.offsets) for values in (logp, mapped, mass)]
-        yield ShardStats(len(rows.response_ids.flat), stage.write(shard, Scores(found.trajectory_R, *flat)))
+        scores = _student_scores(rows, run.stage("reference").open(Candidates, shard).read())
+        yield ShardStats(len(rows.response_ids.flat), stage.write(shard, scores))
+
+
+def _student_scores(rows: Rollouts, found: Candidates) -> Scores:
+    """Read the student's log-probabilities of its candidates as the scores of a side."""
+    mapped = np.ones(found.logp.flat.shape, np.bool_)
+    if rows.decided is not None:
+        mapped &= rows.decided.flat[:, None]
+    logp = np.where(mapped, found.logp.flat, np.float32(0))
+    mass = np.where(mapped, np.exp(logp), 0).sum(axis=1, dtype=np.float32)
+    return Scores(found.trajectory_R, *(Ragged(values, found.logp.offsets) for values in (logp, mapped, mass)))
 
 
 @dataclass(frozen=True)
@@ -182,11 +187,16 @@ class AnchorScorer:
 
 @dataclass
 class LiveAnchors:
-    """The anchors of one composition, loaded: they compute what a cache would hold."""
+    """The anchors of one composition, loaded: they compute what a cache would hold.
+
+    With `grows`, candidates are the student's own, and rows are those of the block before and a token: a model with the
+    student's tokens keeps its keys and values, and the student with its own prompts is not run.
+    """
 
     run: Run
     weights: dict[str, float]  # of the anchors that take part
     keep: bool = True  # all models in memory, or one at a time
+    grows: bool = False
     loaded: dict[Side, AnchorScorer] = field(default_factory=dict)
     prompts: Sequence[Prompt] | None = None  # None: the prompts of the run
     # Weights of each prompt, by tag; None: the same for all.
@@ -194,6 +204,7 @@ class LiveAnchors:
     _weight_GK: NDArray[np.float32] | None = None
     _models: dict[Checkpoint, Scorer] = field(default_factory=dict)  # by the base of adapters
     _with_prompts: dict[Side, AnchorScorer] = field(default_factory=dict)
+    _growing: dict[Side, Scorer] = field(default_factory=dict)
 
     def set_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Set the prompts that the rows after this refer to by number."""
@@ -211,11 +222,22 @@ class LiveAnchors:
         """Score rows under every anchor."""
         shifts = []
         for anchor in self.weights:
-            post, pre = (self._open(self.run.side(anchor, role)).score(rows, candidates) for role in ROLES)
+            post, pre = (self._score(self.run.side(anchor, role), rows, candidates) for role in ROLES)
             rules = ShiftRules.from_anchor(self.run.recipe.anchors[anchor])
             shifts.append(pair_shift(post, pre, candidates, rules))
         block = Block.from_shifts(numbers, rows, candidates, shifts)
         return block if self._weight_GK is None else block.with_row_weights(self._weight_GK[rows.prompt_R])
+
+    def _score(self, side: Side, rows: Rollouts, candidates: Candidates) -> Scores:
+        if self.grows and not side.reads_other_prompts and self.run.is_student(side):
+            return _student_scores(rows, candidates)
+        anchor = self._open(side)
+        body = anchor.scorer.body
+        if self.grows and anchor.alignment.tokens.identical and isinstance(body, HFBody) and GrowingBody.suits(body):
+            if side not in self._growing:
+                self._growing[side] = Scorer(GrowingBody(body), sys.maxsize)
+            anchor = replace(anchor, scorer=self._growing[side])
+        return anchor.score(rows, candidates)
 
     def _open(self, side: Side) -> AnchorScorer:
         """Return the scorer of a side, loaded once; aligned again if it reads other prompts than the student."""
