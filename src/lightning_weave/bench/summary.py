@@ -193,17 +193,14 @@ def combine(
         raise InputError("there are no results to average. Run eval first.")
     comparison = None
     if base is not None:
-        matching = []
-        for summary in policy:
-            match = next((other for other in base if other.benchmark == summary.benchmark), None)
-            if match is None:
-                raise InputError(
-                    f"the base was not evaluated on {summary.benchmark}. Evaluate it there or omit the benchmark."
-                )
-            if why := differing(summary, match):
-                raise InputError(f"{summary.benchmark}: policy and base are not comparable: {why}")
-            matching.append(match.means)
-        comparison = compare([summary.means for summary in policy], matching, resamples, seed)
+        bases = {one.benchmark: one for one in base}
+        for name, summary in ((one.benchmark, one) for one in policy):
+            if name not in bases:
+                raise InputError(f"the base was not evaluated on {name}. Evaluate it there or omit the benchmark.")
+            if why := differing(summary, bases[name]):
+                raise InputError(f"{name}: policy and base are not comparable: {why}")
+        means = [(one.means, bases[one.benchmark].means) for one in policy]
+        comparison = compare(*zip(*means, strict=True), resamples, seed)
     return Overall(
         accuracy=math.fsum(summary.accuracy for summary in policy) / len(policy),
         accuracy_error=_mean_error(policy, "accuracy"),

@@ -21,7 +21,13 @@ from lightning_weave.store import RowIndex, Shard, Stage
 from lightning_weave.types import Candidates, Ragged, Rollouts, Scores, join_rows, pick_rows
 
 OPEN_SHARDS = 256  # maps kept open, over all stages
+SHIFTS = ("r_KPC", "mapped_KPC", "valid_KP")  # of a block; decisions are their second axis
 T = TypeVar("T")
+
+
+def outcomes(candidates: Candidates) -> Tensor:
+    """Copy log-probabilities of candidates and of `other` (P, O); a cache's arrays are read-only maps of its files."""
+    return with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat))
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,9 @@ class Block:
         proposal: Candidates | None = None,
     ) -> "Block":
         """Combine rows with the shift of every source."""
-        shape_PC = candidates.ids.flat.shape
-        r_KPC = np.zeros((len(shifts), *shape_PC), np.float32)
-        mapped_KPC = np.zeros(r_KPC.shape, np.bool_)
-        valid_KP = np.zeros(r_KPC.shape[:2], np.bool_)
+        shape_KPC = (len(shifts), *candidates.ids.flat.shape)
+        r_KPC, mapped_KPC = np.zeros(shape_KPC, np.float32), np.zeros(shape_KPC, np.bool_)
+        valid_KP = np.zeros(shape_KPC[:2], np.bool_)
         for source, shift in enumerate(shifts):
             r_KPC[source], mapped_KPC[source], valid_KP[source] = shift
         if rollouts.decided is not None:
@@ -76,16 +81,13 @@ class Block:
         """Concatenate the rows of several blocks."""
         if len(blocks) == 1:
             return blocks[0]
+        proposed = any(block.proposal is not None for block in blocks)
         return cls(
             number_R=np.concatenate([block.number_R for block in blocks]),
             rollouts=join_rows([block.rollouts for block in blocks]),
             candidates=join_rows([block.candidates for block in blocks]),
-            r_KPC=np.concatenate([block.r_KPC for block in blocks], axis=1),
-            mapped_KPC=np.concatenate([block.mapped_KPC for block in blocks], axis=1),
-            valid_KP=np.concatenate([block.valid_KP for block in blocks], axis=1),
-            proposal=None
-            if all(block.proposal is None for block in blocks)
-            else join_rows([block.behaviour for block in blocks]),
+            **{name: np.concatenate([getattr(block, name) for block in blocks], axis=1) for name in SHIFTS},
+            proposal=join_rows([block.behaviour for block in blocks]) if proposed else None,
         )
 
     def with_row_weights(self, weight_RK: NDArray[np.float32]) -> "Block":
@@ -141,7 +143,7 @@ class Block:
             state_P=torch.cat([torch.arange(len(response)) + len(prompt) - 1 for _, (prompt, response) in rows]),
             sampled_P=torch.cat(responses),
             candidate_ids_PC=torch.tensor(self.candidates.ids.flat).long(),
-            log_b_PO=with_other(torch.tensor(self.candidates.logp.flat), torch.tensor(self.candidates.other_logp.flat)),
+            log_b_PO=outcomes(self.candidates),
             r_KPC=torch.tensor(self.r_KPC),
             mapped_KPC=torch.tensor(self.mapped_KPC),
             valid_KP=torch.tensor(self.valid_KP),
@@ -155,10 +157,8 @@ class Block:
             number_R=self.number_R[list(rows)],
             rollouts=pick_rows(self.rollouts, rows),
             candidates=pick_rows(self.candidates, rows),
-            r_KPC=self.r_KPC[:, places_P],
-            mapped_KPC=self.mapped_KPC[:, places_P],
-            valid_KP=self.valid_KP[:, places_P],
-            proposal=None if self.proposal is None else pick_rows(self.proposal, rows),
+            **{name: getattr(self, name)[:, places_P] for name in SHIFTS},
+            proposal=self.proposal and pick_rows(self.proposal, rows),
         )
 
     def chunks(self, decisions: int) -> Iterator["Block"]:
@@ -180,15 +180,9 @@ class Block:
             cut_rows = {name: Ragged.of([rows[0][:decisions]]) for name, rows in ragged.items() if name != "prompt_ids"}
             return replace(table, **cut_rows)
 
-        return replace(
-            self,
-            rollouts=cut(self.rollouts),
-            candidates=cut(self.candidates),
-            r_KPC=self.r_KPC[:, :decisions],
-            mapped_KPC=self.mapped_KPC[:, :decisions],
-            valid_KP=self.valid_KP[:, :decisions],
-            proposal=self.proposal and cut(self.proposal),
-        )
+        tables = {name: getattr(self, name) for name in ("rollouts", "candidates", "proposal")}
+        shifts = {name: getattr(self, name)[:, :decisions] for name in SHIFTS}
+        return replace(self, **{name: table and cut(table) for name, table in tables.items()}, **shifts)
 
 
 @dataclass(frozen=True)
@@ -241,9 +235,7 @@ def compute_targets(block: Block, weights: Sequence[float], alpha: float) -> Tar
     shifts = torch.from_numpy(block.r_KPC), torch.from_numpy(block.valid_KP)
     r_PC, _ = compose_shifts(*shifts, torch.tensor(weights, dtype=torch.float32))
     valid_P = block.kept(weights)
-    candidates = block.candidates
-    # Copied: the arrays of a cache are read-only maps of its files.
-    log_b_PO = with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat))
+    log_b_PO = outcomes(block.candidates)
     log_q_PO = tilted_target(log_b_PO, r_PC, alpha)
     log_q_PO[~valid_P] = log_b_PO[~valid_P]
     return Targets(block, valid_P, r_PC.numpy(), log_b_PO.numpy(), log_q_PO.numpy(), alpha)

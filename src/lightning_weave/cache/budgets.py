@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_weave.cache.block import Cache
+from lightning_weave.cache.block import Cache, outcomes
 from lightning_weave.errors import InputError
-from lightning_weave.maths import expected_kl, solve_alpha_for_kl, tilted_target, with_other
+from lightning_weave.maths import expected_kl, solve_alpha_for_kl, tilted_target
 
 DECISIONS = 100_000  # per tag, on which a budget is solved; all if there are fewer
 READ = 64  # rows at a time
@@ -94,8 +94,7 @@ def _read(cache: Cache, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor, NDArra
         some, rows = np.sort(rows[:READ]), rows[READ:]
         block = cache.block(some.tolist())
         kept_P = block.kept(cache.weights)
-        candidates = block.candidates
-        log_b_PO = with_other(torch.tensor(candidates.logp.flat), torch.tensor(candidates.other_logp.flat)).double()
+        log_b_PO = outcomes(block.candidates).double()
         row_P = np.repeat(some, block.decisions_R)
         parts.append((log_b_PO[kept_P], torch.from_numpy(block.r_KPC[:, kept_P]).double(), row_P[kept_P]))
     log_b_NO, r_KNC, row_N = zip(*parts, strict=True)

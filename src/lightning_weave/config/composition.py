@@ -33,7 +33,7 @@ from lightning_weave.config.fields import (
     named_columns,
     unlisted,
 )
-from lightning_weave.config.levels import LEVEL_KEYS, Control, LevelSlot, as_number, levels_between
+from lightning_weave.config.levels import LEVEL_KEYS, Control, LevelSlot, as_number, level_weights, levels_between
 
 STUDENT = "student"  # as anchors.NAME.model: the student of the recipe
 # Columns that the run fills for each response: another response to its prompt that is graded so, or is shorter.
@@ -421,7 +421,7 @@ class Joint(_Budgeted):
     def _have_shares(cls, levels: dict[str, dict[str, float]], info: ValidationInfo) -> dict[str, dict[str, float]]:
         for name, level in levels.items():
             try:
-                cls._are_shares({anchor: weight for anchor, weight in level.items() if anchor not in LEVEL_KEYS}, info)
+                cls._are_shares(level_weights(level), info)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         if all(as_number(name) is not None for name in levels):
@@ -460,10 +460,9 @@ class Joint(_Budgeted):
         """The levels that the recipe names."""
         slots = []
         for name, level in self.levels.items():
-            weights = {anchor: weight for anchor, weight in level.items() if anchor not in LEVEL_KEYS}
             alpha = level.get("alpha", None if "kl_budget" in level else self.alpha)
             budget = level.get("kl_budget", None if alpha is not None else self.kl_budget)
-            slots.append(LevelSlot(name, weights, alpha, budget))
+            slots.append(LevelSlot(name, level_weights(level), alpha, budget))
         return slots
 
     @property
@@ -550,8 +549,7 @@ def _split_weights(table: Any) -> Any:
         if isinstance(default := table.get("default"), int | float) and not isinstance(default, bool):
             table["default"] = default = f"{default:g}"
         level = levels.get(str(default), next(iter(levels.values())))
-        weights = level if isinstance(level, Mapping) else {}
-        return {**table, "weights": {key: weight for key, weight in weights.items() if key not in LEVEL_KEYS}}
+        return {**table, "weights": level_weights(level) if isinstance(level, Mapping) else {}}
     weights = table.get("weights")
     if not isinstance(weights, Mapping) or not any(isinstance(value, Mapping) for value in weights.values()):
         return table

@@ -1,7 +1,7 @@
 """Effort levels of a composition: where the student reads its level, and what it is trained towards at each."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Self
 
@@ -57,6 +57,11 @@ class LevelSlot(NamedTuple):
             for anchor in {**self.weights, **other.weights}
         }
         return LevelSlot(level, weights, mix(self.alpha, other.alpha), mix(self.kl_budget, other.kl_budget))
+
+
+def level_weights(level: Mapping[str, float]) -> dict[str, float]:
+    """The weights of a level as it is written."""
+    return {anchor: weight for anchor, weight in level.items() if anchor not in LEVEL_KEYS}
 
 
 def as_number(level: str | None) -> float | None:

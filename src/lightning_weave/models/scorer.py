@@ -140,11 +140,6 @@ class GrowingBody(HFBody):
         vars(self).update(vars(body))
         self._known: dict[bytes, tuple[DynamicCache, int]] = {}  # rows of the last batch -> cache and place there
 
-    @staticmethod
-    def suits(body: HFBody) -> bool:
-        """Whether a longer row has the keys of its beginning."""
-        return rope_switch(body.model.config) is None
-
     def hidden(self, batch: list[Context], upcoming: list[Context]) -> Tensor:
         known, self._known = self._known, {}  # should memory run out, nothing is known
         hidden: list[Tensor] = []
@@ -164,7 +159,8 @@ class GrowingBody(HFBody):
                 hidden_NTD = hidden_states(self.model, distinct_DT, past_key_values=cache, use_cache=True)[place_N]
                 cache.reorder_cache(place_N)
             hidden.append(hidden_NTD[:, -1])
-            self._known |= {context.ids.numpy().tobytes(): (cache, place) for place, context in enumerate(contexts)}
+            if rope_switch(self.model.config) is None:  # a longer row may have other keys
+                self._known |= {one.ids.numpy().tobytes(): (cache, place) for place, one in enumerate(contexts)}
         return torch.cat(hidden)[np.argsort(by_length)]
 
 

@@ -192,11 +192,8 @@ def own_prompts(run: Run, side: Side, prompts: Sequence[Prompt]) -> OwnPrompts:
     for one, ids in zip(prompts, encode(given, student, is_chat), strict=True):
         if ids != one.token_ids:
             raise _unlike_student(side, one, day)
-    known = [place for place, text in enumerate(read) if text is not None]
-    rendered = [side.template is not None or is_chat[place] for place in known]
-    texts = [text for text in read if text is not None]
-    ids_of = dict(zip(known, encode(texts, reader, rendered), strict=True))
-    token_ids = [ids_of.get(place) for place in range(len(prompts))]
+    encoded = encode([text or "" for text in read], reader, [side.template is not None or chat for chat in is_chat])
+    token_ids = [None if text is None else ids for text, ids in zip(read, encoded, strict=True)]
     by_response = dict(zip(keys, token_ids, strict=True)) if keys else None
     return OwnPrompts(given_ids, token_ids, side.template is not None, by_response)
 

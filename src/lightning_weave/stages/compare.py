@@ -108,7 +108,8 @@ def _add(plan: ComparePlan, name: str, part: str, table: dict[str, Any]) -> Comp
         elif "budget" in table:
             final_text(run.recipe.eval, run.student.tokenizer)
     except InputError as error:
-        return replace(plan, left_out={**plan.left_out, name: str(error).removeprefix("compare: ")})
+        why = str(error).removeprefix("compare: ").removeprefix(f"{part}.{name}.")
+        return replace(plan, left_out={**plan.left_out, name: why})
     return replace(plan, run=run, others=list(dict.fromkeys([*plan.others, name])))
 
 

@@ -1,8 +1,8 @@
 """`lweave preview`: sample from the tilted target itself, with live anchors and no training.
 
 Shows what a composition aims at before a GPU hour is spent. It goes through the same alignment and masks as the cache:
-where a position is masked, the student's own distribution is used. Anchors read their whole context again at every
-step, so this is for a few problems and short answers.
+where a position is masked, the student's own distribution is used. Anchors with another tokenizer read their whole
+context again at every step, so this is for a few problems and short answers.
 """
 
 from collections.abc import Sequence
@@ -33,28 +33,25 @@ def preview(
     only: Sequence[str] | None = None,
 ) -> dict[str, list[Summary]]:
     """Evaluate the student and the targets of its compositions on a few problems, and print the table."""
-    whys = {}  # why the target of a composition cannot be sampled from
-    for name in run.recipe.written:
-        whys[name] = run.recipe.cannot_decode(name, cached=False)
+    whys = {name: run.recipe.cannot_decode(name, cached=False) for name in run.recipe.written}
     can = [name for name, why in whys.items() if not why]
     cannot = "; ".join(f"{name} ({why})" for name, why in whys.items() if why)
     for name in only or ():
-        if whys.get(name, "no such composition"):
+        if why := whys.get(name, "no such composition"):
             hint = f"; these can be previewed: {', '.join(can)}" if can else ""
-            raise InputError(f"--only {name}: {whys.get(name, 'no such composition')}{hint}")
+            raise InputError(f"--only {name}: {why}{hint}")
     if not can:
         raise InputError(f"no composition of this recipe can be previewed: {cannot or 'it has none'}")
     if not only and cannot:
         progress.say(f"left out: {cannot}")
     if not run.recipe.eval.benchmarks:
         raise InputError(f"nothing to preview on: {NO_BENCHMARK}")
-    section = run.recipe.eval
     loaded: dict[Side, AnchorScorer] = {}  # for all targets
     summaries: dict[str, list[Summary]] = {}
     for name in ["base", *(only or can)]:
         policy = None
         summaries[name] = []
-        for benchmark_name in section.benchmarks:
+        for benchmark_name in run.recipe.eval.benchmarks:
             stage = preview_stage(run, name, benchmark_name, problems)
             if not stage.complete:
                 benchmark = load_eval_benchmark(run.recipe, benchmark_name).first(problems)

@@ -232,11 +232,10 @@ class LiveAnchors:
         if self.grows and not side.reads_other_prompts and self.run.is_student(side):
             return _student_scores(rows, candidates)
         anchor = self._open(side)
-        body = anchor.scorer.body
-        if self.grows and anchor.alignment.tokens.identical and isinstance(body, HFBody) and GrowingBody.suits(body):
-            if side not in self._growing:
-                self._growing[side] = Scorer(GrowingBody(body), sys.maxsize)
-            anchor = replace(anchor, scorer=self._growing[side])
+        if self.grows and anchor.alignment.tokens.identical:
+            assert isinstance(anchor.scorer.body, HFBody), "live anchors are models of transformers"
+            scorer = self._growing.setdefault(side, Scorer(GrowingBody(anchor.scorer.body), sys.maxsize))
+            anchor = replace(anchor, scorer=scorer)
         return anchor.score(rows, candidates)
 
     def _open(self, side: Side) -> AnchorScorer:

@@ -33,7 +33,7 @@ def show(plan: ComparePlan, rows: Sequence[ComparedPolicy], out: Console) -> Non
             f"{row.policy} *" if row.on_frontier else row.policy,
             f"{row.accuracy:.1f} %",
             f"{row.tokens:,.1f}",
-            "" if row.aes is None else f"{row.aes.estimate:+.2f}",
+            "" if row.aes is None or math.isnan(row.aes.estimate) else f"{row.aes.estimate:+.2f}",
             "" if row.on_frontier else difference(row.difference),
             "?" if row.seconds is None else duration(row.seconds) if row.seconds else "-",
             str(row.models),
@@ -69,5 +69,6 @@ def difference(found: Interval | None) -> str:
 
 
 def _show_left_out(plan: ComparePlan, out: Console) -> None:
-    for name, why in plan.left_out.items():
-        out.print(f"left out: {name}: {why}", markup=False, highlight=False, soft_wrap=True)
+    for why in dict.fromkeys(plan.left_out.values()):
+        names = ", ".join(name for name, its in plan.left_out.items() if its == why)
+        out.print(f"left out: {names}: {why}", markup=False, highlight=False, soft_wrap=True)
