@@ -69,6 +69,13 @@ def test_wrong_names_are_refused_before_anything_is_made(recipe: dict[str, Any],
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_row_is_the_mean_of_all_seeds_so_no_single_seed_is_compared(recipe: dict[str, Any], tmp_path: Path) -> None:
+    file = write({**recipe, "train": {**recipe["train"], "seeds": 2}}, tmp_path)
+    for words in (["--composition", "both~2"], ["--composition", "both", "--also", "acc-only~2"]):
+        with pytest.raises(InputError, match=rf"^{words[-2]} {words[-1]}: "):
+            lweave("compare", file, *words, "--dry-run")
+
+
 def test_the_demos_recipe_names_the_command_that_makes_its_world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from lightning_weave.bench.statistics import Interval, matched_difference
 from lightning_weave.bench.summary import Summary, combine, differing
 from lightning_weave.checks.preflight import preflight
 from lightning_weave.checks.watch import say, warn
-from lightning_weave.config import PLACEBOS, Composition, Joint, Recipe, check_recipe
+from lightning_weave.config import PLACEBOS, Composition, Joint, Recipe, check_recipe, replicate_of
 from lightning_weave.errors import InputError
 from lightning_weave.maths.metrics import pareto_front
 from lightning_weave.progress import Progress
@@ -68,14 +68,14 @@ def plan_compare(
 ) -> ComparePlan:
     """Add what could be done instead of a composition to the recipe; what cannot be built is left out, with why."""
     recipe = run.recipe
-    section = recipe.compositions.get(composition)
-    if not isinstance(section, Joint) or section.is_placebo:
-        joint = [name for name, one in recipe.written.items() if isinstance(one, Joint) and not one.is_placebo]
+    joint = [name for name, one in recipe.written.items() if isinstance(one, Joint) and not one.is_placebo]
+    if composition not in joint:
         raise InputError(
             f"--composition {composition}: must be one of {', '.join(joint) or 'none: this recipe has none'}"
         )
-    if unknown := [name for name in also if name not in run.policies]:
-        raise InputError(f"--also {unknown[0]}: no such policy; this recipe has {', '.join(run.policies)}")
+    policies = [name for name in run.policies if name == replicate_of(name)]  # a row is the mean of all seeds
+    if unknown := [name for name in also if name not in policies]:
+        raise InputError(f"--also {unknown[0]}: no such policy; this recipe has {', '.join(policies)}")
     if not recipe.eval.benchmarks:
         raise InputError("nothing to compare on: eval.benchmarks is empty. Add problems with answers")
     frontier = frontier_of(recipe, composition)
