@@ -199,8 +199,8 @@ def combine(
                 raise InputError(f"the base was not evaluated on {name}. Evaluate it there or omit the benchmark.")
             if why := differing(summary, bases[name]):
                 raise InputError(f"{name}: policy and base are not comparable: {why}")
-        means = [(one.means, bases[one.benchmark].means) for one in policy]
-        comparison = compare(*zip(*means, strict=True), resamples, seed)
+        matching = [bases[one.benchmark].means for one in policy]
+        comparison = compare([one.means for one in policy], matching, resamples, seed)
     return Overall(
         accuracy=math.fsum(summary.accuracy for summary in policy) / len(policy),
         accuracy_error=_mean_error(policy, "accuracy"),

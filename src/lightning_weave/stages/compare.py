@@ -209,8 +209,8 @@ def rows_of(plan: ComparePlan) -> list[ComparedPolicy]:
         made += [run.stage("train", one) for one in map(run.composition_of, (name, *merged)) if one]
         costs = [cost_of(stage.folder, run.directory, ledger) for stage in made]
         seconds = None if None in costs else sum(cost.seconds for cost in costs if cost)
-        decoded = run.recipe.policies[name].decode if name in run.recipe.policies else None
-        used = run.recipe.compositions[decoded].used if decoded else {}
+        policy = run.recipe.policies.get(name)
+        used = run.recipe.compositions[policy.decode].used if policy and policy.decode else {}
         sides = {run.side(anchor, role) for anchor in used for role in ROLES}
         models = 1 + sum(side.reads_other_prompts or not run.is_student(side) for side in sides)
         rows.append(replace(place, seconds=seconds, models=models, prompt_tokens=lengths[name] - lengths["base"]))

@@ -243,20 +243,20 @@ class LiveAnchors:
         if self.prompts is not None and side.reads_other_prompts:
             if side not in self._with_prompts:
                 plain = self._open(side.with_student_prompts())
-                limit = plain.alignment.limit
-                alignment = Alignment.open(self.run, side, limit, plain.alignment.masked_ids, self.prompts)
-                self._with_prompts[side] = replace(plain, alignment=alignment)
+                known = plain.alignment.limit, plain.alignment.masked_ids
+                self._with_prompts[side] = replace(
+                    plain, alignment=Alignment.open(self.run, side, *known, self.prompts)
+                )
             return self._with_prompts[side]
         if side in self.loaded:
             return self.loaded[side]
         base = model_of(self.run, side)
-        scorer = self._models.get(base)
-        if scorer is None:  # with transformers in any case: these models share the GPU with the trainee
-            scorer = open_scorer(self.run, base, replace(self.run.scoring(side), engine="hf"))
+        # With transformers in any case: these models share the GPU with the trainee.
+        engine = replace(self.run.scoring(side), engine="hf")
+        scorer = self._models.get(base) or open_scorer(self.run, base, engine)
         anchor = AnchorScorer.open(self.run, side, scorer)
         if self.keep:
-            self._models[base] = scorer
-            self.loaded[side] = anchor
+            self._models[base], self.loaded[side] = scorer, anchor
         return anchor
 
 
