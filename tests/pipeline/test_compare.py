@@ -1,6 +1,7 @@
 """`lweave compare`: what it adds, what it leaves out and why, and the table at matched tokens."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,24 @@ def test_levels_are_points_of_the_frontier_and_contexts_are_prompts(recipe: dict
     tables = {name: table for name, _, table in alternatives(run, "dial")}
     assert tables["prompt-told"] == {"system": "Be brief."}
     assert tables["dial-capped"] == {"budget": ""}
+
+
+def test_switches_of_the_chat_template_are_alternatives(recipe: dict[str, Any], tmp_path: Path) -> None:
+    data = json.loads(json.dumps(recipe))
+    data["student"]["model"] = str(shutil.copytree(recipe["student"]["model"], tmp_path / "student"))
+    switches = {"enable_thinking": {"thinking": False}, "reasoning_effort": {"template": {"reasoning_effort": "low"}}}
+
+    def found() -> list[dict[str, Any]]:
+        return [table for name, _, table in alternatives(Run(data), "both") if name.startswith("asked-")]
+
+    for variable, table in switches.items():
+        (tmp_path / "student" / "chat_template.jinja").write_text("{{ messages }}{{ " + variable + " }}")
+        data["eval"] |= {"chat": True, "thinking": True}
+        assert found() == [table]
+        data["eval"]["thinking"] = False
+        assert ({"thinking": False} in found()) is False
+        data["eval"]["chat"] = False
+        assert found() == []
 
 
 def test_alternatives_are_trained_as_the_composition_is(recipe: dict[str, Any]) -> None:

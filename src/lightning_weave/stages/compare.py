@@ -16,6 +16,7 @@ from lightning_weave.config import PLACEBOS, Composition, Joint, Recipe, check_r
 from lightning_weave.errors import InputError
 from lightning_weave.maths.metrics import pareto_front
 from lightning_weave.progress import Progress
+from lightning_weave.prompts.render import chat_template
 from lightning_weave.report.results import summaries
 from lightning_weave.run import DUMP, ROLES, Run
 from lightning_weave.stages.costs import cost_of, read_spent
@@ -146,6 +147,11 @@ def alternatives(run: Run, composition: str) -> Iterator[tuple[str, str, dict[st
         system = recipe.anchors[anchor].post_prompt.system
         if system and recipe.anchor_model(anchor, "post") == recipe.anchor_model(anchor, "pre"):
             yield f"prompt-{anchor}", "policies", {"system": system}
+    template = chat_template(run.student.tokenizer) if recipe.eval.chat else ""
+    if recipe.eval.thinking and "enable_thinking" in template:
+        yield "asked-without-thinking", "policies", {"thinking": False}
+    if "reasoning_effort" in template:
+        yield "asked-low-effort", "policies", {"template": {"reasoning_effort": "low"}}
     evaluated = summaries(run).get(composition, [])
     is_whole = [max(len(one.seeds), 1) for one in evaluated] == [recipe.train.seeds] * len(recipe.eval.benchmarks)
     budget = round(combine(evaluated).tokens) if is_whole else ""
