@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, TypeVar
@@ -250,37 +250,26 @@ class Levels:
     limit: int | None = None  # of the student's context
 
 
+@dataclass(eq=False, repr=False)
 class Cache:
-    """All trajectories of a run with the shifts of the given sources, addressed by row number.
+    """All trajectories of a run with the shifts of the given sources, addressed by row number."""
 
-    `weight_RK` weighs the sources row by row: by tag, or one source alone (the data mixture). `proposal` has
-    the same candidates under the model that sampled, where that is not the student of the reference.
-    """
+    rollouts: Stage
+    reference: Stage
+    sources: Sequence[ShiftSource] = ()
+    weight_RK: NDArray[np.float32] | None = None  # of the sources, row by row: by tag, or one alone (the data mixture)
+    proposal: Stage | None = None  # the same candidates under the model that sampled, if that is not the student
+    levels: Levels | None = None
+    rules: Rules = Rules()
+    alpha: float | None = None  # solved with the budgets of its anchors ...
+    shares: list[Any] = field(default_factory=list)  # ... and what each of them got
 
-    def __init__(
-        self,
-        rollouts: Stage,
-        reference: Stage,
-        sources: Sequence[ShiftSource] = (),
-        weight_RK: NDArray[np.float32] | None = None,
-        proposal: Stage | None = None,
-        levels: Levels | None = None,
-        rules: Rules = Rules(),
-    ) -> None:
-        self.rollouts = rollouts
-        self.reference = reference
-        self.sources = tuple(sources)
-        self.weight_RK = weight_RK
-        self.proposal = proposal
-        self.levels = levels
-        self.rules = rules
-        self.alpha: float | None = None  # solved with the budgets of its anchors ...
-        self.shares: list[Any] = []  # ... and what each of them got
-        stages = [rollouts, reference, *(stage for source in sources for stage in source.stages)]
-        stages += [] if proposal is None else [proposal]
+    def __post_init__(self) -> None:
+        stages = [self.rollouts, self.reference, *(stage for source in self.sources for stage in source.stages)]
+        stages += [] if self.proposal is None else [self.proposal]
         for stage in stages:
             stage.require()
-        self.rows = RowIndex.of(reference.require())
+        self.rows = RowIndex.of(self.reference.require())
         by_folder = {stage.folder: stage for stage in stages}
         self._open = lru_cache(OPEN_SHARDS)(lambda folder, kind, shard: by_folder[folder].open(kind, shard))
 

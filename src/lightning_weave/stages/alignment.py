@@ -182,12 +182,10 @@ def own_prompts(run: Run, side: Side, prompts: Sequence[Prompt]) -> OwnPrompts:
         if not side.context.columns | side.context.run_columns <= columns.keys():
             read.append(None)
             continue
-        messages = add_context(one.messages, side.context, columns)
-        if side.template is None:
-            read.append(render(messages, student, one.form, day))
-        else:
-            form = replace(one.form, style="chat")
-            read.append(render(messages, side.template.tokenizer, form, day, reader=reader))
+        template, form = student, one.form
+        if side.template is not None:
+            template, form = side.template.tokenizer, replace(one.form, style="chat")
+        read.append(render(add_context(one.messages, side.context, columns), template, form, day, reader=reader))
     is_chat = [one.form is not None and one.form.style == "chat" for one in prompts]
     for one, ids in zip(prompts, encode(given, student, is_chat), strict=True):
         if ids != one.token_ids:
