@@ -11,7 +11,7 @@ from small_models import ARCHITECTURES, PADDED, VOCABULARY, small_model
 import rounding
 from lightning_weave.devices import is_out_of_memory
 from lightning_weave.errors import InputError, WeaveError
-from lightning_weave.models.scorer import Scorer, ScoreRow
+from lightning_weave.models.scorer import GrowingBody, HFBody, Scorer, ScoreRow
 
 COUNT = 8
 SHAPES = ((1, 1), (1, 20), (12, 1), (5, 9), (30, 34), (3, 0), (7, 13), (2, 2))  # (30, 34) fills the context limit
@@ -243,3 +243,22 @@ def test_wrong_rows_are_refused_by_number() -> None:
         scorer.candidates([([200], [3])], COUNT)
     with pytest.raises(InputError, match="row 0: the prompt is empty"):
         scorer.candidates([([], [3, 4])], COUNT)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rows_that_grow_by_a_token_are_scored_as_a_whole(architecture: str) -> None:
+    """Rows of two lengths, one that appears later and some that end; two of them are the same."""
+    model, rng = small_model(architecture), np.random.default_rng(2)
+    rows = [rng.integers(0, VOCABULARY, size=34).astype(np.int32) for _ in range(4)]
+    rows = [*rows, rows[0]]
+    first, last = (5, 9, 5, 7, 5), (34, 20, 12, 30, 34)
+    scorer = Scorer(GrowingBody(HFBody(model, VOCABULARY)), 10**6)
+    candidates = np.array([[*range(COUNT)]], np.int32)
+    for step in range(1, 34):
+        running = [row[: start + step - 4] for row, start, end in zip(rows, first, last, strict=True)]
+        running = [row for row, start, end in zip(running, first, last, strict=True) if start <= len(row) <= end]
+        everything = np.ones((1, COUNT), np.bool_)
+        found = scorer.score([ScoreRow(row, np.array([len(row) - 1]), candidates, everything) for row in running])
+        for row, (logp_TC, _) in zip(running, found, strict=True):
+            expected_V = whole_logprobs(model, row.tolist())[-1]
+            np.testing.assert_allclose(logp_TC[0], expected_V[:COUNT], atol=rounding.LOGPROB, rtol=0)
