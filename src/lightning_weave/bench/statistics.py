@@ -141,10 +141,7 @@ def seed_means(policy: Sequence[ProblemMeans], base: Sequence[ProblemMeans]) -> 
 
 
 def matched_difference(
-    policy: Sequence[ProblemMeans],
-    frontier: Sequence[Sequence[ProblemMeans]],
-    resamples: int = 10_000,
-    seed: int = 0,
+    policy: Sequence[ProblemMeans], frontier: Sequence[Sequence[ProblemMeans]], resamples: int = 10_000, seed: int = 0
 ) -> Interval:
     """Bootstrap the accuracy of a policy minus that of a frontier at the same tokens, averaged over benchmarks.
 

@@ -67,11 +67,7 @@ class Policy(Student):
         examples=[{"acc": 0.5, "brief": 0.5}],
     )
     density: float | None = unlisted(
-        None,
-        gt=0,
-        le=1,
-        description="with ties and dare: share of each difference that is kept; default: 0.5",
-        examples=[0.2],
+        None, "with ties and dare: share of each difference that is kept; default: 0.5", gt=0, le=1, examples=[0.2]
     )
     decode: str | None = unlisted(
         None,

@@ -96,7 +96,7 @@ def _add(plan: ComparePlan, name: str, part: str, table: dict[str, Any]) -> Comp
     run = plan.run
     try:
         if "" in table.values():
-            raise InputError("its budget is known once the composition is evaluated")
+            raise InputError("not yet: its budget is the composition's length, so it is made after that is evaluated")
         if name not in run.policies:
             run = run.derive(recipe=check_recipe({**tables, part: {**tables[part], name: table}}, "compare"))
             written = run.recipe.model_dump(**DUMP)[part]

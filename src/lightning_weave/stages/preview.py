@@ -26,11 +26,7 @@ from lightning_weave.store import Stage
 
 
 def preview(
-    run: Run,
-    progress: Progress,
-    out: Console,
-    problems: int,
-    only: Sequence[str] | None = None,
+    run: Run, progress: Progress, out: Console, problems: int, only: Sequence[str] | None = None
 ) -> dict[str, list[Summary]]:
     """Evaluate the student and the targets of its compositions on a few problems, and print the table."""
     whys = {name: run.recipe.cannot_decode(name, cached=False) for name in run.recipe.written}
