@@ -208,6 +208,15 @@ def test_doctor_and_report_count_what_a_rule_leaves(recipe: dict[str, Any]) -> N
     assert survey.kept["brief-only"] == left
 
 
+def test_doctor_counts_what_is_left_of_a_composition(recipe: dict[str, Any]) -> None:
+    """A silent anchor masks nothing, whatever its tokens can spell there."""
+    run = run_of(_with(recipe, {"end": 2}))
+    cache = open_cache(run, "both")
+    kept_P = cache.block(range(len(cache))).kept(cache.weights)
+    (said,) = (one for one in examine(run) if (one.about, one.check) == ("compositions.both", "positions"))
+    assert said.figures["share"] == pytest.approx(kept_P.mean())
+
+
 @pytest.mark.parametrize("where", [{"first": 1}, {"answers": "right"}])
 def test_a_pair_is_judged_where_it_is_silent_too(recipe: dict[str, Any], where: dict[str, Any]) -> None:
     """Silence is no missing alias, and no sign that post and pre are swapped."""

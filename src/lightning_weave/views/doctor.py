@@ -27,11 +27,12 @@ from lightning_weave.checks.preflight import check_disk, preflight
 from lightning_weave.checks.shifts import check_scored, rule_effects, suggestions
 from lightning_weave.checks.watch import check_results, check_rollouts
 from lightning_weave.config import Dtype
-from lightning_weave.errors import InputError, printable
+from lightning_weave.errors import InputError, WeaveError, printable
 from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.weights import find_output_matrix, untrained_special_tokens
 from lightning_weave.prompts import CHAT_MODES, detect_chat_mode
 from lightning_weave.run import ROLES, Run
+from lightning_weave.stages.caches import open_scored
 from lightning_weave.stages.forecast import suggest_alpha
 from lightning_weave.stages.work import choose_device
 from lightning_weave.tokens import atomic_share, same_tokenizer, unmapped_added_tokens, unmapped_candidates
@@ -95,13 +96,23 @@ def examine(run: Run) -> list[Finding]:
 def _check_compositions(run: Run, sample: CheckedRows, valid: dict[str, NDArray[np.bool_]]) -> list[Finding]:
     """Report what is left where all anchors of a composition, or of one of its tags, must be valid."""
     findings = []
+    scored: list[str] = []
+    with suppress(WeaveError):  # what is gone or damaged is reported by its own check
+        if cache := open_scored(run):
+            block, scored = cache.block(spread(len(cache), SAMPLE)), cache.names
     for name, composition in run.recipe.written.items():
         used = {f"{name}.weights.{tag}": [one for one in by if by[one]] for tag, by in composition.by_tag.items()}
         for key, anchors in (used or {name: list(composition.used)}).items():
-            if len(anchors) < 2 or any(anchor not in valid or not len(valid[anchor]) for anchor in anchors):
+            if len(anchors) < 2:
                 continue
-            share = float(np.logical_and.reduce([valid[anchor] for anchor in anchors]).mean())
-            most = "" if sample.kind == "candidates" else "at most "
+            if is_scored := set(anchors) <= {*scored}:
+                left_P = block.kept([one in anchors for one in scored])
+            elif any(not len(valid.get(one, ())) or run.recipe.anchors[one].where for one in anchors):
+                continue  # where an anchor is silent it masks nothing
+            else:
+                left_P = np.logical_and.reduce([valid[anchor] for anchor in anchors])
+            share = float(left_P.mean())
+            most = "" if is_scored or sample.kind == "candidates" else "at most "
             text = f"{most}{percent(share)} of positions survive in all of its {len(anchors)} anchors"
             verdict: Level = "warning" if share < FEW_SURVIVE else "ok" if share == 1 else "note"
             findings.append(Finding(f"compositions.{key}", "positions", verdict, text, {"share": share}))
