@@ -53,7 +53,6 @@ from lightning_weave.store import (
     read_checked,
     write_checked,
 )
-from lightning_weave.world.layout import WORLD
 
 ROLES: tuple[Role, Role] = ("post", "pre")
 UNWEIGHTED = {"direct-opd", "reverse-kl", "reverse-kl-full"}  # objectives whose loss is not weighted by b
@@ -420,8 +419,6 @@ class Run:
                     load_benchmark(name)
                 except InputError as error:
                     errors.append(f"eval.benchmarks: {error}")
-        if any(WORLD in error for error in errors) and not Path(WORLD).exists():
-            errors = [f"{WORLD} is not in {Path.cwd()}. The demo's models and data are made by: lweave demo"]
         if errors:
             raise InputError("\n".join([*errors, "Nothing was run."]))
 

@@ -82,7 +82,7 @@ def test_the_demos_recipe_names_the_command_that_makes_its_world(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     demo = Path(__file__).parents[2] / "recipes" / "demo.toml"
-    with pytest.raises(InputError, match=r"^runs/demo-world .*: lweave demo\nNothing was run\.$"):
+    with pytest.raises(InputError, match=r"lweave demo.* runs/demo-world$"):
         lweave("compare", demo, "--composition", "weave-50", "--dry-run")
     assert not list(tmp_path.iterdir())
 
