@@ -1,7 +1,7 @@
 """`lweave push`, `lweave pull`, and anchors whose scores are published: anchors.NAME = { cache = "URL" }."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ from lightning_weave.models.checkpoint import Checkpoint, card_header
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_main_process
 from lightning_weave.run import DUMP, IDENTITIES, ROLES, Run, explain_change, resolved_recipe
-from lightning_weave.store import MANIFEST, Stage, damaged_files, differences
+from lightning_weave.store import MANIFEST, Stage, damaged_files, differences, read_description
 from lightning_weave.store.files import (
     HOLDER,
     TEMPORARY,
@@ -45,12 +45,13 @@ def push(run: Run, remote: Remote, progress: Progress, everything: bool = False,
     for stage in stages:
         for path, fault in damaged_files(stage.folder).items():
             raise InputError(f"{path}: {fault}; nothing was pushed. Remove it and run the stage again")
-    paths = [stage.folder / one["file"] for stage in stages for one in stage.require()["shards"]]
-    paths += [stage.manifest_path for stage in stages]
     index = _describe(run, stages)
     if everything:
         paths = [path for path in run.directory.rglob("*") if path.is_file() and not path.is_symlink()]
         index["links"] = _links(run.directory)
+    else:
+        paths = [stage.folder / one["file"] for stage in stages for one in stage.require()["shards"]]
+        paths += [stage.manifest_path for stage in stages]
     files = {path.relative_to(run.directory).as_posix(): path for path in paths}
     names = [name for name in files.keys() - KEPT_HERE if TEMPORARY not in name]
     names.sort(key=lambda name: (name.endswith(MANIFEST), name))
@@ -63,8 +64,7 @@ def push(run: Run, remote: Remote, progress: Progress, everything: bool = False,
     before = remote.index()
     if before and before["recipe"]["name"] != run.recipe.name:
         raise InputError(f"{remote.url}: holds the run {before['recipe']['name']!r}, not {run.recipe.name!r}")
-    if before:
-        check_student(run, before, remote.url)
+    check_student(before, [run.identity_of(run.student)], remote.url, f"student.model is {run.student}")
     sent = before["files"] if before else {}
     with progress.bar("push", len(names), "file") as bar:
         for batch in (names[start : start + BATCH] for start in range(0, len(names), BATCH)):
@@ -93,6 +93,9 @@ def pull(url: str, runs: str, progress: Progress) -> Path:
     index = read_index(url)
     recipe = check_recipe({**index["recipe"], "runs": runs}, url)
     directory = Path(runs) / recipe.name
+    folders = (folder for name in ("rollout", "reference") for folder in directory.glob(f"{name}@*"))
+    students = [read_description(folder).get("settings", {}).get("student") for folder in folders]
+    check_student(index, students, url, f"{directory} is the run of another. Pull into another directory: --runs DIR")
     with lock_run(directory):
         before = _read(directory / INDEX)  # the sha256 that files had when they were pulled or pushed
         known = {name: [*before.get(name, []), digest] for name, digest in index["files"].items()}
@@ -101,7 +104,7 @@ def pull(url: str, runs: str, progress: Progress) -> Path:
         changed = [name for name in there if not _is_same(directory / name, known[name])]
         files = {name: index["files"][name] for name in known.keys() - KEPT_HERE - {*changed}}
         write_checked(directory / INDEX, before | known)  # a kill leaves some files as they were
-        _fetch(Remote(url), files, directory, progress)
+        _fetch(Remote(url), {directory / name: name for name in files}, files, progress)
         write_checked(directory / IDENTITIES, index["identities"] | _read(directory / IDENTITIES))
         if not (directory / "recipe.toml").exists():
             write_atomic(directory / "recipe.toml", dump_recipe(recipe).encode())
@@ -129,12 +132,13 @@ def _links(directory: Path) -> dict[str, str]:
     return {link.as_posix(): end.relative_to(root).as_posix() for link, end in ends.items() if root in end.parents}
 
 
-def _fetch(remote: Remote, files: Mapping[str, str], directory: Path, progress: Progress) -> None:
-    names = sorted(files, key=lambda name: (name.endswith(MANIFEST), name))  # before that, a stage is not complete
-    missing = [name for name in names if not _is_same(directory / name, [files[name]])]
+def _fetch(remote: Remote, names: Mapping[Path, str], digests: Mapping[str, str], progress: Progress) -> None:
+    """Fetch the files that are not here yet, by the names that they have there."""
+    missing = [path for path, name in names.items() if not _is_same(path, [digests[name]])]
+    missing.sort(key=lambda path: (path.name == MANIFEST, path))  # before that, a stage is not complete
     with progress.bar("pull", len(missing), "file") as bar:
-        for name in missing:
-            remote.get(name, files[name], directory / name)
+        for path in missing:
+            remote.get(names[path], digests[names[path]], path)
             bar.advance()
 
 
@@ -257,12 +261,12 @@ def expand_recipe(recipe: Recipe) -> tuple[Recipe, dict[str, str], dict[str, str
     return check_recipe(data, "recipe"), preferred, others
 
 
-def check_student(run: Run, index: Index, about: str) -> None:
-    """Refuse what belongs to another student."""
-    students = [one["settings"].get("student") for one in index["stages"].values() if one["path"] == "reference"]
-    if students and run.identity_of(run.student) not in students:
-        theirs = index["recipe"]["student"].get("model")
-        raise InputError(f"{about}: belongs to another student, {theirs}; student.model is {run.student}")
+def check_student(index: Index | None, students: Collection[str | None], about: str, here: str) -> None:
+    """Refuse what belongs to none of these students, if it is known whose it is."""
+    stages = [one for one in (index or {"stages": {}})["stages"].values() if one["path"] in ("rollout", "reference")]
+    theirs = {one["settings"].get("student") for one in stages} - {None}
+    if index and theirs and {*students} - {None} and theirs.isdisjoint(students):
+        raise InputError(f"{about}: belongs to another student, {index['recipe']['student'].get('model')}; {here}")
 
 
 def check_published(run: Run, anchor: str) -> list[Stage]:
@@ -272,7 +276,7 @@ def check_published(run: Run, anchor: str) -> list[Stage]:
     index = read_index(url)
     about = f"anchors.{anchor}.cache = {url!r}"
     cache = [run.stage("prompts"), run.stage("rollout"), run.stage("reference")]
-    check_student(run, index, about)
+    check_student(index, [run.identity_of(run.student)], about, f"student.model is {run.student}")
     for stage in (*cache, *run.scores_of(anchor)):
         if stage.fingerprint not in index["stages"]:
             kind = stage.path.split("/")[0]
@@ -311,8 +315,9 @@ def fetch_published(run: Run, progress: Progress) -> None:
             continue
         url = str(run.recipe.anchors[anchor].cache)
         index = read_index(url)
-        folders = {index["stages"][stage.fingerprint]["folder"] for stage in missing}
-        files = {name: digest for name, digest in index["files"].items() if name.rpartition("/")[0] in folders}
-        _fetch(Remote(url), files, run.directory, progress)
+        folders = {index["stages"][stage.fingerprint]["folder"]: stage.folder for stage in missing}
+        places = [(*name.rpartition("/"), name) for name in index["files"]]
+        names = {folders[folder] / file: name for folder, _, file, name in places if folder in folders}
+        _fetch(Remote(url), names, index["files"], progress)
         for stage in missing:
             stage.link()
