@@ -62,14 +62,13 @@ def push(run: Run, remote: Remote, progress: Progress, everything: bool = False,
         raise InputError(f"{run.directory}: {error}. Rename it; nothing was pushed") from None
     remote.create(private=not public)
     before = remote.index()
-    if before and before["recipe"]["name"] != run.recipe.name:
+    if before["recipe"].get("name", run.recipe.name) != run.recipe.name:
         raise InputError(f"{remote.url}: holds the run {before['recipe']['name']!r}, not {run.recipe.name!r}")
     check_student(before, [run.identity_of(run.student)], remote.url, f"student.model is {run.student}")
-    sent = before["files"] if before else {}
     with progress.bar("push", len(names), "file") as bar:
         for batch in (names[start : start + BATCH] for start in range(0, len(names), BATCH)):
             digests = {name: sha256_file(files[name]) for name in batch}
-            if new := [name for name, digest in digests.items() if sent.get(name) != digest]:
+            if new := [name for name, digest in digests.items() if before["files"].get(name) != digest]:
                 part = {**index, "stages": {}, "anchors": {}, "links": {}, "files": digests}
                 remote.put({name: files[name] for name in new}, part, f"Add {len(new)} files")
             index["files"] |= digests
@@ -148,24 +147,27 @@ def _is_same(path: Path, digests: Sequence[str]) -> bool:
 
 def _describe(run: Run, stages: Sequence[Stage]) -> Index:
     """What another machine needs to know: recipe, identities of models and data, and what each stage is."""
-    scored = {stage.fingerprint for stage in stages}
     identities = {**run.remembered, **run.identities}
-    anchors: dict[str, Any] = {}
     models = {run.student}
+    anchors: dict[str, Any] = {}
     for name, section in run.recipe.anchors.items():
-        if all(stage.fingerprint in scored for stage in run.scores_of(name)):
+        if {stage.fingerprint for stage in run.scores_of(name)} <= {stage.fingerprint for stage in stages}:
             sides = {role: run.anchor(name, role) for role in ROLES}
-            models |= set(sides.values())
-            names = {*map(str, sides.values())} - {str(run.student)}
-            own = {key: value for key, value in identities.items() if key.split(" of ")[-1] in names}
+            models |= {*sides.values()}
+            named = {role: str(model) for role, model in sides.items()}
             table = section.model_dump(**DUMP, exclude={"cache", *section.RULES})
-            anchors[name] = {"table": table, "models": own, "sides": {role: str(one) for role, one in sides.items()}}
+            own = _identities_of({*named.values()} - {str(run.student)}, identities)
+            anchors[name] = {"table": table, "models": own, "sides": named}
     described = {}
     for stage in stages:
         manifest = stage.require()
-        place = {"path": stage.path, "folder": stage.folder.relative_to(run.directory).as_posix()}
-        figures = {"bytes": sum(entry["bytes"] for entry in manifest["shards"]), "rows": manifest.get("rows")}
-        described[stage.fingerprint] = {**place, **figures, "settings": manifest["settings"]}
+        described[stage.fingerprint] = {
+            "path": stage.path,
+            "folder": stage.folder.relative_to(run.directory).as_posix(),
+            "bytes": sum(entry["bytes"] for entry in manifest["shards"]),
+            "rows": manifest.get("rows"),
+            "settings": manifest["settings"],
+        }
     heads = {str(one): header for one in models if "license" in (header := card_header(one))}
     return {
         "recipe": run.recipe.model_dump(**DUMP, exclude={"runs"}),
@@ -176,6 +178,11 @@ def _describe(run: Run, stages: Sequence[Stage]) -> Index:
         "files": {},
         "links": {},
     }
+
+
+def _identities_of(models: Collection[str | None], identities: Mapping[str, str]) -> dict[str, str]:
+    """Those of the models themselves, and of what else is known of them."""
+    return {key: value for key, value in identities.items() if key.split(" of ")[-1] in models}
 
 
 def data_card(index: Index, run: Run, url: str) -> str:
@@ -217,7 +224,7 @@ cache = "{url}"
 def read_index(url: str) -> Index:
     """Read what is published at a URL, once per process."""
     index = Remote(url).index()
-    if index is None:
+    if not index["recipe"]:
         raise InputError(f"{url}: nothing is published there, or you may not read it")
     return index
 
@@ -227,14 +234,13 @@ def expand_recipe(recipe: Recipe) -> tuple[Recipe, dict[str, str], dict[str, str
     data = recipe.model_dump(**DUMP)
     models, others = dict[str, str](), dict[str, str]()
     remembered = _read(Path(recipe.runs) / recipe.name / IDENTITIES)
-    before = resolved_recipe(recipe) if remembered else {}
+    before = resolved_recipe(recipe).get("anchors", {}) if remembered else {}
     for name, section in recipe.anchors.items():
         if section.cache is None:
             continue
-        found = before.get("anchors", {}).get(name, {})
-        if found.get("cache") == section.cache:  # as the run has it: the store is not asked again
-            names = {found.get(key) for key in ("post", "pre", "model")}
-            models |= {key: value for key, value in remembered.items() if key.split(" of ")[-1] in names}
+        table = before.get(name, {})
+        if table.get("cache") == section.cache:  # as the run has it: the store is not asked again
+            models |= _identities_of({table.get(key) for key in ("post", "pre", "model")}, remembered)
         else:
             try:
                 index = read_index(section.cache)
@@ -246,26 +252,25 @@ def expand_recipe(recipe: Recipe) -> tuple[Recipe, dict[str, str], dict[str, str
             if name not in there and len(there) != 1:
                 has = f"has no anchor of this name; it has {', '.join(there) or 'none'}"
                 raise InputError(f"anchors.{name}.cache = {section.cache!r}: {has}")
-            anchor = there[name] if name in there else next(iter(there.values()))
-            found = anchor["table"]
+            anchor = there.get(name) or next(iter(there.values()))
+            table = anchor["table"]
             models |= anchor["models"]
             others |= index["identities"]
         if section.post is None and section.model is None:
             rules = section.model_dump(**DUMP, include={"cache", *section.RULES})
-            table = {key: value for key, value in found.items() if key not in section.RULES}
-            data["anchors"][name] = table | rules
+            data["anchors"][name] = {key: value for key, value in table.items() if key not in section.RULES} | rules
     local = [recipe.student, *(one for one in recipe.policies.values() if one.model)]
     own = {str(Checkpoint.from_section(one)) for one in local}
     own |= {model for one in recipe.anchors.values() if one.cache is None for model in (one.post, one.pre) if model}
-    preferred = {key: value for key, value in models.items() if key.split(" of ")[-1] not in own}
+    preferred = {key: value for key, value in models.items() if key not in _identities_of(own, models)}
     return check_recipe(data, "recipe"), preferred, others
 
 
-def check_student(index: Index | None, students: Collection[str | None], about: str, here: str) -> None:
+def check_student(index: Index, students: Collection[str | None], about: str, here: str) -> None:
     """Refuse what belongs to none of these students, if it is known whose it is."""
-    stages = [one for one in (index or {"stages": {}})["stages"].values() if one["path"] in ("rollout", "reference")]
+    stages = [one for one in index["stages"].values() if one["path"] in ("rollout", "reference")]
     theirs = {one["settings"].get("student") for one in stages} - {None}
-    if index and theirs and {*students} - {None} and theirs.isdisjoint(students):
+    if theirs and {*students} - {None} and theirs.isdisjoint(students):
         raise InputError(f"{about}: belongs to another student, {index['recipe']['student'].get('model')}; {here}")
 
 

@@ -661,9 +661,7 @@ def test_the_hub_gets_a_private_data_set_and_two_pushes_at_once(
         assert uploaded <= set(hub.large)
         (tmp_path / "other.txt").write_text("other")
         other = remote.Remote(url)
-        index = other.index()
-        assert index is not None
-        added: Any = {**index, "files": {"other.txt": sha256_file(tmp_path / "other.txt")}}
+        added: Any = {**other.index(), "files": {"other.txt": sha256_file(tmp_path / "other.txt")}}
         hub.before_commit = lambda: other.put({"other.txt": tmp_path / "other.txt"}, added, "Add")
         asked = len(hub.sent(".safetensors")) + len(hub.large)
         run.push(url)

@@ -118,14 +118,14 @@ class Remote:
             with reaching(self.url):
                 HfApi().create_repo(self.repository()[0], repo_type="dataset", private=private, exist_ok=True)
 
-    def index(self) -> Index | None:
-        """Read what is published; None if nothing is."""
+    def index(self) -> Index:
+        """Read what is published; all tables are empty if nothing is."""
         with reaching(self.url):
             self.fs.invalidate_cache()
             try:
                 text = self.fs.cat_file(f"{self.root}/{INDEX}", end=LARGEST)
             except FileNotFoundError:
-                return None
+                return {key: {} for key in Published.model_fields}
         try:
             index: Index = json.loads(text)
             if index.pop(CHECKSUM) != fingerprint(index):
@@ -194,7 +194,6 @@ class Remote:
                 remove(temporary)
 
 
-def merge(before: Index | None, index: Index) -> Index:
+def merge(before: Index, index: Index) -> Index:
     """Add an index to what was published before."""
-    tables = Published.model_fields.keys() - {"recipe"}
-    return index | {key: {**(before or index)[key], **index[key]} for key in tables}
+    return {key: index[key] if key == "recipe" else before[key] | index[key] for key in Published.model_fields}
