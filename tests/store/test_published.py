@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -610,6 +611,35 @@ def test_a_stage_in_the_folder_of_another_is_one_line(original: dict[str, Any], 
     recipe = cached({**original, "url": f"file://{tmp_path}/store"}, tmp_path / "runs")
     assert remote.INDEX in refuse(lambda: lw.Run(recipe, quiet=True).score())
     assert not (tmp_path / "runs").exists()
+
+
+def test_published_scores_of_other_lengths_are_one_line(original: dict[str, Any], tmp_path: Path) -> None:
+    """All checksums of what a hostile or a broken program published may be right."""
+    from lightning_weave.errors import CorruptData
+    from lightning_weave.store import Shard, read_checked, write_checked
+    from lightning_weave.store.stage import pack
+    from lightning_weave.types import Ragged, Scores
+
+    store = tmp_path / "store"
+    shutil.copytree(original["root"] / "store", store)
+    path = next(store.glob("score/acc-post@*/00000.safetensors"))
+    shard = Shard(Scores, path)
+    scores, fingerprint = shard.read(), shard.fingerprint
+    assert fingerprint is not None
+    offsets = scores.logp.offsets.copy()
+    offsets[-1] -= 1
+    scores = replace(scores, logp=Ragged(scores.logp.flat[:-1], offsets))
+    path.write_bytes(pack(scores, fingerprint))
+    manifest = read_checked(path.parent / "manifest.json")
+    manifest["shards"][0] |= {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+    write_checked(path.parent / "manifest.json", manifest)
+    index = read_checked(store / remote.INDEX)
+    for file in (path, path.parent / "manifest.json"):
+        index["files"][file.relative_to(store).as_posix()] = sha256_file(file)
+    write_checked(store / remote.INDEX, index)
+    run = lw.Run(cached({**original, "url": f"file://{store}"}, tmp_path / "runs"), quiet=True)
+    with pytest.raises(CorruptData, match=path.name):
+        run.run(until="train")
 
 
 @pytest.mark.parametrize("damage", ["text", "deep", "checksum"])
