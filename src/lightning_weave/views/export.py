@@ -81,15 +81,8 @@ def card(run: Run, composition: str, out: Path | None, progress: Progress) -> Pa
             write_atomic(unfinished / ".eval_results" / name, text.encode())
         if summaries_of(run, composition)[0]:
             report([run], Progress(quiet=True), unfinished / "report")
-    mark = run.recipe.mark
-    progress.say(
-        f"{target}: "
-        + (
-            f"a {mark}"
-            if mark
-            else f"ready. Publish it with: hf upload --private OWNER/NAME {shlex.quote(str(target))}"
-        )
-    )
+    ready = f"ready. Publish it with: hf upload --private OWNER/NAME {shlex.quote(str(target))}"
+    progress.say(f"{target}: " + (f"a {run.recipe.mark}" if run.recipe.mark else ready))
     return target
 
 
