@@ -40,6 +40,7 @@ MOST_DEATHS = 3  # of ranks, one after another, without a new checkpoint or shar
 NODE_PATIENCE = 60.0  # seconds for a lost node to come back, before training resumes with fewer ranks
 LAST_WORDS = 30.0  # seconds for the other ranks to say why they stopped
 NAMESPACE = "lightning-weave"
+Opener = Callable[[Run], AbstractContextManager[ComputeShards]]  # of a job
 Node = Mapping[str, float]  # what one machine has, as Ray names it: CPU, GPU, ...
 log = logging.getLogger(__name__)
 
@@ -65,11 +66,6 @@ class WorkerPlan:
     workers: int
     cpus: float
     gpus: float
-
-    @property
-    def devices_each(self) -> float:
-        """How many devices one of them takes, for the ledger."""
-        return self.gpus or 1.0
 
 
 def live_nodes() -> list[Node]:
@@ -116,11 +112,9 @@ def _uses_gpus(machine: Machine, nodes: Sequence[Node]) -> bool:
 
 def _rooms(nodes: Sequence[Node], cpus: float, gpus: float) -> list[int]:
     """Count the workers that fit onto each node; refuse if none does."""
-    little = 1e-6  # of a fraction: ten workers of 0.1 fit
-    rooms = []
-    for node in nodes:
-        room = node.get("CPU", 0.0) / cpus
-        rooms.append(int(min(room, node.get("GPU", 0.0) / gpus) + little if gpus else room + little))
+    needs = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
+    # Ten workers of 0.1 fit.
+    rooms = [int(min(node.get(kind, 0.0) / need for kind, need in needs.items()) + 1e-6) for node in nodes]
     if not any(rooms):
         raise InputError(
             f"no worker of {cpus:g} CPUs and {gpus:g} GPUs fits onto one node of the cluster ({_has(nodes)}). Lower "
@@ -131,8 +125,8 @@ def _rooms(nodes: Sequence[Node], cpus: float, gpus: float) -> list[int]:
 
 def _has(nodes: Sequence[Node]) -> str:
     """List the CPUs and GPUs of the nodes for a message."""
-    each = [f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes]
-    return "; ".join(f"{each.count(text)} x {text}" for text in dict.fromkeys(each)) or "no node is alive"
+    each = Counter(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
+    return "; ".join(f"{count} x {text}" for text, count in each.items()) or "no node is alive"
 
 
 class _RankDied(Exception):
@@ -220,12 +214,11 @@ def _run(actors: Sequence[Any], work: RankWork, run: Run, progress: Progress) ->
     """Let all ranks train, and show what the first of them tells."""
     import ray
 
+    beginnings = [actor.begin.remote(os.getcwd()) for actor in actors]
     try:
-        answers = ray.get([actor.begin.remote(os.getcwd()) for actor in actors])
-    except ray.exceptions.RayActorError as error:
-        raise _RankDied(first_line(error)) from None
-    except ray.exceptions.RayTaskError as error:
-        raise own_error(error) from None
+        answers = ray.get(beginnings)
+    except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
+        _raise_why(beginnings)
     nodes = [node for node, _, _ in answers]
     order = sorted(range(len(actors)), key=lambda number: nodes.index(nodes[number]))  # the first stays the first
     _, address, port = answers[0]
@@ -303,16 +296,15 @@ class Rank:
     def read_messages(self) -> list[tuple[Any, ...]]:
         """Return the messages since the last call; wait a moment for one."""
         messages = []
-        try:
+        with suppress(queue.Empty):
             messages.append(self.messages.get(timeout=1.0))
             while True:
                 messages.append(self.messages.get_nowait())
-        except queue.Empty:
-            return messages
+        return messages
 
 
 class ForwardedProgress(Progress):
-    """Sends what it would show to the process that shows it."""
+    """Sends what it would show to the process that shows it: lines, and the states of bars."""
 
     def __init__(self, send: Callable[[tuple[Any, ...]], None]) -> None:
         super().__init__()
@@ -323,13 +315,9 @@ class ForwardedProgress(Progress):
 
     @contextmanager
     def bar(self, what: str, total: int, unit: str) -> Iterator[Bar]:
-        send = self.send
-
-        class ForwardedBar(Bar):
-            def show(self) -> None:
-                send((what, total, unit, self.done, self.note))
-
-        yield ForwardedBar(what, total, unit)
+        bar = Bar(what, total, unit)
+        bar.show = lambda: self.send((what, total, unit, bar.done, bar.note))  # type: ignore[method-assign]
+        yield bar
 
 
 class _Screen(ExitStack):
@@ -371,9 +359,8 @@ def run_jobs_on_ray(jobs: Sequence[Job], run: Run, progress: Progress) -> None:
     class RestartedWorker(ShardWorker):  # `ready` waits for as long as Ray needs to find room for it
         ready = ray.method(max_task_retries=-1)(ShardWorker.ready)
 
-    remote = ray.remote(max_restarts=-1, max_concurrency=threads, num_cpus=plan.cpus, num_gpus=plan.gpus)(
-        RestartedWorker
-    )
+    options = {"max_restarts": -1, "max_concurrency": threads, "num_cpus": plan.cpus, "num_gpus": plan.gpus}
+    remote = ray.remote(**options)(RestartedWorker)
     openers = [job.open for job in jobs]  # sent together, so that a worker keeps what two of them share
     actors = [remote.remote(openers, run.recipe, run.arguments, run.trust, os.getcwd()) for _ in range(plan.workers)]
     running = []
@@ -381,7 +368,7 @@ def run_jobs_on_ray(jobs: Sequence[Job], run: Run, progress: Progress) -> None:
         at_once = min(job.at_once, -(-len(job.pending) // plan.workers))  # the first worker leaves some for the others
         running.append(_RunningJob(number, job, at_once, deque(job.pending), len(job.pending)))
     try:
-        _hand_out(actors, running, run, plan.devices_each, progress)
+        _hand_out(actors, running, run, plan.gpus or 1.0, progress)
     finally:
         for one in running:  # what was spent is recorded however it ends
             one.account.close()
@@ -393,12 +380,7 @@ class ShardWorker:
     """What lives in an actor: the model of one job at a time, loaded when a shard of that job comes."""
 
     def __init__(
-        self,
-        openers: Sequence[Callable[[Run], AbstractContextManager[ComputeShards]]],
-        recipe: Recipe,
-        arguments: str | None,
-        trust: bool,
-        folder: str,
+        self, openers: Sequence[Opener], recipe: Recipe, arguments: str | None, trust: bool, folder: str
     ) -> None:
         self.openers = openers
         self.folder = folder
@@ -437,7 +419,6 @@ class _RunningJob:
     todo: deque[int]
     left: int
     deaths: Counter[int] = field(default_factory=Counter)  # of workers, by the shard that they were computing
-    shown: int = 0
     bar: Bar | None = None
     account: ExitStack = field(default_factory=ExitStack)
     meter: Meter | None = None  # opened with the first shard: only what workers spend on its shards is counted
@@ -532,13 +513,12 @@ def _show(jobs: Sequence[_RunningJob], progress: Progress, bars: ExitStack) -> N
     """Show one bar at a time, in the order of the jobs, though their ends overlap."""
     for one in jobs:
         total = len(one.job.pending)
-        if one.shown == total:
-            continue
         if one.bar is None:
             one.bar = bars.enter_context(progress.bar(one.job.label, total, one.job.unit))
-        while one.shown < total - one.left:
-            one.shown += 1
-            one.bar.advance()
+        elif one.bar.done == total:
+            continue
+        if done := total - one.left - one.bar.done:
+            one.bar.advance(done)
         if one.left:
             return
         bars.close()

@@ -109,18 +109,6 @@ def size_of(path: Path) -> int:
     return sum(file.lstat().st_size for file in files if file.is_file() or file.is_symlink())
 
 
-def file_size(size: int) -> str:
-    """Format bytes for people.
-
-    >>> file_size(12), file_size(5_012), file_size(2_500_000), file_size(7_000_000_000)
-    ('12 bytes', '5.0 kB', '2.5 MB', '7.0 GB')
-    """
-    for unit, divisor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= divisor:
-            return f"{size / divisor:,.1f} {unit}"
-    return f"{size} bytes"
-
-
 def kept_threads(run: Run) -> int | None:
     """Read the count that was measured, if it was."""
     file = run.directory / MACHINE

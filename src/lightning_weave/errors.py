@@ -78,5 +78,15 @@ def printable(text: str, most: int = 8000) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, printable and not too long, for a message of ours."""
     lines = str(error).strip().splitlines()
-    text = lines[0] if lines else type(error).__name__
+    text = hide_credentials(lines[0] if lines else type(error).__name__)
     return "".join(letter if letter.isprintable() else " " for letter in text[:300])
+
+
+def hide_credentials(text: str) -> str:
+    """Hide the password, the token or the signature in URLs.
+
+    >>> hide_credentials("s3://me:se/cret@bucket/x https://token@host https://host/x?sig=1 hf://datasets/org/name@v1")
+    's3://...@bucket/x https://...@host https://host/x?... hf://datasets/org/name@v1'
+    """
+    text = re.sub(r"(?<=://)[^\s'\"@]*:[^\s'\"]*@|(?<=http://)[^\s/@]+@|(?<=https://)[^\s/@]+@", "...@", text)
+    return re.sub(r"(://[^\s'\"?]*\?)[^\s'\"]+", r"\1...", text)

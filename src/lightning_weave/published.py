@@ -1,7 +1,7 @@
 """`lweave push`, `lweave pull`, and anchors whose scores are published: anchors.NAME = { cache = "URL" }."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ from lightning_weave.models.checkpoint import Checkpoint, card_header
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_main_process
 from lightning_weave.run import DUMP, IDENTITIES, ROLES, Run, explain_change, resolved_recipe
-from lightning_weave.store import MANIFEST, Stage, damaged_files, differences
+from lightning_weave.store import MANIFEST, Stage, damaged_files, differences, read_description
 from lightning_weave.store.files import (
     HOLDER,
     TEMPORARY,
@@ -45,12 +45,13 @@ def push(run: Run, remote: Remote, progress: Progress, everything: bool = False,
     for stage in stages:
         for path, fault in damaged_files(stage.folder).items():
             raise InputError(f"{path}: {fault}; nothing was pushed. Remove it and run the stage again")
-    paths = [stage.folder / one["file"] for stage in stages for one in stage.require()["shards"]]
-    paths += [stage.manifest_path for stage in stages]
     index = _describe(run, stages)
     if everything:
         paths = [path for path in run.directory.rglob("*") if path.is_file() and not path.is_symlink()]
         index["links"] = _links(run.directory)
+    else:
+        paths = [stage.folder / one["file"] for stage in stages for one in stage.require()["shards"]]
+        paths += [stage.manifest_path for stage in stages]
     files = {path.relative_to(run.directory).as_posix(): path for path in paths}
     names = [name for name in files.keys() - KEPT_HERE if TEMPORARY not in name]
     names.sort(key=lambda name: (name.endswith(MANIFEST), name))
@@ -61,15 +62,13 @@ def push(run: Run, remote: Remote, progress: Progress, everything: bool = False,
         raise InputError(f"{run.directory}: {error}. Rename it; nothing was pushed") from None
     remote.create(private=not public)
     before = remote.index()
-    if before and before["recipe"]["name"] != run.recipe.name:
+    if before["recipe"].get("name", run.recipe.name) != run.recipe.name:
         raise InputError(f"{remote.url}: holds the run {before['recipe']['name']!r}, not {run.recipe.name!r}")
-    if before:
-        check_student(run, before, remote.url)
-    sent = before["files"] if before else {}
+    check_student(before, [run.identity_of(run.student)], remote.url, f"student.model is {run.student}")
     with progress.bar("push", len(names), "file") as bar:
         for batch in (names[start : start + BATCH] for start in range(0, len(names), BATCH)):
             digests = {name: sha256_file(files[name]) for name in batch}
-            if new := [name for name, digest in digests.items() if sent.get(name) != digest]:
+            if new := [name for name, digest in digests.items() if before["files"].get(name) != digest]:
                 part = {**index, "stages": {}, "anchors": {}, "links": {}, "files": digests}
                 remote.put({name: files[name] for name in new}, part, f"Add {len(new)} files")
             index["files"] |= digests
@@ -93,6 +92,9 @@ def pull(url: str, runs: str, progress: Progress) -> Path:
     index = read_index(url)
     recipe = check_recipe({**index["recipe"], "runs": runs}, url)
     directory = Path(runs) / recipe.name
+    folders = (folder for name in ("rollout", "reference") for folder in directory.glob(f"{name}@*"))
+    students = [read_description(folder).get("settings", {}).get("student") for folder in folders]
+    check_student(index, students, url, f"{directory} is the run of another. Pull into another directory: --runs DIR")
     with lock_run(directory):
         before = _read(directory / INDEX)  # the sha256 that files had when they were pulled or pushed
         known = {name: [*before.get(name, []), digest] for name, digest in index["files"].items()}
@@ -101,7 +103,7 @@ def pull(url: str, runs: str, progress: Progress) -> Path:
         changed = [name for name in there if not _is_same(directory / name, known[name])]
         files = {name: index["files"][name] for name in known.keys() - KEPT_HERE - {*changed}}
         write_checked(directory / INDEX, before | known)  # a kill leaves some files as they were
-        _fetch(Remote(url), files, directory, progress)
+        _fetch(Remote(url), {directory / name: name for name in files}, files, progress)
         write_checked(directory / IDENTITIES, index["identities"] | _read(directory / IDENTITIES))
         if not (directory / "recipe.toml").exists():
             write_atomic(directory / "recipe.toml", dump_recipe(recipe).encode())
@@ -129,12 +131,13 @@ def _links(directory: Path) -> dict[str, str]:
     return {link.as_posix(): end.relative_to(root).as_posix() for link, end in ends.items() if root in end.parents}
 
 
-def _fetch(remote: Remote, files: Mapping[str, str], directory: Path, progress: Progress) -> None:
-    names = sorted(files, key=lambda name: (name.endswith(MANIFEST), name))  # before that, a stage is not complete
-    missing = [name for name in names if not _is_same(directory / name, [files[name]])]
+def _fetch(remote: Remote, names: Mapping[Path, str], digests: Mapping[str, str], progress: Progress) -> None:
+    """Fetch the files that are not here yet, by the names that they have there."""
+    missing = [path for path, name in names.items() if not _is_same(path, [digests[name]])]
+    missing.sort(key=lambda path: (path.name == MANIFEST, path))  # before that, a stage is not complete
     with progress.bar("pull", len(missing), "file") as bar:
-        for name in missing:
-            remote.get(name, files[name], directory / name)
+        for path in missing:
+            remote.get(names[path], digests[names[path]], path)
             bar.advance()
 
 
@@ -144,24 +147,27 @@ def _is_same(path: Path, digests: Sequence[str]) -> bool:
 
 def _describe(run: Run, stages: Sequence[Stage]) -> Index:
     """What another machine needs to know: recipe, identities of models and data, and what each stage is."""
-    scored = {stage.fingerprint for stage in stages}
     identities = {**run.remembered, **run.identities}
-    anchors: dict[str, Any] = {}
     models = {run.student}
+    anchors: dict[str, Any] = {}
     for name, section in run.recipe.anchors.items():
-        if all(stage.fingerprint in scored for stage in run.scores_of(name)):
+        if {stage.fingerprint for stage in run.scores_of(name)} <= {stage.fingerprint for stage in stages}:
             sides = {role: run.anchor(name, role) for role in ROLES}
-            models |= set(sides.values())
-            names = {*map(str, sides.values())} - {str(run.student)}
-            own = {key: value for key, value in identities.items() if key.split(" of ")[-1] in names}
+            models |= {*sides.values()}
+            named = {role: str(model) for role, model in sides.items()}
             table = section.model_dump(**DUMP, exclude={"cache", *section.RULES})
-            anchors[name] = {"table": table, "models": own, "sides": {role: str(one) for role, one in sides.items()}}
+            own = _identities_of({*named.values()} - {str(run.student)}, identities)
+            anchors[name] = {"table": table, "models": own, "sides": named}
     described = {}
     for stage in stages:
         manifest = stage.require()
-        place = {"path": stage.path, "folder": stage.folder.relative_to(run.directory).as_posix()}
-        figures = {"bytes": sum(entry["bytes"] for entry in manifest["shards"]), "rows": manifest.get("rows")}
-        described[stage.fingerprint] = {**place, **figures, "settings": manifest["settings"]}
+        described[stage.fingerprint] = {
+            "path": stage.path,
+            "folder": stage.folder.relative_to(run.directory).as_posix(),
+            "bytes": sum(entry["bytes"] for entry in manifest["shards"]),
+            "rows": manifest.get("rows"),
+            "settings": manifest["settings"],
+        }
     heads = {str(one): header for one in models if "license" in (header := card_header(one))}
     return {
         "recipe": run.recipe.model_dump(**DUMP, exclude={"runs"}),
@@ -172,6 +178,11 @@ def _describe(run: Run, stages: Sequence[Stage]) -> Index:
         "files": {},
         "links": {},
     }
+
+
+def _identities_of(models: Collection[str | None], identities: Mapping[str, str]) -> dict[str, str]:
+    """Those of the models themselves, and of what else is known of them."""
+    return {key: value for key, value in identities.items() if key.split(" of ")[-1] in models}
 
 
 def data_card(index: Index, run: Run, url: str) -> str:
@@ -213,7 +224,7 @@ cache = "{url}"
 def read_index(url: str) -> Index:
     """Read what is published at a URL, once per process."""
     index = Remote(url).index()
-    if index is None:
+    if not index["recipe"]:
         raise InputError(f"{url}: nothing is published there, or you may not read it")
     return index
 
@@ -223,14 +234,13 @@ def expand_recipe(recipe: Recipe) -> tuple[Recipe, dict[str, str], dict[str, str
     data = recipe.model_dump(**DUMP)
     models, others = dict[str, str](), dict[str, str]()
     remembered = _read(Path(recipe.runs) / recipe.name / IDENTITIES)
-    before = resolved_recipe(recipe) if remembered else {}
+    before = resolved_recipe(recipe).get("anchors", {}) if remembered else {}
     for name, section in recipe.anchors.items():
         if section.cache is None:
             continue
-        found = before.get("anchors", {}).get(name, {})
-        if found.get("cache") == section.cache:  # as the run has it: the store is not asked again
-            names = {found.get(key) for key in ("post", "pre", "model")}
-            models |= {key: value for key, value in remembered.items() if key.split(" of ")[-1] in names}
+        table = before.get(name, {})
+        if table.get("cache") == section.cache:  # as the run has it: the store is not asked again
+            models |= _identities_of({table.get(key) for key in ("post", "pre", "model")}, remembered)
         else:
             try:
                 index = read_index(section.cache)
@@ -242,27 +252,26 @@ def expand_recipe(recipe: Recipe) -> tuple[Recipe, dict[str, str], dict[str, str
             if name not in there and len(there) != 1:
                 has = f"has no anchor of this name; it has {', '.join(there) or 'none'}"
                 raise InputError(f"anchors.{name}.cache = {section.cache!r}: {has}")
-            anchor = there[name] if name in there else next(iter(there.values()))
-            found = anchor["table"]
+            anchor = there.get(name) or next(iter(there.values()))
+            table = anchor["table"]
             models |= anchor["models"]
             others |= index["identities"]
         if section.post is None and section.model is None:
             rules = section.model_dump(**DUMP, include={"cache", *section.RULES})
-            table = {key: value for key, value in found.items() if key not in section.RULES}
-            data["anchors"][name] = table | rules
+            data["anchors"][name] = {key: value for key, value in table.items() if key not in section.RULES} | rules
     local = [recipe.student, *(one for one in recipe.policies.values() if one.model)]
     own = {str(Checkpoint.from_section(one)) for one in local}
     own |= {model for one in recipe.anchors.values() if one.cache is None for model in (one.post, one.pre) if model}
-    preferred = {key: value for key, value in models.items() if key.split(" of ")[-1] not in own}
+    preferred = {key: value for key, value in models.items() if key not in _identities_of(own, models)}
     return check_recipe(data, "recipe"), preferred, others
 
 
-def check_student(run: Run, index: Index, about: str) -> None:
-    """Refuse what belongs to another student."""
-    students = [one["settings"].get("student") for one in index["stages"].values() if one["path"] == "reference"]
-    if students and run.identity_of(run.student) not in students:
-        theirs = index["recipe"]["student"].get("model")
-        raise InputError(f"{about}: belongs to another student, {theirs}; student.model is {run.student}")
+def check_student(index: Index, students: Collection[str | None], about: str, here: str) -> None:
+    """Refuse what belongs to none of these students, if it is known whose it is."""
+    stages = [one for one in index["stages"].values() if one["path"] in ("rollout", "reference")]
+    theirs = {one["settings"].get("student") for one in stages} - {None}
+    if theirs and {*students} - {None} and theirs.isdisjoint(students):
+        raise InputError(f"{about}: belongs to another student, {index['recipe']['student'].get('model')}; {here}")
 
 
 def check_published(run: Run, anchor: str) -> list[Stage]:
@@ -272,7 +281,7 @@ def check_published(run: Run, anchor: str) -> list[Stage]:
     index = read_index(url)
     about = f"anchors.{anchor}.cache = {url!r}"
     cache = [run.stage("prompts"), run.stage("rollout"), run.stage("reference")]
-    check_student(run, index, about)
+    check_student(index, [run.identity_of(run.student)], about, f"student.model is {run.student}")
     for stage in (*cache, *run.scores_of(anchor)):
         if stage.fingerprint not in index["stages"]:
             kind = stage.path.split("/")[0]
@@ -311,8 +320,9 @@ def fetch_published(run: Run, progress: Progress) -> None:
             continue
         url = str(run.recipe.anchors[anchor].cache)
         index = read_index(url)
-        folders = {index["stages"][stage.fingerprint]["folder"] for stage in missing}
-        files = {name: digest for name, digest in index["files"].items() if name.rpartition("/")[0] in folders}
-        _fetch(Remote(url), files, run.directory, progress)
+        folders = {index["stages"][stage.fingerprint]["folder"]: stage.folder for stage in missing}
+        places = [(*name.rpartition("/"), name) for name in index["files"]]
+        names = {folders[folder] / file: name for folder, _, file, name in places if folder in folders}
+        _fetch(Remote(url), names, index["files"], progress)
         for stage in missing:
             stage.link()

@@ -34,6 +34,9 @@ def place(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": source, "HERE": str(tmp_path)}
 
 
+BASH = shutil.which("bash") or ""
+
+
 def start(place: dict[str, str], command: list[str], variables: dict[str, str]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(command, cwd=place["HERE"], env={**place, **variables}, stderr=subprocess.PIPE)
 
@@ -67,8 +70,6 @@ def test_the_kubernetes_jobs_make_a_student(place: dict[str, str]) -> None:
 def test_the_skypilot_task_makes_a_student(place: dict[str, str]) -> None:
     task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
     nodes = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "127.0.0.1"}
-    bash = shutil.which("bash")
-    assert bash is not None
     with held_port() as port:
         script = task["run"].replace("29500", str(port))
         variables = {
@@ -77,15 +78,26 @@ def test_the_skypilot_task_makes_a_student(place: dict[str, str]) -> None:
             "STORE": f"file://{place['HERE']}/store",
             "SKYPILOT_NUM_GPUS_PER_NODE": "2",
         }
-        process = start(place, [bash, "-c", script], variables)
+        process = start(place, [BASH, "-c", script], variables)
         _, said = process.communicate()
     assert process.returncode == 0, said.decode()
     assert states(place) == {"complete"}
     shutil.rmtree(Path(place["HERE"]) / "runs")  # the machine is gone; another continues from the store
     with held_port() as port:
         script = task["run"].replace("29500", str(port))
-        process = start(place, [bash, "-c", script], {**variables, "SKYPILOT_NUM_GPUS_PER_NODE": "1"})
+        process = start(place, [BASH, "-c", script], {**variables, "SKYPILOT_NUM_GPUS_PER_NODE": "1"})
         _, said = process.communicate()
     assert process.returncode == 0, said.decode()
     assert b"updates/s" not in said, "nothing is trained again"
     assert states(place) == {"complete"}
+
+
+@pytest.mark.slow
+def test_the_skypilot_task_computes_nothing_that_it_cannot_keep(place: dict[str, str]) -> None:
+    task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
+    variables = {**task["envs"], "STORE": f"file://{place['HERE']}/mine.toml/store", "SKYPILOT_NODE_RANK": "0"}
+    process = start(place, [BASH, "-c", task["run"]], variables)
+    _, said = process.communicate()
+    assert process.returncode == 1, said.decode()
+    assert variables["STORE"] in said.decode()
+    assert not list(Path(place["HERE"]).glob("runs/tiny/*@*"))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,35 +276,22 @@ from lightning_weave.store import remote
 from lightning_weave.cli import main
 left = int(sys.argv.pop(1))
 
-def count(_=None):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-class Digest:  # of the bytes that have arrived, piece by piece
-    def __init__(self):
-        self.real = sha256()
-        self.hexdigest = self.real.hexdigest
-    def update(self, piece):
-        count()
-        self.real.update(piece)
-
 class Local(remote.LocalFileSystem):
     def put_file(self, source, target, **more):
+        global left
         with open(source, "rb") as data:
             text = data.read()
         os.makedirs(os.path.dirname(target), exist_ok=True)
         for part in (text[: len(text) // 2], text):  # dies with half of a file written, too
             with open(target, "wb") as file:
                 file.write(part)
-            count()
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-import fsspec, hashlib
-sha256 = hashlib.sha256
-if sys.argv[1] == "pull":
-    remote.PIECE = 512
-    remote.hashlib = type("hashlib", (), {"sha256": Digest})
+    get_file = put_file
+
+import fsspec
 fsspec.register_implementation("file", Local, clobber=True)
 main()
 """
@@ -481,12 +469,132 @@ def test_a_run_that_has_only_begun_moves(original: dict[str, Any], tmp_path: Pat
     assert lw.Run(recipe, quiet=True).stage("reference").complete
 
 
-@pytest.mark.parametrize("url", ["s3://me:hunter2@bucket/tiny", "simplecache::s3://me:hunter2@bucket/tiny"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://me:hunter2@bucket/tiny",
+        "s3://me:hun/hunter2@bucket/tiny",
+        "simplecache::s3://me:hunter2@bucket/tiny",
+        "https://hunter2@host/tiny",
+        "https://host/tiny?signature=hunter2",
+    ],
+)
 def test_a_password_is_neither_used_nor_logged(original: dict[str, Any], tmp_path: Path, url: str) -> None:
     recipe = {**original["recipe"], "runs": str(tmp_path / "runs")}
-    message = refuse(lambda: lw.Run(recipe, quiet=True).push(url))
-    assert "hunter2" not in message
+    progress = lw.Run(recipe, quiet=True).progress
+    cached = {**recipe, "anchors": {"acc": {**recipe["anchors"]["acc"], "cache": url}}, "compositions": {}}
+    for use in (
+        lambda: lw.Run(recipe, quiet=True).push(url),
+        lambda: published.pull(url, str(tmp_path / "runs"), progress),
+        lambda: lw.Run(cached, quiet=True).run(),
+    ):
+        assert "hunter2" not in refuse(use)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "table"),
+    [
+        ("tracking.settings.api_key", {"tracking": {"settings": {"api_key": "hunter2"}}}),
+        ("engine.options.hf_token", {"engine": {"options": {"hf_token": "hunter2"}}}),
+        ("anchors.acc.engine", {"anchors": {"acc": {"post": "a", "pre": "b", "engine": "http://me:hunter2@gpu:8000"}}}),
+    ],
+)
+def test_a_recipe_with_a_password_is_refused(original: dict[str, Any], key: str, table: dict[str, Any]) -> None:
+    """It would be in the run directory, on trackers and in what is published."""
+    message = refuse(lambda: lw.Run({**original["recipe"], "compositions": {}, **table}, quiet=True))
+    assert key in message
+    assert "hunter2" not in message
+
+
+def test_a_pull_into_the_run_of_another_student_changes_nothing(original: dict[str, Any], tmp_path: Path) -> None:
+    recipe = {**copy.deepcopy(original["recipe"]), "runs": str(tmp_path / "runs"), "anchors": {}, "compositions": {}}
+    shutil.copytree(original["root"] / "acc-pre", tmp_path / "foreign")
+    recipe["student"]["model"] = str(tmp_path / "foreign")
+    run = lw.Run(recipe, quiet=True)
+    run.rollout()
+    before = sorted(run.path.rglob("*"))
+    message = refuse(lambda: published.pull(original["url"], recipe["runs"], run.progress))
+    assert str(run.path) in message
+    assert sorted(run.path.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("without_anchors")
+def test_scores_arrive_where_this_recipe_looks_for_them(original: dict[str, Any], tmp_path: Path) -> None:
+    """A folder that own scoring has begun is finished, whatever the published one is called."""
+    from lightning_weave.store import read_checked, write_checked
+
+    shutil.copytree(original["root"] / "store", tmp_path / "store")
+    index = read_checked(tmp_path / "store" / remote.INDEX)
+    (stage,) = (one for one in index["stages"].values() if one["path"] == "score/acc-post")
+    other = stage["folder"].replace("acc-post", "other")
+    shutil.move(tmp_path / "store" / stage["folder"], tmp_path / "store" / other)
+    index["files"] = {name.replace(stage["folder"], other): digest for name, digest in index["files"].items()}
+    stage["folder"] = other
+    write_checked(tmp_path / "store" / remote.INDEX, index)
+    recipe = cached({**original, "url": f"file://{tmp_path}/store"}, tmp_path / "runs")
+    run = lw.Run(recipe, quiet=True)
+    (folder,) = (stage.folder for stage in run.stages("score") if stage.name == "acc-post")
+    folder.mkdir(parents=True)
+    shutil.copy(next((tmp_path / "store" / other).glob("*.safetensors")), folder)
+    run.score()
+    assert all(stage.complete for stage in run.stages("score"))
+
+
+SMALL = """
+mount -t tmpfs -o size=$SIZE tmpfs small
+$LWEAVE $WORDS > said.txt 2>&1
+echo $? > code.txt
+find small -name '.tmp-*' >> said.txt
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0, reason="needs a mount namespace"
+)
+@pytest.mark.parametrize(("verb", "size"), [("pull", "100k"), ("push", "60k")])
+def test_a_full_disk_is_one_line_that_names_it(original: dict[str, Any], tmp_path: Path, verb: str, size: str) -> None:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(original["recipe"]))
+    words = {"pull": f"pull {original['url']} --runs small", "push": f"push tiny.toml file://{tmp_path}/small/store"}
+    lweave = f"{sys.executable} -m lightning_weave.cli"
+    environment = {**os.environ, "SIZE": size, "WORDS": words[verb], "LWEAVE": lweave}
+    subprocess.run(["unshare", "-rm", "sh", "-c", SMALL], cwd=tmp_path, env=environment, check=True)
+    (line,) = (tmp_path / "said.txt").read_text().splitlines()
+    assert (tmp_path / "code.txt").read_text().strip() == "1", line
+    assert f"{tmp_path}/small/" in line
+    assert str(original["root"] / "store") not in line
+    assert "No space left on device" in line
+
+
+def without_powers() -> list[str]:
+    """The start of a command that root runs as others do: bound by permissions."""
+    if os.geteuid() != 0:
+        return []
+    if shutil.which("setpriv") is None:
+        pytest.skip("root needs setpriv to be refused anything")
+    return ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+
+
+@pytest.mark.slow
+def test_a_folder_that_may_not_be_written_is_named(original: dict[str, Any], tmp_path: Path) -> None:
+    run = lw.Run(cached(original, tmp_path / "runs"), quiet=True)
+    folder = run.stage("reference").folder
+    folder.mkdir(parents=True)
+    folder.chmod(0o500)
+    (tmp_path / "store").mkdir(mode=0o500)
+    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(original["recipe"]))
+    pull = (["pull", original["url"], "--runs", str(tmp_path / "runs")], f"{folder}", 1)
+    push = (["push", str(tmp_path / "tiny.toml"), f"file://{tmp_path}/store"], f"file://{tmp_path}/store", 2)
+    for words, place, code in (pull, push):
+        command = [*without_powers(), sys.executable, "-m", "lightning_weave.cli", *words]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert ended.returncode == code, ended.stderr
+        assert place in ended.stderr.splitlines()[-1]
+        assert "ermission denied" in ended.stderr
+    assert not list(folder.iterdir())
+    assert not list((tmp_path / "store").iterdir())
 
 
 @pytest.mark.parametrize("folder", ["train/both@12345678", "report", "../reference@"])
@@ -503,6 +611,35 @@ def test_a_stage_in_the_folder_of_another_is_one_line(original: dict[str, Any], 
     recipe = cached({**original, "url": f"file://{tmp_path}/store"}, tmp_path / "runs")
     assert remote.INDEX in refuse(lambda: lw.Run(recipe, quiet=True).score())
     assert not (tmp_path / "runs").exists()
+
+
+def test_published_scores_of_other_lengths_are_one_line(original: dict[str, Any], tmp_path: Path) -> None:
+    """All checksums of what a hostile or a broken program published may be right."""
+    from lightning_weave.errors import CorruptData
+    from lightning_weave.store import Shard, read_checked, write_checked
+    from lightning_weave.store.stage import pack
+    from lightning_weave.types import Ragged, Scores
+
+    store = tmp_path / "store"
+    shutil.copytree(original["root"] / "store", store)
+    path = next(store.glob("score/acc-post@*/00000.safetensors"))
+    shard = Shard(Scores, path)
+    scores, fingerprint = shard.read(), shard.fingerprint
+    assert fingerprint is not None
+    offsets = scores.logp.offsets.copy()
+    offsets[-1] -= 1
+    scores = replace(scores, logp=Ragged(scores.logp.flat[:-1], offsets))
+    path.write_bytes(pack(scores, fingerprint))
+    manifest = read_checked(path.parent / "manifest.json")
+    manifest["shards"][0] |= {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+    write_checked(path.parent / "manifest.json", manifest)
+    index = read_checked(store / remote.INDEX)
+    for file in (path, path.parent / "manifest.json"):
+        index["files"][file.relative_to(store).as_posix()] = sha256_file(file)
+    write_checked(store / remote.INDEX, index)
+    run = lw.Run(cached({**original, "url": f"file://{store}"}, tmp_path / "runs"), quiet=True)
+    with pytest.raises(CorruptData, match=path.name):
+        run.run(until="train")
 
 
 @pytest.mark.parametrize("damage", ["text", "deep", "checksum"])
@@ -554,9 +691,7 @@ def test_the_hub_gets_a_private_data_set_and_two_pushes_at_once(
         assert uploaded <= set(hub.large)
         (tmp_path / "other.txt").write_text("other")
         other = remote.Remote(url)
-        index = other.index()
-        assert index is not None
-        added: Any = {**index, "files": {"other.txt": sha256_file(tmp_path / "other.txt")}}
+        added: Any = {**other.index(), "files": {"other.txt": sha256_file(tmp_path / "other.txt")}}
         hub.before_commit = lambda: other.put({"other.txt": tmp_path / "other.txt"}, added, "Add")
         asked = len(hub.sent(".safetensors")) + len(hub.large)
         run.push(url)

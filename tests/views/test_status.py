@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.filesize import decimal as file_size
 
 from lightning_weave.bench.samples import write_block
-from lightning_weave.directory import file_size, size_of
+from lightning_weave.directory import size_of
 from lightning_weave.stages import reference, rollout, score
 from lightning_weave.stages.run import make_students
 from lightning_weave.views import status

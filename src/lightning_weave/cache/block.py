@@ -341,7 +341,12 @@ class Cache:
 
         def read(stage: Stage, kind: type[T]) -> T:
             opened: Shard[T] = self._open(stage.folder, kind, shard)  # type: ignore[arg-type]
-            return opened.read(place, place + len(span))
+            table = opened.read(place, place + len(span))
+            each = [value.offsets for value in vars(table).values() if isinstance(value, Ragged)]
+            if kind is not Rollouts and not all(np.array_equal(one, rollouts.response_ids.offsets) for one in each):
+                path = stage.shard_path(shard)
+                raise CorruptData(f"{path}: not as many decisions as tokens. Remove it and rerun: {stage.command}")
+            return table
 
         rollouts = read(self.rollouts, Rollouts)
         trajectory_R = rollouts.trajectories()

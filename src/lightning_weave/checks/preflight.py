@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
+from rich.filesize import decimal as file_size
 
 from lightning_weave.checks.findings import (
     Finding,
@@ -24,7 +25,6 @@ from lightning_weave.checks.models import known_fault, open_benchmarks
 from lightning_weave.checks.pairs import align_sample, take_sample
 from lightning_weave.config import EngineStage, Recipe, benchmark_folder
 from lightning_weave.devices import device_name, matmul_flops, memory_of, most_processes
-from lightning_weave.directory import file_size
 from lightning_weave.errors import InputError
 from lightning_weave.plan.architecture import CALIBRATED, recognise
 from lightning_weave.plan.costs import HOUR, PlannedMachine

@@ -5,7 +5,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
@@ -62,7 +62,10 @@ from lightning_weave.config.sections import (
     Tags,
     Train,
 )
-from lightning_weave.errors import InputError
+from lightning_weave.errors import InputError, hide_credentials
+
+CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+SECRET = re.compile("(?i).*(api_?key|password|secret|(access|api|auth|hf)_?token)")  # a key of the recipe
 
 
 class EvalAtLevel(Eval):
@@ -544,8 +547,10 @@ def load_recipe(files: str | Path | Sequence[str | Path], overrides: Sequence[st
 def check_recipe(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     """Validate a recipe given as plain data."""
     try:
-        if key := _find_unusable(data):
+        if key := _find(data, lambda _, text: bool(CONTROL.search(text))):
             raise InputError(f"{where}: {key} contains a control character or a byte that is not UTF-8; remove it")
+        if key := _find(data, _is_credential):  # recipes are logged, published and shown by trackers
+            raise InputError(f"{where}: {key} is a password or a token, or a URL with one. Use environment variables")
         return Recipe.model_validate(data)
     except ValidationError as error:
         raise InputError(explain(error, data, where)) from None
@@ -553,15 +558,20 @@ def check_recipe(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
         raise InputError(f"{where}: tables or lists are nested too deeply") from None
 
 
-def _find_unusable(value: Any) -> str:
-    """Find the key of a text with characters that no path, file or terminal should get; empty if there is none."""
+def _find(value: Any, is_wrong: Callable[[str, str], bool], name: str = "") -> str:
+    """Find the key of a text with something wrong, by its name and the text; empty if there is none."""
     if isinstance(value, str):
-        return "here" if re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]", value) else ""
+        return "here" if is_wrong(name, value) else ""
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, one in inner:
-        if found := _find_unusable(key) or _find_unusable(one):
+        if found := _find(key, is_wrong) or _find(one, is_wrong, str(key)):
             return f"{key}.{found}".removesuffix(".here")
     return ""
+
+
+def _is_credential(name: str, text: str) -> bool:
+    is_url = not re.search(r"\s", text)  # a prompt may quote one
+    return bool(SECRET.fullmatch(name)) or (is_url and hide_credentials(text) != text)
 
 
 def merge_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

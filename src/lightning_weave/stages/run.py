@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.filesize import decimal as file_size
 from rich.table import Table
 from rich.text import Text
 
@@ -10,7 +11,6 @@ from lightning_weave.checks.findings import Finding
 from lightning_weave.checks.preflight import forecast, preflight
 from lightning_weave.checks.watch import Watch, say, stop, warn
 from lightning_weave.config import Recipe
-from lightning_weave.directory import file_size
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress, duration
 from lightning_weave.published import fetchable

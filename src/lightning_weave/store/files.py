@@ -77,7 +77,7 @@ def write_atomic(path: Path, data: bytes) -> None:
         sync(path.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
 
 
 def temporary_name(path: Path) -> Path:
@@ -86,7 +86,8 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{TEMPORARY}{host}-{os.getpid()}-{secrets.token_hex(4)}-{path.name}")
 
 
-def _unwritable(path: Path, error: OSError) -> WeaveError:
+def unwritable(path: Path, error: OSError) -> WeaveError:
+    """The error for a file, or a folder of files, that cannot be written."""
     return WeaveError(f"{path}: cannot be written ({error.strerror}). What was finished before is kept")
 
 
@@ -164,7 +165,7 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
                 torn = file.read(1) != b"\n"
             file.write(b"\n" * torn + json.dumps(row, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
 
 
 def make_directory(path: Path, asked: str) -> None:

@@ -3,7 +3,7 @@
 The index is written last: what it lists is there. Every file is checked against it on arrival.
 """
 
-import hashlib
+import errno
 import json
 import os
 import re
@@ -19,13 +19,23 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from pydantic import BaseModel
 
-from lightning_weave.errors import InputError, WeaveError, first_line
-from lightning_weave.store.files import CHECKSUM, FilePath, fingerprint, sync, temporary_name, write_checked
+from lightning_weave.errors import InputError, WeaveError, first_line, hide_credentials
+from lightning_weave.store.files import (
+    CHECKSUM,
+    FilePath,
+    fingerprint,
+    remove,
+    sha256_file,
+    sync,
+    temporary_name,
+    unwritable,
+    write_checked,
+)
 from lightning_weave.store.stage import DIGITS
 
 INDEX = "lightning-weave.json"
-PIECE = 1 << 22  # bytes read at a time
 LARGEST = 1 << 28  # bytes of an index
+FULL = (errno.ENOSPC, errno.EDQUOT)
 Index = dict[str, Any]  # what is published, as the tables of `Published`
 
 
@@ -61,8 +71,8 @@ class Published(BaseModel):
 
 
 @contextmanager
-def reaching(url: str) -> Iterator[None]:
-    """Turn what a store answers into one line that names it."""
+def reaching(url: str, here: Path | None = None) -> Iterator[None]:
+    """Turn what a store answers into one line that names it; or what writing a file here has failed of."""
     try:
         yield
     except WeaveError:
@@ -70,6 +80,8 @@ def reaching(url: str) -> Iterator[None]:
     except (ImportError, ValueError) as error:  # no driver for this protocol, or not a URL
         raise InputError(f"{url}: cannot be opened ({first_line(error)})") from None
     except Exception as error:
+        if here and isinstance(error, OSError) and (error.errno in FULL or error.filename == str(here)):
+            raise unwritable(here.parent, error) from None
         # The hub's client wraps what an upload of a large file was answered.
         answers = [getattr(one, "response", None) for one in (error, error.__cause__)]
         status = next((answer.status_code for answer in answers if answer is not None), None)
@@ -77,7 +89,7 @@ def reaching(url: str) -> Iterator[None]:
             raise InputError(f"{url}: permission denied. Log in with an account that may use it") from None
         if isinstance(error, FileNotFoundError | NotADirectoryError) or status == 404:
             raise InputError(f"{url}: not found, or you may not read it") from None
-        reason = re.sub(r"\?[^\s']+", "?...", first_line(error))  # a signed URL is a credential
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise WeaveError(f"{url}: {reason}. Run the same command again: it continues") from None
 
 
@@ -86,9 +98,9 @@ class Remote:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        if (shown := hide_credentials(url)) != url:  # it would be in the log, the card and the recipe
+            raise InputError(f"{shown}: holds a password or a token. Use the environment variables of the store")
         with reaching(url):
-            if re.search("//[^/@]*:[^/@]*@", url):  # it would be in the log, the card and the recipe
-                raise InputError("a URL with a password is refused. Use the environment variables of the store")
             local = {"auto_mkdir": True} if url.startswith("file:") or "://" not in url else {}
             self.fs, self.root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **local)
         self.is_hub = "hf" in ([self.fs.protocol] if isinstance(self.fs.protocol, str) else self.fs.protocol)
@@ -106,14 +118,14 @@ class Remote:
             with reaching(self.url):
                 HfApi().create_repo(self.repository()[0], repo_type="dataset", private=private, exist_ok=True)
 
-    def index(self) -> Index | None:
-        """Read what is published; None if nothing is."""
+    def index(self) -> Index:
+        """Read what is published; all tables are empty if nothing is."""
         with reaching(self.url):
             self.fs.invalidate_cache()
             try:
                 text = self.fs.cat_file(f"{self.root}/{INDEX}", end=LARGEST)
             except FileNotFoundError:
-                return None
+                return {key: {} for key in Published.model_fields}
         try:
             index: Index = json.loads(text)
             if index.pop(CHECKSUM) != fingerprint(index):
@@ -155,34 +167,33 @@ class Remote:
     def _write(self, path: Path, name: str) -> None:
         """Write a file; where others could see half of it, under a temporary name first."""
         target = f"{self.root}/{name}"
-        if isinstance(self.fs, LocalFileSystem):
-            temporary = str(temporary_name(Path(target)))
-            self.fs.put_file(str(path), temporary)
-            os.replace(temporary, target)
-        else:
-            self.fs.put_file(str(path), target)
-
-    def get(self, name: str, sha256: str, target: Path) -> None:
-        """Fetch a file under a temporary name, and rename it if its bytes are those of the index."""
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_name(target)
+        if not isinstance(self.fs, LocalFileSystem):
+            return self.fs.put_file(str(path), target)
+        temporary = temporary_name(Path(target))
         try:
-            with reaching(self.url):
-                digest = hashlib.sha256()
-                with self.fs.open(f"{self.root}/{name}", "rb") as source, open(temporary, "wb") as file:
-                    while piece := source.read(PIECE):
-                        digest.update(piece)
-                        file.write(piece)
-            if digest.hexdigest() != sha256:
-                wrong = "is damaged or just being pushed (its sha256 is not that of the index); not kept"
-                raise InputError(f"{self.url}/{name}: {wrong}. To repair it, remove {INDEX} there and push again")
-            sync(temporary)
+            self.fs.put_file(str(path), str(temporary))
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
 
+    def get(self, name: str, sha256: str, target: Path) -> None:
+        """Fetch a file under a temporary name, and rename it if its bytes are those of the index."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_name(target.absolute())
+        try:
+            with reaching(self.url, temporary):
+                self.fs.get_file(f"{self.root}/{name}", str(temporary))
+                is_same = sha256_file(temporary) == sha256
+                sync(temporary)
+            if not is_same:
+                wrong = "is damaged or just being pushed (its sha256 is not that of the index); not kept"
+                raise InputError(f"{self.url}/{name}: {wrong}. To repair it, remove {INDEX} there and push again")
+            os.replace(temporary, target)
+        finally:
+            if temporary.exists():
+                remove(temporary)
 
-def merge(before: Index | None, index: Index) -> Index:
+
+def merge(before: Index, index: Index) -> Index:
     """Add an index to what was published before."""
-    tables = Published.model_fields.keys() - {"recipe"}
-    return index | {key: {**(before or index)[key], **index[key]} for key in tables}
+    return {key: index[key] if key == "recipe" else before[key] | index[key] for key in Published.model_fields}

@@ -43,9 +43,7 @@ from lightning_weave.types import Ragged
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 State = Literal["complete", "partial", "missing"]
-LATE = (
-    60.0  # seconds until a shared disk shows what another machine has written (NFS caches a failed look-up that long)
-)
+LATE = 60.0  # seconds until a shared disk shows what another machine wrote (NFS caches a failed look-up so long)
 FORMAT = 2  # of shards and manifests; part of every fingerprint
 MANIFEST = "manifest.json"
 BEGUN = "stage.json"  # describes an unfinished stage; the manifest replaces it
@@ -188,17 +186,13 @@ class Shard(Generic[T]):
         for row in range(start, stop):
             if _row_crc(self._tensors, names, row) != self._tensors[CRC][row]:
                 raise CorruptData(f"{self.path}: row {row} is damaged (its CRC does not match). {self._remedy}")
-        values: dict[str, NDArray | Ragged | None] = {}
-        for one in fields(self.kind):  # type: ignore[arg-type]
-            flat = self._tensors.get(one.name)
-            offsets = self._tensors.get(one.name + OFFSETS)
-            if flat is None:
-                values[one.name] = None
-            elif offsets is None:
-                values[one.name] = flat[start:stop]
+        values: dict[str, NDArray | Ragged] = {}
+        for name in {one.name for one in fields(self.kind)} & self._tensors.keys():  # type: ignore[arg-type]
+            if (offsets := self._tensors.get(name + OFFSETS)) is None:
+                values[name] = self._tensors[name][start:stop]
             else:
                 window = offsets[start : stop + 1]
-                values[one.name] = Ragged(flat[window[0] : window[-1]], window - window[0])
+                values[name] = Ragged(self._tensors[name][window[0] : window[-1]], window - window[0])
         return self.kind(**values)
 
     @property
@@ -387,13 +381,12 @@ class Stage:
         counts: Sequence[Mapping[str, int]] | None = None,
     ) -> None:
         """Write the manifest of these files, with the counts of each if there are any."""
-        entries: list[dict[str, Any]] = []
-        for number, path in enumerate(files):
+        entries = []
+        for path, count in zip(files, counts or [{}] * len(files), strict=True):
             entry = {"file": str(path.relative_to(self.folder)), "sha256": sha256_file(path)}
-            entries.append({**entry, "bytes": path.stat().st_size, **(counts[number] if counts else {})})
+            entries.append({**entry, "bytes": path.stat().st_size, **count})
         engines = {"engines": names} if (names := self.engines()) else {}
-        document = {**self._description(), "shards": entries, **engines, **(extra or {})}
-        write_checked(self.manifest_path, document)
+        write_checked(self.manifest_path, {**self._description(), "shards": entries, **engines, **(extra or {})})
         self.settle()
 
     def settle(self) -> None:
@@ -426,8 +419,7 @@ class Stage:
         """Return the manifest. If the stage is not complete, raise an error with the command to run."""
         if not is_main_process():  # another rank may just have finished it
             self.wait_until_complete()
-        state = self.state()
-        if state != "complete":
+        if (state := self.state()) != "complete":
             word = "is not finished" if state == "partial" else "is not there yet"
             raise InputError(f"{self.directory / self.path} {word}. Make it with: {self.command}")
         manifest = self.manifest()

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.filesize import decimal as file_size
 
 from lightning_weave.config import load_recipe
-from lightning_weave.directory import RECIPE, file_size, size_of
+from lightning_weave.directory import RECIPE, size_of
 from lightning_weave.errors import InputError, WeaveError
 from lightning_weave.progress import duration
 from lightning_weave.ranks import is_single_process

@@ -5,10 +5,12 @@ reads, so a data set can be the trajectories of another run.
 """
 
 import math
+import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -41,7 +43,7 @@ def publish(run: Run, composition: str, out: Path | None, name: str, public: boo
     """Write the directory of a student and upload it to the hub, to a private repository unless `public`."""
     if run.recipe.mark:
         raise InputError(f"--push {name}: this is a {run.recipe.mark}")
-    if name.count("/") != 1:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise InputError(f"--push {name}: must be OWNER/NAME")
     folder = card(run, composition, out, progress)
     with reaching(f"hf://{name}"):
@@ -79,11 +81,8 @@ def card(run: Run, composition: str, out: Path | None, progress: Progress) -> Pa
             write_atomic(unfinished / ".eval_results" / name, text.encode())
         if summaries_of(run, composition)[0]:
             report([run], Progress(quiet=True), unfinished / "report")
-    mark = run.recipe.mark
-    progress.say(
-        f"{target}: "
-        + (f"a {mark}" if mark else f"ready. Publish it with: hf upload OWNER/NAME {shlex.quote(str(target))}")
-    )
+    ready = f"ready. Publish it with: hf upload --private OWNER/NAME {shlex.quote(str(target))}"
+    progress.say(f"{target}: " + (f"a {run.recipe.mark}" if run.recipe.mark else ready))
     return target
 
 
@@ -121,16 +120,24 @@ def seed_of(run: Run, composition: str, mean: Summary) -> str:
     return f"training seed {run.recipe.train_section(composition).seed}, number {number} of {len(mean.seeds)}"
 
 
+def measured(run: Run, composition: str) -> Iterator[tuple[Summary, str]]:
+    """The results of a student, none of a rehearsal, and what each is a mean of."""
+    for result, mean in zip(*summaries_of(run, composition), strict=True) if not run.recipe.mark else ():
+        error = "" if math.isnan(result.accuracy_error) else f" ± {1.96 * result.accuracy_error:.1f} (95 %)"
+        note = f"mean of {result.samples} samples of {len(result.problems)} problems{error}, "
+        note += seed_of(run, composition, mean)
+        if mean.seeds:
+            note += f" (mean of all: {mean.accuracy:.2f} ± {half_interval([mean], 'accuracy'):.1f})"
+        yield result, note
+
+
 def eval_results(run: Run, composition: str) -> dict[str, str]:
     """The files of .eval_results/, from which the hub shows results on benchmarks that are data sets there."""
-    own, means = summaries_of(run, composition)
     files = {}
-    for result, mean in zip(own, means, strict=True) if not run.recipe.mark else ():
+    for result, note in measured(run, composition):
         if result.benchmark in KNOWN and result.benchmark not in run.recipe.eval.sources:
             dataset = {"id": KNOWN[result.benchmark].repo, "task_id": "default"}
-            notes = f"mean of {result.samples} samples of {len(result.problems)} problems, "
-            notes += seed_of(run, composition, mean) + f" (mean of all: {mean.accuracy:.2f})" * bool(mean.seeds)
-            entry = {"dataset": dataset, "value": round(result.accuracy, 2), "notes": notes}
+            entry = {"dataset": dataset, "value": round(result.accuracy, 2), "notes": note}
             files[f"{result.benchmark}.yaml"] = yaml_dump([entry])
     return files
 
@@ -138,27 +145,21 @@ def eval_results(run: Run, composition: str) -> dict[str, str]:
 def metadata(run: Run, composition: str) -> str:
     """Write what the hub reads: the student's licence, which its descendants inherit, and the results."""
     header = card_header(run.student)
-    licence = {key: header[key] for key in ("license", "license_name", "license_link") if key in header}
-    own, means = summaries_of(run, composition)
-    measured = [
+    data: dict[str, Any] = {key: header[key] for key in ("license", "license_name", "license_link") if key in header}
+    results = [
         EvalResult(
             task_type="text-generation",
             dataset_type=KNOWN[result.benchmark].repo if result.benchmark in KNOWN else slug(result.label),
             dataset_name=result.label,
             metric_type="accuracy",
             metric_value=round(result.accuracy, 2),
-            metric_name=f"accuracy in %, mean of {result.samples} samples of {len(result.problems)} problems{error}, "
-            + seed_of(run, composition, mean)
-            + f" (mean of all: {mean.accuracy:.2f} ± {half_interval([mean], 'accuracy'):.1f})" * bool(mean.seeds),
+            metric_name=f"accuracy in %, {note}",
         )
-        for result, mean in (() if run.recipe.mark else zip(own, means, strict=True))
-        for error in ["" if math.isnan(result.accuracy_error) else f" ± {1.96 * result.accuracy_error:.1f} (95 %)"]
+        for result, note in measured(run, composition)
     ]
-    if measured:
-        data = ModelCardData(**licence, model_name=f"{run.recipe.name}-{composition}", eval_results=measured)
-    else:
-        data = ModelCardData(**licence)
-    return f"{data.to_yaml()}\n" if licence or measured else ""
+    if results:
+        data |= {"model_name": f"{run.recipe.name}-{composition}", "eval_results": results}
+    return f"{ModelCardData(**data).to_yaml()}\n" if data else ""
 
 
 MADE_FROM = "export.json"
@@ -230,7 +231,8 @@ def run(run: Run, composition: str, out: Path, progress: Progress) -> Path:
 def _table(targets: Targets, prompts: Sequence[Prompt]) -> pa.Table:
     block = targets.block
     rollouts = block.rollouts
-    of_row = [prompts[number] for number in rollouts.prompt_R.tolist()]
+    numbers = rollouts.prompt_R.tolist()
+    of_row = [prompts[number] for number in numbers]
 
     def int32(values: NDArray) -> pa.Array:
         return pa.array(np.ascontiguousarray(values, dtype=np.int32))
@@ -248,9 +250,7 @@ def _table(targets: Targets, prompts: Sequence[Prompt]) -> pa.Table:
             "response": pa.array(rollouts.response_R, pa.int32()),
             "finish": pa.array([FINISH_REASONS[reason] for reason in rollouts.finish_R.tolist()], pa.string()),
             "answer": pa.array([prompt.answer for prompt in of_row], pa.string()),
-            "prompt_line": pa.array(
-                [prompt_line(number, prompts[number]) for number in rollouts.prompt_R.tolist()], pa.string()
-            ),
+            "prompt_line": pa.array([prompt_line(number, prompts[number]) for number in numbers], pa.string()),
             "prompt_ids": pa.ListArray.from_arrays(int32(rollouts.prompt_ids.offsets), int32(rollouts.prompt_ids.flat)),
             "response_ids": per_token(rollouts.response_ids.flat.astype(np.int32)),
             "mask": per_token(block.decided_P),

@@ -11,10 +11,11 @@ from typing import Any
 
 import pandas
 from rich.console import Console
+from rich.filesize import decimal as file_size
 from rich.table import Table
 from rich.text import Text
 
-from lightning_weave.directory import file_size, kept_threads, size_of, with_others
+from lightning_weave.directory import kept_threads, size_of, with_others
 from lightning_weave.errors import CorruptData, InputError, WeaveError, first_line
 from lightning_weave.progress import Progress, duration
 from lightning_weave.published import fetchable
@@ -22,16 +23,7 @@ from lightning_weave.report.tables import console as console_table
 from lightning_weave.report.tables import cost_table, format_costs, student_names
 from lightning_weave.run import ENGINES, IDENTITIES, Run, explain_missing
 from lightning_weave.stages.costs import costs, read_spent, summary
-from lightning_weave.store import (
-    BEGUN,
-    MANIFEST,
-    Stage,
-    State,
-    damaged_files,
-    read_checked,
-    read_json,
-    read_manifest,
-)
+from lightning_weave.store import BEGUN, MANIFEST, Stage, State, damaged_files, read_checked, read_json, read_manifest
 from lightning_weave.train.schedule import complete_checkpoints, make_schedule
 from lightning_weave.views.clean import unneeded_folders
 
@@ -107,22 +99,12 @@ def cost(runs: Sequence[Run], console: Console, json: bool = False) -> None:
         for line in summary(runs[0], kept):
             console.print(line, soft_wrap=True)
         return
-    stages = [
-        [
-            {"stage": stage, "name": name, **asdict(one), "idle": one.idle}
-            for (stage, name), one in costs(rows, "stage", "name").items()
-        ]
-        for rows in (kept, discarded)
-    ]
-    document = {
-        "run": str(runs[0].directory),
-        "stages": stages[0],
-        "seconds": float(sum(row["device_seconds"] for row in kept)),
-        "discarded": stages[1],
-        "discarded_seconds": float(sum(row["device_seconds"] for row in discarded)),
-        "summary": summary(runs[0], kept),
-    }
-    print(json_format.dumps(document, indent=2))
+    document: dict[str, Any] = {"run": str(runs[0].directory)}
+    for key, rows in (("stages", kept), ("discarded", discarded)):
+        by_name = costs(rows, "stage", "name").items()
+        document[key] = [{"stage": it, "name": name, **asdict(one), "idle": one.idle} for (it, name), one in by_name]
+        document["seconds" if rows is kept else "discarded_seconds"] = float(sum(row["device_seconds"] for row in rows))
+    print(json_format.dumps({**document, "summary": summary(runs[0], kept)}, indent=2))
 
 
 def _cost_table(rows: list[dict[str, Any]], title: str) -> Table:
@@ -196,15 +178,9 @@ def overview(runs: Sequence[Run], console: Console, json: bool = False) -> None:
             stages = ", ".join(f"{count} {state}" for state, count in states.items())
         except WeaveError as error:  # a model or a file is missing, and stages cannot be named without it
             stages = first_line(error)
-        last = max((path.stat().st_mtime for path in run.directory.iterdir()), default=0.0)
-        lines.append(
-            {
-                "run": os.path.relpath(run.directory),
-                "student": run.recipe.student.model,
-                "stages": stages,
-                "last written": datetime.fromtimestamp(last).strftime("%Y-%m-%d %H:%M"),
-            }
-        )
+        last = datetime.fromtimestamp(max((path.stat().st_mtime for path in run.directory.iterdir()), default=0.0))
+        about = {"run": os.path.relpath(run.directory), "student": run.recipe.student.model}
+        lines.append({**about, "stages": stages, "last written": last.strftime("%Y-%m-%d %H:%M")})
     if json:
         print(json_format.dumps(lines, indent=2))
         return
