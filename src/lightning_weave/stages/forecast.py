@@ -380,7 +380,8 @@ def forecast(
     """
     recipe = run.recipe
     planned = [one for one in planned or plan_forecast(recipe) if not_forecast(one.composition) is None]
-    decoding = decoding or Decoding(recipe.eval.temperature, recipe.eval.top_p)
+    evaluation = Decoding(recipe.eval.temperature, recipe.eval.top_p)
+    decoding = decoding or evaluation
     behaviour = Decoding(recipe.rollout.temperature)
     if behaviour.temperature == 0:
         raise InputError("rollout.temperature = 0: of a response that is always the same nothing can be forecast")
@@ -389,7 +390,7 @@ def forecast(
     anchors = sorted({anchor for one in joints for anchor in one.composition.used})
     cache = Cache(run.stage("rollout"), run.stage("reference"), [anchor_pair(run, anchor) for anchor in anchors])
     grade_R = grade_rows(run, progress or Progress(quiet=True))
-    measured = measured_base(run)
+    measured = measured_base(run) if decoding == evaluation else None
 
     def look(cache: Cache, aims: Sequence[Aim]) -> Estimates:
         weighted = weigh(cache, aims, decoding, behaviour, recipe.rollout.max_tokens)
@@ -439,8 +440,10 @@ def _origin(run: Run) -> list[str]:
 
 
 def keep_points(run: Run, points: Sequence[ForecastPoint]) -> None:
-    """Write points to the run directory, in place of those with the same name, for the report."""
-    kept = {point.policy: asdict(point) for point in [*read_points(run), *points]}
+    """Write points to the run directory, for the report; those before stay if the base has the same figures there."""
+    before = read_points(run)
+    bases = [[one.tokens, one.accuracy or 0.0] for one in (*before[:1], points[0])]
+    kept = {point.policy: asdict(point) for point in [*(before if np.allclose(bases[0], bases[-1]) else ()), *points]}
     write_json(run.directory / FILE, {"origin": _origin(run), "points": list(kept.values())})
 
 

@@ -30,6 +30,7 @@ from lightning_weave.store import write_atomic
 
 ForecastRow = dict[str, Any]  # as `run.forecast()` returns it
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+LEAST_TOKENS = 3  # a limit below is a share of the base's tokens
 BETTER = {"aes": 1, "accuracy": 1, "tokens": -1, "kl": -1}  # whether more is better
 LEVEL_NAMES = {  # by how many there are, the longest responses first
     2: ("high", "low"),
@@ -63,22 +64,30 @@ def parse_goals(texts: Sequence[str]) -> list[Goal]:
     Goal(figure='tokens', comparison='<=', value=0.6, relative=True)
     >>> parse_goals(["accuracy >= base - 1"])
     [Goal(figure='accuracy', comparison='>=', value=-1.0, relative=True)]
+    >>> [(goal.value, goal.relative) for goal in parse_goals(["tokens <= 60 %, tokens <= 200"])]
+    [(0.6, True), (200.0, False)]
     """
     goals = []
     for text in (part.strip() for typed in texts for part in re.split(r"\band\b|,", typed)):
         found = re.fullmatch(
-            r"(aes|accuracy|tokens|kl)(?:\s*(<=|>=|<|>)\s*(base)?\s*(?:([+-])?\s*(\d*\.?\d+)\s*%?)?)?", text
+            r"(aes|accuracy|tokens|kl)(?:\s*(<=|>=|<|>)\s*(base)?\s*(?:([+-])?\s*(\d*\.?\d+)\s*(%)?)?)?", text
         )
         if found is None or (found[2] and not found[3] and not found[5]) or (found[3] and found[5] and not found[4]):
             raise InputError(
                 f"--goal {text!r}: must be aes, accuracy, tokens or kl, alone or with a limit, such as "
                 '"tokens <= 0.6" (of the base), "accuracy >= base - 1" or "kl <= 0.1"'
             )
-        figure, comparison, base, sign, number = found.groups()
+        figure, comparison, base, sign, number, percent = found.groups()
         value = float(number or 0) * (-1 if sign == "-" else 1)
-        if figure == "tokens" and base:
-            raise InputError(f'--goal {text!r}: write tokens as a share of the base, such as "tokens <= 0.6"')
-        goals.append(Goal(figure, comparison or "", value, bool(base) or (figure == "tokens" and bool(comparison))))
+        relative = bool(base)
+        if figure == "tokens" and comparison:
+            if base:
+                raise InputError(f'--goal {text!r}: write tokens as a share of the base, such as "tokens <= 0.6"')
+            value = value / 100 if percent else value
+            relative = bool(percent) or value < LEAST_TOKENS
+        elif figure == "accuracy" and comparison and not base and 0 < value <= 1:
+            raise InputError(f"--goal {text!r}: accuracy is in percent; write {100 * value:g} instead of {value:g}")
+        goals.append(Goal(figure, comparison or "", value, relative))
     return goals
 
 
@@ -129,7 +138,7 @@ def composition_toml(point: ForecastRow) -> str:
 
 def _inline(value: Any) -> str:
     if not isinstance(value, dict):
-        return repr(value)
+        return json.dumps(value, ensure_ascii=False)
     return f"{{ {', '.join(f'{_key(key)} = {_inline(part)}' for key, part in value.items())} }}"
 
 
@@ -205,7 +214,7 @@ def show_levels(run: Run, levels: dict[str, ForecastRow], recipe: str | None, co
         control = {"variable": EFFORT_VARIABLE} if has_variable else {"system": "Reasoning effort: {level}"}
     lines = ["[compositions.effort]"]
     for name, point in levels.items():
-        weights = {anchor: _short(weight) for anchor, weight in point["weights"].items() if weight}
+        weights = {anchor: weight for anchor, weight in point["weights"].items() if weight}
         level = _inline({**weights, "alpha": _short(point["alpha"])})
         lines.append(f"levels.{name} = {level} # {point['accuracy']:.1f} % in {point['tokens']:,.1f} tokens")
     lines += [f'default = "{list(levels)[len(levels) // 2]}"', f"control = {_inline(control)}", ""]
@@ -245,7 +254,7 @@ def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: boo
         print(json.dumps(points, indent=1, default=float))
         return
     table = Table(box=None, pad_edge=False)
-    table.add_column("Policy")
+    table.add_column("Policy", overflow="fold")
     for name in ("Weights", "Alpha", "Accuracy", "Tokens", "AES", "KL", "Samples"):
         table.add_column(name, justify="left" if name == "Weights" else "right", no_wrap=name != "Weights")
     for point in points:
