@@ -552,6 +552,17 @@ def plan_promising(
     return [planned[known[place][0].policy] for place in order[:count]]
 
 
+def weights_text(weights: Mapping[str, Any]) -> str:
+    """Write weights in short, by tag where they differ.
+
+    >>> weights_text({"a": 0.5, "b": 0.5}), weights_text({"code": {"a": 1.0}})
+    ('a 0.5, b 0.5', 'code: a 1')
+    """
+    if any(isinstance(value, dict) for value in weights.values()):
+        return "; ".join(f"{tag}: {weights_text(table)}" for tag, table in weights.items())
+    return ", ".join(f"{name} {weight:.4g}" for name, weight in weights.items() if weight)
+
+
 def suggest_alpha(run: Run) -> str | None:
     """Describe the alpha with the best forecast AES for the recipe's own weights; None if the cache cannot tell."""
     try:
@@ -566,8 +577,7 @@ def suggest_alpha(run: Run) -> str | None:
     score, best = max(scored, key=lambda pair: pair[0])
     own = max((found for found, point in scored if point.policy in joints), default=None)
     others = "" if own is None else f" (the best as the recipe has them: {own:+.2f})"
-    weights = ", ".join(f"{name} {weight}" for name, weight in best.weights.items())
     return (
-        f"forecast from the cache: alpha {best.alpha:.4g} with {weights} has the best AES, {score:+.2f}{others}; "
-        f"{best.accuracy:.1f} % in {best.tokens:,.1f} tokens"
+        f"forecast from the cache: alpha {best.alpha:.4g} with {weights_text(best.weights)} has the best AES, "
+        f"{score:+.2f}{others}; {best.accuracy:.1f} % in {best.tokens:,.1f} tokens"
     )

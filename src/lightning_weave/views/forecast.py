@@ -24,6 +24,7 @@ from lightning_weave.stages.forecast import (
     read_points,
     usual_alphas,
     usual_grid,
+    weights_text,
 )
 from lightning_weave.stages.realised import describe_realised, realise, realised_table
 from lightning_weave.store import write_atomic
@@ -260,7 +261,7 @@ def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: boo
     for point in points:
         table.add_row(
             point["policy"],
-            _weights(point["weights"]),
+            weights_text(point["weights"]),
             "" if point["alpha"] is None else f"{point['alpha']:.4g}",
             _with_interval(point, "accuracy", ".1f"),
             _with_interval(point, "tokens", ",.1f"),
@@ -289,7 +290,7 @@ def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: boo
         )
     seen = set()
     for point in points[1:]:
-        dose, direction = point["largest_trusted"], _weights(point["weights"])
+        dose, direction = point["largest_trusted"], weights_text(point["weights"])
         if dose is not None and direction not in seen:
             seen.add(direction)
             points_moved = "" if dose["points_per_nat"] is None else f"{dose['points_per_nat']:+.1f} points and "
@@ -315,17 +316,6 @@ def show_realised(run: Run, records: Sequence[dict[str, Any]], console: Console,
         table.add_row(*row)
     console.print(table, markup=False)
     console.print("\n".join(describe_realised(results)), markup=False, highlight=False, soft_wrap=True)
-
-
-def _weights(weights: dict[str, Any]) -> str:
-    """Write weights in short, by tag where they differ.
-
-    >>> _weights({"a": 0.5, "b": 0.5}), _weights({"code": {"a": 1.0}})
-    ('a 0.5, b 0.5', 'code: a 1')
-    """
-    if any(isinstance(value, dict) for value in weights.values()):
-        return "; ".join(f"{tag}: {_weights(table)}" for tag, table in weights.items())
-    return ", ".join(f"{name} {weight:.4g}" for name, weight in weights.items() if weight)
 
 
 def _with_interval(point: ForecastRow, key: str, form: str) -> str:
