@@ -434,7 +434,9 @@ def forecast(
         return
     goals = stage.parse_goals(goal or ())
     if levels:
-        grid, numbers["alphas"] = stage.level_grid(run, shares, grid, numbers.get("alphas"))
+        from lightning_weave.stages.forecast import usual_grid
+
+        grid, numbers["alphas"] = usual_grid(run.recipe, numbers.get("shares"), grid, numbers.get("alphas"))
     sampled: Any = {"temperature": temperature, "top_p": top_p}
     points = run.forecast(anchor=anchor, tag=tag, grid=grid, compute=compute, **numbers, **sampled)
     stage.show(run, points, open_console(), json)

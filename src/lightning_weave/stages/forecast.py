@@ -514,14 +514,13 @@ FACTORS = (0.25, 0.5, 1.0, 2.0)  # of the recipe's own alpha, tried where none a
 GRID = 8  # steps of the weights of two anchors, 4 of more
 
 
-def usual_grid(recipe: Recipe) -> int:
-    """Give the steps of the weights where none are asked for."""
-    return GRID if len(recipe.anchors) == 2 else GRID // 2
-
-
-def usual_alphas(recipe: Recipe) -> list[float]:
-    """Give the alphas that are tried where none are asked for."""
-    return [usual_alpha(recipe) * factor for factor in FACTORS]
+def usual_grid(
+    recipe: Recipe, shares: Sequence[float] | None, grid: int | None, alphas: Sequence[float] | None
+) -> tuple[int | None, Sequence[float]]:
+    """Give the weights and alphas that are tried, where none are asked for."""
+    if shares is None and grid is None:
+        grid = GRID if len(recipe.anchors) == 2 else GRID // 2
+    return grid, alphas or [usual_alpha(recipe) * factor for factor in FACTORS]
 
 
 def plan_promising(
@@ -535,8 +534,7 @@ def plan_promising(
 ) -> list[Planned]:
     """Choose the points of a grid that are worth training: the forecast frontier by AES, then the others by AES."""
     recipe = run.recipe
-    grid = usual_grid(recipe) if shares is None else None
-    alphas = alphas or usual_alphas(recipe)
+    grid, alphas = usual_grid(recipe, shares, None, alphas)
     planned = {one.name: one for one in plan_forecast(recipe, shares, anchor, alphas, None, tag, grid)}
     points = [point for point in forecast(run, list(planned.values()), progress) if point.policy in planned]
     trusted = [(point, point.accuracy, point.aes) for point in points if point.trusted and point.reachable]
@@ -563,6 +561,12 @@ def weights_text(weights: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {weight:.4g}" for name, weight in weights.items() if weight)
 
 
+def outcome_text(figures: Mapping[str, Any]) -> str:
+    """Write accuracy, if it is known, and tokens."""
+    known = "" if figures["accuracy"] is None else f"{figures['accuracy']:.1f} % in "
+    return f"{known}{figures['tokens']:,.1f} tokens"
+
+
 def suggest_alpha(run: Run) -> str | None:
     """Describe the alpha with the best forecast AES for the recipe's own weights; None if the cache cannot tell."""
     try:
@@ -579,5 +583,5 @@ def suggest_alpha(run: Run) -> str | None:
     others = "" if own is None else f" (the best as the recipe has them: {own:+.2f})"
     return (
         f"forecast from the cache: alpha {best.alpha:.4g} with {weights_text(best.weights)} has the best AES, "
-        f"{score:+.2f}{others}; {best.accuracy:.1f} % in {best.tokens:,.1f} tokens"
+        f"{score:+.2f}{others}; {outcome_text(asdict(best))}"
     )

@@ -25,7 +25,7 @@ from lightning_weave.run import Run
 from lightning_weave.stages.alignment import find_candidates
 from lightning_weave.stages.caches import open_cache
 from lightning_weave.stages.engines import Engines
-from lightning_weave.stages.forecast import ForecastPoint, not_forecast
+from lightning_weave.stages.forecast import ForecastPoint, not_forecast, outcome_text
 from lightning_weave.stages.prompts import load_prompts, tag_columns, tag_of
 from lightning_weave.store import read_json, write_json
 from lightning_weave.train.data import Balance
@@ -267,13 +267,6 @@ def describe_realised(results: Sequence[Realised]) -> list[str]:
 
 def realised_table(results: Sequence[Realised]) -> list[list[str]]:
     """Rows of a table for people, the first its head: every group of decisions, then forecast, measured and verdict."""
-
-    def outcome(figures: Mapping[str, Any] | None) -> str:
-        if figures is None:
-            return ""
-        known = "" if figures["accuracy"] is None else f"{figures['accuracy']:.1f} % in "
-        return f"{known}{figures['tokens']:,.1f}"
-
     shares = [one.shares() for one in results]
     groups = list(dict.fromkeys(group for table in shares for group in table))
     rows = [["KL to the target closed", *(one.policy for one in results)]]
@@ -286,7 +279,7 @@ def realised_table(results: Sequence[Realised]) -> list[list[str]]:
     if any(one.apart for one in results):
         cells = [f"{one.apart['asked']:.3f} / {one.apart['learned']:.3f}" if one.apart else "" for one in results]
         rows.append(["KL from the plain prompt: asked / learned", *cells])
-    rows.append(["forecast", *(outcome(None if one.forecast is None else asdict(one.forecast)) for one in results)])
-    rows.append(["measured", *(outcome(one.measured) for one in results)])
+    rows.append(["forecast", *(outcome_text(asdict(one.forecast)) if one.forecast else "" for one in results)])
+    rows.append(["measured", *(outcome_text(one.measured) if one.measured else "" for one in results)])
     rows.append(["verdict", *(one.verdict for one in results)])
     return rows

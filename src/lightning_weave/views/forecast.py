@@ -21,13 +21,13 @@ from lightning_weave.stages.forecast import (
     REACHED,
     TRUSTED,
     not_forecast,
+    outcome_text,
     read_points,
-    usual_alphas,
-    usual_grid,
     weights_text,
 )
 from lightning_weave.stages.realised import describe_realised, realise, realised_table
 from lightning_weave.store import write_atomic
+from lightning_weave.views.keys import dotted_key, toml_value
 
 ForecastRow = dict[str, Any]  # as `run.forecast()` returns it
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
@@ -126,8 +126,8 @@ def composition_toml(point: ForecastRow) -> str:
     weights, budget = point["weights"], point["kl_budget"]
     tables = [table for table in weights.values() if isinstance(table, dict)] or [weights]
     lines = [
-        f"[compositions.{_key(point['policy'].replace('@', '-'))}]",
-        f"weights = {_inline(weights)}",
+        f"[{dotted_key('compositions', point['policy'].replace('@', '-'))}]",
+        f"weights = {toml_value(weights)}",
         f"alpha = {_short(point['alpha'])!r}" if budget is None else f"kl_budget = {budget!r}",
     ]
     if not all(math.isclose(sum(table.values()), 1, abs_tol=1e-6) for table in tables):
@@ -137,18 +137,8 @@ def composition_toml(point: ForecastRow) -> str:
     return "\n".join([*lines, ""])
 
 
-def _inline(value: Any) -> str:
-    if not isinstance(value, dict):
-        return json.dumps(value, ensure_ascii=False)
-    return f"{{ {', '.join(f'{_key(key)} = {_inline(part)}' for key, part in value.items())} }}"
-
-
 def _short(number: float) -> float:
     return float(f"{number:.6g}")
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 def choose(
@@ -157,8 +147,10 @@ def choose(
     """Print the best composition as lines to paste, and add them to a recipe file if one is given."""
     point = best(points, goals)
     known = point["policy"] in run.recipe.compositions
+    score = "" if point["aes"] is None else f", AES {point['aes']:+.2f}"
+    found = f"{point['policy']}: {outcome_text(point)}{score}"
     lines = f"It is in the recipe: compositions.{point['policy']}" if known else f"\n{composition_toml(point)}"
-    console.print(f"\nBest by this goal: {_sentence(point)}\n{lines}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\nBest by this goal: {found}\n{lines}", markup=False, highlight=False, soft_wrap=True)
     if recipe is not None and not known:
         _write(recipe, point["policy"].replace("@", "-"), composition_toml(point), console)
 
@@ -166,13 +158,6 @@ def choose(
 def _write(recipe: str, name: str, lines: str, console: Console) -> None:
     text = "added to" if add_composition(Path(recipe), name, lines) else "already in"
     console.print(f"compositions.{name} is {text} {recipe}", markup=False, soft_wrap=True)
-
-
-def level_grid(
-    run: Run, shares: str | None, grid: int | None, alphas: Sequence[float] | None
-) -> tuple[int | None, list[float]]:
-    """Give the weights and alphas among which levels are looked for, where none are asked for."""
-    return usual_grid(run.recipe) if shares is None and grid is None else grid, list(alphas or usual_alphas(run.recipe))
 
 
 def choose_levels(points: Sequence[ForecastRow], count: int) -> dict[str, ForecastRow]:
@@ -216,9 +201,9 @@ def show_levels(run: Run, levels: dict[str, ForecastRow], recipe: str | None, co
     lines = ["[compositions.effort]"]
     for name, point in levels.items():
         weights = {anchor: weight for anchor, weight in point["weights"].items() if weight}
-        level = _inline({**weights, "alpha": _short(point["alpha"])})
+        level = toml_value({**weights, "alpha": _short(point["alpha"])})
         lines.append(f"levels.{name} = {level} # {point['accuracy']:.1f} % in {point['tokens']:,.1f} tokens")
-    lines += [f'default = "{list(levels)[len(levels) // 2]}"', f"control = {_inline(control)}", ""]
+    lines += [f'default = "{list(levels)[len(levels) // 2]}"', f"control = {toml_value(control)}", ""]
     console.print("\n" + "\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if recipe is not None:
         _write(recipe, "effort", "\n".join(lines), console)
@@ -241,12 +226,6 @@ def add_composition(recipe: Path, name: str, lines: str) -> bool:
         raise InputError(f"{recipe}: compositions are written in one line, so nothing can be added. Paste it") from None
     write_atomic(recipe, longer.encode())
     return True
-
-
-def _sentence(point: ForecastRow) -> str:
-    known = "" if point["accuracy"] is None else f"{point['accuracy']:.1f} % in "
-    score = "" if point["aes"] is None else f", AES {point['aes']:+.2f}"
-    return f"{point['policy']}: {known}{point['tokens']:,.1f} tokens{score}"
 
 
 def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: bool) -> None:
@@ -295,9 +274,8 @@ def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: boo
             seen.add(direction)
             points_moved = "" if dose["points_per_nat"] is None else f"{dose['points_per_nat']:+.1f} points and "
             moved = f"{points_moved}{dose['tokens_per_nat']:+,.1f} tokens per nat there"
-            known = "" if dose["accuracy"] is None else f"{dose['accuracy']:.1f} % in "
-            what = f"{known}{dose['tokens']:,.1f} tokens at KL {dose['kl']:.3g}"
-            lines.append(f"{direction}: trusted down to alpha {dose['alpha']:.3g}, {what}; {moved}")
+            what = f"alpha {dose['alpha']:.3g}, {outcome_text(dose)} at KL {dose['kl']:.3g}"
+            lines.append(f"{direction}: trusted down to {what}; {moved}")
     for name, composition in run.recipe.written.items():
         if why := not_forecast(composition):
             lines.append(f"{name} ({composition.method}) is not forecast: {why}")
