@@ -22,6 +22,7 @@ from lightning_weave.cache.block import Block
 from lightning_weave.cache.shifts import Shift
 from lightning_weave.config import check_recipe, load_recipe
 from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.report.survey import pack_forecasts
 from lightning_weave.stages import forecast as stage
 from lightning_weave.stages.caches import open_cache
 from lightning_weave.stages.forecast import (
@@ -400,6 +401,12 @@ def test_every_kind_of_target_is_forecast_and_the_others_are_named(scored: dict[
     assert points["budget"].kl == pytest.approx(0.02, rel=0.1)  # alpha is solved on the first updates, as in training
     assert points["one-table"].tokens == pytest.approx(points["even"].tokens)
     assert points["routed"].weights == tables
+    assert {name: one.method for name, one in points.items() if one.method != "joint"} == {
+        "plain": "self",
+        "teacher": "teacher",
+    }
+    packed = pack_forecasts(list(points.values()), ["acc", "brief"])
+    assert {one["policy"] for one in packed} == {"even", "gentle", "budget"}
     assert points["routed"].kl != pytest.approx(points["even"].kl)
     assert {point.accuracy is not None for point in points.values()} == {True}
 
@@ -636,7 +643,8 @@ def test_levels_are_evenly_spaced_on_the_trusted_frontier(scored: dict[str, Any]
     line = [point(f"p{tokens}", 50 + tokens / 10, tokens, 0.5) for tokens in (38, 40, 50, 68, 72, 90, 100)]
     line[4] = {**line[4], "policy": "one@low", "weights": {"acc": 0.75, "brief": 0.25}, "alpha": 0.5}
     off = [point("dominated", 52, 70, 0.1), {**point("raw", 99, 70, 1.0), "weights": {"acc": 1.5}}]
-    levels = choose_levels([*POINTS[:1], *line, *off, *POINTS[-2:]], 3)
+    teacher = {**point("teacher", 99, 70, 1.0), "method": "teacher", "weights": {"acc": 1.0}}  # of no shift
+    levels = choose_levels([*POINTS[:1], *line, *off, teacher, *POINTS[-2:]], 3)
     assert {name: one["tokens"] for name, one in levels.items()} == {"high": 100, "medium": 72, "low": 40}
     assert [one["tokens"] for one in choose_levels([*POINTS[:1], *line[2:]], 2).values()] == [100, 50]
     thirds = [{**one, "weights": dict.fromkeys(("acc", "brief", "kind"), 1 / 3)} for one in line]
@@ -713,7 +721,7 @@ def test_figures_of_the_base_belong_to_the_sampling_of_its_evaluation(
 
 # The program
 
-KEYS = {"policy", "weights", "alpha", "kl_budget", "accuracy", "tokens", "aes", "kl"}
+KEYS = {"policy", "method", "weights", "alpha", "kl_budget", "accuracy", "tokens", "aes", "kl"}
 KEYS |= {"effective_samples", "trusted", "reachable", "anchored", "largest_trusted"}
 KEYS |= {f"{key}_{end}" for key in ("accuracy", "tokens", "aes") for end in ("low", "high")}
 

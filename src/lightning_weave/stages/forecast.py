@@ -241,6 +241,7 @@ class ForecastPoint:
     anchored: bool  # at the measured evaluation of the base: accuracy and tokens are those of the benchmarks
     kl_budget: float | None = None  # that alpha was solved for
     largest_trusted: TrustedDose | None = None  # with the same weights, where the point itself is not trusted
+    method: str = "joint"  # else the weights are not those of shifts
 
     @property
     def reachable(self) -> bool:
@@ -425,6 +426,7 @@ def forecast(
             own = open_cache(extended, one.name)
             aim = Aim(own.weights, one.composition.alpha, shown=one.composition.weights)
             describe(one.name, aim, look(own, [aim]), 1)
+            points[one.name] = replace(points[one.name], method=one.composition.method)
     levels = {one.name: getattr(one.composition, "levels", ()) for one in planned}
     names = [policy for name in levels for policy in (name, *(f"{name}@{level}" for level in levels[name]))]
     return [points[name] for name in ("base", *names)]
@@ -575,7 +577,8 @@ def suggest_alpha(run: Run) -> str | None:
         points = forecast(run, plan_forecast(run.recipe, alphas=alphas)) if joints else []
     except WeaveError:  # nothing is cached yet, or a part is gone
         return None
-    scored = [(point.aes, point) for point in points[1:] if point.trusted and point.reachable and point.aes is not None]
+    usable = [one for one in points[1:] if one.trusted and one.reachable and one.method == "joint"]
+    scored = [(point.aes, point) for point in usable if point.aes is not None]
     if not scored:
         return None
     score, best = max(scored, key=lambda pair: pair[0])

@@ -170,7 +170,7 @@ def choose_levels(points: Sequence[ForecastRow], count: int) -> dict[str, Foreca
     usable = {
         (point["accuracy"], point["tokens"]): point
         for point in points[1:]
-        if point["trusted"] and point["reachable"]
+        if point["trusted"] and point["reachable"] and point["method"] == "joint"
         if not any(isinstance(weight, dict) or weight < 0 for weight in point["weights"].values())
         if math.isclose(sum(point["weights"].values()), 1)
     }
