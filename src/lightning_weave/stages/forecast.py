@@ -218,6 +218,16 @@ class TrustedDose:
     points_per_nat: float | None  # of accuracy
     tokens_per_nat: float
 
+    @classmethod
+    def of(cls, one: "ForecastPoint", next_one: "ForecastPoint") -> "TrustedDose":
+        """Describe a point, with the slope between it and the next of its direction."""
+        assert one.alpha is not None, "a dose has an alpha"
+        gained = None
+        if one.accuracy is not None and next_one.accuracy is not None:
+            gained = (one.accuracy - next_one.accuracy) / (one.kl - next_one.kl)
+        written = (one.tokens - next_one.tokens) / (one.kl - next_one.kl)
+        return cls(one.alpha, one.accuracy, one.tokens, one.kl, one.effective_samples, gained, written)
+
 
 @dataclass(frozen=True)
 class ForecastPoint:
@@ -397,36 +407,34 @@ def forecast(
         weighted = weigh(cache, aims, decoding, behaviour, recipe.rollout.max_tokens)
         return estimate(weighted, grade_R, measured)
 
-    def describe(name: str, aim: Aim | None, found: Estimates, place: int) -> None:
+    def describe(name: str, aim: Aim | None, found: Estimates, place: int, method: str = "joint") -> ForecastPoint:
         asked = {} if aim is None else {"weights": aim.shown, "alpha": aim.alpha, "kl_budget": aim.kl_budget}
         figures: dict[str, Any] = {"weights": {}, "alpha": None} | asked | found.figures(place)
         kl, samples = float(found.kl_A[place]), float(found.samples_A[place])
-        trusted, anchored = found.trusted(place), measured is not None
-        points[name] = ForecastPoint(
-            name, kl=kl, effective_samples=samples, trusted=trusted, anchored=anchored, **figures
-        )
+        state: dict[str, Any] = {"trusted": found.trusted(place), "anchored": measured is not None, "method": method}
+        return ForecastPoint(name, kl=kl, effective_samples=samples, **state, **figures)
 
-    points: dict[str, ForecastPoint] = {}
     aims = {policy: aim for one in joints for policy, aim in _aims(extended, one.name, anchors).items()}
     found = look(cache, list(aims.values()))
-    describe("base", None, found, 0)
+    points = {"base": describe("base", None, found, 0)}
     directions: dict[str, dict[str, Aim]] = {}  # of points that are not trusted
     for place, (policy, aim) in enumerate(aims.items(), start=1):
-        describe(policy, aim, found, place)
+        points[policy] = describe(policy, aim, found, place)
         if not points[policy].trusted and points["base"].trusted:
             directions.setdefault(str(aim.shown), {})[policy] = aim
     for asked in directions.values():
         first = min(asked.values(), key=lambda aim: aim.alpha)
         rungs = [replace(first, alpha=first.alpha * 2 ** (rung / 2)) for rung in range(1, RUNGS + 2)]
-        dose = _largest_trusted(rungs, look(cache, rungs))
+        found = look(cache, rungs)
+        doses = [describe("", rung, found, place) for place, rung in enumerate(rungs, start=1)]
+        dose = next((TrustedDose.of(one, weaker) for one, weaker in itertools.pairwise(doses) if one.trusted), None)
         for name in asked:
             points[name] = replace(points[name], largest_trusted=dose)
     for one in planned:
         if isinstance(one.composition, Distilled | SelfDistilled):
             own = open_cache(extended, one.name)
             aim = Aim(own.weights, one.composition.alpha, shown=one.composition.weights)
-            describe(one.name, aim, look(own, [aim]), 1)
-            points[one.name] = replace(points[one.name], method=one.composition.method)
+            points[one.name] = describe(one.name, aim, look(own, [aim]), 1, one.composition.method)
     levels = {one.name: getattr(one.composition, "levels", ()) for one in planned}
     names = [policy for name in levels for policy in (name, *(f"{name}@{level}" for level in levels[name]))]
     return [points[name] for name in ("base", *names)]
@@ -490,24 +498,6 @@ def _aims(run: Run, name: str, anchors: Sequence[str]) -> dict[str, Aim]:
             own = [slot.weights.get(anchor, 0.0) for anchor in anchors]
             found[policy] = Aim(own, doses[slot.level or ""], shown=slot.weights, kl_budget=slot.kl_budget)
     return found or {name: Aim(weights, alpha, weight_RK, shown, composition.kl_budget)}
-
-
-def _largest_trusted(rungs: Sequence[Aim], found: Estimates) -> TrustedDose | None:
-    """Find the first rung that is trusted, with the slope between it and the next; None if none is."""
-    for place, rung in enumerate(rungs[:-1], start=1):
-        if found.trusted(place):
-            nats = found.kl_A[place] - found.kl_A[place + 1]
-            accuracy = found.accuracy_AB
-            return TrustedDose(
-                rung.alpha,
-                None if accuracy is None else float(accuracy[place, 0]),
-                float(found.tokens_AB[place, 0]),
-                float(found.kl_A[place]),
-                float(found.samples_A[place]),
-                None if accuracy is None else float((accuracy[place, 0] - accuracy[place + 1, 0]) / nats),
-                float((found.tokens_AB[place, 0] - found.tokens_AB[place + 1, 0]) / nats),
-            )
-    return None
 
 
 # Choosing

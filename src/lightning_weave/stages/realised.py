@@ -63,7 +63,7 @@ class Closed:
     decisions: int
     asked: float
     left: float
-    loss: float | None = None  # that a tag added before training, as train.balance weighs it
+    loss: float = 0.0  # that the group added before training, as train.balance weighs it
 
     @property
     def share(self) -> float:
@@ -97,17 +97,11 @@ class Realised:
 
     def tag_shares(self) -> dict[str, dict[str, float]]:
         """Each tag's share of the decisions, of the loss before training, and of the KL that training closed."""
-        parts = {
-            one.group: (one.decisions, one.loss or 0.0, one.decisions * (one.asked - one.left))
-            for one in self.closed["tag"]
-        }
-        totals = [sum(column) or 1.0 for column in zip(*parts.values(), strict=True)]
-        names = ("decisions", "loss", "closed")
-        return {
-            tag: {name: part / total for name, part, total in zip(names, own, totals, strict=True)}
-            for tag, own in parts.items()
-            if len(parts) > 1
-        }
+        tags = self.closed["tag"] if len(self.closed["tag"]) > 1 else ()
+        columns = {"decisions": [one.decisions for one in tags], "loss": [one.loss for one in tags]}
+        columns["closed"] = [one.decisions * (one.asked - one.left) for one in tags]
+        table = DataFrame(columns, index=[one.group for one in tags])
+        return (table / table.sum().replace(0, 1)).to_dict("index")
 
     def to_dict(self) -> dict[str, Any]:
         """Return what --json prints."""
@@ -190,7 +184,7 @@ def measure_closed(run: Run, name: str, engines: Engines) -> None:
 
 
 def _grouped(frame: DataFrame, rows: Sequence[int], balance: Balance) -> dict[str, Any]:
-    """Average the valid decisions of one policy by group; a tag's loss is weighed as training weighs its rows."""
+    """Average the valid decisions of one policy by group; the loss is summed as training weighs its rows."""
     kept_R = np.bincount(frame["row"], minlength=len(rows))
     weights = balance.weights(rows, balance.counts(rows, range(len(rows)), kept_R))
     frame["loss"] *= np.array([weights[row] for row in rows])[frame["row"]]
@@ -199,7 +193,6 @@ def _grouped(frame: DataFrame, rows: Sequence[int], balance: Balance) -> dict[st
         table = frame.groupby(by).agg(
             decisions=("asked", "size"), asked=("asked", "mean"), left=("left", "mean"), loss=("loss", "sum")
         )
-        table = table if by == "tag" else table.drop(columns="loss")
         order = sorted(table.index, key=lambda label: (len(label) if by == "position" else 0, label))
         closed[by] = table.loc[order].rename_axis("group").reset_index().to_dict("records")
     apart = {"asked": frame["apart_asked"].mean(), "learned": frame["apart"].mean()} if len(frame) else None

@@ -128,17 +128,13 @@ def composition_toml(point: ForecastRow) -> str:
     lines = [
         f"[{dotted_key('compositions', point['policy'].replace('@', '-'))}]",
         f"weights = {toml_value(weights)}",
-        f"alpha = {_short(point['alpha'])!r}" if budget is None else f"kl_budget = {budget!r}",
+        f"alpha = {float(format(point['alpha'], '.6g'))!r}" if budget is None else f"kl_budget = {budget!r}",
     ]
     if not all(math.isclose(sum(table.values()), 1, abs_tol=1e-6) for table in tables):
         lines.append("normalize = false")
     if any(weight < 0 for table in tables for weight in table.values()):
         lines.append("allow_negative = true")
     return "\n".join([*lines, ""])
-
-
-def _short(number: float) -> float:
-    return float(f"{number:.6g}")
 
 
 def choose(
@@ -201,7 +197,7 @@ def show_levels(run: Run, levels: dict[str, ForecastRow], recipe: str | None, co
     lines = ["[compositions.effort]"]
     for name, point in levels.items():
         weights = {anchor: weight for anchor, weight in point["weights"].items() if weight}
-        level = toml_value({**weights, "alpha": _short(point["alpha"])})
+        level = toml_value({**weights, "alpha": float(f"{point['alpha']:.6g}")})
         lines.append(f"levels.{name} = {level} # {point['accuracy']:.1f} % in {point['tokens']:,.1f} tokens")
     lines += [f'default = "{list(levels)[len(levels) // 2]}"', f"control = {toml_value(control)}", ""]
     console.print("\n" + "\n".join(lines), markup=False, highlight=False, soft_wrap=True)
