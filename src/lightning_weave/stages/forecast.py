@@ -41,7 +41,6 @@ RESAMPLES = 1000
 DECISIONS = 1 << 17  # read at a time, about
 RUNGS = 14  # larger alphas that are tried where a point is not trusted, each by a factor of sqrt(2)
 FILE = "forecast.json"  # in the run directory: the points that were forecast last, for the report
-PLACEBO = "a placebo is a control, compared after training"
 NOT_FORECAST = {
     "mixture": "each prompt is trained on one anchor alone; what the student makes of all of them is in no target",
     "sequential": "the target of a later part depends on the student that the part before trains",
@@ -376,7 +375,8 @@ def measured_base(run: Run) -> tuple[float, float] | None:
 
 def not_forecast(composition: Composition) -> str | None:
     """Explain why a composition cannot be forecast; None if it can."""
-    return PLACEBO if composition.is_placebo else NOT_FORECAST.get(composition.method)
+    placebo = "a placebo is a control, compared after training"
+    return placebo if composition.is_placebo else NOT_FORECAST.get(composition.method)
 
 
 def forecast(
@@ -435,9 +435,8 @@ def forecast(
             own = open_cache(extended, one.name)
             aim = Aim(own.weights, one.composition.alpha, shown=one.composition.weights)
             points[one.name] = describe(one.name, aim, look(own, [aim]), 1, one.composition.method)
-    levels = {one.name: getattr(one.composition, "levels", ()) for one in planned}
-    names = [policy for name in levels for policy in (name, *(f"{name}@{level}" for level in levels[name]))]
-    return [points[name] for name in ("base", *names)]
+    order = {one.name: place for place, one in enumerate(planned)} | {"base": -1}  # levels follow their composition
+    return sorted(points.values(), key=lambda point: order[point.policy.partition("@")[0]])
 
 
 def _origin(run: Run) -> list[str]:

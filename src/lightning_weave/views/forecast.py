@@ -256,12 +256,11 @@ def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: boo
             f"{far} trusted point{'s ask' if far > 1 else ' asks'} for more than {REACHED} nats per decision, which "
             "offline training may not reach: refresh helps. --goal leaves them out unless it limits kl"
         )
-    section = run.recipe.rollout
     if not base["trusted"]:
         lines.append(
             f"Nothing is trusted: sampled as the evaluation samples, even the base has only "
             f"{base['effective_samples']:.0f} effective samples of the cache ({TRUSTED} are needed). Try --temperature "
-            f"{section.temperature:g} --top-p 1, as the cache was sampled, and read the differences to the base"
+            f"{run.recipe.rollout.temperature:g} --top-p 1, as the cache was sampled, and read differences to the base"
         )
     seen = set()
     for point in points[1:]:
