@@ -16,7 +16,7 @@ from page import BRIEF_SHARE, ROOT, against, put, read_policies, results, shown
 from scipy.stats import spearmanr
 
 MODELS = ROOT / "docs" / "appendix" / "real-models.md"
-LEVELS = ROOT / "docs" / "effort-levels.md"
+LEVELS = ROOT / "docs" / "appendix" / "effort-levels.md"
 ASKED = {
     "effort@high": "level `high`",
     "effort@medium": "level `medium`",

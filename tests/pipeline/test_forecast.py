@@ -6,6 +6,7 @@ import math
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import lightning_weave as lw
 import oracle
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.shifts import Shift
-from lightning_weave.config import load_recipe
+from lightning_weave.config import check_recipe, load_recipe
 from lightning_weave.errors import InputError, WeaveError
+from lightning_weave.report.survey import pack_forecasts
+from lightning_weave.stages import forecast as stage
 from lightning_weave.stages.caches import open_cache
 from lightning_weave.stages.forecast import (
     REACHED,
@@ -32,8 +35,10 @@ from lightning_weave.stages.forecast import (
     effective_samples,
     estimate,
     forecast,
+    keep_points,
     plan_forecast,
     plan_promising,
+    read_points,
     sampled_logp,
     suggest_alpha,
     truncate,
@@ -55,7 +60,7 @@ from lightning_weave.views.forecast import (
     parse_goals,
     show_levels,
 )
-from pipeline.scored import QUIET, make_scored
+from pipeline.scored import HALF, QUIET, copied, make_scored
 from pipeline.test_adapters import save_adapter
 from tiny import run_of
 from train.cached import make_run
@@ -396,6 +401,12 @@ def test_every_kind_of_target_is_forecast_and_the_others_are_named(scored: dict[
     assert points["budget"].kl == pytest.approx(0.02, rel=0.1)  # alpha is solved on the first updates, as in training
     assert points["one-table"].tokens == pytest.approx(points["even"].tokens)
     assert points["routed"].weights == tables
+    assert {name: one.method for name, one in points.items() if one.method != "joint"} == {
+        "plain": "self",
+        "teacher": "teacher",
+    }
+    packed = pack_forecasts(list(points.values()), ["acc", "brief"])
+    assert {one["policy"] for one in packed} == {"even", "gentle", "budget"}
     assert points["routed"].kl != pytest.approx(points["even"].kl)
     assert {point.accuracy is not None for point in points.values()} == {True}
 
@@ -589,7 +600,10 @@ def test_a_goal_by_a_figure_that_is_not_known_is_refused(unknown: str, goal: str
     assert best(points, parse_goals(["kl <= 0.4"]))["policy"] == "shortest"
 
 
-@pytest.mark.parametrize("goal", ["speed", "tokens <=", "accuracy >= base 3", "tokens <= base", "aes >> 1", ""])
+@pytest.mark.parametrize(
+    "goal",
+    ["speed", "tokens <=", "accuracy >= base 3", "tokens <= base", "aes >> 1", "", "accuracy >= 0.9"],
+)
 def test_a_goal_that_cannot_be_read_is_refused(goal: str) -> None:
     with pytest.raises(InputError, match="--goal"):
         parse_goals([goal])
@@ -597,7 +611,9 @@ def test_a_goal_that_cannot_be_read_is_refused(goal: str) -> None:
 
 def test_goal_is_relative_to_the_base() -> None:
     assert parse_goals(["accuracy >= base + 2"]) == [Goal("accuracy", ">=", 2.0, True)]
-    assert parse_goals(["accuracy >= 80"]) == [Goal("accuracy", ">=", 80.0, False)]
+    assert parse_goals(["accuracy >= 80 %"]) == [Goal("accuracy", ">=", 80.0, False)]
+    assert parse_goals(["tokens <= 60 %"]) == parse_goals(["tokens <= 0.6"]) == [Goal("tokens", "<=", 0.6, True)]
+    assert parse_goals(["tokens <= 800"]) == [Goal("tokens", "<=", 800.0, False)]
 
 
 def test_the_written_composition_is_the_forecast_one(tmp_path: Path) -> None:
@@ -619,13 +635,23 @@ def test_the_written_composition_is_the_forecast_one(tmp_path: Path) -> None:
         add_composition(file, chosen["policy"], composition_toml(chosen))
 
 
+THREE = {"name": "three", "student": {"model": "s"}, "prompts": {"chat": False}}
+THREE |= {"anchors": {name: {"post": f"{name}+", "pre": f"{name}-"} for name in ("acc", "brief", "kind")}}
+
+
 def test_levels_are_evenly_spaced_on_the_trusted_frontier(scored: dict[str, Any], tmp_path: Path) -> None:
     line = [point(f"p{tokens}", 50 + tokens / 10, tokens, 0.5) for tokens in (38, 40, 50, 68, 72, 90, 100)]
     line[4] = {**line[4], "policy": "one@low", "weights": {"acc": 0.75, "brief": 0.25}, "alpha": 0.5}
     off = [point("dominated", 52, 70, 0.1), {**point("raw", 99, 70, 1.0), "weights": {"acc": 1.5}}]
-    levels = choose_levels([*POINTS[:1], *line, *off, *POINTS[-2:]], 3)
+    teacher = {**point("teacher", 99, 70, 1.0), "method": "teacher", "weights": {"acc": 1.0}}  # of no shift
+    levels = choose_levels([*POINTS[:1], *line, *off, teacher, *POINTS[-2:]], 3)
     assert {name: one["tokens"] for name, one in levels.items()} == {"high": 100, "medium": 72, "low": 40}
     assert [one["tokens"] for one in choose_levels([*POINTS[:1], *line[2:]], 2).values()] == [100, 50]
+    thirds = [{**one, "weights": dict.fromkeys(("acc", "brief", "kind"), 1 / 3)} for one in line]
+    show_levels(run_of(scored), choose_levels([*POINTS[:1], *thirds], 2), None, out := Console(record=True))
+    lines = out.export_text().partition("[compositions")
+    written = check_recipe({**THREE, **tomllib.loads("".join(lines[1:]))}).compositions["effort"]
+    assert written.weights == thirds[0]["weights"]
     with pytest.raises(WeaveError, match="only 3 of 4"):
         choose_levels([*POINTS[:1], *line[:3], *off[:1]], 5)
     file = tmp_path / "r.toml"
@@ -677,9 +703,25 @@ def test_by_tag_is_written_by_tag(tmp_path: Path) -> None:
     assert "code = { acc = 1.0 }" in file.read_text()
 
 
+def test_figures_of_the_base_belong_to_the_sampling_of_its_evaluation(
+    scored: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of({**copied(scored, tmp_path), "compositions": {"even": {"weights": HALF}}})
+    keep_points(run, forecast(run, plan_forecast(run.recipe, alphas=[4.0])))
+    monkeypatch.setattr(stage, "measured_base", lambda run: (60.0, 200.0))
+    for decoding, anchored in ((None, True), (Decoding(0.7, 1.0), False), (Decoding(1.0, 0.9), False)):
+        points = forecast(run, decoding=decoding)
+        assert {one.anchored for one in points} == {anchored}
+        assert (points[0].tokens == pytest.approx(200)) == anchored
+    keep_points(run, forecast(run))
+    assert [one.policy for one in read_points(run)] == ["base", "even"]  # none next to another base
+    keep_points(run, forecast(run, plan_forecast(run.recipe, alphas=[8.0])))
+    assert [one.policy for one in read_points(run)] == ["base", "even", "even-alpha-8"]
+
+
 # The program
 
-KEYS = {"policy", "weights", "alpha", "kl_budget", "accuracy", "tokens", "aes", "kl"}
+KEYS = {"policy", "method", "weights", "alpha", "kl_budget", "accuracy", "tokens", "aes", "kl"}
 KEYS |= {"effective_samples", "trusted", "reachable", "anchored", "largest_trusted"}
 KEYS |= {f"{key}_{end}" for key in ("accuracy", "tokens", "aes") for end in ("low", "high")}
 
@@ -718,7 +760,14 @@ def test_the_program_refuses_what_it_cannot_do(scored: dict[str, Any], tmp_path:
     file.write_text(tomli_w.dumps({**scored, "runs": str(tmp_path / "none")}))
     assert "lweave rollout" in lweave("forecast", str(file), code=2).stderr
     file.write_text(tomli_w.dumps(scored))
-    for words in (["--write"], ["--goal", "speed"], ["--alphas", "0"], ["--levels", "9"]):
+    for words in (
+        ["--write"],
+        ["--goal", "speed"],
+        ["--alphas", "0"],
+        ["--alphas", ","],
+        ["--levels", "9"],
+        ["--realised", "--goal", "aes"],
+    ):
         lweave("forecast", str(file), *words, code=2)
     said = lweave("forecast", str(file), "--goal", "tokens <= 0.001", code=1).stderr
     assert "30 are needed" in said, "there are 24 responses"

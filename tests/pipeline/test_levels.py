@@ -283,6 +283,27 @@ def test_the_exported_template_renders_what_training_rendered(own: str, control:
     assert len({serve(), serve(reasoning_effort="low"), serve(reasoning_effort="high")}) == 3
 
 
+PARTS = "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+PARTS += "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("control", [SYSTEM, Control(prefix="Effort {level}. ")])
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]])
+def test_the_exported_template_takes_parts_of_content_and_answers_of_tools(control: Control, system: list[Any]) -> None:
+    """As OpenAI-compatible servers pass them: content as a list of parts, and turns after the user's."""
+    tokenizer, served = student_tokenizer(), student_tokenizer()
+    tokenizer.chat_template = PARTS
+    served.chat_template = template_with_levels(tokenizer, control, ["low", "high"])
+    before = [*system, {"role": "user", "content": "0?"}, {"role": "assistant", "content": "0"}]
+    asked = [*before, {"role": "user", "content": "1+1?"}]
+    expected = render_at_level(asked, tokenizer, PromptForm("chat"), None, control, "low")
+    in_parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in asked]
+    after = [{"role": "assistant", "content": "calls"}, {"role": "tool", "content": "2"}]
+    for messages, rest in ((asked, ""), (in_parts, ""), ([*asked, *after], "[assistant]calls[tool]2")):
+        text = served.apply_chat_template(messages, tokenize=False, reasoning_effort="low")
+        assert text == expected + rest
+
+
 @pytest.mark.parametrize("variable", ["reasoning_effort", "thinking_effort"])
 def test_a_variable_of_the_template_itself_is_used(variable: str) -> None:
     """As in gpt-oss: the template writes its own system turn, with a default."""
@@ -310,6 +331,8 @@ def test_a_number_is_a_level_of_the_exported_template() -> None:
     form = PromptForm("chat")
     for effort, expected in (
         (2, render_at_level(messages, tokenizer, form, None, SYSTEM, "2")),
+        (2.0, render_at_level(messages, tokenizer, form, None, SYSTEM, "2")),
+        (0.5, render_at_level(messages, tokenizer, form, None, SYSTEM, "0.5")),
         ("0.5", render_at_level(messages, tokenizer, form, None, SYSTEM, "0.5")),
         (None, render(messages, tokenizer, form)),  # as servers say that nobody asked
     ):

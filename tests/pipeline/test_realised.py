@@ -2,11 +2,14 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 import lightning_weave as lw
 import oracle
@@ -18,8 +21,9 @@ from lightning_weave.stages.forecast import ForecastPoint, forecast, read_points
 from lightning_weave.stages.prompts import load_prompts, tag_of
 from lightning_weave.stages.realised import judge, measure_all, realise, realised_table
 from lightning_weave.stages.run import make_students
+from lightning_weave.train.schedule import make_schedule
 from lightning_weave.views.forecast import show_realised
-from pipeline.scored import HALF, QUIET, make_scored
+from pipeline.scored import HALF, QUIET, copied, make_scored
 from tiny import run_of
 
 
@@ -61,6 +65,50 @@ def test_what_is_left_is_what_the_trainer_measured_on_held_out_rows(trained: dic
     table = realised_table([one])
     assert table[0] == ["KL to the target closed", "even"]
     assert table[1] == ["all", f"{whole.share:.0%}"]
+
+
+def test_a_level_is_measured_as_its_own_target_with_its_own_prompt(trained: dict[str, Any], tmp_path: Path) -> None:
+    """The plain prompt is one of the levels here, so all that is said of it must be said of that level."""
+    levels = {"a": {**HALF, "alpha": 0.3}, "b": {"acc": 1.0, "alpha": 0.1}}
+    dial = {"levels": levels, "default": "a", "control": {"prefix": "{level}+"}, "epochs": 2}
+    recipe = {**copied(trained, tmp_path), "compositions": {"dial": dial, "even": {"weights": HALF, "alpha": 0.3}}}
+    run = run_of(recipe)
+    make_students(run, QUIET)
+    measure_all(run, QUIET)
+    results = {one.policy: one for one in realise(run, forecast(run))}
+    assert list(results) == ["dial", "dial@a", "dial@b", "even"]
+    whole = {policy: one.closed["all"][0] for policy, one in results.items()}
+    assert whole["dial"].asked == pytest.approx(whole["dial@a"].asked) == pytest.approx(whole["even"].asked)
+    assert whole["dial@b"].asked > 2 * whole["dial@a"].asked
+    assert {policy: one.forecast.weights for policy, one in results.items() if one.forecast} == {
+        "dial": HALF,
+        "dial@a": HALF,
+        "dial@b": {"acc": 1.0},
+        "even": HALF,
+    }
+    assert results["dial"].apart is None
+    apart = {level: results[f"dial@{level}"].apart or {} for level in "ab"}
+    assert apart["a"]["asked"] == pytest.approx(0, abs=1e-6)
+    cache = open_cache(run, "dial")
+    final = AutoModelForCausalLM.from_pretrained(run.stage("train", "dial").folder / "final", dtype=torch.float32)
+    rows = sorted(make_schedule(run.recipe, len(cache) // 2, "dial").held_out())
+    kls: dict[str, list[float]] = {"asked": [], "learned": [], "left": []}
+    for row in rows:
+        log_p, log_q = [], []
+        for slot in (0, 2):
+            block = cache.block([slot * len(cache) + row])
+            targets = compute_targets(block, cache.weights, run.stage("train", "dial").require()["alpha"])
+            ids = torch.tensor([[*block.rollouts.prompt_ids[0], *block.sampled_P]])
+            with torch.no_grad():
+                log_PV = final(ids).logits[0, -len(block.sampled_P) - 1 : -1, : run.student.vocabulary].log_softmax(-1)
+            log_PC = log_PV.gather(1, torch.tensor(block.candidates.ids.flat).long())
+            rest_P = (1 - log_PC.exp().sum(dim=1)).clamp(min=1e-8).log()
+            log_p.append(torch.cat([log_PC, rest_P[:, None]], dim=1).double())
+            log_q.append(torch.from_numpy(targets.log_q_PO).double())
+        for key, (one, two) in {"asked": log_q[::-1], "learned": log_p[::-1], "left": (log_q[1], log_p[1])}.items():
+            kls[key] += (one.exp() * (one - two)).sum(dim=1)[targets.valid_P].tolist()  # of the level
+    assert apart["b"] == pytest.approx({key: np.mean(kls[key]) for key in ("asked", "learned")}, rel=1e-3)
+    assert whole["dial@b"].left == pytest.approx(np.mean(kls["left"]), rel=1e-3)
 
 
 @pytest.mark.parametrize("balance", ["decisions", "rows", "tags"])

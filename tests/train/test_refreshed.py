@@ -23,6 +23,7 @@ from lightning_weave.store import read_lines
 from lightning_weave.store.ledger import read_ledger
 from lightning_weave.train import resampled
 from lightning_weave.train.data import compose, find_dose, open_targets
+from lightning_weave.train.loop import Fit
 from lightning_weave.train.resampled import parts_of, rows_of, schedule_of
 from lightning_weave.train.schedule import Schedule
 from lightning_weave.views import status as verify
@@ -241,3 +242,24 @@ def test_auto_samples_again_only_where_the_student_has_left_who_sampled(
         assert len(rows) == (2 * 7 if samples else 0) + 3
     card = (refreshed.stage("train", "auto").folder / "final" / "README.md").read_text()
     assert "sampled again by the current student 0 times" in card
+
+
+@pytest.mark.slow
+def test_auto_asks_a_student_with_levels_as_it_samples(
+    recipe: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New rows are drawn from the plain prompt: at a level the student differs from them whoever samples."""
+    asked: list[int] = []
+    measure = Fit.measure
+
+    def spy(fit: Fit, numbers: list[int]) -> dict[str, float]:
+        asked.extend(numbers)
+        return measure(fit, numbers)
+
+    monkeypatch.setattr(Fit, "measure", spy)
+    levels = {"a": HALF, "b": {"acc": 1.0, "alpha": 0.1}}
+    dial = {"levels": levels, "default": "a", "control": {"prefix": "{level}+"}, "refresh": "auto", "refresh_budget": 2}
+    mine = {**copied(recipe, tmp_path), "train": {**recipe["train"], "validation": 0.0}}
+    trained(mine, dial=dial)
+    rows = len(open_cache(run_of({**mine, "compositions": {"dial": dial}}), "dial"))
+    assert {number // rows for number in asked} == {0}

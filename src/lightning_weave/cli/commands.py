@@ -418,6 +418,8 @@ def forecast(
         raise InputError('--write needs --levels 3 or a goal to choose by, such as --goal "tokens <= 0.6"')
     if goal and levels:
         raise InputError("--goal chooses one composition and --levels several: give one of them")
+    if realised and (goal or levels):
+        raise InputError("--realised looks at trained students, --goal and --levels choose what to train: give one")
     if top_p is not None and not 0 < top_p <= 1:
         raise InputError(f"--top-p {top_p:g}: must be greater than 0 and at most 1")
     varied = {"shares": shares, "alphas": alphas, "kl_budgets": kl_budgets}
@@ -432,7 +434,9 @@ def forecast(
         return
     goals = stage.parse_goals(goal or ())
     if levels:
-        grid, numbers["alphas"] = stage.level_grid(run, shares, grid, numbers.get("alphas"))
+        from lightning_weave.stages.forecast import usual_grid
+
+        grid, numbers["alphas"] = usual_grid(run.recipe, numbers.get("shares"), grid, numbers.get("alphas"))
     sampled: Any = {"temperature": temperature, "top_p": top_p}
     points = run.forecast(anchor=anchor, tag=tag, grid=grid, compute=compute, **numbers, **sampled)
     stage.show(run, points, open_console(), json)
@@ -445,7 +449,7 @@ def forecast(
 
 def _numbers(option: str, text: str) -> list[float]:
     try:
-        return [float(part) for part in text.split(",") if part.strip()]
+        return [float(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"{option} {text}: must be numbers separated by commas, for example 0.25,0.5,0.75") from None
 

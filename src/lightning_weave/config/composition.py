@@ -447,7 +447,8 @@ class Joint(_Budgeted):
         if self.is_numeric and len({slot.kl_budget is None for slot in self.named}) > 1:
             raise ValueError("levels between which numbers are drawn have either all alpha or all kl_budget")
         if self.default not in self.levels:
-            raise ValueError(f"default = {self.default!r} is not one of the levels: {', '.join(self.levels)}")
+            wrong = "is missing" if self.default is None else f"= {self.default!r} is none of the levels"
+            raise ValueError(f"default {wrong}: give the level of a prompt that names none, {' or '.join(self.levels)}")
         return self
 
     @property

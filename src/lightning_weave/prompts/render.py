@@ -146,16 +146,25 @@ def template_with_levels(tokenizer: "PreTrainedTokenizerBase", control: Control,
         if control.variable == name:
             return template
         return f"{condition}{{%- set {control.variable} = {name} -%}}{{%- endif %}}{{{{- '' }}}}{template}"
-    text = f" ~ {name} ~ ".join(json.dumps(part, ensure_ascii=False) for part in control.text("\0").split("\0"))
-    if control.prefix is not None:
-        turn = f"{{'role': 'user', 'content': {text} ~ messages[-1]['content']}}"
-        case = "messages[-1]['role'] == 'user'"
-        change = f"{{%- if {case} -%}}{{%- set messages = messages[:-1] + [{turn}] -%}}{{%- endif -%}}"
+    level = name if levels is not None else f"({name} | int if {name} == {name} | int else {name})"  # 1.0 as "1"
+    text = f" ~ {level} ~ ".join(json.dumps(part, ensure_ascii=False) for part in control.text("\0").split("\0"))
+    if control.prefix is not None:  # before the last user's turn; tools may have answered since
+        change = (
+            "{%- set effort = namespace(at=-1) -%}{%- for turn in messages -%}{%- if turn['role'] == 'user' -%}"
+            "{%- set effort.at = loop.index0 -%}{%- endif -%}{%- endfor -%}{%- if effort.at >= 0 -%}"
+            "{%- set own = messages[effort.at]['content'] -%}"
+            f"{{%- set own = {text} ~ own if own is string else [{{'type': 'text', 'text': {text}}}] + own -%}}"
+            "{%- set turn = [{'role': 'user', 'content': own}] -%}"
+            "{%- set messages = messages[:effort.at] + turn + messages[effort.at + 1:] -%}{%- endif -%}"
+        )
     else:
-        joined = f"(messages[0]['content'] ~ '\\n\\n' if messages[0]['content'] else '') ~ {text}"
-        first = f"[{{'role': 'system', 'content': {joined}}}] + messages[1:]"
-        change = f"{{%- if messages[0]['role'] == 'system' -%}}{{%- set messages = {first} -%}}{{%- else -%}}"
-        change += f"{{%- set messages = [{{'role': 'system', 'content': {text}}}] + messages -%}}{{%- endif -%}}"
+        change = (
+            "{%- set own = messages[0]['content'] if messages[0]['role'] == 'system' else '' -%}"
+            "{%- set rest = messages[1:] if messages[0]['role'] == 'system' else messages -%}"
+            f"{{%- set own = (own ~ '\\n\\n' if own else '') ~ {text} if own is string "
+            f"else own + [{{'type': 'text', 'text': '\\n\\n' ~ {text}}}] -%}}"
+            "{%- set messages = [{'role': 'system', 'content': own}] + rest -%}"
+        )
     return f"{condition}{change}{{%- endif %}}{{{{- '' }}}}{template}"
 
 

@@ -352,6 +352,7 @@ def pack_forecasts(points: Sequence[ForecastPoint], anchors: Sequence[str]) -> l
     packed = []
     for point in points:
         is_plain = point.weights and all(isinstance(weight, float | int) for weight in point.weights.values())
+        is_plain = is_plain and point.method == "joint"
         if point.accuracy is not None and point.alpha is not None and is_plain and set(point.weights) <= set(anchors):
             weights = [float(point.weights.get(anchor, 0.0)) for anchor in anchors]
             packed.append({**point.to_dict(), "weights": weights})

@@ -41,7 +41,6 @@ RESAMPLES = 1000
 DECISIONS = 1 << 17  # read at a time, about
 RUNGS = 14  # larger alphas that are tried where a point is not trusted, each by a factor of sqrt(2)
 FILE = "forecast.json"  # in the run directory: the points that were forecast last, for the report
-PLACEBO = "a placebo is a control, compared after training"
 NOT_FORECAST = {
     "mixture": "each prompt is trained on one anchor alone; what the student makes of all of them is in no target",
     "sequential": "the target of a later part depends on the student that the part before trains",
@@ -218,6 +217,16 @@ class TrustedDose:
     points_per_nat: float | None  # of accuracy
     tokens_per_nat: float
 
+    @classmethod
+    def of(cls, one: "ForecastPoint", next_one: "ForecastPoint") -> "TrustedDose":
+        """Describe a point, with the slope between it and the next of its direction."""
+        assert one.alpha is not None, "a dose has an alpha"
+        gained = None
+        if one.accuracy is not None and next_one.accuracy is not None:
+            gained = (one.accuracy - next_one.accuracy) / (one.kl - next_one.kl)
+        written = (one.tokens - next_one.tokens) / (one.kl - next_one.kl)
+        return cls(one.alpha, one.accuracy, one.tokens, one.kl, one.effective_samples, gained, written)
+
 
 @dataclass(frozen=True)
 class ForecastPoint:
@@ -241,6 +250,7 @@ class ForecastPoint:
     anchored: bool  # at the measured evaluation of the base: accuracy and tokens are those of the benchmarks
     kl_budget: float | None = None  # that alpha was solved for
     largest_trusted: TrustedDose | None = None  # with the same weights, where the point itself is not trusted
+    method: str = "joint"  # else the weights are not those of shifts
 
     @property
     def reachable(self) -> bool:
@@ -365,7 +375,8 @@ def measured_base(run: Run) -> tuple[float, float] | None:
 
 def not_forecast(composition: Composition) -> str | None:
     """Explain why a composition cannot be forecast; None if it can."""
-    return PLACEBO if composition.is_placebo else NOT_FORECAST.get(composition.method)
+    placebo = "a placebo is a control, compared after training"
+    return placebo if composition.is_placebo else NOT_FORECAST.get(composition.method)
 
 
 def forecast(
@@ -380,7 +391,8 @@ def forecast(
     """
     recipe = run.recipe
     planned = [one for one in planned or plan_forecast(recipe) if not_forecast(one.composition) is None]
-    decoding = decoding or Decoding(recipe.eval.temperature, recipe.eval.top_p)
+    evaluation = Decoding(recipe.eval.temperature, recipe.eval.top_p)
+    decoding = decoding or evaluation
     behaviour = Decoding(recipe.rollout.temperature)
     if behaviour.temperature == 0:
         raise InputError("rollout.temperature = 0: of a response that is always the same nothing can be forecast")
@@ -389,44 +401,42 @@ def forecast(
     anchors = sorted({anchor for one in joints for anchor in one.composition.used})
     cache = Cache(run.stage("rollout"), run.stage("reference"), [anchor_pair(run, anchor) for anchor in anchors])
     grade_R = grade_rows(run, progress or Progress(quiet=True))
-    measured = measured_base(run)
+    measured = measured_base(run) if decoding == evaluation else None
 
     def look(cache: Cache, aims: Sequence[Aim]) -> Estimates:
         weighted = weigh(cache, aims, decoding, behaviour, recipe.rollout.max_tokens)
         return estimate(weighted, grade_R, measured)
 
-    def describe(name: str, aim: Aim | None, found: Estimates, place: int) -> None:
+    def describe(name: str, aim: Aim | None, found: Estimates, place: int, method: str = "joint") -> ForecastPoint:
         asked = {} if aim is None else {"weights": aim.shown, "alpha": aim.alpha, "kl_budget": aim.kl_budget}
         figures: dict[str, Any] = {"weights": {}, "alpha": None} | asked | found.figures(place)
         kl, samples = float(found.kl_A[place]), float(found.samples_A[place])
-        trusted, anchored = found.trusted(place), measured is not None
-        points[name] = ForecastPoint(
-            name, kl=kl, effective_samples=samples, trusted=trusted, anchored=anchored, **figures
-        )
+        state: dict[str, Any] = {"trusted": found.trusted(place), "anchored": measured is not None, "method": method}
+        return ForecastPoint(name, kl=kl, effective_samples=samples, **state, **figures)
 
-    points: dict[str, ForecastPoint] = {}
     aims = {policy: aim for one in joints for policy, aim in _aims(extended, one.name, anchors).items()}
     found = look(cache, list(aims.values()))
-    describe("base", None, found, 0)
+    points = {"base": describe("base", None, found, 0)}
     directions: dict[str, dict[str, Aim]] = {}  # of points that are not trusted
     for place, (policy, aim) in enumerate(aims.items(), start=1):
-        describe(policy, aim, found, place)
+        points[policy] = describe(policy, aim, found, place)
         if not points[policy].trusted and points["base"].trusted:
             directions.setdefault(str(aim.shown), {})[policy] = aim
     for asked in directions.values():
         first = min(asked.values(), key=lambda aim: aim.alpha)
         rungs = [replace(first, alpha=first.alpha * 2 ** (rung / 2)) for rung in range(1, RUNGS + 2)]
-        dose = _largest_trusted(rungs, look(cache, rungs))
+        found = look(cache, rungs)
+        doses = [describe("", rung, found, place) for place, rung in enumerate(rungs, start=1)]
+        dose = next((TrustedDose.of(one, weaker) for one, weaker in itertools.pairwise(doses) if one.trusted), None)
         for name in asked:
             points[name] = replace(points[name], largest_trusted=dose)
     for one in planned:
         if isinstance(one.composition, Distilled | SelfDistilled):
             own = open_cache(extended, one.name)
             aim = Aim(own.weights, one.composition.alpha, shown=one.composition.weights)
-            describe(one.name, aim, look(own, [aim]), 1)
-    levels = {one.name: getattr(one.composition, "levels", ()) for one in planned}
-    names = [policy for name in levels for policy in (name, *(f"{name}@{level}" for level in levels[name]))]
-    return [points[name] for name in ("base", *names)]
+            points[one.name] = describe(one.name, aim, look(own, [aim]), 1, one.composition.method)
+    order = {one.name: place for place, one in enumerate(planned)} | {"base": -1}  # levels follow their composition
+    return sorted(points.values(), key=lambda point: order[point.policy.partition("@")[0]])
 
 
 def _origin(run: Run) -> list[str]:
@@ -439,8 +449,10 @@ def _origin(run: Run) -> list[str]:
 
 
 def keep_points(run: Run, points: Sequence[ForecastPoint]) -> None:
-    """Write points to the run directory, in place of those with the same name, for the report."""
-    kept = {point.policy: asdict(point) for point in [*read_points(run), *points]}
+    """Write points to the run directory, for the report; those before stay if the base has the same figures there."""
+    before = read_points(run)
+    bases = [[one.tokens, one.accuracy or 0.0] for one in (*before[:1], points[0])]
+    kept = {point.policy: asdict(point) for point in [*(before if np.allclose(bases[0], bases[-1]) else ()), *points]}
     write_json(run.directory / FILE, {"origin": _origin(run), "points": list(kept.values())})
 
 
@@ -487,38 +499,19 @@ def _aims(run: Run, name: str, anchors: Sequence[str]) -> dict[str, Aim]:
     return found or {name: Aim(weights, alpha, weight_RK, shown, composition.kl_budget)}
 
 
-def _largest_trusted(rungs: Sequence[Aim], found: Estimates) -> TrustedDose | None:
-    """Find the first rung that is trusted, with the slope between it and the next; None if none is."""
-    for place, rung in enumerate(rungs[:-1], start=1):
-        if found.trusted(place):
-            nats = found.kl_A[place] - found.kl_A[place + 1]
-            accuracy = found.accuracy_AB
-            return TrustedDose(
-                rung.alpha,
-                None if accuracy is None else float(accuracy[place, 0]),
-                float(found.tokens_AB[place, 0]),
-                float(found.kl_A[place]),
-                float(found.samples_A[place]),
-                None if accuracy is None else float((accuracy[place, 0] - accuracy[place + 1, 0]) / nats),
-                float((found.tokens_AB[place, 0] - found.tokens_AB[place + 1, 0]) / nats),
-            )
-    return None
-
-
 # Choosing
 
 FACTORS = (0.25, 0.5, 1.0, 2.0)  # of the recipe's own alpha, tried where none are given
 GRID = 8  # steps of the weights of two anchors, 4 of more
 
 
-def usual_grid(recipe: Recipe) -> int:
-    """Give the steps of the weights where none are asked for."""
-    return GRID if len(recipe.anchors) == 2 else GRID // 2
-
-
-def usual_alphas(recipe: Recipe) -> list[float]:
-    """Give the alphas that are tried where none are asked for."""
-    return [usual_alpha(recipe) * factor for factor in FACTORS]
+def usual_grid(
+    recipe: Recipe, shares: Sequence[float] | None, grid: int | None, alphas: Sequence[float] | None
+) -> tuple[int | None, Sequence[float]]:
+    """Give the weights and alphas that are tried, where none are asked for."""
+    if shares is None and grid is None:
+        grid = GRID if len(recipe.anchors) == 2 else GRID // 2
+    return grid, alphas or [usual_alpha(recipe) * factor for factor in FACTORS]
 
 
 def plan_promising(
@@ -532,8 +525,7 @@ def plan_promising(
 ) -> list[Planned]:
     """Choose the points of a grid that are worth training: the forecast frontier by AES, then the others by AES."""
     recipe = run.recipe
-    grid = usual_grid(recipe) if shares is None else None
-    alphas = alphas or usual_alphas(recipe)
+    grid, alphas = usual_grid(recipe, shares, None, alphas)
     planned = {one.name: one for one in plan_forecast(recipe, shares, anchor, alphas, None, tag, grid)}
     points = [point for point in forecast(run, list(planned.values()), progress) if point.policy in planned]
     trusted = [(point, point.accuracy, point.aes) for point in points if point.trusted and point.reachable]
@@ -549,6 +541,23 @@ def plan_promising(
     return [planned[known[place][0].policy] for place in order[:count]]
 
 
+def weights_text(weights: Mapping[str, Any]) -> str:
+    """Write weights in short, by tag where they differ.
+
+    >>> weights_text({"a": 0.5, "b": 0.5}), weights_text({"code": {"a": 1.0}})
+    ('a 0.5, b 0.5', 'code: a 1')
+    """
+    if any(isinstance(value, dict) for value in weights.values()):
+        return "; ".join(f"{tag}: {weights_text(table)}" for tag, table in weights.items())
+    return ", ".join(f"{name} {weight:.4g}" for name, weight in weights.items() if weight)
+
+
+def outcome_text(figures: Mapping[str, Any]) -> str:
+    """Write accuracy, if it is known, and tokens."""
+    known = "" if figures["accuracy"] is None else f"{figures['accuracy']:.1f} % in "
+    return f"{known}{figures['tokens']:,.1f} tokens"
+
+
 def suggest_alpha(run: Run) -> str | None:
     """Describe the alpha with the best forecast AES for the recipe's own weights; None if the cache cannot tell."""
     try:
@@ -557,14 +566,14 @@ def suggest_alpha(run: Run) -> str | None:
         points = forecast(run, plan_forecast(run.recipe, alphas=alphas)) if joints else []
     except WeaveError:  # nothing is cached yet, or a part is gone
         return None
-    scored = [(point.aes, point) for point in points[1:] if point.trusted and point.reachable and point.aes is not None]
+    usable = [one for one in points[1:] if one.trusted and one.reachable and one.method == "joint"]
+    scored = [(point.aes, point) for point in usable if point.aes is not None]
     if not scored:
         return None
     score, best = max(scored, key=lambda pair: pair[0])
     own = max((found for found, point in scored if point.policy in joints), default=None)
     others = "" if own is None else f" (the best as the recipe has them: {own:+.2f})"
-    weights = ", ".join(f"{name} {weight}" for name, weight in best.weights.items())
     return (
-        f"forecast from the cache: alpha {best.alpha:.4g} with {weights} has the best AES, {score:+.2f}{others}; "
-        f"{best.accuracy:.1f} % in {best.tokens:,.1f} tokens"
+        f"forecast from the cache: alpha {best.alpha:.4g} with {weights_text(best.weights)} has the best AES, "
+        f"{score:+.2f}{others}; {outcome_text(asdict(best))}"
     )

@@ -1,5 +1,6 @@
 """Grades of the cached responses, computed once: a stage in the folder of the rollout."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,27 +52,21 @@ def grade_rows(run: Run, progress: Progress) -> NDArray[np.float64] | None:
         with progress.bar("grade", len(pending), "shard") as bar:
             for shard in pending:
                 rows = rollout.open(Rollouts, shard).read()
-                stage.write(shard, _grade(rows, [problems[prompt] for prompt in rows.prompt_R], grader, run))
+                grade_R = np.full(len(rows.prompt_R), UNKNOWN, np.uint8)
+                asked = []
+                for row, problem in enumerate(problems[prompt] for prompt in rows.prompt_R):
+                    decided = slice(None) if rows.decided is None else rows.decided[row]
+                    ids = rows.response_ids[row][decided].tolist()  # what the student wrote
+                    text = str(run.student.tokenizer.decode(ids, skip_special_tokens=True))
+                    with suppress(InputError):  # an answer that the grader cannot read is not known
+                        if grader.rule.kind in ("numeric", "choice") and problem.answer is not None:
+                            grader.grade([(problem, "")])
+                        if problem.row or problem.answer is not None:
+                            asked.append((row, problem, text))
+                found = grader.grade([(problem, text) for _, problem, text in asked])
+                grade_R[[row for row, _, _ in asked]] = [one.correct for one in found]
+                stage.write(shard, Grades(rows.trajectories(), grade_R))
                 bar.advance()
     stage.finish(Grades, shards)
     graded = [stage.open(Grades, shard).read().grade_R for shard in range(shards)]
     return np.array(VALUES)[np.concatenate(graded)]
-
-
-def _grade(rows: Rollouts, problems: list[Problem], grader: Grader, run: Run) -> Grades:
-    """Grade what the student wrote of each row; an answer that the grader cannot read is not known."""
-    grade_R = np.full(len(problems), UNKNOWN, np.uint8)
-    asked = []
-    for row, problem in enumerate(problems):
-        ids = rows.response_ids[row] if rows.decided is None else rows.response_ids[row][rows.decided[row]]
-        text = str(run.student.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
-        try:
-            if grader.rule.kind in ("numeric", "choice") and problem.answer is not None:
-                grader.grade([(problem, "")])
-            if problem.row or problem.answer is not None:
-                asked.append((row, problem, text))
-        except InputError:
-            continue
-    found = grader.grade([(problem, text) for _, problem, text in asked])
-    grade_R[[row for row, _, _ in asked]] = [one.correct for one in found]
-    return Grades(rows.trajectories(), grade_R)

@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
+import pandas as pd
 import torch
-from numpy.typing import NDArray
+from pandas import DataFrame
+from torch import Tensor
 
 from lightning_weave.bench.summary import combine
 from lightning_weave.cache.block import compute_targets
@@ -23,7 +25,7 @@ from lightning_weave.run import Run
 from lightning_weave.stages.alignment import find_candidates
 from lightning_weave.stages.caches import open_cache
 from lightning_weave.stages.engines import Engines
-from lightning_weave.stages.forecast import ForecastPoint, not_forecast
+from lightning_weave.stages.forecast import ForecastPoint, not_forecast, outcome_text
 from lightning_weave.stages.prompts import load_prompts, tag_columns, tag_of
 from lightning_weave.store import read_json, write_json
 from lightning_weave.train.data import Balance
@@ -61,7 +63,7 @@ class Closed:
     decisions: int
     asked: float
     left: float
-    loss: float | None = None  # that a tag added before training, as train.balance weighs it
+    loss: float = 0.0  # that the group added before training, as train.balance weighs it
 
     @property
     def share(self) -> float:
@@ -80,6 +82,7 @@ class Realised:
     forecast: ForecastPoint | None = None
     measured: Mapping[str, float] | None = None  # accuracy, tokens and aes
     verdict: RealisedVerdict = "unknown"
+    apart: Mapping[str, float] | None = None  # of a level: KL from the plain prompt, asked and learned
 
     def shares(self) -> dict[str, float]:
         """The share that is closed, by group; where little was asked for, none. A single tag is left out."""
@@ -94,17 +97,11 @@ class Realised:
 
     def tag_shares(self) -> dict[str, dict[str, float]]:
         """Each tag's share of the decisions, of the loss before training, and of the KL that training closed."""
-        parts = {
-            one.group: (one.decisions, one.loss or 0.0, one.decisions * (one.asked - one.left))
-            for one in self.closed["tag"]
-        }
-        totals = [sum(column) or 1.0 for column in zip(*parts.values(), strict=True)]
-        names = ("decisions", "loss", "closed")
-        return {
-            tag: {name: part / total for name, part, total in zip(names, own, totals, strict=True)}
-            for tag, own in parts.items()
-            if len(parts) > 1
-        }
+        tags = self.closed["tag"] if len(self.closed["tag"]) > 1 else ()
+        columns = {"decisions": [one.decisions for one in tags], "loss": [one.loss for one in tags]}
+        columns["closed"] = [one.decisions * (one.asked - one.left) for one in tags]
+        table = DataFrame(columns, index=[one.group for one in tags])
+        return (table / table.sum().replace(0, 1)).to_dict("index")
 
     def to_dict(self) -> dict[str, Any]:
         """Return what --json prints."""
@@ -135,62 +132,71 @@ def measure_all(run: Run, progress: Progress) -> None:
 
 
 def measure_closed(run: Run, name: str, engines: Engines) -> None:
-    """Compare one trained student with its target on cached rows. Written to the folder of its training."""
+    """Compare one trained student with its target on cached rows, with the plain prompt and at each of its levels.
+
+    Written to the folder of its training.
+    """
     stage = run.stage("train", name)
     alpha = float(stage.require()["alpha"])
     cache = open_cache(run, name)
-    groups = len(cache) // run.recipe.rollout.responses
-    held_out = make_schedule(run.recipe, groups, name).held_out()
+    held_out = make_schedule(run.recipe, len(cache) // run.recipe.rollout.responses, name).held_out()
     rows = sorted(held_out) or list(range(len(cache)))
     rows = [rows[place] for place in np.linspace(0, len(rows) - 1, min(ROWS, len(rows))).astype(int)]
-    tags = [tag_of(run.recipe, prompt) for prompt in load_prompts(run, tag_columns(run.recipe))]
+    tags = np.array([tag_of(run.recipe, prompt) for prompt in load_prompts(run, tag_columns(run.recipe))])
     scorer = engines.scorer(run, run.policy(name), run.recipe.engine_of("reference"))
     tokenizer, stop_ids = run.student.tokenizer, run.student.stop_ids
-    sums: dict[str, dict[str, NDArray[np.float64]]] = {by: {} for by in GROUPED}
-    kept_R, loss_R, tag_R = np.zeros(len(rows), np.int64), np.zeros(len(rows)), []
+    levels = ["", *getattr(run.recipe.compositions[name], "levels", ())]  # in the order of their slots
+    parts: dict[str, list[DataFrame]] = {level: [] for level in levels}
     for start in range(0, len(rows), READ):
-        block = cache.block(rows[start : start + READ])
-        targets = compute_targets(block, cache.weights, alpha)
-        candidates = block.candidates
-        learned = find_candidates(scorer, block.rollouts, candidates.ids.flat.shape[1], candidates)
-        log_pi_PO = with_other(torch.tensor(learned.logp.flat), torch.tensor(learned.other_logp.flat))
-        log_q_PO, log_b_PO = torch.from_numpy(targets.log_q_PO), torch.from_numpy(targets.log_b_PO)
-        row_P = np.repeat(np.arange(len(block)), block.decisions_R)
-        loss_P = log_residual_loss(log_b_PO, log_b_PO, log_q_PO, alpha).double().numpy()
-        own = slice(start, start + len(block))
-        kept_R[own] = np.bincount(row_P[targets.valid_P], minlength=len(block))
-        loss_R[own] = np.bincount(row_P, np.where(targets.valid_P, loss_P, 0), minlength=len(block))
-        tag_R += [tags[prompt] for prompt in block.rollouts.prompt_R]
-        kls = (expected_kl(log_q_PO, one).double().numpy() for one in (log_b_PO, log_pi_PO))
-        values_P3 = np.stack([np.ones(len(log_q_PO)), *kls], axis=1)
-        place_P = np.concatenate([np.arange(count) for count in block.decisions_R])
-        tenth_P = 1 + 10 * place_P // block.decisions_R[row_P]
-        kinds = {one: kind_of(tokenizer.decode([one]), one in stop_ids) for one in np.unique(block.sampled_P).tolist()}
-        labels = {
-            "all": np.full(len(row_P), "all"),
-            "position": np.array([f"{tenth}/10" for tenth in tenth_P]),
-            "kind": np.array([kinds[one] for one in block.sampled_P.tolist()]),
-            "tag": np.array(tag_R[own])[row_P],
-        }
-        for by, label_P in labels.items():
-            for label in np.unique(label_P):
-                total = values_P3[(label_P == label) & targets.valid_P].sum(axis=0)
-                sums[by][str(label)] = sums[by].get(str(label), np.zeros(3)) + total
-    balance = Balance.from_run(run)
+        plain: list[Tensor] = []  # the target and the student with the plain prompt
+        for slot, level in enumerate(levels):
+            block = cache.block([slot * len(cache) + row for row in rows[start : start + READ]])
+            targets, candidates = compute_targets(block, cache.weights, alpha), block.candidates
+            learned = find_candidates(scorer, block.rollouts, candidates.ids.flat.shape[1], candidates)
+            log_pi_PO = with_other(torch.tensor(learned.logp.flat), torch.tensor(learned.other_logp.flat))
+            log_q_PO, log_b_PO = torch.from_numpy(targets.log_q_PO), torch.from_numpy(targets.log_b_PO)
+            plain = plain or [log_q_PO, log_pi_PO]
+            values = {
+                "asked": expected_kl(log_q_PO, log_b_PO),
+                "left": expected_kl(log_q_PO, log_pi_PO),
+                "loss": log_residual_loss(log_b_PO, log_b_PO, log_q_PO, alpha),
+                "apart_asked": expected_kl(log_q_PO, plain[0]),
+                "apart": expected_kl(log_pi_PO, plain[1]),
+            }
+            row_P = np.repeat(np.arange(len(block)), block.decisions_R)
+            place_P = np.concatenate([np.arange(count) for count in block.decisions_R])
+            sampled = block.sampled_P.tolist()
+            kinds = {one: kind_of(tokenizer.decode([one]), one in stop_ids) for one in set(sampled)}
+            labels = {
+                "row": start + row_P,
+                "all": "all",
+                "position": [f"{tenth}/10" for tenth in 1 + 10 * place_P // block.decisions_R[row_P]],
+                "kind": [kinds[one] for one in sampled],
+                "tag": tags[block.rollouts.prompt_R][row_P],
+            }
+            frame = DataFrame({key: value_P.double().numpy() for key, value_P in values.items()} | labels)
+            parts[level].append(frame[targets.valid_P])
+    found = {level: _grouped(pd.concat(each), rows, Balance.from_run(run)) for level, each in parts.items()}
+    write_json(
+        stage.folder / FILE,
+        {"rows": len(rows), "held_out": bool(held_out), **found.pop(""), "levels": found},
+    )
+
+
+def _grouped(frame: DataFrame, rows: Sequence[int], balance: Balance) -> dict[str, Any]:
+    """Average the valid decisions of one policy by group; the loss is summed as training weighs its rows."""
+    kept_R = np.bincount(frame["row"], minlength=len(rows))
     weights = balance.weights(rows, balance.counts(rows, range(len(rows)), kept_R))
-    losses = dict.fromkeys(tag_R, 0.0)
-    for row, tag, loss in zip(rows, tag_R, loss_R.tolist(), strict=True):
-        losses[tag] += weights[row] * loss
-    found: dict[str, Any] = {"rows": len(rows), "held_out": bool(held_out), "closed": {}}
-    for by, groups_of in sums.items():
-        entries = sorted(groups_of.items(), key=lambda item: (len(item[0]) if by == "position" else 0, item[0]))
-        found["closed"][by] = [
-            {"group": label, "decisions": int(count), "asked": asked / count, "left": left / count}
-            | ({"loss": losses[label]} if by == "tag" else {})
-            for label, (count, asked, left) in entries
-            if count
-        ]
-    write_json(stage.folder / FILE, found)
+    frame["loss"] *= np.array([weights[row] for row in rows])[frame["row"]]
+    closed = {}
+    for by in GROUPED:
+        table = frame.groupby(by).agg(
+            decisions=("asked", "size"), asked=("asked", "mean"), left=("left", "mean"), loss=("loss", "sum")
+        )
+        order = sorted(table.index, key=lambda label: (len(label) if by == "position" else 0, label))
+        closed[by] = table.loc[order].rename_axis("group").reset_index().to_dict("records")
+    apart = {"asked": frame["apart_asked"].mean(), "learned": frame["apart"].mean()} if len(frame) else None
+    return {"closed": closed, "apart": apart}
 
 
 def judge(point: ForecastPoint | None, measured: Mapping[str, float] | None, closed: float) -> RealisedVerdict:
@@ -215,25 +221,29 @@ def realise(run: Run, points: Sequence[ForecastPoint]) -> list[Realised]:
         stage = run.stage("train", name)
         if not stage.complete or not (stage.folder / FILE).exists():
             continue
-        found = read_json(stage.folder / FILE)
-        point = forecasts.get(name)
-        if point is not None:
-            made = stage.require()
-            alpha = made.get("levels", {}).get("", made["alpha"])  # of the plain prompt
-            is_same = math.isclose(point.alpha or 0.0, alpha, rel_tol=1e-6)
-            if not is_same or point.weights != (composition.by_tag or composition.weights):
+        found, made = read_json(stage.folder / FILE), stage.require()
+        targets = {"": composition.by_tag or composition.weights}  # by level
+        targets |= {
+            str(slot.level): slot.weights for slot in composition.slots if slot.level in found.get("levels", {})
+        }
+        for level, weights in targets.items():
+            policy, own = (f"{name}@{level}", found["levels"][level]) if level else (name, found)
+            point = forecasts.get(policy)
+            alpha = made.get("levels", {}).get(level, made["alpha"])
+            if point and not (math.isclose(point.alpha or 0.0, alpha, rel_tol=1e-6) and point.weights == weights):
                 point = None  # of another composition that had this name
-        closed = {by: [Closed(**one) for one in found["closed"][by]] for by in GROUPED}
-        measured = None
-        if name in evaluated and "base" in evaluated:
-            overall = combine(evaluated[name], evaluated["base"], resamples=1000)
-            assert overall.comparison is not None
-            score = overall.comparison.average.aes
-            measured = {"accuracy": overall.accuracy, "tokens": overall.tokens, "aes": score.estimate}
-            measured["aes_error"] = (score.high - score.low) / 2
-        whole = closed["all"][0].share if closed["all"] else float("nan")
-        verdict = judge(point, measured, whole)
-        results.append(Realised(name, found["rows"], found["held_out"], closed, point, measured, verdict))
+            closed = {by: [Closed(**one) for one in own["closed"][by]] for by in GROUPED}
+            measured = None
+            if policy in evaluated and "base" in evaluated:
+                overall = combine(evaluated[policy], evaluated["base"], resamples=1000)
+                assert overall.comparison is not None
+                score = overall.comparison.average.aes
+                measured = {"accuracy": overall.accuracy, "tokens": overall.tokens, "aes": score.estimate}
+                measured["aes_error"] = (score.high - score.low) / 2
+            whole = closed["all"][0].share if closed["all"] else float("nan")
+            verdict = judge(point, measured, whole)
+            apart = own["apart"] if level else None
+            results.append(Realised(policy, found["rows"], found["held_out"], closed, point, measured, verdict, apart))
     return results
 
 
@@ -242,18 +252,14 @@ def describe_realised(results: Sequence[Realised]) -> list[str]:
     held_out = all(one.held_out for one in results)
     where = "rows held out" if held_out else "rows that were trained on (train.validation = 0 holds none out)"
     lines = [f"KL(target || student), over the decisions of up to {max(one.rows for one in results)} cached {where}."]
-    return lines + [f"{one.policy}: {ADVICE[one.verdict]}." for one in results if ADVICE[one.verdict]]
+    failed = {verdict: [one.policy for one in results if one.verdict == verdict] for verdict in ADVICE}
+    return lines + [
+        f"{', '.join(failed[verdict])}: {text}." for verdict, text in ADVICE.items() if text and failed[verdict]
+    ]
 
 
 def realised_table(results: Sequence[Realised]) -> list[list[str]]:
     """Rows of a table for people, the first its head: every group of decisions, then forecast, measured and verdict."""
-
-    def outcome(figures: Mapping[str, Any] | None) -> str:
-        if figures is None:
-            return ""
-        known = "" if figures["accuracy"] is None else f"{figures['accuracy']:.1f} % in "
-        return f"{known}{figures['tokens']:,.1f}"
-
     shares = [one.shares() for one in results]
     groups = list(dict.fromkeys(group for table in shares for group in table))
     rows = [["KL to the target closed", *(one.policy for one in results)]]
@@ -263,7 +269,10 @@ def realised_table(results: Sequence[Realised]) -> list[list[str]]:
     for tag in dict.fromkeys(tag for table in tags for tag in table):
         cells = [" / ".join(f"{share:.0%}" for share in table[tag].values()) if tag in table else "" for table in tags]
         rows.append([f"{tag}: its share of decisions / loss / closed KL", *cells])
-    rows.append(["forecast", *(outcome(None if one.forecast is None else asdict(one.forecast)) for one in results)])
-    rows.append(["measured", *(outcome(one.measured) for one in results)])
+    if any(one.apart for one in results):
+        cells = [f"{one.apart['asked']:.3f} / {one.apart['learned']:.3f}" if one.apart else "" for one in results]
+        rows.append(["KL from the plain prompt: asked / learned", *cells])
+    rows.append(["forecast", *(outcome_text(asdict(one.forecast)) if one.forecast else "" for one in results)])
+    rows.append(["measured", *(outcome_text(one.measured) if one.measured else "" for one in results)])
     rows.append(["verdict", *(one.verdict for one in results)])
     return rows

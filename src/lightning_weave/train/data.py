@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_weave.cache.block import Block, Cache, Targets, compute_targets
 from lightning_weave.cache.budgets import AnchorShare
-from lightning_weave.config import ALPHA, Composition, Distilled, Mixture, Sequential
+from lightning_weave.config import ALPHA, Composition, Distilled, Joint, Mixture, Sequential
 from lightning_weave.errors import InputError
 from lightning_weave.maths import expected_kl, reverse_kl, solve_alpha_for_kl, tilted_target, with_other
 from lightning_weave.models.packing import packed_positions
@@ -103,6 +103,7 @@ def _dose_levels(run: Run, name: str, cache: Cache, rows: Sequence[int]) -> dict
     """Find the alpha of every level, solving where it has a KL budget, and weigh the levels of the cache by them."""
     assert cache.levels is not None
     composition = run.recipe.compositions[name]
+    assert isinstance(composition, Joint), composition.method
     weight_SK = cache.levels.weight_SK.copy()
     cache.levels = replace(cache.levels, weight_SK=weight_SK)
     common = composition.alpha or ALPHA
@@ -113,7 +114,7 @@ def _dose_levels(run: Run, name: str, cache: Cache, rows: Sequence[int]) -> dict
             weight_SK[number] = [slot.weights.get(anchor, 0.0) for anchor in cache.names]  # not as solved before
             block = cache.block([number * len(cache) + row % len(cache) for row in rows])
             batch = compose(block, cache.weights, common)
-            key = f"compositions.{name}.levels.{slot.level or 'default'}.kl_budget"
+            key = f"compositions.{name}.levels.{slot.level or composition.default}.kl_budget"
             alpha = _solve(run, batch, slot.kl_budget, key)
             weight_SK[number] *= common / alpha
         alphas[slot.level or ""] = float(alpha or common)

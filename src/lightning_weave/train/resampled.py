@@ -263,7 +263,7 @@ def _samples_again(training: Training, source: Part, later: Part, figures: dict[
         training.say("samples again: its next prompts have rows of the first student only")
         return True
     updates = later.updates[:SAMPLED_UPDATES]
-    rows = [row for update in updates for row in training.schedule.rows(update)]
+    rows = [row for update in updates for row in training.schedule.plain_rows(update)]  # as it would sample
     drift = training.fit.ranks.broadcast(training.fit.measure(rows)["drift"])
     figures["drift"] = drift
     samples = drift > FAR or training.run.recipe.rehearsal

@@ -48,7 +48,8 @@ class Schedule:
         order = np.random.default_rng([self.seed, 1]).permutation(self.groups)
         self._held_out, self._trained = np.sort(order[:held_out]), np.sort(order[held_out:])
         self._size = self.prompts_per_round * self.responses // self.updates_per_round  # rows of an update
-        offsets = np.random.default_rng([self.seed, 4]).permutation(self.groups * self.responses)
+        self._rows = self.groups * self.responses
+        offsets = np.random.default_rng([self.seed, 4]).permutation(self._rows)
         self._slot_R = offsets % self.slots  # of the first epoch; each epoch moves every row on by one
         self.per_epoch = -(-len(self._trained) * self.responses // self._size)  # updates
 
@@ -77,10 +78,6 @@ class Schedule:
         if self.slots == 1:
             return rows.tolist()
         return (rows + self._rows * ((self._slot_R[rows] + epoch) % self.slots)).tolist()
-
-    @property
-    def _rows(self) -> int:
-        return self.groups * self.responses
 
     def _rows_of(self, groups: NDArray[np.int64]) -> NDArray[np.int64]:
         return ((self.first + groups[:, None]) * self.responses + np.arange(self.responses)).ravel()

@@ -21,15 +21,17 @@ from lightning_weave.stages.forecast import (
     REACHED,
     TRUSTED,
     not_forecast,
+    outcome_text,
     read_points,
-    usual_alphas,
-    usual_grid,
+    weights_text,
 )
 from lightning_weave.stages.realised import describe_realised, realise, realised_table
 from lightning_weave.store import write_atomic
+from lightning_weave.views.keys import dotted_key, toml_value
 
 ForecastRow = dict[str, Any]  # as `run.forecast()` returns it
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+LEAST_TOKENS = 3  # a limit below is a share of the base's tokens
 BETTER = {"aes": 1, "accuracy": 1, "tokens": -1, "kl": -1}  # whether more is better
 LEVEL_NAMES = {  # by how many there are, the longest responses first
     2: ("high", "low"),
@@ -63,22 +65,30 @@ def parse_goals(texts: Sequence[str]) -> list[Goal]:
     Goal(figure='tokens', comparison='<=', value=0.6, relative=True)
     >>> parse_goals(["accuracy >= base - 1"])
     [Goal(figure='accuracy', comparison='>=', value=-1.0, relative=True)]
+    >>> [(goal.value, goal.relative) for goal in parse_goals(["tokens <= 60 %, tokens <= 200"])]
+    [(0.6, True), (200.0, False)]
     """
     goals = []
     for text in (part.strip() for typed in texts for part in re.split(r"\band\b|,", typed)):
         found = re.fullmatch(
-            r"(aes|accuracy|tokens|kl)(?:\s*(<=|>=|<|>)\s*(base)?\s*(?:([+-])?\s*(\d*\.?\d+)\s*%?)?)?", text
+            r"(aes|accuracy|tokens|kl)(?:\s*(<=|>=|<|>)\s*(base)?\s*(?:([+-])?\s*(\d*\.?\d+)\s*(%)?)?)?", text
         )
         if found is None or (found[2] and not found[3] and not found[5]) or (found[3] and found[5] and not found[4]):
             raise InputError(
                 f"--goal {text!r}: must be aes, accuracy, tokens or kl, alone or with a limit, such as "
                 '"tokens <= 0.6" (of the base), "accuracy >= base - 1" or "kl <= 0.1"'
             )
-        figure, comparison, base, sign, number = found.groups()
+        figure, comparison, base, sign, number, percent = found.groups()
         value = float(number or 0) * (-1 if sign == "-" else 1)
-        if figure == "tokens" and base:
-            raise InputError(f'--goal {text!r}: write tokens as a share of the base, such as "tokens <= 0.6"')
-        goals.append(Goal(figure, comparison or "", value, bool(base) or (figure == "tokens" and bool(comparison))))
+        relative = bool(base)
+        if figure == "tokens" and comparison:
+            if base:
+                raise InputError(f'--goal {text!r}: write tokens as a share of the base, such as "tokens <= 0.6"')
+            value = value / 100 if percent else value
+            relative = bool(percent) or value < LEAST_TOKENS
+        elif figure == "accuracy" and comparison and not base and 0 < value <= 1:
+            raise InputError(f"--goal {text!r}: accuracy is in percent; write {100 * value:g} instead of {value:g}")
+        goals.append(Goal(figure, comparison or "", value, relative))
     return goals
 
 
@@ -116,9 +126,9 @@ def composition_toml(point: ForecastRow) -> str:
     weights, budget = point["weights"], point["kl_budget"]
     tables = [table for table in weights.values() if isinstance(table, dict)] or [weights]
     lines = [
-        f"[compositions.{_key(point['policy'].replace('@', '-'))}]",
-        f"weights = {_inline(weights)}",
-        f"alpha = {_short(point['alpha'])!r}" if budget is None else f"kl_budget = {budget!r}",
+        f"[{dotted_key('compositions', point['policy'].replace('@', '-'))}]",
+        f"weights = {toml_value(weights)}",
+        f"alpha = {float(format(point['alpha'], '.6g'))!r}" if budget is None else f"kl_budget = {budget!r}",
     ]
     if not all(math.isclose(sum(table.values()), 1, abs_tol=1e-6) for table in tables):
         lines.append("normalize = false")
@@ -127,28 +137,16 @@ def composition_toml(point: ForecastRow) -> str:
     return "\n".join([*lines, ""])
 
 
-def _inline(value: Any) -> str:
-    if not isinstance(value, dict):
-        return repr(value)
-    return f"{{ {', '.join(f'{_key(key)} = {_inline(part)}' for key, part in value.items())} }}"
-
-
-def _short(number: float) -> float:
-    return float(f"{number:.6g}")
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
-
-
 def choose(
     run: Run, points: Sequence[ForecastRow], goals: Sequence[Goal], recipe: str | None, console: Console
 ) -> None:
     """Print the best composition as lines to paste, and add them to a recipe file if one is given."""
     point = best(points, goals)
     known = point["policy"] in run.recipe.compositions
+    score = "" if point["aes"] is None else f", AES {point['aes']:+.2f}"
+    found = f"{point['policy']}: {outcome_text(point)}{score}"
     lines = f"It is in the recipe: compositions.{point['policy']}" if known else f"\n{composition_toml(point)}"
-    console.print(f"\nBest by this goal: {_sentence(point)}\n{lines}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\nBest by this goal: {found}\n{lines}", markup=False, highlight=False, soft_wrap=True)
     if recipe is not None and not known:
         _write(recipe, point["policy"].replace("@", "-"), composition_toml(point), console)
 
@@ -156,13 +154,6 @@ def choose(
 def _write(recipe: str, name: str, lines: str, console: Console) -> None:
     text = "added to" if add_composition(Path(recipe), name, lines) else "already in"
     console.print(f"compositions.{name} is {text} {recipe}", markup=False, soft_wrap=True)
-
-
-def level_grid(
-    run: Run, shares: str | None, grid: int | None, alphas: Sequence[float] | None
-) -> tuple[int | None, list[float]]:
-    """Give the weights and alphas among which levels are looked for, where none are asked for."""
-    return usual_grid(run.recipe) if shares is None and grid is None else grid, list(alphas or usual_alphas(run.recipe))
 
 
 def choose_levels(points: Sequence[ForecastRow], count: int) -> dict[str, ForecastRow]:
@@ -175,7 +166,7 @@ def choose_levels(points: Sequence[ForecastRow], count: int) -> dict[str, Foreca
     usable = {
         (point["accuracy"], point["tokens"]): point
         for point in points[1:]
-        if point["trusted"] and point["reachable"]
+        if point["trusted"] and point["reachable"] and point["method"] == "joint"
         if not any(isinstance(weight, dict) or weight < 0 for weight in point["weights"].values())
         if math.isclose(sum(point["weights"].values()), 1)
     }
@@ -205,10 +196,10 @@ def show_levels(run: Run, levels: dict[str, ForecastRow], recipe: str | None, co
         control = {"variable": EFFORT_VARIABLE} if has_variable else {"system": "Reasoning effort: {level}"}
     lines = ["[compositions.effort]"]
     for name, point in levels.items():
-        weights = {anchor: _short(weight) for anchor, weight in point["weights"].items() if weight}
-        level = _inline({**weights, "alpha": _short(point["alpha"])})
+        weights = {anchor: weight for anchor, weight in point["weights"].items() if weight}
+        level = toml_value({**weights, "alpha": float(f"{point['alpha']:.6g}")})
         lines.append(f"levels.{name} = {level} # {point['accuracy']:.1f} % in {point['tokens']:,.1f} tokens")
-    lines += [f'default = "{list(levels)[len(levels) // 2]}"', f"control = {_inline(control)}", ""]
+    lines += [f'default = "{list(levels)[len(levels) // 2]}"', f"control = {toml_value(control)}", ""]
     console.print("\n" + "\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if recipe is not None:
         _write(recipe, "effort", "\n".join(lines), console)
@@ -233,25 +224,19 @@ def add_composition(recipe: Path, name: str, lines: str) -> bool:
     return True
 
 
-def _sentence(point: ForecastRow) -> str:
-    known = "" if point["accuracy"] is None else f"{point['accuracy']:.1f} % in "
-    score = "" if point["aes"] is None else f", AES {point['aes']:+.2f}"
-    return f"{point['policy']}: {known}{point['tokens']:,.1f} tokens{score}"
-
-
 def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: bool) -> None:
     """Print the points as a table, with notes about what cannot be trusted or forecast; or as JSON."""
     if as_json:
         print(json.dumps(points, indent=1, default=float))
         return
     table = Table(box=None, pad_edge=False)
-    table.add_column("Policy")
+    table.add_column("Policy", overflow="fold")
     for name in ("Weights", "Alpha", "Accuracy", "Tokens", "AES", "KL", "Samples"):
         table.add_column(name, justify="left" if name == "Weights" else "right", no_wrap=name != "Weights")
     for point in points:
         table.add_row(
             point["policy"],
-            _weights(point["weights"]),
+            weights_text(point["weights"]),
             "" if point["alpha"] is None else f"{point['alpha']:.4g}",
             _with_interval(point, "accuracy", ".1f"),
             _with_interval(point, "tokens", ",.1f"),
@@ -271,23 +256,21 @@ def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: boo
             f"{far} trusted point{'s ask' if far > 1 else ' asks'} for more than {REACHED} nats per decision, which "
             "offline training may not reach: refresh helps. --goal leaves them out unless it limits kl"
         )
-    section = run.recipe.rollout
     if not base["trusted"]:
         lines.append(
             f"Nothing is trusted: sampled as the evaluation samples, even the base has only "
             f"{base['effective_samples']:.0f} effective samples of the cache ({TRUSTED} are needed). Try --temperature "
-            f"{section.temperature:g} --top-p 1, as the cache was sampled, and read the differences to the base"
+            f"{run.recipe.rollout.temperature:g} --top-p 1, as the cache was sampled, and read differences to the base"
         )
     seen = set()
     for point in points[1:]:
-        dose, direction = point["largest_trusted"], _weights(point["weights"])
+        dose, direction = point["largest_trusted"], weights_text(point["weights"])
         if dose is not None and direction not in seen:
             seen.add(direction)
             points_moved = "" if dose["points_per_nat"] is None else f"{dose['points_per_nat']:+.1f} points and "
             moved = f"{points_moved}{dose['tokens_per_nat']:+,.1f} tokens per nat there"
-            known = "" if dose["accuracy"] is None else f"{dose['accuracy']:.1f} % in "
-            what = f"{known}{dose['tokens']:,.1f} tokens at KL {dose['kl']:.3g}"
-            lines.append(f"{direction}: trusted down to alpha {dose['alpha']:.3g}, {what}; {moved}")
+            what = f"alpha {dose['alpha']:.3g}, {outcome_text(dose)} at KL {dose['kl']:.3g}"
+            lines.append(f"{direction}: trusted down to {what}; {moved}")
     for name, composition in run.recipe.written.items():
         if why := not_forecast(composition):
             lines.append(f"{name} ({composition.method}) is not forecast: {why}")
@@ -306,17 +289,6 @@ def show_realised(run: Run, records: Sequence[dict[str, Any]], console: Console,
         table.add_row(*row)
     console.print(table, markup=False)
     console.print("\n".join(describe_realised(results)), markup=False, highlight=False, soft_wrap=True)
-
-
-def _weights(weights: dict[str, Any]) -> str:
-    """Write weights in short, by tag where they differ.
-
-    >>> _weights({"a": 0.5, "b": 0.5}), _weights({"code": {"a": 1.0}})
-    ('a 0.5, b 0.5', 'code: a 1')
-    """
-    if any(isinstance(value, dict) for value in weights.values()):
-        return "; ".join(f"{tag}: {_weights(table)}" for tag, table in weights.items())
-    return ", ".join(f"{name} {weight:.4g}" for name, weight in weights.items() if weight)
 
 
 def _with_interval(point: ForecastRow, key: str, form: str) -> str:
