@@ -412,8 +412,7 @@ def _check(recipe: Recipes, overrides: Sequence[str]) -> Recipe:
     if isinstance(recipe, Mapping):
         return check_recipe(merge_overrides(recipe, overrides))
     if isinstance(recipe, Recipe):
-        data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
-        return check_recipe(merge_overrides(data, overrides)) if overrides else recipe
+        return check_recipe(merge_overrides(recipe.model_dump(**runs.DUMP), overrides)) if overrides else recipe
     if not isinstance(recipe, str | Path | Sequence):
         raise InputError(f"recipe: must be a file, a list of files, a dict or a Recipe, got {recipe!r}")
     return load_recipe(recipe, overrides)

@@ -715,7 +715,7 @@ class Run:
             settings |= self._dated(self.asked_model(policy))
         if getattr(section, "budget", None) is not None:
             settings["final"] = section.final
-        return self._evaluation(policy, benchmark_folder(benchmark), settings, self.command("eval", policy))
+        return self.evaluation(policy, benchmark_folder(benchmark), settings, self.command("eval", policy))
 
     def _harness(self, policy: str, task: str) -> Stage:
         """A task of another harness. Its version and data are that environment's, and not known before it runs."""
@@ -725,9 +725,9 @@ class Run:
             settings["include"] = self._data_identity(section.include, "harness.include")
         if section.args.get("apply_chat_template", True):
             settings |= self._dated(self.asked_model(policy))
-        return self._evaluation(policy, f"{HARNESS}{slug(task)}", settings, self.command("harness", policy))
+        return self.evaluation(policy, f"{HARNESS}{slug(task)}", settings, self.command("harness", policy))
 
-    def _evaluation(self, policy: str, folder: str, settings: dict[str, Any], command: str) -> Stage:
+    def evaluation(self, policy: str, folder: str, settings: dict[str, Any], command: str) -> Stage:
         """Describe the evaluation of a policy on one benchmark or task."""
         inputs: tuple[Stage, ...] = ()
         key = None
@@ -752,21 +752,14 @@ class Run:
         section = self.recipe.policies.get(policy)
         if section is None:
             return {}
-        named = {*section.weights, *([section.decode] if section.decode else [])}
-        named |= {
-            anchor for one in named & self.recipe.compositions.keys() for anchor in self.recipe.compositions[one].used
+        compositions = self.recipe.compositions
+        named = {policy, *filter(None, [section.decode]), *section.weights}
+        named |= {anchor for one in named & compositions.keys() for anchor in compositions[one].used}
+        tables = {
+            part: {name: one.model_dump(**DUMP) for name, one in getattr(self.recipe, part).items() if name in named}
+            for part in ("anchors", "compositions", "policies")
         }
-        found: dict[str, Any] = {"policies": {policy: section}}
-        for part in ("anchors", "compositions", "policies"):
-            found[part] = {
-                **{one: table for one, table in getattr(self.recipe, part).items() if one in named},
-                **found.get(part, {}),
-            }
-        return {
-            part: {one: table.model_dump(**DUMP) for one, table in tables.items()}
-            for part, tables in found.items()
-            if tables
-        }
+        return {part: some for part, some in tables.items() if some}
 
     def target_settings(self, composition: str) -> dict[str, Any]:
         """What the target of a composition depends on, where it is sampled from."""

@@ -175,14 +175,11 @@ def task_results(run: Run, each_seed: bool = False) -> PolicyTasks:
     by_policy: PolicyTasks = {}
     for policy in known_policies(run):
         folders = []
+        some = run.evaluation(policy, HARNESS, {}, "")  # tasks differ by what is asked, not by the checkpoint
+        checkpoint = {one.path: one.fingerprint for one in some.inputs}, some.settings.get("model")
         for folder in sorted((run.directory / "eval" / policy).glob(f"{HARNESS}*")):
-            manifest = read_description(folder) or {"inputs": {}, "settings": {}}
-            if run.recipe.merged(policy):
-                is_current = manifest["inputs"].get(f"merge/{policy}") == run.stage("merge", policy).fingerprint
-            elif trained := run.composition_of(policy):
-                is_current = manifest["inputs"].get(f"train/{trained}") == run.stage("train", trained).fingerprint
-            else:
-                is_current = manifest["settings"].get("model") == run.identity_of(run.asked_model(policy))
+            found = read_description(folder)
+            is_current = found and (found["inputs"], found["settings"].get("model")) == checkpoint
             if "@" not in folder.name and is_current and all((folder / name).exists() for name in (MANIFEST, SUMMARY)):
                 folders.append(folder)
         own = [run.stage("harness", policy, task) for task in run.recipe.harness.tasks]  # of the recipe: they win
