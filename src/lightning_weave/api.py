@@ -135,12 +135,16 @@ class Run(runs.Run):
 
     # Computing
 
-    def run(self, force: bool = False, until: str = "eval") -> None:
-        """Compute all that is missing, in order, up to a stage; `force` continues where a check would stop it."""
-        from lightning_weave.stages.run import run_all
+    def run(self, force: bool = False, until: str = "eval", only: Sequence[str] = ()) -> None:
+        """Compute all that is missing, in order, up to a stage, for all policies or `only` these.
 
+        `force` continues where a check would stop it. The directory keeps the whole recipe.
+        """
+        from lightning_weave.stages.run import narrow, run_all
+
+        chosen = self.derive(recipe=narrow(self, only)) if only else self
         with self._hold("run"):
-            run_all(self, self.progress, self.executor(), force, until)
+            run_all(chosen, self.progress, self.executor(), force, until)
 
     def rollout(self) -> None:
         """Sample the student's own trajectories."""

@@ -138,9 +138,6 @@ def test_only_keeps_what_the_named_policies_need(recipe: dict[str, Any], tmp_pat
     cases = {name: {"wrong": [name], "right": ["base"]} for name in ("acc-only", "both")}
     shown = run_stage.narrow(run_of({**recipe, "report": {"cases": cases, "students": ["both"]}}), ["acc-only"]).report
     assert (list(shown.cases), shown.students) == (["acc-only"], [])
-    seeds = run_of({**recipe, "train": {**recipe["train"], "seeds": 2}})
-    with pytest.raises(InputError, match=r"--only both~2: .* both"):  # the directory's recipe cannot name it
-        run_stage.narrow(seeds, ["both~2"])
 
 
 def test_only_finds_the_folders_of_the_whole(recipe: dict[str, Any], tmp_path: Path) -> None:

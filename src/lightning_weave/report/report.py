@@ -153,7 +153,7 @@ def _only(runs: Sequence[Run], names: Sequence[str] | None) -> list[Run]:
         raise InputError(f"--only {unknown[0]}: no such policy; there is {', '.join(policies)}")
     selection = []
     for run in runs:
-        kept = narrow(run, [name for name in names if name in run.policies])
+        kept = narrow(run, [replicate_of(name) for name in names if name in run.policies])
         parts = {part: getattr(kept, part) for part in ("compositions", "policies", "report")}
         selection.append(run.derive(recipe=run.recipe.model_copy(update=parts)))
     return selection

@@ -9,7 +9,7 @@ from rich.text import Text
 from lightning_weave.checks.findings import Finding
 from lightning_weave.checks.preflight import forecast, preflight
 from lightning_weave.checks.watch import Watch, say, stop, warn
-from lightning_weave.config import Recipe, replicate_of
+from lightning_weave.config import Recipe
 from lightning_weave.directory import file_size
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress, duration
@@ -67,8 +67,6 @@ def narrow(run: Run, only: Sequence[str]) -> Recipe:
     recipe = run.recipe
     if unknown := [name for name in only if name not in run.policies]:
         raise InputError(f"--only {unknown[0]}: no such policy; this recipe has {', '.join(run.policies)}")
-    if seeds := [name for name in only if name != replicate_of(name)]:
-        raise InputError(f"--only {seeds[0]}: one training seed of {replicate_of(seeds[0])}; name that, for all seeds")
     compositions = {
         name: one
         for name, one in recipe.compositions.items()
