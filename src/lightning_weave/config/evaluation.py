@@ -110,7 +110,7 @@ class Eval(Asked):
         "(last match or its first group), or your own my.py:grade (--trust)",
         examples=[{"gsm8k": "regex:#### (.*)"}],
     )
-    unsafe_local: bool = execution(False, description="run generated code without a sandbox; needs --trust")
+    unsafe_local: bool = execution(False, "run generated code without a sandbox; needs --trust")
     final: Text | None = unlisted(
         None,
         description="what policies.NAME.budget appends; default: the end of thinking, if it is still open, and "
@@ -164,9 +164,7 @@ class Harness(Strict):
     """Tasks of lm-evaluation-harness, run in a separate process and if needed in another environment."""
 
     tasks: list[str] = Field([], description="names of its tasks, for the table of results", examples=[["ifeval"]])
-    python: Source | None = execution(
-        None, description="Python with lm_eval; needs --trust", examples=[".venv-lm-eval/bin/python"]
-    )
+    python: Source | None = execution(None, "Python with lm_eval; needs --trust", examples=[".venv-lm-eval/bin/python"])
     include: Source | None = unlisted(
         None, description="directory of your own tasks; needs --trust", examples=["my-tasks"]
     )

@@ -27,9 +27,9 @@ HARNESS = "lm-eval-"  # prefix of the folders of lm-evaluation-harness tasks, ne
 KEPT_CHECKPOINTS = 2  # of training, the newest ones
 
 
-def execution(default: Any = ..., **more: Any) -> Any:
+def execution(default: Any = ..., description: str | None = None, **more: Any) -> Any:
     """Define a key, or a section, that no result depends on: how something is computed, checked or shown."""
-    return Field(default, json_schema_extra={"execution": True}, **more)
+    return Field(default, description=description, json_schema_extra={"execution": True}, **more)
 
 
 def unlisted(default: Any, description: str, execution: bool = False, **more: Any) -> Any:

@@ -84,7 +84,7 @@ class Recipe(Strict):
     """One experiment."""
 
     name: Name = execution(description="name of the run; its directory is RUNS/NAME", examples=["mine"])
-    runs: Source = execution("runs", description="directory that holds run directories")
+    runs: Source = execution("runs", "directory that holds run directories")
     rehearsal: bool = unlisted(False, "made by `lweave rehearse`: no results", execution=True)
     date: Day | None = unlisted(
         None, "day that chat templates write; default: the day the run began", examples=["2026-01-31"]
@@ -107,7 +107,7 @@ class Recipe(Strict):
     train: Train = Train()
     tracking: dict[str, Any] = execution(
         {},
-        description="arguments of wandb.init or trackio.init; name may contain {run} and {policy}",
+        "arguments of wandb.init or trackio.init; name may contain {run} and {policy}",
         examples=[{"project": "mine"}],
     )
     eval: Eval = Eval()
