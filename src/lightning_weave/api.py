@@ -135,12 +135,16 @@ class Run(runs.Run):
 
     # Computing
 
-    def run(self, force: bool = False, until: str = "eval") -> None:
-        """Compute all that is missing, in order, up to a stage; `force` continues where a check would stop it."""
-        from lightning_weave.stages.run import run_all
+    def run(self, force: bool = False, until: str = "eval", only: Sequence[str] = ()) -> None:
+        """Compute all that is missing, in order, up to a stage, for all policies or `only` these.
 
+        `force` continues where a check would stop it. The directory keeps the whole recipe.
+        """
+        from lightning_weave.stages.run import narrow, run_all
+
+        chosen = self.derive(recipe=narrow(self, only)) if only else self
         with self._hold("run"):
-            run_all(self, self.progress, self.executor(), force, until)
+            run_all(chosen, self.progress, self.executor(), force, until)
 
     def rollout(self) -> None:
         """Sample the student's own trajectories."""
@@ -412,8 +416,7 @@ def _check(recipe: Recipes, overrides: Sequence[str]) -> Recipe:
     if isinstance(recipe, Mapping):
         return check_recipe(merge_overrides(recipe, overrides))
     if isinstance(recipe, Recipe):
-        data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
-        return check_recipe(merge_overrides(data, overrides)) if overrides else recipe
+        return check_recipe(merge_overrides(recipe.model_dump(**runs.DUMP), overrides)) if overrides else recipe
     if not isinstance(recipe, str | Path | Sequence):
         raise InputError(f"recipe: must be a file, a list of files, a dict or a Recipe, got {recipe!r}")
     return load_recipe(recipe, overrides)

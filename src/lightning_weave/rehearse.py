@@ -26,7 +26,7 @@ from lightning_weave.plan.costs import PlannedMachine
 from lightning_weave.progress import Progress
 from lightning_weave.ranks import is_main_process
 from lightning_weave.report import report
-from lightning_weave.run import ROLES, Run
+from lightning_weave.run import DUMP, ROLES, Run
 from lightning_weave.stages.prompts import own_trajectories, prompt_line
 from lightning_weave.stages.run import run_all
 from lightning_weave.stages.score import validate_anchor
@@ -98,8 +98,7 @@ def run(run: Run, small: Run, executor: Executor, progress: Progress, console: C
 def small_recipe(run: Run) -> Recipe:
     """Replace the models of a recipe by doubles, and make everything smaller."""
     recipe = run.recipe
-    data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
-    data |= {"name": recipe.name + SUFFIX, "rehearsal": True}
+    data = {**recipe.model_dump(**DUMP), "name": recipe.name + SUFFIX, "rehearsal": True}
     text = (files("lightning_weave.recipes") / "rehearsal.toml").read_text(encoding="utf-8")
     for section, limits in tomllib.loads(text).items():
         for key, limit in limits.items():

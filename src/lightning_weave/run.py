@@ -1,6 +1,6 @@
 """`Run`, a recipe and its directory: the settings, models and inputs of every stage, and the command that computes it.
 
-Execution settings (batch sizes, token budgets, ranks, threads) are not part of a fingerprint.
+Keys that are marked as execution in config/ (batch sizes, token budgets, ranks) are not part of a fingerprint.
 """
 
 import hashlib
@@ -60,11 +60,8 @@ DUMP: Any = {"mode": "json", "by_alias": True, "exclude_none": True}  # how pyda
 ENGINES = ("rollout", "reference", "score", "eval")  # sections that name one
 NUMERIC_OPTIONS = ("quantization", "kv_cache_dtype")  # of vLLM: the others only change its speed and memory
 IDENTITIES = "identities.json"
-# Not part of the settings of an evaluation: the benchmark and its grader are there by content.
-EVAL_EXECUTION = {"benchmarks", "sources", "graders", "batch_size", "unsafe_local", "adapters", "final"}
-# The objective is there as the composition's own, resolved.
-TRAIN_EXECUTION = {"shard_ranks", "token_budget", "checkpoint_every", "gradient_checkpointing", "compile", "objective"}
-TRAIN_EXECUTION |= {"seeds", "eval_every", "eval_problems", "agreement", "trackers", "keep_anchors"}
+# Keys of [eval] that are part of an evaluation in another form: by content, or where they are used.
+EVAL_RESOLVED = ("benchmarks", "sources", "graders", "adapters", "final")
 Kind = Literal["prompts", "rollout", "proposal", "reference", "score", "train", "merge", "eval", "harness"]
 RESULTS = ("train", "eval")
 
@@ -103,12 +100,47 @@ def explain_missing(stage: Stage) -> str:
         return ""
     changes, nearest = min(compared, key=lambda one: len(one[0]))
     if changes:
-        reasons = dict.fromkeys(explain_change(stage.path, key, what) for key, what in changes.items())
+        given = {key: what for key, what in changes.items() if key != "loss_weights"}  # which follows from the others
+        reasons = dict.fromkeys(explain_change(stage.path, key, what) for key, what in given.items())
         return f"{'; '.join(reasons)} ({nearest.folder.name} is kept)"
     causes = [cause for inner in stage.inputs if not inner.complete and (cause := explain_missing(inner))]
     inputs = (nearest.manifest() or {}).get("inputs", {})
     changed = [inner.path for inner in stage.inputs if inputs.get(inner.path) != inner.fingerprint]
     return causes[0] if causes else f"another {', '.join(changed)}" if changed else ""
+
+
+# The key of the recipe behind a setting of a stage, as STAGE.SETTING; NAME is the composition or policy. First match.
+KEYS_OF_SETTINGS = (
+    (r"(.*\.)?tf32", "machine.tf32"),
+    (r"(.*\.)?date", "date"),
+    (r"prompts\.held_out", f'"{HELD_OUT}" in eval.benchmarks'),
+    (r"prompts\.(from|responses)", r"rollout.\1"),
+    (r"\w+\.student(\..*)?", "student.model"),
+    (r"(?:train\.)?(rollout|reference|score|eval)\.engine", r"engine.\1"),
+    (r"(train\.(rollout|anchors\..*)|rollout|reference|score|eval)\.dtype", "engine.dtype"),
+    (rf"(?:train\.rollout|rollout|reference|score|eval)\.({'|'.join(NUMERIC_OPTIONS)})", r"engine.options.\1"),
+    (rf"train\.(anchors\..*)\.(?:post|pre)\.({'|'.join(NUMERIC_OPTIONS)})", r"\1.options.\2"),
+    (r"train\.(anchors\..*\.(?:post|pre))\.model", r"\1"),
+    (r"train\.(anchors\..*\.(?:post|pre))\.context", r"\1_prompt"),
+    (r"train\.(anchors\..*)\.post\.template|train\.(anchors\..*)\.pre\.template", r"the chat template of \1\2"),
+    (r"train\.(anchors\..*)\.(?:post|pre)\.(.*)", r"\1.\2"),
+    (r"train\.anchors\..*\.where\.(spans\..*)", r"\1"),
+    (r"train\.(anchors\..*)\.(clip|temperature|only_above|mass_floor)", r"\1.shift.\2"),
+    (r"train\.anchors\..*\.grader", "eval.profile"),
+    (r"train\.(?:routes\.)?(tags\..*|anchors\..*)", r"\1"),
+    (r"train\.routes(?:\.weights)?(.*)", r"compositions.NAME.weights\1"),
+    (r"train\.levels\.control|eval\.(control|level)(\..*)?", "compositions.NAME.control"),
+    (r"train\.levels(\.slots)?", "compositions.NAME.levels"),
+    (r"train\.candidates", "reference.candidates"),
+    (r"train\.((train|rollout)(\..*)?)", r"\1"),
+    (r"train\.(.*)", r"compositions.NAME.\1"),
+    (r"score\.(.*)", r"\1"),
+    (r"merge\.(.*)", r"policies.NAME.\1"),
+    (r"eval\.((budget|template|model)(\..*)?)", r"policies.NAME.\1"),
+    (r"eval\.target(\..*)?", r"policies.NAME.decode\1"),
+    (r"eval\.benchmark(\..*)?", "the benchmark's file"),
+)
+LONGEST_CHANGE = 150  # characters that are shown
 
 
 def explain_change(path: str, setting: str, what: str) -> str:
@@ -122,29 +154,16 @@ def explain_change(path: str, setting: str, what: str) -> str:
     'anchors.acc.post has changed'
     """
     stage, _, name = path.partition("/")
-    first = setting.split(".")[0]
-    if first in ("tf32", "date", "held_out"):
-        key = {"tf32": "machine.tf32", "held_out": f'"{HELD_OUT}" in eval.benchmarks'}.get(first, first)
-    elif first == "student" or (stage == "eval" and name.startswith("base/") and first == "model"):
+    policy = replicate_of(name.partition("/")[0]).partition("@")[0]
+    is_task = f"/{HARNESS}" in name and setting.split(".")[0] in ("args", "include")
+    key = f"{'harness' if is_task else stage}.{setting}"
+    if (stage, policy, setting) == ("eval", "base", "model"):
         key = "student.model"
-    elif stage in ENGINES and setting in ("engine", "dtype", *NUMERIC_OPTIONS):
-        key = {"engine": f"engine.{stage}", "dtype": "engine.dtype"}.get(setting, f"engine.options.{setting}")
-    elif stage == "train" and first == "anchors":
-        key = re.sub(r"\.(post|pre)\.(aliases|untrained|bos|prompt)\b", r".\2", setting).removesuffix(".model")
-    elif stage == "train" and first not in ("train", "rollout"):
-        key = f"compositions.{replicate_of(name)}.{setting}"
-    elif stage in ("train", "score"):
-        key = setting
-    elif stage == "merge":
-        key = f"policies.{name}.{setting}"
-    elif stage == "eval" and first in ("budget", "template", "target"):
-        key = f"policies.{name.split('/')[0]}.{setting.replace('target', 'decode')}"
-    elif stage == "eval" and first in ("model", "benchmark"):
-        key = f"policies.{name.split('/')[0]}.model" if first == "model" else "the benchmark's file"
-    elif stage == "eval" and f"/{HARNESS}" in name:
-        key = f"harness.{setting}"
-    else:
-        key = f"{stage}.{setting}"
+    for pattern, replacement in KEYS_OF_SETTINGS:
+        if found := re.fullmatch(pattern, key):
+            key = found.expand(replacement).replace("NAME", policy)
+            break
+    what = "has changed" if len(what) > LONGEST_CHANGE else what
     return f"{key}: {what}" if "->" in what else f"{key} {what}"
 
 
@@ -446,7 +465,7 @@ class Run:
         elif section.source is None:
             raise InputError("prompts.source is missing: a JSONL or Parquet file, a dataset directory or a hub name")
         else:
-            settings = section.model_dump(mode="json", exclude_none=True)
+            settings = section.settings(exclude_none=True)
             settings["source"] = self._data_identity(section.source, "prompts.source")
             screened = [self._data_identity(name, "prompts.screen_against") for name in section.screen_against]
             settings["screen_against"] = screened
@@ -462,7 +481,7 @@ class Run:
         if section.from_ is not None:
             settings = section.model_dump(mode="json", include={"responses", "prompts_per_shard"})
         else:
-            settings = section.model_dump(mode="json", exclude={"from_", "batch_size"})
+            settings = section.settings("from_")
             settings |= engine_settings(self.recipe.engine_of("rollout"))
         settings["student"] = self.identity_of(self.sampler or self.student)
         return Stage(self.directory, "rollout", settings, (self.stage("prompts"),), self.command("rollout"))
@@ -593,7 +612,7 @@ class Run:
             if self.recipe.anchors[anchor].graded:
                 shifts[anchor]["grader"] = self.grading[1]
         settings = {
-            "train": self.recipe.train_section(name).model_dump(mode="json", exclude=TRAIN_EXECUTION),
+            "train": self.recipe.train_section(name).settings("objective"),  # which is the composition's own, below
             "objective": own_content(objective, f"objective of compositions.{name}") if is_own else objective,
             "weights": {anchor: composition.weights.get(anchor, 0.0) for anchor in used},
             "alpha": composition.alpha,
@@ -673,7 +692,7 @@ class Run:
 
     def _eval(self, policy: str, benchmark: str) -> Stage:
         section = self.recipe.asked(policy)
-        settings = section.model_dump(mode="json", exclude_none=True, exclude=EVAL_EXECUTION)
+        settings = section.settings(*EVAL_RESOLVED, exclude_none=True)
         settings |= engine_settings(self.recipe.engine_of("eval"))
         rule = choose_grading(self.recipe.eval, benchmark)
         settings["profile"] = str(rule)
@@ -696,7 +715,7 @@ class Run:
             settings |= self._dated(self.asked_model(policy))
         if getattr(section, "budget", None) is not None:
             settings["final"] = section.final
-        return self._evaluation(policy, benchmark_folder(benchmark), settings, self.command("eval", policy))
+        return self.evaluation(policy, benchmark_folder(benchmark), settings, self.command("eval", policy))
 
     def _harness(self, policy: str, task: str) -> Stage:
         """A task of another harness. Its version and data are that environment's, and not known before it runs."""
@@ -706,9 +725,9 @@ class Run:
             settings["include"] = self._data_identity(section.include, "harness.include")
         if section.args.get("apply_chat_template", True):
             settings |= self._dated(self.asked_model(policy))
-        return self._evaluation(policy, f"{HARNESS}{slug(task)}", settings, self.command("harness", policy))
+        return self.evaluation(policy, f"{HARNESS}{slug(task)}", settings, self.command("harness", policy))
 
-    def _evaluation(self, policy: str, folder: str, settings: dict[str, Any], command: str) -> Stage:
+    def evaluation(self, policy: str, folder: str, settings: dict[str, Any], command: str) -> Stage:
         """Describe the evaluation of a policy on one benchmark or task."""
         inputs: tuple[Stage, ...] = ()
         key = None
@@ -733,21 +752,14 @@ class Run:
         section = self.recipe.policies.get(policy)
         if section is None:
             return {}
-        named = {*section.weights, *([section.decode] if section.decode else [])}
-        named |= {
-            anchor for one in named & self.recipe.compositions.keys() for anchor in self.recipe.compositions[one].used
+        compositions = self.recipe.compositions
+        named = {policy, *filter(None, [section.decode]), *section.weights}
+        named |= {anchor for one in named & compositions.keys() for anchor in compositions[one].used}
+        tables = {
+            part: {name: one.model_dump(**DUMP) for name, one in getattr(self.recipe, part).items() if name in named}
+            for part in ("anchors", "compositions", "policies")
         }
-        found: dict[str, Any] = {"policies": {policy: section}}
-        for part in ("anchors", "compositions", "policies"):
-            found[part] = {
-                **{one: table for one, table in getattr(self.recipe, part).items() if one in named},
-                **found.get(part, {}),
-            }
-        return {
-            part: {one: table.model_dump(**DUMP) for one, table in tables.items()}
-            for part, tables in found.items()
-            if tables
-        }
+        return {part: some for part, some in tables.items() if some}
 
     def target_settings(self, composition: str) -> dict[str, Any]:
         """What the target of a composition depends on, where it is sampled from."""

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from lightning_weave.checks import models as models_module
 from lightning_weave.checks import preflight as memory_module
 from lightning_weave.checks.findings import Finding
-from lightning_weave.checks.preflight import as_computed, preflight, this_machine
+from lightning_weave.checks.preflight import as_computed, check_disk, preflight, this_machine
 from lightning_weave.cli import app
 from lightning_weave.config import check_recipe, dump_recipe
 from lightning_weave.errors import InputError
@@ -406,3 +406,15 @@ def test_a_run_until_a_stage_checks_what_comes_after_it(recipe: dict[str, Any], 
     assert code == 2
     assert "eval.benchmarks: benchmark file:typo.jsonl: no such file" in said
     assert not list((tmp_path / "runs").rglob("manifest.json"))
+
+
+def test_the_disk_that_is_needed_does_not_count_the_cache_of_another_recipe(recipe: dict[str, Any]) -> None:
+    written = []
+    for temperature in (1.0, 0.5):
+        run = run_of({**recipe, "rollout": {**recipe["rollout"], "temperature": temperature}})
+        if not written:
+            stage = run.stage("rollout")
+            stage.begin()
+            stage.shard_path(0).write_bytes(bytes(1000))
+        written.append(check_disk(run, prompts=4).figures["written"])
+    assert written == [1000, 0]

@@ -135,6 +135,9 @@ def test_only_keeps_what_the_named_policies_need(recipe: dict[str, Any], tmp_pat
     assert [step.path for step in only("base").everything()] == ["eval/base/bench"]
     with pytest.raises(InputError, match="--only acc: no such policy; this recipe has base, acc-only, both"):
         run_stage.narrow(run, ["acc"])
+    cases = {name: {"wrong": [name], "right": ["base"]} for name in ("acc-only", "both")}
+    shown = run_stage.narrow(run_of({**recipe, "report": {"cases": cases, "students": ["both"]}}), ["acc-only"]).report
+    assert (list(shown.cases), shown.students) == (["acc-only"], [])
 
 
 def test_only_finds_the_folders_of_the_whole(recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -142,6 +142,15 @@ def test_commands_name_a_composition_or_one_of_its_seeds(recipe: Path, trained: 
     assert not list((tmp_path / "tiny").glob("*/both*"))
 
 
+def test_one_seed_can_be_run_and_the_directory_keeps_the_whole_recipe(trained: Run, tmp_path: Path) -> None:
+    shutil.copytree(trained.directory, tmp_path / "tiny", symlinks=True)
+    sets = ["train.seeds=3", f"runs={tmp_path}"]
+    shutil.rmtree(open_run(Path(str(trained.arguments)), *sets).stage("train", "both~2").folder)
+    lw.Run(str(trained.arguments), sets, quiet=True).run(until="train", only=["both~2"])
+    assert open_run(tmp_path / "tiny" / "recipe.toml").stage("train", "both~2").complete
+    assert list(load_recipe(tmp_path / "tiny" / "recipe.toml").compositions) == SEEDS
+
+
 def test_a_merge_of_students_has_a_replicate_for_each_of_their_seeds(trained: Run, tmp_path: Path) -> None:
     shutil.copytree(trained.directory, tmp_path / "tiny", symlinks=True)
     merges = [

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from lightning_weave.bench.definitions import load_eval_benchmark
+from lightning_weave.bench.summary import summarise
 from lightning_weave.config import slug
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
@@ -15,7 +17,7 @@ from lightning_weave.report import report
 from lightning_weave.report import results as across
 from lightning_weave.report.results import describe, results_table, summaries
 from lightning_weave.report.tables import AVERAGE, not_compared, student_names
-from report.evaluated import result_row, results_of, write_evaluations
+from report.evaluated import draw_samples, result_row, results_of, write_evaluations
 from tiny import make_world, run_of, save_prompts
 
 QUIET = Progress(quiet=True)
@@ -168,6 +170,86 @@ def test_ablations_have_the_papers_blocks(world: dict[str, Any]) -> None:
         ("(b) Composition: acc + brief", "Tilted-Target (ours)", numbers["both"]),
     ]
     assert across.ablation(results[:2], policies).empty
+
+
+def test_controls_levels_and_refreshed_students_belong_to_no_sweep_and_no_ablation(world: dict[str, Any]) -> None:
+    """A placebo is trained on other shifts, a level with others, and refreshed students on other responses."""
+    levels = {"short": {"acc": 1.0}, "long": {"brief": 1.0}}
+    sweep = {f"share-{share}": {"weights": {"acc": 1 - share, "brief": share}} for share in (0.25, 0.5, 0.75)}
+    world["compositions"] = {
+        "flipped": {"weights": {"acc": 1.0}, "flip": True},
+        "dial": {"levels": levels, "default": "short", "control": {"prefix": "{level}:"}},
+        "one": {"weights": {"acc": 1.0}, "alpha": 3.0},
+        "naive": {"weights": {"acc": 1.0}, "objective": "direct-opd"},
+        **sweep,
+        "shuffled": {**sweep["share-0.5"], "shuffle": "states"},
+        "refreshed": {**sweep["share-0.5"], "refresh": 2},
+    }
+    run = run_of(world)
+    policies = describe({name: (run, name) for name in run.policies})
+    family = policies.loc["share-0.5", "family"]
+    assert list(policies.index[policies["family"] == family]) == list(sweep)
+    assert policies.loc[["flipped", "shuffled"], ["kind", "variant"]].to_numpy().tolist() == [["baseline", ""]] * 2
+    results = results_of(*(result_row(name, {"b": (n, n)}, (n, n)) for n, name in enumerate(run.policies)))
+    table = across.ablation(results, policies)[AVERAGE, "accuracy"]
+    assert {index: run.policies[int(place)] for index, place in table.items()} == {
+        ("", "Base"): "base",
+        ("(a) Tilted-target correction: acc", "Naive Offline"): "naive",
+        ("(a) Tilted-target correction: acc", "Tilted-Target (ours)"): "one",
+        ("(b) Composition: acc + brief", "Refreshed (2 parts)"): "refreshed",
+        ("(b) Composition: acc + brief", "Tilted-Target (ours)"): "share-0.5",
+    }
+
+
+def test_only_names_levels_merges_and_targets(world: dict[str, Any], tmp_path: Path) -> None:
+    """What a policy is made of is reported with it, and cases of others are left out."""
+    world["eval"] = {"benchmarks": [f"file:{save_prompts(tmp_path / 'sums.jsonl', 3)}"]}
+    levels = {"short": {"acc": 1.0}, "long": {"brief": 1.0}}
+    world["compositions"]["dial"] = {"levels": levels, "default": "short", "control": {"prefix": "{level}:"}}
+    merge = {"merge": "linear", "weights": {"acc-only": 0.5, "brief-only": 0.5}}
+    world["policies"] = {"blend": merge, "live": {"decode": "both"}}
+    world["report"] = {"cases": {"one": {"wrong": ["brief-only"], "right": ["both"]}}}
+    run = run_of(world)
+    write_evaluations(run, dict.fromkeys(run.policies, (0.5, 50.0)))
+    for name, shown in {
+        "blend": ["acc-only", "brief-only", "blend"],
+        "live": ["both", "live"],
+        "dial@short": ["dial", "dial@short", "dial@long"],
+    }.items():
+        page = report.run([run], QUIET, tmp_path / name, only=[name])
+        points = json.loads((page.parent / "points.json").read_text())
+        assert [point["policy"] for point in points] == ["base", *shown]
+
+
+def test_tags_are_those_of_all_runs(world: dict[str, Any], tmp_path: Path) -> None:
+    runs = []
+    for number, name in enumerate(("one", "two")):
+        bench = f"file:{save_prompts(tmp_path / f'{name}.jsonl', 8, seed=number)}"
+        runs.append(run_of({**world, "name": name, "tags": {"rules": {"any": "."}}, "eval": {"benchmarks": [bench]}}))
+        write_evaluations(runs[-1], {"base": (0.5, 50.0)})
+    (student,) = across.read_students(runs, [summaries(run) for run in runs])
+    assert across.tag_table(runs, student.evaluated)["any", "problems"].tolist() == [16]
+
+
+def test_runs_that_hold_out_different_problems_are_joined(world: dict[str, Any], tmp_path: Path) -> None:
+    """With the same problems, a policy of both runs would count twice."""
+    runs, found = [], []
+    for number, name in enumerate(("one", "two", "again")):
+        source = save_prompts(tmp_path / f"{name}.jsonl", 60, seed=number % 2)
+        prompts = {**world["prompts"], "source": str(source)}
+        runs.append(run_of({**world, "name": name, "prompts": prompts, "eval": {"benchmarks": ["held-out"]}}))
+        benchmark = load_eval_benchmark(runs[-1].recipe, "held-out")
+        samples = draw_samples(benchmark, "base", 0.5, 50.0, 2)
+        found.append({"base": [summarise(benchmark, samples, {}, (), lambda cut: [])]})
+    (student,) = across.read_students(runs[:2], found[:2])
+    assert [one.label for one in student.evaluated["base"]] == ["held-out (one)", "held-out (two)"]
+    assert student.results.loc[("", "base"), (AVERAGE, "accuracy")] == pytest.approx(
+        sum(one["base"][0].accuracy for one in found[:2]) / 2
+    )
+    (alone,) = across.read_students(runs[:1], found[:1])
+    assert [one.label for one in alone.evaluated["base"]] == ["held-out"]
+    with pytest.raises(InputError, match=r"base is evaluated on held-out by two of the runs"):
+        across.read_students([runs[0], runs[2]], [found[0], found[2]])
 
 
 def in_two_runs(world: dict[str, Any], tmp_path: Path, other: dict[str, Any], **sections: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """Figures: what is on the front, the same bytes every time, and nothing in the page but drawing."""
 
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +23,11 @@ from lightning_weave.report.figures import (
     profile,
     save,
     stacked,
+    training_figures,
 )
 from lightning_weave.report.survey import Survey
 from lightning_weave.stages.forecast import ForecastPoint
+from lightning_weave.store import write_atomic
 from report.decisions import decisions, vocabulary
 from report.evaluated import point, result_row, results_of
 from tiny import make_world, run_of
@@ -196,3 +199,15 @@ def test_labels_of_a_logarithmic_axis_have_room_and_are_at_least_one(low: float,
     labels.sort(key=lambda box: box.y0)
     assert labels
     assert all(lower.y1 <= upper.y0 for lower, upper in pairwise(labels))
+
+
+def test_the_curves_are_those_of_the_recipe_whatever_was_trained_last(tmp_path: Path) -> None:
+    world = make_world(tmp_path, prompts=2)
+    run, other = run_of(world), run_of({**world, "train": {**world["train"], "learning_rate": 1e-2}})
+    for one, loss in ((run, 1.0), (other, 5.0)):
+        stage = one.stage("train", "both")
+        rows = [{"step": step, "loss": loss} for step in (1, 2, 3)]
+        write_atomic(stage.folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+        stage.link()
+    (figure,) = training_figures(run, policy_hues(run.policies))
+    assert set(figure.drawing.axes[0].lines[0].get_ydata()) == {1.0}

@@ -14,7 +14,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lightning_weave.config import Recipe, check_recipe, dump_recipe, load_recipe
-from lightning_weave.run import Run
+from lightning_weave.config.fields import is_execution
+from lightning_weave.run import Run, explain_change
+from lightning_weave.store import differences
 from tiny import make_world, run_of
 
 COMPOSITIONS = """
@@ -155,15 +157,19 @@ def test_what_an_engine_makes_of_the_weights_is_part_of_its_samples(tmp_path: Pa
     assert all(one != two for one, two in zip(fingerprints(quantization="fp8"), plain, strict=True))
 
 
-def recipe_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Walk all keys of a recipe; NAME stands for a name that the user chooses."""
+def recipe_keys(
+    model: type[BaseModel], prefix: str = "", marked: bool = False
+) -> Iterator[tuple[str, tuple[FieldInfo, bool]]]:
+    """Walk all keys of a recipe, with whether they are execution only; NAME stands for a name that the user chooses."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         kinds = list(_models(field.annotation))
+        is_marked = marked or is_execution(field)
         for inner in kinds:
-            yield from recipe_keys(inner, f"{key}.NAME." if get_origin(field.annotation) is dict else f"{key}.")
+            inside = f"{key}.NAME." if get_origin(field.annotation) is dict else f"{key}."
+            yield from recipe_keys(inner, inside, is_marked)
         if not kinds:
-            yield key, field
+            yield key, (field, is_marked)
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -173,55 +179,6 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models(part)
 
 
-# How a stage is executed, what is reported and where: these change no result.
-EXECUTION = {
-    "anchors.NAME.cache",
-    "anchors.NAME.trust_remote_code",
-    "checks.kl_rise",
-    "checks.repeated",
-    "checks.right",
-    "checks.surviving",
-    "checks.swapped",
-    "checks.truncated",
-    "checks.unanswered",
-    "compositions.NAME.allow_negative",  # with normalize: which weights may be written
-    "compositions.NAME.normalize",
-    "engine.parity",
-    "engine.python",
-    "eval.batch_size",
-    "eval.unsafe_local",
-    "harness.metrics",
-    "harness.python",
-    "machine.device",
-    "machine.gpus_per_worker",
-    "machine.threads",
-    "machine.workers",
-    "name",
-    "policies.NAME.trust_remote_code",
-    "rehearsal",
-    "report.cases.NAME.benchmark",
-    "report.cases.NAME.count",
-    "report.cases.NAME.right",
-    "report.cases.NAME.shortest",
-    "report.cases.NAME.wrong",
-    "report.students",
-    "rollout.batch_size",
-    "runs",
-    "score.token_budget",
-    "student.trust_remote_code",
-    "tracking",
-    "train.agreement",
-    "train.checkpoint_every",
-    "train.compile",
-    "train.eval_every",
-    "train.eval_problems",
-    "train.gradient_checkpointing",
-    "train.keep_anchors",
-    "train.seeds",
-    "train.shard_ranks",
-    "train.token_budget",
-    "train.trackers",
-}
 ROUTED = "compositions.joint.weights={sums={right=1.0},default={brief=1.0}}"
 MERGED = 'policies.new={merge="dare",weights={right=1.0}}'
 # What a key is set to, where its kind does not tell; after " with " what has to be set for it to matter.
@@ -357,10 +314,33 @@ KEYS = dict(recipe_keys(Recipe))
 
 @pytest.mark.parametrize("key", sorted(KEYS))
 def test_every_key_changes_a_fingerprint_or_is_execution_only(every_method: Path, key: str) -> None:
-    new, _, needs = change(key, KEYS[key]).replace("{folder}", str(every_method.parent)).partition(" with ")
+    field, is_marked = KEYS[key]
+    new, _, needs = change(key, field).replace("{folder}", str(every_method.parent)).partition(" with ")
     before = everything(every_method, needs.split())
     after = everything(every_method, [*needs.split(), new])
-    assert (before == after) == (key in EXECUTION), f"{new} {needs}: decide in run.py, or list it in EXECUTION"
+    assert (before == after) == is_marked, f"{new} {needs}: use it in run.py, or define the key with execution()"
+
+
+@pytest.mark.parametrize("key", sorted(KEYS))
+def test_a_change_is_explained_by_keys_that_exist(every_method: Path, key: str) -> None:
+    """Of stages of scores, which do not know the anchors that share them, only the last part of the key is named."""
+    new, _, needs = change(key, KEYS[key][0]).replace("{folder}", str(every_method.parent)).partition(" with ")
+    before, after = (
+        {stage.path: stage for stage in Run(load_recipe([every_method], sets)).everything()}
+        for sets in (needs.split(), [*needs.split(), new])
+    )
+    for path in before.keys() & after.keys() - {path for path in before if path.startswith("score/")}:
+        for setting, what in differences(dict(before[path].settings), dict(after[path].settings)):
+            named = re.split(r": |\[| (?:has|is) ", explain_change(path, setting, what))[0]
+            if named not in ("the benchmark's file", "compositions.joint.loss_weights"):
+                pattern = re.sub(
+                    r"^(?:the chat template of )?((anchors|compositions|policies)\.)[^.]+", r"\1NAME", named
+                )
+                known = (
+                    pattern == one or f"{pattern}.".startswith(f"{one}.") or one.startswith(f"{pattern}.")
+                    for one in KEYS
+                )
+                assert any(known), f"{path}: {setting}: {named}"
 
 
 def test_own_trajectories_are_known_by_how_they_are_read(every_method: Path) -> None:

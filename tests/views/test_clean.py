@@ -12,6 +12,7 @@ from lightning_weave.cli.commands import writing
 from lightning_weave.errors import InputError
 from lightning_weave.stages.run import make_students
 from lightning_weave.stages.sweep import Planned, extend
+from lightning_weave.store import Stage
 from lightning_weave.views import clean
 from pipeline.small_runs import QUIET, make_cache, make_recipe, run_of
 
@@ -76,6 +77,14 @@ def test_what_no_recipe_needs_is_listed_and_removed_only_when_agreed(recipe: dic
     out = StringIO()
     assert clean.run([run_of(recipe)], Console(file=out, width=200), yes=False) == []
     assert "nothing to remove" in out.getvalue()
+
+
+def test_the_newest_preview_of_a_composition_is_kept(recipe: dict[str, Any]) -> None:
+    run = run_of(recipe)
+    first, last = (Stage(run.directory, "preview/only/aime-2024", {"problems": count}) for count in (5, 20))
+    for stage in (first, last):
+        stage.begin()
+    assert clean.unneeded_folders([run]) == [first.folder]
 
 
 @pytest.mark.slow

@@ -95,9 +95,8 @@ def check_disk(run: Run, prompts: int | None = None, trainings: Sequence[str] = 
     needed = positions * each
     folder = next(place for place in (run.directory, *run.directory.absolute().parents) if place.exists())
     free = shutil.disk_usage(folder).free
-    folders = {path.resolve() for path in (run.directory / "rollout", run.directory / "reference")}
-    folders |= {path.resolve() for path in (run.directory / "score").glob("*") if path.is_symlink()}
-    written = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+    cache = [run.stage("rollout"), run.stage("reference"), *run.stages("score")]
+    written = sum(file.stat().st_size for stage in cache for file in stage.folder.glob("*.safetensors"))
     students = 0.0
     if trainings:
         with suppress(InputError):  # an unknown architecture

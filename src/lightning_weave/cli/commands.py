@@ -276,16 +276,15 @@ def run(
     run.check_data()
     from lightning_weave.stages import run as stage
 
-    if only:
-        run.recipe = stage.narrow(run, only)
+    chosen = run.derive(recipe=stage.narrow(run, only)) if only else run
     if dry_run:
-        stage.dry_run(run, open_console(), until)
+        stage.dry_run(chosen, open_console(), until)
         return
-    run.run(force, until)
+    run.run(force, until, only or ())
     if until != "eval":
         return
     _show_results(run)
-    stage.show_next(run, open_console())
+    stage.show_next(chosen, open_console())
 
 
 @app.command("eval")
@@ -589,7 +588,11 @@ def report(
     ] = None,
     only: Annotated[
         list[str] | None,
-        Option("--only", metavar="NAMES", help="only these policies, separated by commas, and the base"),
+        Option(
+            "--only",
+            metavar="NAMES",
+            help="only these policies, separated by commas, what they are made of, and the base",
+        ),
     ] = None,
     trust: Trust = False,
 ) -> None:

@@ -30,6 +30,7 @@ from lightning_weave.config.fields import (
     Source,
     Strict,
     Text,
+    execution,
     named_columns,
     unlisted,
 )
@@ -137,9 +138,9 @@ class Anchor(Strict):
     model: Source | None = Field(
         None, description='instead of both: one checkpoint in two contexts; "student" is possible', examples=["student"]
     )
-    cache: Source | None = Field(
+    cache: Source | None = execution(
         None,
-        description="URL of published scores (`lweave push`), which also bring post and pre",
+        "URL of published scores (`lweave push`), which also bring post and pre",
         examples=["hf://datasets/org/name"],
     )
     post_prompt: PromptContext = Field(
@@ -147,7 +148,7 @@ class Anchor(Strict):
     )
     pre_prompt: PromptContext = Field(PromptContext(), description="what pre reads", examples=[{"system": "Be brief."}])
     missing: Literal["refuse", "mask"] = unlisted("refuse", "what to do with rows that lack a template's column")
-    trust_remote_code: bool = Field(False, description="run the code that comes with these checkpoints; needs --trust")
+    trust_remote_code: bool = execution(False, "run the code that comes with these checkpoints; needs --trust")
     engine: dict[Role, EngineOrUrl] = Field(
         {},
         description="hf, vllm or a vLLM server's URL instead of engine.score; or a table with these for post and pre",
@@ -285,8 +286,8 @@ class _Weighted(_Shared):
     subtracts: ClassVar[bool] = False  # negative weights make sense
     routed: ClassVar[bool] = False  # weights may differ by tag
 
-    normalize: bool = Field(True, description="require weights to sum to 1; false allows raw weights")
-    allow_negative: bool = Field(False, description="allow negative weights, which subtract a shift")
+    normalize: bool = execution(True, "require weights to sum to 1; false allows raw weights")
+    allow_negative: bool = execution(False, "allow negative weights, which subtract a shift")
     routes: SkipJsonSchema[dict[Name, dict[str, Finite]]] = Field({}, description="written as tables in weights")
     weights: dict[str, Finite] = Field(
         description="each anchor's share of the shift, such as weights = { a = 0.5, b = 0.5 }, or such a table per tag",

@@ -23,6 +23,7 @@ from lightning_weave.config.fields import (
     Text,
     Threshold,
     benchmark_folder,
+    execution,
     is_own_function,
     is_pattern,
     slug,
@@ -109,7 +110,7 @@ class Eval(Asked):
         "(last match or its first group), or your own my.py:grade (--trust)",
         examples=[{"gsm8k": "regex:#### (.*)"}],
     )
-    unsafe_local: bool = Field(False, description="run generated code without a sandbox; needs --trust")
+    unsafe_local: bool = execution(False, "run generated code without a sandbox; needs --trust")
     final: Text | None = unlisted(
         None,
         description="what policies.NAME.budget appends; default: the end of thinking, if it is still open, and "
@@ -121,7 +122,7 @@ class Eval(Asked):
     )
     adapters: bool = unlisted(False, "with vLLM, evaluate LoRA students as adapters, not merged")
     block: Count = unlisted(64, "samples per file, the unit of resume")
-    batch_size: Count = unlisted(64, "responses sampled at a time")
+    batch_size: Count = unlisted(64, "responses sampled at a time", execution=True)
 
     @field_validator("benchmarks")
     @classmethod
@@ -163,9 +164,7 @@ class Harness(Strict):
     """Tasks of lm-evaluation-harness, run in a separate process and if needed in another environment."""
 
     tasks: list[str] = Field([], description="names of its tasks, for the table of results", examples=[["ifeval"]])
-    python: Source | None = Field(
-        None, description="Python with lm_eval; needs --trust", examples=[".venv-lm-eval/bin/python"]
-    )
+    python: Source | None = execution(None, "Python with lm_eval; needs --trust", examples=[".venv-lm-eval/bin/python"])
     include: Source | None = unlisted(
         None, description="directory of your own tasks; needs --trust", examples=["my-tasks"]
     )
@@ -173,6 +172,7 @@ class Harness(Strict):
         {},
         "task -> metric to show; default: its first",
         examples=[{"gsm8k": "exact_match,flexible-extract"}],
+        execution=True,
     )
     args: dict[str, Any] = Field(
         {},

@@ -9,6 +9,7 @@ from string import Formatter
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 EngineName = Literal["auto", "hf", "vllm"]
@@ -26,15 +27,31 @@ HARNESS = "lm-eval-"  # prefix of the folders of lm-evaluation-harness tasks, ne
 KEPT_CHECKPOINTS = 2  # of training, the newest ones
 
 
-def unlisted(default: Any, description: str, **more: Any) -> Any:
+def execution(default: Any = ..., description: str | None = None, **more: Any) -> Any:
+    """Define a key, or a section, that no result depends on: how something is computed, checked or shown."""
+    return Field(default, description=description, json_schema_extra={"execution": True}, **more)
+
+
+def unlisted(default: Any, description: str, execution: bool = False, **more: Any) -> Any:
     """Define a key that works but that hardly anyone needs to know."""
-    return Field(default, description=description, json_schema_extra={"unlisted": True}, **more)
+    extra: dict[str, Any] = {"unlisted": True, "execution": execution}
+    return Field(default, description=description, json_schema_extra=extra, **more)
+
+
+def is_execution(field: FieldInfo) -> bool:
+    """Whether a key is marked as one that no result depends on."""
+    return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get("execution"))
 
 
 class Strict(BaseModel):
     """A frozen section that rejects unknown keys and converts no types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+    def settings(self, *without: str, exclude_none: bool = False) -> dict[str, Any]:
+        """Write the keys that results may depend on, for a fingerprint."""
+        marked = {name for name, field in type(self).model_fields.items() if is_execution(field)}
+        return self.model_dump(mode="json", exclude={*without, *marked}, exclude_none=exclude_none)
 
 
 class Inline(Strict):

@@ -43,6 +43,7 @@ from lightning_weave.config.fields import (
     Strict,
     Text,
     code_options,
+    execution,
     is_own_function,
     named_columns,
     replicate_of,
@@ -85,9 +86,9 @@ class EvalOfPolicy(Eval):
 class Recipe(Strict):
     """One experiment."""
 
-    name: Name = Field(description="name of the run; its directory is RUNS/NAME", examples=["mine"])
-    runs: Source = Field("runs", description="directory that holds run directories")
-    rehearsal: bool = unlisted(False, "made by `lweave rehearse`: no results")
+    name: Name = execution(description="name of the run; its directory is RUNS/NAME", examples=["mine"])
+    runs: Source = execution("runs", "directory that holds run directories")
+    rehearsal: bool = unlisted(False, "made by `lweave rehearse`: no results", execution=True)
     date: Day | None = unlisted(
         None, "day that chat templates write; default: the day the run began", examples=["2026-01-31"]
     )
@@ -107,15 +108,15 @@ class Recipe(Strict):
     reference: Reference = Reference()
     score: Score = Score()
     train: Train = Train()
-    tracking: dict[str, Any] = Field(
+    tracking: dict[str, Any] = execution(
         {},
-        description="arguments of wandb.init or trackio.init; name may contain {run} and {policy}",
+        "arguments of wandb.init or trackio.init; name may contain {run} and {policy}",
         examples=[{"project": "mine"}],
     )
     eval: Eval = Eval()
     harness: Harness = Harness()
-    report: Report = Report()
-    checks: Checks = Checks()
+    report: Report = execution(Report())
+    checks: Checks = execution(Checks())
     machine: Machine = Machine()
 
     @model_validator(mode="before")

@@ -30,6 +30,7 @@ from lightning_weave.config.fields import (
     Strict,
     Text,
     Threshold,
+    execution,
     split_revision,
     unlisted,
 )
@@ -39,7 +40,7 @@ class Student(Strict):
     """The model that samples, is tilted and is trained."""
 
     model: Source = Field(description="a directory, or a hub name (owner/name@revision)", examples=["Qwen/Qwen3-4B"])
-    trust_remote_code: bool = Field(False, description="run the code that comes with this checkpoint; needs --trust")
+    trust_remote_code: bool = execution(False, "run the code that comes with this checkpoint; needs --trust")
 
     @property
     def name(self) -> str:
@@ -190,14 +191,17 @@ class Engine(Strict):
     reference: EngineName = Field("hf", description="the same for the student's candidates")
     score: EngineName = Field("hf", description="the same for the anchors; anchors.NAME.engine overrides it")
     eval: EngineName = Field("auto", description="the same for evaluation")
-    python: Source | None = Field(
-        None, description="Python with vLLM, if not this one; needs --trust", examples=[".venv-vllm/bin/python"]
+    python: Source | None = execution(
+        None, "Python with vLLM, if not this one; needs --trust", examples=[".venv-vllm/bin/python"]
     )
     dtype: Dtype | dict[EngineStage, Dtype] = Field(
         "auto", description="precision, also as a table by stage; auto: float32 on a CPU, else that of the checkpoint"
     )
     parity: Positive | None = unlisted(
-        None, "largest mean difference of vLLM from transformers, nats per token; default: by dtype", examples=[0.05]
+        None,
+        "largest mean difference of vLLM from transformers, nats per token; default: by dtype",
+        examples=[0.05],
+        execution=True,
     )
     options: dict[str, Option | dict[str, Option]] = Field(
         {},
@@ -241,7 +245,7 @@ class Rollout(Strict):
         None, alias="from", description="your own trajectories, token ids or messages", examples=["trajectories.jsonl"]
     )
     prompts_per_shard: Count = unlisted(16, "prompts per file, the unit of resume")
-    batch_size: Count = Field(64, description="responses sampled at a time; affects speed and memory, not results")
+    batch_size: Count = execution(64, "responses sampled at a time; affects speed and memory, not results")
 
 
 class Reference(Strict):
@@ -255,9 +259,7 @@ class Reference(Strict):
 class Score(Strict):
     """The log-probabilities of these candidates under every anchor model."""
 
-    token_budget: Count = Field(
-        16384, description="tokens scored at a time, also in reference; does not change results"
-    )
+    token_budget: Count = execution(16384, "tokens scored at a time, also in reference; does not change results")
 
 
 class Lora(Strict):
@@ -303,41 +305,43 @@ class Train(Strict):
     decay: Decay = Field("constant", description="how the learning rate falls after that, to zero at the end")
     optimizer: Optimizer = Field(Optimizer(), description="settings of AdamW", examples=[{"weight_decay": 0.0}])
     seed: Seed = Field(1234, description="random seed of the order of prompts")
-    seeds: Repeats = Field(
-        1, description="number of training seeds of every composition: seed, seed + 1, ...", examples=[3]
-    )
+    seeds: Repeats = execution(1, "number of training seeds of every composition: seed, seed + 1, ...", examples=[3])
     dtype: Dtype = Field("auto", description="compute precision; master weights are always float32")
     lora: Lora | None = None
-    gradient_checkpointing: bool | Literal["auto"] = Field(
+    gradient_checkpointing: bool | Literal["auto"] = execution(
         "auto",
-        description="recompute activations to save memory; auto: on a GPU that could not hold them",
+        "recompute activations to save memory; auto: on a GPU that could not hold them",
         examples=[True],
     )
-    compile: bool = Field(False, description="use torch.compile on the decoder layers")
-    token_budget: Count | Literal["auto"] = Field(
+    compile: bool = execution(False, "use torch.compile on the decoder layers")
+    token_budget: Count | Literal["auto"] = execution(
         "auto",
-        description="tokens in a micro-batch, for speed and memory only; auto: 16384, on a GPU less if only that fits",
+        "tokens in a micro-batch, for speed and memory only; auto: 16384, on a GPU less if only that fits",
         examples=[16384],
     )
-    shard_ranks: Count | None = unlisted(None, "ranks that share a copy; default: those of a machine", examples=[8])
-    checkpoint_every: Count = Field(50, description="updates between checkpoints and between validations")
+    shard_ranks: Count | None = unlisted(
+        None, "ranks that share a copy; default: those of a machine", examples=[8], execution=True
+    )
+    checkpoint_every: Count = execution(50, "updates between checkpoints and between validations")
     validation: float = Field(0.0, ge=0, lt=1, description="share of the prompts held out for validation")
-    eval_every: int = Field(
+    eval_every: int = execution(
         0, ge=0, lt=2**31, description="updates between evaluations on the first of eval.benchmarks; 0: none"
     )
-    eval_problems: Count = unlisted(32, "problems in such an evaluation")
-    agreement: Threshold = unlisted(1e-4, "largest loss at zero shift before training; false: only warn")
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
-        [], description="log there, too", examples=[["wandb"]]
+    eval_problems: Count = unlisted(32, "problems in such an evaluation", execution=True)
+    agreement: Threshold = unlisted(
+        1e-4, "largest loss at zero shift before training; false: only warn", execution=True
     )
-    keep_anchors: bool = unlisted(True, "online: keep all anchors in memory, not one at a time")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = execution([], "log there, too", examples=[["wandb"]])
+    keep_anchors: bool = unlisted(True, "online: keep all anchors in memory, not one at a time", execution=True)
 
 
 class Machine(Strict):
     """Where it runs. Recorded, but not part of a fingerprint, except for tf32 = true, which rounds."""
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="auto: CUDA if available, else the CPU")
-    threads: Count | None = Field(None, description="CPU threads; default: measured once per run", examples=[8])
+    device: Literal["auto", "cpu", "cuda", "mps"] = execution("auto", "auto: CUDA if available, else the CPU")
+    threads: Count | None = execution(None, "CPU threads; default: measured once per run", examples=[8])
     tf32: bool = Field(False, description="on a GPU, use TF32 for float32 matrix products: faster, less precise")
-    workers: Count | None = unlisted(None, "Ray workers; default: one per GPU, or per CPU", examples=[4])
-    gpus_per_worker: float = unlisted(1.0, "GPUs of each Ray worker", ge=0, le=1024)
+    workers: Count | None = unlisted(
+        None, "Ray workers; default: one per GPU, or per CPU", examples=[4], execution=True
+    )
+    gpus_per_worker: float = unlisted(1.0, "GPUs of each Ray worker", ge=0, le=1024, execution=True)

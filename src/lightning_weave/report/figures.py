@@ -411,7 +411,7 @@ def training_figures(run: Run, hues: Hues) -> list[Figure]:
     for key, (label, title, caption) in CURVES.items():
         curves: dict[str, Line] = {}
         for name in run.recipe.written:
-            folder = run.directory / "train" / name
+            folder = run.stage("train", name).folder
             points: list[tuple[float, float]] = []
             for path in [folder / "metrics.jsonl", *sorted(folder.glob("leg-*/**/metrics.jsonl"))]:  # of a sequence
                 before = points[-1][0] if points else 0.0

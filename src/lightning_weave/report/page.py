@@ -25,19 +25,19 @@ from pandas import DataFrame
 from lightning_weave.cache.budgets import AnchorShare
 from lightning_weave.checks.findings import Finding
 from lightning_weave.config import PromptContext, dump_recipe
+from lightning_weave.config.fields import is_execution
 from lightning_weave.errors import InputError
 from lightning_weave.progress import duration
 from lightning_weave.report import tables
 from lightning_weave.report.cases import CaseGroup, excerpt
 from lightning_weave.report.figures import Figure, Hue, Hues, crowd
 from lightning_weave.report.tables import AVERAGE, MISSING
-from lightning_weave.run import ROLES, TRAIN_EXECUTION, Run
+from lightning_weave.run import ROLES, Run
 
 TEMPLATES = files("lightning_weave.report") / "templates"
 ESCAPES = {"<": r"\u003c", ">": r"\u003e", "&": r"\u0026", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 SECTIONS = ("prompts", "engine", "rollout", "reference", "score", "train", "eval")
-EXECUTION = {"token_budget", "batch_size", "prompts_per_shard", "block", "python", "parity", "unsafe_local"}
 ELSEWHERE = {"objective", "benchmarks", "sources"}  # by composition, and in the table of results
 
 
@@ -90,8 +90,9 @@ def setup(run: Run, ledger: list[dict[str, Any]]) -> dict[str, Any]:
     settings = {}
     for section in SECTIONS:
         part = getattr(run.recipe, section)
-        left_out = EXECUTION | ELSEWHERE | (TRAIN_EXECUTION if section == "train" else set())
-        defaults = {key: field.get_default(call_default_factory=True) for key, field in type(part).model_fields.items()}
+        fields = type(part).model_fields
+        left_out = ELSEWHERE | {key for key, field in fields.items() if is_execution(field)}
+        defaults = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
         # A run records the engine that "auto" chose, so whether the user set it is not known.
         chosen = {"rollout", "eval"} if section == "engine" else set()
         settings[section] = [

@@ -21,7 +21,7 @@ from lightning_weave.directory import as_found, with_others
 from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress, duration
 from lightning_weave.report import figures, tables
-from lightning_weave.report.cases import case_groups, check_cases, example_groups, latex_panels, named_policies
+from lightning_weave.report.cases import case_groups, check_cases, example_groups, latex_panels
 from lightning_weave.report.figures import Figure, Hues, inline, policy_hues, save
 from lightning_weave.report.page import Page, RunView, hyperparameters, render, setup
 from lightning_weave.report.results import (
@@ -37,13 +37,14 @@ from lightning_weave.report.results import (
 )
 from lightning_weave.report.survey import Vocabulary, loom_data, pack_forecasts, survey_cache
 from lightning_weave.report.tables import AVERAGE, SHORT, benchmarks_of, seeds_of
-from lightning_weave.run import Run, is_wanted
+from lightning_weave.run import Run
 from lightning_weave.stages.caches import open_scored
 from lightning_weave.stages.compare import frontier_of, measure, read_compared
 from lightning_weave.stages.costs import read_spent
 from lightning_weave.stages.costs import summary as cost_summary
 from lightning_weave.stages.forecast import read_points
 from lightning_weave.stages.realised import describe_realised, realise, realised_table
+from lightning_weave.stages.run import narrow
 from lightning_weave.store import write_atomic, write_json
 
 RULE_ROWS = 256  # on which the effect of a rule is measured
@@ -102,7 +103,7 @@ def run(
     named = dict(zip(run_names(runs), runs, strict=True))
     several = len(students) > 1
     drawn = result_figures(folder, students, hues, benchmark)
-    by_tag = DataFrame() if several else tag_table(runs[0], students[0].evaluated)
+    by_tag = DataFrame() if several else tag_table(runs, students[0].evaluated)
     write_tables(folder, students, named, results, by_tag)
     cases = [case for run, found in zip(runs, evaluated, strict=True) for case in case_groups(run, found, progress)]
     views = []
@@ -144,7 +145,7 @@ def run(
 
 
 def _only(runs: Sequence[Run], names: Sequence[str] | None) -> list[Run]:
-    """Leave out the compositions and policies that are not wanted."""
+    """Leave out the compositions and policies that are neither wanted nor a part of what is."""
     if names is None:
         return list(runs)
     policies = list(dict.fromkeys(policy for run in runs for policy in run.policies))
@@ -152,14 +153,9 @@ def _only(runs: Sequence[Run], names: Sequence[str] | None) -> list[Run]:
         raise InputError(f"--only {unknown[0]}: no such policy; there is {', '.join(policies)}")
     selection = []
     for run in runs:
-        update: dict[str, Any] = {
-            part: {name: one for name, one in getattr(run.recipe, part).items() if is_wanted(name, names)}
-            for part in ("compositions", "policies")
-        }
-        cases = run.recipe.report.cases.items()
-        kept = {name: case for name, case in cases if set(named_policies(case)) <= {"base", *names}}
-        update["report"] = run.recipe.report.model_copy(update={"cases": kept})
-        selection.append(run.derive(recipe=run.recipe.model_copy(update=update)))
+        kept = narrow(run, [replicate_of(name) for name in names if name in run.policies])
+        parts = {part: getattr(kept, part) for part in ("compositions", "policies", "report")}
+        selection.append(run.derive(recipe=run.recipe.model_copy(update=parts)))
     return selection
 
 

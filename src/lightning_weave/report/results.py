@@ -5,6 +5,7 @@ import os
 import re
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -174,14 +175,11 @@ def task_results(run: Run, each_seed: bool = False) -> PolicyTasks:
     by_policy: PolicyTasks = {}
     for policy in known_policies(run):
         folders = []
+        some = run.evaluation(policy, HARNESS, {}, "")  # tasks differ by what is asked, not by the checkpoint
+        checkpoint = {one.path: one.fingerprint for one in some.inputs}, some.settings.get("model")
         for folder in sorted((run.directory / "eval" / policy).glob(f"{HARNESS}*")):
-            manifest = read_description(folder) or {"inputs": {}, "settings": {}}
-            if run.recipe.merged(policy):
-                is_current = manifest["inputs"].get(f"merge/{policy}") == run.stage("merge", policy).fingerprint
-            elif trained := run.composition_of(policy):
-                is_current = manifest["inputs"].get(f"train/{trained}") == run.stage("train", trained).fingerprint
-            else:
-                is_current = manifest["settings"].get("model") == run.identity_of(run.asked_model(policy))
+            found = read_description(folder)
+            is_current = found and (found["inputs"], found["settings"].get("model")) == checkpoint
             if "@" not in folder.name and is_current and all((folder / name).exists() for name in (MANIFEST, SUMMARY)):
                 folders.append(folder)
         own = [run.stage("harness", policy, task) for task in run.recipe.harness.tasks]  # of the recipe: they win
@@ -305,10 +303,10 @@ def read_evaluations(
     further = [one for one in further if benchmarks_of(one) == benchmarks_of(results)]
     results = pd.concat([results, *further]) if further else results
     notes += tables.not_compared(results)
+    if any(HELD_OUT in run.recipe.eval.benchmarks for run in runs):
+        notes.append(f"{HELD_OUT} is a part of the run's own prompts that was not trained on.")
     for run, found in zip(runs, evaluated, strict=True):
         asked = run.recipe.eval.benchmarks or run.recipe.harness.tasks
-        if HELD_OUT in run.recipe.eval.benchmarks:
-            notes.append(f"{HELD_OUT} is a part of the run's own prompts that was not trained on.")
         finished = {*found, *summaries(run, each_seed=True)}
         if asked and (waiting := [policy for policy in run.policies if policy not in finished]):
             notes.append(f"Not evaluated yet: {', '.join(waiting)}. Next: {run.command('eval')}")
@@ -327,9 +325,15 @@ def read_students(
 ) -> list[StudentResults]:
     """Group runs by the content of their student and tabulate what was evaluated of each; `evaluated` is by run."""
     tasks = {run: task_results(run) for run in runs}
+    held_out = held_out_names(runs)
     by_student: dict[str, list[tuple[Run, str, PolicySummaries]]] = {}
     for run, name, found in zip(runs, run_names(runs), evaluated, strict=True):
-        known: PolicySummaries = {**{policy: [] for policy in tasks[run]}, **found}
+        known: PolicySummaries = {policy: [] for policy in tasks[run]}
+        for policy, results in found.items():
+            known[policy] = [
+                replace(one, benchmark=held_out[run], label=held_out[run]) if one.benchmark == HELD_OUT else one
+                for one in results
+            ]
         by_student.setdefault(run.identity_of(run.student), []).append((run, name, known))
     members = [[run for run, *_ in some] for some in by_student.values()]
     joined = [join(some) for some in by_student.values()]
@@ -347,6 +351,21 @@ def read_students(
         facts = describe({policy: places[0] for policy, places in origins.items()})
         students.append(StudentResults(name, own_runs, policies, results, facts))
     return students
+
+
+def held_out_names(runs: Sequence[Run]) -> dict[Run, str]:
+    """Name the held-out benchmark of each run: with the run's name where the runs hold out different problems."""
+    contents: dict[Run, str] = {}
+    for run in runs:
+        with suppress(InputError):  # its data is gone and unknown: then nothing is evaluated on it
+            if HELD_OUT in run.recipe.eval.benchmarks:
+                contents[run] = str(run.stage("eval", "base", HELD_OUT).settings["benchmark"])
+    first = {content: run for run, content in reversed(contents.items())}  # one name for the same problems
+    names = dict(zip(runs, run_names(runs), strict=True))
+    several = len(first) > 1
+    return {
+        run: f"{HELD_OUT} ({names[first[contents[run]]]})" if several and run in contents else HELD_OUT for run in runs
+    }
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
@@ -411,16 +430,20 @@ def meaning(run: Run, policy: str) -> Meaning:
     return run.objective(trained), tuple(weights), tags, tuple(order), items, policy.partition("@")[2]
 
 
-def tag_table(run: Run, evaluated: PolicySummaries) -> DataFrame:
-    """Tabulate every policy by the tag of the problem, over all benchmarks; empty without tags."""
-    if run.recipe.tags == Tags():
+def tag_table(runs: Sequence[Run], evaluated: PolicySummaries) -> DataFrame:
+    """Tabulate every policy by the tag of the problem, over all benchmarks of the runs; empty without tags."""
+    tagged = [run for run in runs if run.recipe.tags != Tags()]
+    if not tagged:
         return DataFrame()
-    section = run.recipe.eval
+    held_out = held_out_names(runs)
     tags: dict[tuple[str, str], str] = {}
-    for name in section.benchmarks:
-        benchmark = load_eval_benchmark(run.recipe, name)
-        problems = render_problems(benchmark, run.student.tokenizer, section, run.recipe.date)
-        tags |= {(benchmark.name, one.id): tag_of(run.recipe, one) for one in problems}
+    for run in tagged:
+        section = run.recipe.eval
+        for name in section.benchmarks:
+            benchmark = load_eval_benchmark(run.recipe, name)
+            problems = render_problems(benchmark, run.student.tokenizer, section, run.recipe.date)
+            known = held_out[run] if name == HELD_OUT else benchmark.name
+            tags |= {(known, one.id): tag_of(run.recipe, one) for one in problems}
     rows = []
     for policy, results in evaluated.items():
         for one in results:
@@ -436,7 +459,7 @@ def tag_table(run: Run, evaluated: PolicySummaries) -> DataFrame:
         wide[tag, "samples"] = math.nan
     for measure in ("accuracy", "tokens", "aes", "aes_low", "aes_high"):
         wide[AVERAGE, measure] = means.get(measure, math.nan)
-    index = [(run.recipe.mark, policy) for policy in wide.index]
+    index = [(runs[0].recipe.mark, policy) for policy in wide.index]
     return wide.set_axis(pd.MultiIndex.from_tuples(index, names=["group", "policy"]))
 
 
@@ -450,12 +473,15 @@ def describe(origins: Mapping[str, tuple[Run, str]]) -> DataFrame:
         row |= {"used": (), "variant": "", "family": "", "share": 0.0}
         if composition is not None:
             objective = run.objective(name)
-            is_own = composition.method == "joint" and objective == "tilted"
+            is_own = composition.method == "joint" and objective == "tilted" and not composition.is_placebo
             kind = "single" if len(composition.used) == 1 else "composition"
             row |= {"kind": kind if is_own else "baseline", "alpha": run.alpha(name)}
             row["weights"] = composition.by_tag or composition.weights
-            row["used"] = tuple(sorted(composition.used.items()))
+            if not composition.slots:  # a student of several targets is compared with no other of one
+                row["used"] = tuple(sorted(composition.used.items()))
             match composition:
+                case Joint() if composition.is_placebo:
+                    pass  # a control is no way to compose
                 case Sequential():
                     row["variant"] = " → ".join(composition.sequence)
                 case Joint(parts=parts) if parts > 1:
@@ -469,19 +495,18 @@ def describe(origins: Mapping[str, tuple[Run, str]]) -> DataFrame:
             solved = (run.stage("train", name).manifest() or {}).get("levels", {})  # alphas by level
             for place, slot in enumerate(composition.slots):  # joined in the order of the levels
                 if policy == (name if slot.level is None else f"{name}@{slot.level}"):
-                    row |= {
-                        "weights": slot.weights,
-                        "alpha": solved.get(slot.level or "", slot.alpha),
-                        "used": tuple(sorted(slot.weights.items())),
-                    }
+                    row |= {"weights": slot.weights, "alpha": solved.get(slot.level or "", slot.alpha)}
                     row |= {"family": f"{LEVELS}{name}", "share": place} if slot.level else {}
             pair = list(run.recipe.anchors)[:2]
-            one_table = isinstance(composition, Joint) and not composition.routes and not composition.slots
-            if is_own and isinstance(composition, Joint) and one_table and len(pair) == 2:
+            if is_own and not composition.routes and not composition.slots and composition.used.keys() <= set(pair):
                 shares = [composition.weights.get(anchor, 0.0) for anchor in pair]
-                dose = (composition.alpha, composition.kl_budget, composition.epochs, f"{sum(shares):g}")
-                if composition.used.keys() <= set(pair):
-                    row |= {"family": str((*(pair_content(run, one) for one in pair), *dose)), "share": shares[1]}
+                of_share = {"weights", "routes", "objective", "seed", "normalize", "allow_negative"}
+                same = (
+                    *(pair_content(run, one) for one in pair),
+                    sum(shares),
+                    composition.model_dump(exclude=of_share),
+                )
+                row |= {"family": str(same), "share": shares[-1]}
         rows.append(row)
     table = DataFrame(rows, index=list(origins))
     if rows:
@@ -499,8 +524,9 @@ def ablation(results: DataFrame, policies: DataFrame, mark: str = "") -> DataFra
     places = {policy: place for place, (_, policy) in enumerate(results.index)}
     same: dict[Any, dict[str, str]] = {}  # weights -> variant -> policy
     for policy in places:
-        if variant := policies.loc[policy, "variant"]:
-            same.setdefault(policies.loc[policy, "used"], {}).setdefault(variant, policy)
+        variant, used = policies.loc[policy, ["variant", "used"]]
+        if variant and used:
+            same.setdefault(used, {}).setdefault(variant, policy)
     rows: list[tuple[str, str, int]] = []  # group, name, place
     for part in ("(a) Tilted-target correction", "(b) Composition"):
         for weights, variants in same.items():
@@ -580,7 +606,7 @@ def show_results(run: Run, out: Console, base: str = "base") -> None:
         out.print(f"{tables.plain(table)}* best, + second best; in brackets: 95 % interval", **exact)
     for line in filter(None, [tables.counts(results), *tables.not_compared(results)]):
         out.print(line, **exact)
-    by_tag = tag_table(run, evaluated)
+    by_tag = tag_table([run], evaluated)
     if not by_tag.empty:
         out.print(f"By tag of the problem:\n{tables.plain(tables.format_results(by_tag))}", **exact)
     for levels, (accuracy, tokens, order) in level_steps(run, evaluated).iterrows():

@@ -63,7 +63,7 @@ def show_next(run: Run, out: Console) -> None:
 
 
 def narrow(run: Run, only: Sequence[str]) -> Recipe:
-    """Keep these compositions and policies, the student itself, and the anchors that they need."""
+    """Keep these compositions and policies, the student itself, and the anchors and cases that they need."""
     recipe = run.recipe
     if unknown := [name for name in only if name not in run.policies]:
         raise InputError(f"--only {unknown[0]}: no such policy; this recipe has {', '.join(run.policies)}")
@@ -76,13 +76,20 @@ def narrow(run: Run, only: Sequence[str]) -> Recipe:
     named = {part for one in policies.values() for part in (*one.weights, one.decode)}
     compositions |= {name: one for name, one in recipe.compositions.items() if name in named}
     used = named | {anchor for one in compositions.values() for anchor in one.used}
-    return recipe.model_copy(
+    kept = recipe.model_copy(
         update={
             "compositions": compositions,
             "policies": policies | {name: one for name, one in recipe.policies.items() if name in named},
             "anchors": {name: one for name, one in recipe.anchors.items() if name in used},
         }
     )
+    cases = recipe.report.cases.items()
+    shown = {name: case for name, case in cases if {*case.right, *case.wrong} <= set(kept.policy_names)}
+    students = (
+        None if recipe.report.students is None else [one for one in recipe.report.students if one in compositions]
+    )
+    report = recipe.report.model_copy(update={"cases": shown, "students": students})
+    return kept.model_copy(update={"report": report})
 
 
 def dry_run(run: Run, out: Console, until: str = "eval") -> None:

@@ -99,7 +99,8 @@ FEW_UPDATES = 10
 def validate(run: Run) -> Iterator[Finding]:
     """Check that the student can be trained as every pending composition wants it, and has the prompts for it."""
     recipe = run.recipe
-    names = list(dict.fromkeys(map(replicate_of, pending_compositions(run))))
+    pending = [(replicate_of(name), name) for name in pending_compositions(run)]  # `--only` may leave a replicate alone
+    names = list(dict.fromkeys(own if own in recipe.compositions else name for own, name in pending))
     tables = [table for one in recipe.compositions.values() for table in (one.weights, *one.routes.values(), one.used)]
     for anchor in recipe.anchors if names or not tables else ():
         if not any(anchor in table for table in tables):

@@ -44,7 +44,7 @@ def run(recipes: Sequence[Run], console: Console, yes: bool) -> list[Path]:
 def unneeded_folders(recipes: Sequence[Run]) -> list[Path]:
     """Find the stage folders that none of these recipes and not the directory's own recipe.toml names.
 
-    A student of another recipe, such as a sweep's, is needed as long as its plain name points at it.
+    A student of another recipe, such as a sweep's, and a preview are needed as long as their plain name points at them.
     """
     directory = recipes[0].directory
     recorded = directory / RECIPE
@@ -61,7 +61,7 @@ def unneeded_folders(recipes: Sequence[Run]) -> list[Path]:
             needed |= {path.resolve() for path in directory.rglob("*") if path.is_symlink()}
     own = {name for one in runs for name in (*one.policies, *one.score_names.values())}
     for stage in NAMED:
-        links = [path for path in (directory / stage).glob("*") if path.name not in own]
+        links = [path for path in (directory / stage).glob("*") if stage == "preview" or path.name not in own]
         needed |= {link.resolve() for path in links for link in (path, *path.glob("*")) if link.is_symlink()}
     named = [path for path in sorted(directory.rglob("*@*")) if FOLDER.search(path.name)]
     folders = [path for path in named if path.is_dir() and not path.is_symlink()]

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from lightning_weave.config import Recipe, load_recipe
 from lightning_weave.config.composition import ALPHA, METHODS
-from lightning_weave.config.fields import Inline
+from lightning_weave.config.fields import Inline, is_execution
 from lightning_weave.config.recipe import merge_overrides, read_toml, sections_in
 from lightning_weave.errors import InputError
 
@@ -23,7 +23,8 @@ WORDS = {str: "text", int: "integer", float: "number", bool: "true or false", An
 HEAD = """# Recipe keys
 
 Written by `lweave recipe keys --markdown`. NAME stands for a name that you choose. An omitted key has its default; a
-required key must be set where its table is used. `lweave recipe keys train.lora` prints one section;
+required key must be set where its table is used. Nothing is computed again after a change of a key that is "execution
+only", or of [report] and [checks]. `lweave recipe keys train.lora` prints one section;
 `lweave recipe keys --schema` prints a JSON schema for editors.
 """
 
@@ -162,6 +163,7 @@ def _key(dotted: str, field: FieldInfo, table: type[BaseModel] | None) -> Key:
         kind = f"table: {', '.join(table.model_fields)}"
         entries = [f"{name} ({one.description})" for name, one in table.model_fields.items()]
         meaning = f"{meaning}: {', '.join(entries)}"
+    meaning += "; execution only" * ("." in dotted and is_execution(field))
     shown = field.examples[0] if field.examples else default
     example = f"{dotted.rpartition('.')[2]} = {'?' if shown is None else toml_value(shown)}"
     text = unset if default is None else toml_value(default)
