@@ -103,8 +103,10 @@ def test_a_run_directory_knows_all_that_was_made_in_it(world: dict[str, Any], tm
     assert with_others(second).policies == ["base", "brief-only", "other"]
     assert not list((second.directory / "train").glob("both*"))
     assert not (second.directory / "train" / "both").is_symlink()
-    with pytest.raises(InputError, match="--policy nobody: nothing of it"):
+    with pytest.raises(InputError, match="--policy nobody: "):
         forget.forget(second, "nobody", Console(quiet=True), yes=True)
+    with pytest.raises(InputError, match=r"--policy \*: "):
+        forget.forget(second, "*", Console(quiet=True), yes=True)
 
 
 @pytest.mark.slow

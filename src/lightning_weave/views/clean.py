@@ -1,5 +1,6 @@
 """`lweave clean`: list and remove what no recipe needs. The only command that deletes."""
 
+import glob
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,9 +80,10 @@ def leftovers(directory: Path) -> list[Path]:
 def forget(run: Run, policy: str, console: Console, yes: bool) -> None:
     """Remove what was computed for one policy, by any recipe, after asking. The recipe may still name it."""
     directory = run.directory
-    each = (policy, f"{policy}~*", f"{policy}@*") if policy else ()  # with its replicates and effort levels
-    folders = [path for kind in ("train", "merge") for name in each for path in (directory / kind).glob(f"{name}@*")]
-    folders += [path for stage in ("eval", "preview") for name in each for path in (directory / stage).glob(name)]
+    name = glob.escape(policy)
+    each = (name, f"{name}~*", f"{name}@*") if policy else ()  # with its replicates and effort levels
+    folders = [path for kind in ("train", "merge") for one in each for path in (directory / kind).glob(f"{one}@*")]
+    folders += [path for stage in ("eval", "preview") for one in each for path in (directory / stage).glob(one)]
     folders = [path for path in folders if path.is_dir()]
     if not folders:
         names = {path.name.partition("@")[0] for stage in NAMED for path in (directory / stage).glob("[!.]*")}
