@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +65,11 @@ def has_flash_attention(device: "torch.device") -> bool:
     if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def has_compiler(device: "torch.device") -> bool:
+    """Whether torch.compile makes kernels for it, and flash attention is one of those that it may call."""
+    return has_flash_attention(device) and find_spec("triton") is not None
 
 
 def collective_backend(device: "torch.device") -> str:

@@ -313,7 +313,11 @@ class Train(Strict):
         description="recompute activations to save memory; auto: on a GPU that could not hold them",
         examples=[True],
     )
-    compile: bool = Field(False, description="use torch.compile on the decoder layers")
+    compile: bool | Literal["auto"] = Field(
+        "auto",
+        description="use torch.compile on the decoder layers; auto: on a GPU with Triton, in 16 bits",
+        examples=[False],
+    )
     token_budget: Count | Literal["auto"] = Field(
         "auto",
         description="tokens in a micro-batch, for speed and memory only; auto: 16384, on a GPU less if only that fits",

@@ -40,13 +40,14 @@ from lightning_weave.trackers import TrackedRun, open_trackers
 from lightning_weave.train.checkpoint import CheckpointWriter, restore_checkpoint
 from lightning_weave.train.data import Balance, Batch, compose, find_dose
 from lightning_weave.train.export import MEASURED, files_of_levels, model_card, round_weights, write_model
-from lightning_weave.train.parallel import Ranks, clip_gradients, recover, unsharded
+from lightning_weave.train.parallel import Ranks, clip_gradients, recover
 from lightning_weave.train.schedule import Schedule, complete_checkpoints, deal_rows, make_schedule, rate_share
 from lightning_weave.train.student import (
     DISTANCES,
     Loss,
     TrainContext,
     Trainee,
+    as_sampler,
     distances,
     fit_memory,
     is_quantised,
@@ -369,7 +370,7 @@ class Probe:
         With the figures of `base`, the student that training began with, also the AES, if `base` was ever right.
         """
         own = self.requests[ranks.rank :: ranks.world_size]
-        with without_dropout(trainee), unsharded(trainee):
+        with as_sampler(trainee):
             vocabulary = trainee.head_description.vocabulary
             sampler = HFSampler(trainee.model, self.student.stop_ids, vocabulary, self.batch_size)
             responses = sampler.sample(own, self.settings) if own else []
