@@ -28,6 +28,7 @@ from lightning_weave.grading.graders import Grader
 from lightning_weave.heads.tiles import check_ids
 from lightning_weave.maths import aes, log_residual_loss
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.packing import is_recurrent
 from lightning_weave.models.sampler import HFSampler
 from lightning_weave.plugins import load_function
 from lightning_weave.progress import Progress
@@ -418,7 +419,8 @@ class Training:
             named = " and ".join(f"a {part}" for part, there in parts.items() if there)
             self.say(f"the student's head has {named}: the plain loss is used, which is slower than the one-pass loss")
         if not self.fit.trainee.packs:
-            leaks = "packed rows would leak into each other in its layers"
+            hint = " without flash-linear-attention and causal-conv1d" if is_recurrent(self.fit.trainee.model) else ""
+            leaks = f"packed rows would leak into each other in its layers{hint}"
             self.say(f"the student's rows are padded to one length: {leaks}")
         loss = self.fit.measure(self.schedule.plain_rows(0))["zero_shift_loss"]
         bound = (AGREEMENT if isinstance(train.agreement, bool) else train.agreement) * (
