@@ -6,6 +6,8 @@ Torch is imported only where a device is chosen, so that reading a run stays qui
 import gc
 import math
 import os
+import shutil
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,8 +70,10 @@ def has_flash_attention(device: "torch.device") -> bool:
 
 
 def has_compiler(device: "torch.device") -> bool:
-    """Whether torch.compile makes kernels for it, and flash attention is one of those that it may call."""
-    return has_flash_attention(device) and find_spec("triton") is not None
+    """Whether torch.compile makes kernels for it, by Triton, which needs a C compiler and Python's headers."""
+    compilers = filter(shutil.which, (os.environ.get("CC", "gcc"), "clang"))
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return has_flash_attention(device) and find_spec("triton") is not None and any(compilers) and headers.is_file()
 
 
 def collective_backend(device: "torch.device") -> str:
