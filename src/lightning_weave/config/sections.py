@@ -315,7 +315,7 @@ class Train(Strict):
     )
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="use torch.compile on the decoder layers; auto: on a GPU with Triton, in 16 bits",
+        description="use torch.compile on the decoder layers; auto: on a GPU with Triton, in 16 bits, if not recurrent",
         examples=[False],
     )
     token_budget: Count | Literal["auto"] = Field(

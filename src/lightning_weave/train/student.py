@@ -43,6 +43,7 @@ from lightning_weave.models.checkpoint import Checkpoint
 from lightning_weave.models.packing import (
     VARLEN_DTYPES,
     enable_packing,
+    is_recurrent,
     packed_states,
     padded_states,
     use_efficient_attention,
@@ -263,8 +264,8 @@ def open_trainee(
     trainee.look()
     reshard(trainee)
     is_auto = section.compile == "auto"
-    fused = trainee.packs and context.dtype in VARLEN_DTYPES and has_compiler(ranks.device)
-    if not quantised and (fused if is_auto else section.compile):
+    is_usual = trainee.packs and not is_recurrent(model) and context.dtype in VARLEN_DTYPES
+    if not quantised and (is_usual and has_compiler(ranks.device) if is_auto else section.compile):
         context.progress.say("compiling the decoder layers: the first passes take longer")
         torch._dynamo.config.suppress_errors = is_auto  # the layers that it cannot compile run as they are
         for block in decoder:
