@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
+from rich.filesize import decimal as file_size
 from rich.table import Table
 
 from lightning_weave.bench.definitions import KNOWN, MAX_TOKENS, OWN_SAMPLES, SAMPLES
@@ -21,7 +22,6 @@ from lightning_weave.config import (
     Sequential,
     benchmark_folder,
 )
-from lightning_weave.directory import file_size
 from lightning_weave.errors import InputError, printable
 from lightning_weave.plan.architecture import CALIBRATED, MatmulDtype, Shape, find_base, find_shape
 from lightning_weave.plan.costs import (
