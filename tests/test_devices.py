@@ -35,6 +35,22 @@ def seen_by(monkeypatch: pytest.MonkeyPatch, visible: str | None, rank: int, ran
     return devices.own_gpus(GPU, count)["CUDA_VISIBLE_DEVICES"]
 
 
+def test_layers_are_compiled_only_with_a_c_compiler_and_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them Triton fails at the first kernel."""
+    assert not devices.has_compiler(torch.device("cpu"))
+    monkeypatch.setattr(devices, "has_flash_attention", lambda device: True)
+    monkeypatch.setattr(devices, "find_spec", lambda package: package)
+    monkeypatch.setattr(devices.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    for needed in ("gcc", "Python.h"):
+        assert not devices.has_compiler(GPU)
+        (tmp_path / needed).touch(mode=0o755)
+    assert devices.has_compiler(GPU)
+
+
 @pytest.mark.parametrize(
     ("visible", "ranks", "count", "seen"),
     [

@@ -6,10 +6,13 @@ Torch is imported only where a device is chosen, so that reading a run stays qui
 import gc
 import math
 import os
+import shutil
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +67,13 @@ def has_flash_attention(device: "torch.device") -> bool:
     if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def has_compiler(device: "torch.device") -> bool:
+    """Whether torch.compile makes kernels for it, by Triton, which needs a C compiler and Python's headers."""
+    compilers = filter(shutil.which, (os.environ.get("CC", "gcc"), "clang"))
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return has_flash_attention(device) and find_spec("triton") is not None and any(compilers) and headers.is_file()
 
 
 def collective_backend(device: "torch.device") -> str:

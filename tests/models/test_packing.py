@@ -8,6 +8,7 @@ import torch
 import torch._dynamo
 from small_models import VOCABULARY, small_model
 from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from lightning_weave.heads import hidden_states
 from lightning_weave.models import packing
@@ -22,6 +23,7 @@ from lightning_weave.models.packing import (
     rotate_by_row,
     use_efficient_attention,
 )
+from lightning_weave.models.scorer import Context, HFBody
 
 LENGTHS = (3, 19, 1, 8, 12)  # of which three are no longer than the sliding windows
 IDS_T = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
@@ -61,6 +63,58 @@ def test_what_would_carry_one_row_into_the_next_is_not_packed() -> None:
     eager = small_model("llama")
     eager.set_attn_implementation("eager")
     assert not enable_packing(eager, VOCABULARY)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let recurrent layers have kernels that keep packed rows apart, as flash-linear-attention and causal-conv1d do."""
+    calls: list[str] = []
+    convolve, recur = modeling_qwen3_5.causal_conv1d_fn, modeling_qwen3_5.torch_chunk_gated_delta_rule
+
+    def convolve_rows(states: Tensor, *rest: Any, seq_idx: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if seq_idx is None:
+            return convolve(states, *rest, **kwargs)
+        assert seq_idx.shape == (states.shape[0], states.shape[2])
+        assert seq_idx.dtype == torch.int32
+        calls.append("convolution")
+        lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
+        return torch.cat([convolve(row, *rest, **kwargs) for row in states.split(lengths, dim=2)], dim=2)
+
+    def recur_rows(*heads: Tensor, cu_seqlens: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
+        kwargs = {name: value for name, value in kwargs.items() if name != "seq_idx"}
+        if cu_seqlens is None:
+            return recur(*heads, **kwargs)
+        calls.append("recurrence")
+        lengths = cu_seqlens.diff().tolist()
+        g, beta = (kwargs.pop(name).split(lengths, dim=1) for name in ("g", "beta"))
+        rows = zip(*(part.split(lengths, dim=1) for part in heads), g, beta, strict=True)
+        return torch.cat([recur(q, k, v, g=g, beta=b, **kwargs)[0] for q, k, v, g, b in rows], dim=1), None
+
+    monkeypatch.setattr(packing, "find_spec", lambda package: package)
+    monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", convolve_rows)
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", recur_rows)
+    return calls
+
+
+def test_recurrent_layers_get_the_boundaries_of_rows(kernels: list[str]) -> None:
+    model = small_model("qwen3.5").requires_grad_()
+    expected_TD = alone(model)
+    expected_TD.square().sum().backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    assert enable_packing(model, VOCABULARY)
+    kernels.clear()
+    found_TD = packed_states(model, IDS_T, packed_positions(LENGTHS), LENGTHS)
+    assert kernels == 2 * ["convolution", "recurrence"]
+    torch.testing.assert_close(found_TD, expected_TD)
+    found_TD.square().sum().backward()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, expected[name], rtol=1e-4, atol=1e-4)
+    # The beginning of a row that another one shares would have to be kept in the state.
+    rows = [torch.cat([IDS_T[:9], IDS_T[number : number + 3]]) for number in (20, 30)]
+    contexts = [Context(number, "row", ids, torch.arange(len(ids)), len(ids)) for number, ids in enumerate(rows)]
+    found_ND = HFBody(model, VOCABULARY).hidden(contexts, [])
+    torch.testing.assert_close(found_ND, torch.cat([hidden_states(model, ids[None])[0] for ids in rows]))
 
 
 def shares_HTT(query: Tensor, key: Tensor, offsets: Tensor, scale: float | None, window: list[int]) -> Tensor:

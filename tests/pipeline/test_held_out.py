@@ -102,7 +102,7 @@ def test_every_view_tells_of_it(recipe: dict[str, Any], capsys: pytest.CaptureFi
     assert "eval/base/held-out" in [status.path for status in look(run)]
     console = Console(width=200)
     plan.run(run.recipe, PlannedMachine(find_gpu("H100"), 1), None, False, console)
-    assert "GPU hours per policy (held-out)" in capsys.readouterr().out
+    assert "per policy (held-out)" in capsys.readouterr().out
     run_all(run, QUIET)
     page = report.run([run], QUIET).read_text()
     assert "held-out is a part of the run&#39;s own prompts that was not trained on" in page

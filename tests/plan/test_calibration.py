@@ -14,6 +14,7 @@ from calibration import (
     leave_one_out,
     online_hours,
 )
+from counts import kinds_table
 from lightning_weave.plan.architecture import find_gpu, find_shape
 from lightning_weave.plan.costs import CONSTANTS, PlannedMachine, offline_hours
 
@@ -75,7 +76,21 @@ def test_the_package_has_the_fitted_constants() -> None:
         assert getattr(fitted, name) == pytest.approx(value, rel=1e-9), name
 
 
+def shown(part: str) -> str:
+    return PAGE.read_text(encoding="utf-8").partition(f"<!-- {part} -->\n")[2].partition(f"<!-- /{part} -->")[0]
+
+
 def test_the_page_shows_the_calibration() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    shown = page.partition("<!-- calibration -->\n")[2].partition("<!-- /calibration -->")[0]
-    assert shown == calibration_page()
+    assert shown("calibration") == calibration_page()
+
+
+def test_the_page_shows_what_a_token_costs_and_that_is_within_the_goals() -> None:
+    """Training 4B at 8k at most 75 microseconds per token, scoring within 1.2 times of the body alone."""
+    table = kinds_table()
+    assert shown("kinds") == table
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    cells = {stage: [float(cell or 0) for cell in figures] for stage, *figures in rows}
+    assert cells["train, compiled"][-1] <= 75
+    *body, head, _, everything = cells["score"]
+    assert everything == pytest.approx(sum(body) + head, abs=0.11)
+    assert everything <= 1.2 * sum(body)

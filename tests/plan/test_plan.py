@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +10,17 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 import tiny
+from lightning_weave import world
 from lightning_weave.bench import definitions
 from lightning_weave.bench.definitions import BenchmarkKind
 from lightning_weave.config import check_recipe, load_recipe
 from lightning_weave.plan.architecture import find_gpu, find_shape
 from lightning_weave.plan.costs import CONSTANTS, PlannedMachine
 from lightning_weave.plan.memory import cache_bytes, fit_training
-from lightning_weave.plan.plan import make_plan
+from lightning_weave.plan.plan import make_plan, run
 from lightning_weave.progress import Progress
 from lightning_weave.stages import reference, rollout, score
 
@@ -229,6 +232,22 @@ def test_the_command_answers_without_torch(tmp_path: Path) -> None:
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
     plan = json.loads(done.stdout)
     assert (plan["gpu"], plan["gpus"], len(plan["stages"])) == ("A100", 4, 2 + 6 + 1)
+
+
+def test_a_tiny_model_takes_the_time_of_its_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """And the units are those in which it is not zero."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo-world").symlink_to(Path(world.__file__).parent / "shipped")
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe([PAPER.parent / "demo.toml"])
+    plan = make_plan(recipe, EIGHT)
+    (hours,) = {row.gpu_hours for row in plan.stages if row.stage == "train"}
+    layers, micro_batches = 3, recipe.train.epochs * plan.trajectories / 8  # one for the rows of a GPU
+    assert 3600 * hours == pytest.approx(micro_batches * layers * 168 * 10e-6)
+    run(recipe, EIGHT, None, as_json=False, console=Console(width=200))
+    assert not re.search(r"(?<![\d.])0(\.0*)? ", capsys.readouterr().out)
 
 
 @pytest.mark.slow

@@ -313,7 +313,11 @@ class Train(Strict):
         "recompute activations to save memory; auto: on a GPU that could not hold them",
         examples=[True],
     )
-    compile: bool = execution(False, "use torch.compile on the decoder layers")
+    compile: bool | Literal["auto"] = execution(
+        "auto",
+        "use torch.compile on the decoder layers; auto: on a GPU with Triton, in 16 bits, if not recurrent",
+        examples=[False],
+    )
     token_budget: Count | Literal["auto"] = execution(
         "auto",
         "tokens in a micro-batch, for speed and memory only; auto: 16384, on a GPU less if only that fits",

@@ -313,22 +313,14 @@ class Checkpoint:
 
     def build_without_weights(self, dtype: "torch.dtype") -> Any:
         """Build the model with real buffers and meta parameters, to be sharded before its weights are read."""
-        from torch import nn
+        from accelerate import init_empty_weights
 
         if self.trust_remote_code:
             _prepare_loading(self.path, self.trust_remote_code)
-        register = nn.Module.register_parameter
-
-        def register_on_meta(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
-            if weight is not None and not weight.is_meta:
-                weight = nn.Parameter(weight.to("meta"), weight.requires_grad)
-            register(module, name, weight)
-
-        nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
-        try:
-            return self._from_config(dtype=dtype)
-        finally:
-            nn.Module.register_parameter = register  # type: ignore[method-assign]
+        with init_empty_weights(include_buffers=False):
+            model = self._from_config(dtype=dtype)
+        model.tie_weights()  # within the block each use of a weight has become its own
+        return model
 
     def _from_config(self, **settings: Any) -> Any:
         from transformers import AutoModelForCausalLM

@@ -94,13 +94,14 @@ def check_weights(path: Path) -> None:
                     "directory. Download the checkpoint again, or convert it with save_pretrained"
                 )
         return
-    pickled = sorted(file.name for pattern in PICKLED for file in path.glob(pattern))
-    if pickled:
-        raise InputError(
-            f"{path}: {pickled[0]} is pickled, and loading it would run code from the file. Use a revision with "
-            "safetensors (on the hub often refs/pr/1), or, if you trust it, convert it once with save_pretrained"
-        )
+    other = "Use a revision with safetensors (on the hub often refs/pr/1)"
+    _refuse_pickled(path, f"{other}, or, if you trust it, convert it once with save_pretrained")
     raise InputError(f"{path}: no weights here (*.safetensors). Download the checkpoint again")
+
+
+def _refuse_pickled(path: Path, advice: str) -> None:
+    for name in sorted(file.name for pattern in PICKLED for file in path.glob(pattern)):
+        raise InputError(f"{path}: {name} is pickled, and loading it would run code from the file. {advice}")
 
 
 def adapter_config(path: Path) -> Mapping[str, Any] | None:
@@ -117,12 +118,7 @@ def check_adapter(path: Path) -> None:
     if config.get("modules_to_save") or config.get("trainable_token_indices"):
         raise InputError(f"{path}: has full modules in addition to its low-rank updates. {MERGE}")
     if not (path / ADAPTER_WEIGHTS).is_file():
-        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
-        if pickled:
-            raise InputError(
-                f"{path}: {pickled[0]} is pickled, and loading it would run code from the file. If you trust it, "
-                "save the adapter again as safetensors (save_pretrained)"
-            )
+        _refuse_pickled(path, "If you trust it, save the adapter again as safetensors (save_pretrained)")
         raise InputError(f"{path}: no weights here ({ADAPTER_WEIGHTS}). Download the adapter again")
     from safetensors import safe_open
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from lightning_weave.heads import hidden_states
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 EFFICIENT = "sdpa_efficient"
 PACKED = "packed"
+RECURRENT_KERNELS = ("fla", "causal_conv1d")  # packages whose kernels keep packed rows apart
 PROBE_LENGTHS = (5, 7)  # of two rows on which packing is tried
 
 
@@ -103,12 +105,19 @@ def packed_states(
     `whole` are the lengths of rows whose end is not run.
     """
     device = input_ids_T.device
-    offsets = None
-    if has_flash_attention(device):
-        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        offsets = (offsets.pin_memory() if supports_async_copy(device) else offsets).to(device, non_blocking=True)
-    with separate_rows(RowLengths(tuple(lengths), tuple(whole or lengths), True, offsets, shared)):
-        return hidden_states(model, input_ids_T[None], position_ids=positions_T[None])[0]
+
+    def on_device(numbers: Tensor) -> Tensor:
+        return (numbers.pin_memory() if supports_async_copy(device) else numbers).to(device, non_blocking=True)
+
+    offsets, boundaries = None, {}
+    if is_recurrent(model) or has_flash_attention(device):
+        offsets = on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32))
+    if is_recurrent(model):
+        row_T = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+        boundaries = {"cu_seq_lens_q": offsets, "seq_idx": on_device(row_T[None])}
+    for_attention = offsets if has_flash_attention(device) else None
+    with separate_rows(RowLengths(tuple(lengths), tuple(whole or lengths), True, for_attention, shared)):
+        return hidden_states(model, input_ids_T[None], position_ids=positions_T[None], **boundaries)[0]
 
 
 def padded_states(
@@ -123,6 +132,11 @@ def padded_states(
     return torch.cat([hidden_TD[:length] for hidden_TD, length in zip(hidden_RTD, lengths, strict=True)])
 
 
+def is_recurrent(model: Any) -> bool:
+    """Whether some layers carry a state from token to token: transformers tells their kernels where rows end."""
+    return "linear_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ())
+
+
 def packed_positions(lengths: Sequence[int]) -> Tensor:
     """Count the tokens of each row from 0."""
     return torch.cat([torch.arange(length) for length in lengths])
@@ -132,13 +146,15 @@ def packed_positions(lengths: Sequence[int]) -> Tensor:
 def enable_packing(model: Any, vocabulary: int) -> bool:
     """Switch a model to packed attention, if it keeps packed rows apart; tried on two short rows.
 
-    The configuration does not tell: recurrent layers would carry one row into the next, and other models ignore
-    positions or build masks in their own way.
+    The configuration does not tell: without their kernels, recurrent layers would carry one row into the next, and
+    other models ignore positions or build masks in their own way.
     """
     before = model.config._attn_implementation
     if before == PACKED:
         return True
-    if before not in ("sdpa", EFFICIENT) or not model._supports_attention_backend:
+    # Recurrent models do not say that they hand the mask to attention unchanged, but they do.
+    able = all(map(find_spec, RECURRENT_KERNELS)) if is_recurrent(model) else model._supports_attention_backend
+    if before not in ("sdpa", EFFICIENT) or not able:
         return False
     AttentionInterface.register(PACKED, _attend_packed)
     AttentionMaskInterface.register(PACKED, _packed_mask)
@@ -149,7 +165,7 @@ def enable_packing(model: Any, vocabulary: int) -> bool:
     try:
         padded_TD = padded_states(model, ids_T, PROBE_LENGTHS).float()
         packed_TD = packed_states(model, ids_T, packed_positions(PROBE_LENGTHS).to(ids_T.device), PROBE_LENGTHS)
-    except TypeError:  # it does not take position_ids
+    except (TypeError, ValueError):  # it does not take position_ids, or its kernels cannot be imported
         equal = False
     else:
         # A row that saw another one differs by a large part; rounding to bfloat16 is worth a hundredth.

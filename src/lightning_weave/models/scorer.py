@@ -23,6 +23,7 @@ from lightning_weave.models.checkpoint import context_limit
 from lightning_weave.models.packing import (
     Shared,
     enable_packing,
+    is_recurrent,
     packed_positions,
     packed_states,
     padded_states,
@@ -118,7 +119,7 @@ class HFBody:
         if not self.packs:
             return padded_states(self.model, ids_E.to(device), lengths, whole)[needed_N.to(device)]
         positions_E, shared = packed_positions(lengths), Shared.from_rows(rows)
-        if len(shared.first_T) > (1 - WORTH_SHARING) * len(ids_E):
+        if is_recurrent(self.model) or len(shared.first_T) > (1 - WORTH_SHARING) * len(ids_E):
             hidden_ED = packed_states(self.model, ids_E.to(device), positions_E.to(device), lengths, whole)
             return hidden_ED[needed_N.to(device)]
         ids_T, positions_T = (all_E[shared.first_T].to(device) for all_E in (ids_E, positions_E))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_weave.errors import InputError, first_line
-from lightning_weave.models.hub import explain_hub_error, go_offline_if_unreachable
+from lightning_weave.models.hub import adapter_config, checkpoint_json, resolve_model
 
 MatmulDtype = Literal["bfloat16", "tf32", "float32"]
 TENSOR_CORES, FLOAT32_UTILISATION = 0.7, 0.8  # of the peak, reached by a large matrix product
@@ -231,40 +231,16 @@ def find_base(adapter: str, revision: str | None = None) -> str:
     return str(_read_config(adapter, revision, known=False).get(BASE, f"base of {adapter}"))
 
 
-def _read_config(model: str, revision: str | None, known: bool) -> dict[str, Any]:
-    """Read config.json, or the adapter_config.json of an adapter."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        if known and (config := shipped_config(model)) is not None:
-            return config
-        if model.startswith((".", "/", "~")) or model.count("/") > 1:
-            raise InputError(
-                f"model {model!r}: no such directory. Give the path of a checkpoint directory or a hub name"
-            )
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-        go_offline_if_unreachable()
-        patterns = ["config.json", "adapter_config.json"]
-        try:
-            folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            raise InputError(
-                f"model {model!r}: not a directory, and the download of its config.json failed "
-                f"({explain_hub_error(error)}). Give a directory that holds one"
-            ) from error
-    path = folder / "config.json"
-    is_adapter = not path.is_file() and (folder / "adapter_config.json").is_file()
-    path = folder / "adapter_config.json" if is_adapter else path
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid JSON ({first_line(error)})") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: not a JSON object")
-    return {BASE: str(config.get(BASE))} if is_adapter else config
+def _read_config(model: str, revision: str | None, known: bool) -> Mapping[str, Any]:
+    """Read config.json, or the base of an adapter from its adapter_config.json."""
+    if known and not Path(model).expanduser().is_dir() and (shipped := shipped_config(model)) is not None:
+        return shipped
+    folder = resolve_model(model, revision, weights=False)
+    if (adapter := adapter_config(folder)) is not None:
+        return {BASE: str(adapter.get(BASE))}
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: not a checkpoint, it has no config.json. Give the directory that has it")
+    return checkpoint_json(folder / "config.json")
 
 
 def shipped_config(model: str) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ HOUR = 3600.0
 PAPER_BYTES = 4  # of a number in the paper's rollouts, as its recipes have them
 PAPER_DTYPES: dict[str, MatmulDtype] = {"reference": "tf32", "score": "tf32", "train": "bfloat16"}
 FEW_ROWS = 4  # per rank and update: with fewer, ranks wait for the one with the longest (benchmarks/balance.py)
-LAUNCHES = 25  # kernels of one layer for one token
+LAUNCHES = {"token": 25, "forward": 54, "train": 168, "checkpointing": 222}  # kernels of one layer; the first: sampling
 LAUNCH_SECONDS = 10e-6  # of CPU time for one of them
 MAX_SEQUENCES = 256  # vLLM's default for one batch
 
@@ -133,6 +133,11 @@ def roofline(
     return products + attended * attention / attention_rate + moved / (BANDWIDTH * gpu.bandwidth)
 
 
+def launching(shape: Shape, kind: str) -> float:
+    """Add up the seconds in which the CPU launches the kernels of a pass: the least that a small model takes."""
+    return len(shape.layers) * LAUNCHES[kind] * LAUNCH_SECONDS
+
+
 def update_seconds(shape: Shape, gpu: GPU, dtype: MatmulDtype, micro_batches: float, updates: float) -> float:
     """Add up what one GPU needs for its weights and gradients in these micro-batches and its share of updates."""
     moved = SHARDED_MOVED * (2 if dtype == "bfloat16" else 4) * micro_batches + UPDATE_MOVED * updates
@@ -150,6 +155,7 @@ def offline_hours(
     checkpointing: bool = True,
     rows_per_update: float = 64,
     token_budget: int = 8192,
+    score_tokens: int = 16384,
 ) -> Hours:
     """Predict every stage of one composition; `models` are the distinct checkpoints to score.
 
@@ -161,7 +167,9 @@ def offline_hours(
         """One forward pass over the cache."""
         if machine.utilisation is not None:
             return load.forward_flops(shape) / gpu.flops_per_second(dtypes[stage], machine.utilisation) / HOUR
-        return load.trajectories * roofline(shape, prompt, response, gpu, dtypes[stage]) / efficiency / HOUR
+        row = roofline(shape, prompt, response, gpu, dtypes[stage]) / efficiency
+        rows_at_once = max(1.0, score_tokens / (prompt + response))
+        return load.trajectories * max(row, launching(shape, "forward") / rows_at_once) / HOUR
 
     if machine.utilisation is not None:
         training = (4 if checkpointing else 3) * forward(student, "train", constants.train)
@@ -169,7 +177,8 @@ def offline_hours(
         row = roofline(student, prompt, response, gpu, dtypes["train"], train=True, checkpointing=checkpointing)
         rows_at_once = max(1.0, min(token_budget / (prompt + response), rows_per_update / machine.gpus))
         update = update_seconds(student, gpu, dtypes["train"], 1 / rows_at_once, 1 / rows_per_update)
-        training = load.trajectories * (row + update) / constants.train / HOUR
+        least = launching(student, "checkpointing" if checkpointing else "train") / rows_at_once
+        training = load.trajectories * max((row + update) / constants.train, least) / HOUR
     return Hours(
         rollout=sampling_hours(student, load.trajectories, prompt, response, machine, sampled_bytes, constants),
         reference=forward(student, "reference", constants.reference),
@@ -214,7 +223,8 @@ def sampling_hours(
     products = 2 * shape.active / gpu.product_rate("float32" if bytes_per_number == 4 else "bfloat16")
     weights = shape.parameters * bytes_per_number / sequences / bandwidth
     caches = shape.cache_bytes(int(context), bytes_per_number) / bandwidth
-    return rows * response * (max(products, weights) + caches) / constants.rollout / HOUR
+    least = launching(shape, "token") / sequences
+    return rows * response * max((max(products, weights) + caches) / constants.rollout, least) / HOUR
 
 
 def live_sampling_hours(
@@ -229,7 +239,7 @@ def live_sampling_hours(
         return load.trajectories * load.response_tokens / machine.tokens_per_second / HOUR
     tokens = load.prompt_tokens + load.response_tokens / 2
     bytes_read = shape.parameters * bytes_per_number + sequences * shape.cache_bytes(int(tokens), bytes_per_number)
-    step = len(shape.layers) * LAUNCHES * LAUNCH_SECONDS + bytes_read / machine.gpu.bandwidth
+    step = launching(shape, "token") + bytes_read / machine.gpu.bandwidth
     return math.ceil(load.trajectories / sequences) * load.response_tokens * step / HOUR
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
+from rich.filesize import decimal as file_size
 from rich.table import Table
 
 from lightning_weave.bench.definitions import KNOWN, MAX_TOKENS, OWN_SAMPLES, SAMPLES
@@ -25,6 +26,7 @@ from lightning_weave.errors import InputError, printable
 from lightning_weave.plan.architecture import CALIBRATED, MatmulDtype, Shape, find_base, find_shape
 from lightning_weave.plan.costs import (
     CONSTANTS,
+    HOUR,
     Constants,
     Hours,
     PlannedMachine,
@@ -180,6 +182,7 @@ def make_plan(
         checkpointing=checkpointing,
         rows_per_update=recipe.train.prompts_per_round * recipe.rollout.responses / recipe.train.updates_per_round,
         token_budget=token_budget,
+        score_tokens=recipe.score.token_budget,
     )
     live_scores = dict(zip(models, live.score, strict=True))
     score_hours = {name: 0.0 if name in known else cost for name, cost in live_scores.items()}
@@ -359,27 +362,36 @@ def _plan_memory(
     ]
 
 
+def gpu_time(hours: float) -> str:
+    """Format the time of one GPU in hours, or in the unit in which it is not nearly zero.
+
+    >>> gpu_time(9.648), gpu_time(0.0512), gpu_time(0.0001)
+    ('9.65 h', '3.1 min', '0.36 s')
+    """
+    if hours >= 0.1:
+        return f"{hours:.2f} h"
+    return f"{60 * hours:.1f} min" if hours >= 1 / 60 else f"{HOUR * hours:.2g} s"
+
+
 def run(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | None, as_json: bool, console: Console) -> None:
     """Print the plan of a recipe."""
     plan = make_plan(recipe, machine, prompt_tokens)
     if as_json:
         print(json.dumps(asdict(plan), indent=2))
         return
-    table = Table(
-        "stage", "what", "operations", "GPU hours", "on disk", title=f"Plan of {printable(plan.name)}", box=None
-    )
+    title = f"Plan of {printable(plan.name)}"
+    table = Table("stage", "what", "operations", "GPU time", "on disk", title=title, box=None)
     for stage in plan.stages:
-        disk = f"{stage.disk / 1e9:.1f} GB"
-        least = "" if stage.least_gpu_hours is None else f"{stage.least_gpu_hours:.2f} to "
-        cost = f"{least}{stage.gpu_hours:.2f}"
-        table.add_row(stage.stage, printable(stage.what), f"{stage.operations:.1e}", cost, disk)
+        least = "" if stage.least_gpu_hours is None else f"{gpu_time(stage.least_gpu_hours)} to "
+        cells = [f"{stage.operations:.1e}", f"{least}{gpu_time(stage.gpu_hours)}", file_size(round(stage.disk))]
+        table.add_row(stage.stage, printable(stage.what), *cells)
     console.print(table)
 
     title = f"Memory, {plan.gpu}"
     table = Table("stage", "what", "loading", "weights", "working", "each GPU", "", title=title, box=None)
     for row in plan.memory:
         sizes = (row.loading, row.weights, row.working, row.weights + row.working)
-        cells = [f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB" for size in sizes]
+        cells = [file_size(round(size)) for size in sizes]
         table.add_row(row.stage, printable(row.what), *cells, "fits" if row.fits else "does not fit")
     console.print(table)
 
@@ -387,24 +399,25 @@ def run(recipe: Recipe, machine: PlannedMachine, prompt_tokens: float | None, as
     lines = [
         f"{plan.trajectories:,} trajectories of {plan.prompt_tokens:g} + {plan.response_tokens:g} tokens "
         "(typical prompts, maximum-length responses: --prompt-tokens, rollout.max_tokens)",
-        f"One composition: {total:.1f} GPU hours "
-        f"({plan.cache_hours:.1f} cache + {total - plan.cache_hours:.1f} training), "
-        f"{total / plan.gpus:.1f} h on {plan.gpus} x {plan.gpu}",
+        f"One composition: {gpu_time(total)} of GPU time "
+        f"({gpu_time(plan.cache_hours)} cache + {gpu_time(total - plan.cache_hours)} training), "
+        f"{gpu_time(total / plan.gpus)} on {plan.gpus} x {plan.gpu}",
     ]
     if plan.compositions > 1:
         lines.append(
-            f"{plan.compositions} sharing the cache: {plan.all_compositions:.1f} GPU hours, "
-            f"{plan.all_compositions / plan.compositions:.1f} each; online: {plan.compositions * plan.online:.1f}"
+            f"{plan.compositions} sharing the cache: {gpu_time(plan.all_compositions)}, "
+            f"{gpu_time(plan.all_compositions / plan.compositions)} each; "
+            f"online: {gpu_time(plan.compositions * plan.online)}"
         )
     names = ", ".join(printable(benchmark_folder(name)) for name in plan.benchmarks)
     policies = len(recipe.policy_names)
     everything = sum(stage.gpu_hours for stage in plan.stages) + policies * plan.evaluation
     lines += [
-        f"Online: {plan.online:.1f} GPU hours per composition, {plan.online / total:.2f} x",
-        f"Evaluation: about {plan.evaluation:.1f} GPU hours per policy ({names}), assuming answers half of max_tokens"
+        f"Online: {gpu_time(plan.online)} per composition, {plan.online / total:.2f} x",
+        f"Evaluation: about {gpu_time(plan.evaluation)} per policy ({names}), assuming answers half of max_tokens"
         if recipe.eval.benchmarks
         else "Evaluation: none, eval.benchmarks is empty",
-        f"Total: {everything:.1f} GPU hours, with the evaluation of {policies} policies",
+        f"Total: {gpu_time(everything)} of GPU time, with the evaluation of {policies} policies",
     ]
     if plan.gpu != CALIBRATED.name:
         lines.append(f"Efficiencies are those of {CALIBRATED.name}, at the rates of {plan.gpu} (--utilisation, --rate)")

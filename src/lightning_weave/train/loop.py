@@ -28,6 +28,7 @@ from lightning_weave.grading.graders import Grader
 from lightning_weave.heads.tiles import check_ids
 from lightning_weave.maths import aes, log_residual_loss
 from lightning_weave.models.checkpoint import Checkpoint
+from lightning_weave.models.packing import is_recurrent
 from lightning_weave.models.sampler import HFSampler
 from lightning_weave.plugins import load_function
 from lightning_weave.progress import Progress
@@ -40,13 +41,14 @@ from lightning_weave.trackers import TrackedRun, open_trackers
 from lightning_weave.train.checkpoint import CheckpointWriter, restore_checkpoint
 from lightning_weave.train.data import Balance, Batch, compose, find_dose
 from lightning_weave.train.export import MEASURED, files_of_levels, model_card, round_weights, write_model
-from lightning_weave.train.parallel import Ranks, clip_gradients, recover, unsharded
+from lightning_weave.train.parallel import Ranks, clip_gradients, recover
 from lightning_weave.train.schedule import Schedule, complete_checkpoints, deal_rows, make_schedule, rate_share
 from lightning_weave.train.student import (
     DISTANCES,
     Loss,
     TrainContext,
     Trainee,
+    as_sampler,
     distances,
     fit_memory,
     is_quantised,
@@ -369,7 +371,7 @@ class Probe:
         With the figures of `base`, the student that training began with, also the AES, if `base` was ever right.
         """
         own = self.requests[ranks.rank :: ranks.world_size]
-        with without_dropout(trainee), unsharded(trainee):
+        with as_sampler(trainee):
             vocabulary = trainee.head_description.vocabulary
             sampler = HFSampler(trainee.model, self.student.stop_ids, vocabulary, self.batch_size)
             responses = sampler.sample(own, self.settings) if own else []
@@ -417,7 +419,8 @@ class Training:
             named = " and ".join(f"a {part}" for part, there in parts.items() if there)
             self.say(f"the student's head has {named}: the plain loss is used, which is slower than the one-pass loss")
         if not self.fit.trainee.packs:
-            leaks = "packed rows would leak into each other in its layers"
+            hint = " without flash-linear-attention and causal-conv1d" if is_recurrent(self.fit.trainee.model) else ""
+            leaks = f"packed rows would leak into each other in its layers{hint}"
             self.say(f"the student's rows are padded to one length: {leaks}")
         loss = self.fit.measure(self.schedule.plain_rows(0))["zero_shift_loss"]
         bound = (AGREEMENT if isinstance(train.agreement, bool) else train.agreement) * (

@@ -31,9 +31,9 @@ from lightning_weave.train.checkpoint import wait_until_seen
 from lightning_weave.train.data import anchor_doses, format_doses
 from lightning_weave.train.export import write_model
 from lightning_weave.train.loop import Training, make_fit
-from lightning_weave.train.parallel import Ranks, local_shard, reshard, unsharded
+from lightning_weave.train.parallel import Ranks, local_shard, reshard
 from lightning_weave.train.schedule import Schedule, make_schedule
-from lightning_weave.train.student import TrainContext, Trainee, open_trainee, without_dropout
+from lightning_weave.train.student import TrainContext, Trainee, as_sampler, open_trainee
 from lightning_weave.types import Prompt, Request, Response, SamplingSettings
 
 FOLDER = "round-"
@@ -117,7 +117,7 @@ class LiveRows:
         settings = SamplingSettings(recipe.rollout.temperature, 1.0, recipe.rollout.max_tokens, seed)
         responses = self.engine.sample(requests, settings, update) if self.engine else []
         rows = []
-        with without_dropout(self.trainee), unsharded(self.trainee):
+        with as_sampler(self.trainee):
             model = self.trainee.model
             if own and not self.engine:
                 sampler = HFSampler(model, self.run.student.stop_ids, self.vocabulary, recipe.rollout.batch_size)

@@ -17,6 +17,7 @@ from lightning_weave.devices import (
     explain_out_of_memory,
     free_memory,
     has_bfloat16,
+    has_compiler,
     memory_left,
     memory_of,
 )
@@ -39,14 +40,21 @@ from lightning_weave.maths import (
     with_other,
 )
 from lightning_weave.models.checkpoint import Checkpoint
-from lightning_weave.models.packing import enable_packing, packed_states, padded_states, use_efficient_attention
+from lightning_weave.models.packing import (
+    VARLEN_DTYPES,
+    enable_packing,
+    is_recurrent,
+    packed_states,
+    padded_states,
+    use_efficient_attention,
+)
 from lightning_weave.models.weights import Layout, LowRankUpdate
 from lightning_weave.plan.architecture import find_shape
 from lightning_weave.plan.memory import TOKEN_BUDGETS, fit_training
 from lightning_weave.progress import Progress
 from lightning_weave.run import Run
 from lightning_weave.train.data import Batch
-from lightning_weave.train.parallel import Ranks, local_shard, materialize, ranks_per_copy, reshard, shard
+from lightning_weave.train.parallel import Ranks, local_shard, materialize, ranks_per_copy, reshard, shard, unsharded
 
 OwnLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # log_pi_NO, log_b_NO, log_q_NO, alpha -> loss_N
 DISTANCES = ("reverse_kl", "forward_kl", "total_variation", "drift", "covered_mass")
@@ -181,6 +189,13 @@ def distances(log_pi_NO: Tensor, batch: Batch) -> Tensor:
 
 
 @contextmanager
+def as_sampler(trainee: Trainee) -> Iterator[None]:
+    """Hold all weights unsharded, without dropout; compiled layers would be compiled for every step of a cache."""
+    with without_dropout(trainee), unsharded(trainee), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
 def without_dropout(trainee: Trainee) -> Iterator[None]:
     """Run the student in eval mode."""
     was_training = trainee.training
@@ -248,7 +263,11 @@ def open_trainee(
             read_weights(trainee, layout, checkpoint.updates)
     trainee.look()
     reshard(trainee)
-    if section.compile and not quantised:
+    is_auto = section.compile == "auto"
+    is_usual = trainee.packs and not is_recurrent(model) and context.dtype in VARLEN_DTYPES
+    if not quantised and (is_usual and has_compiler(ranks.device) if is_auto else section.compile):
+        context.progress.say("compiling the decoder layers: the first passes take longer")
+        torch._dynamo.config.suppress_errors = is_auto  # the layers that it cannot compile run as they are
         for block in decoder:
             block.compile(dynamic=True)  # once for passes with gradients, once without, whatever the lengths of rows
     return trainee
