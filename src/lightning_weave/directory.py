@@ -117,4 +117,4 @@ def kept_threads(run: Run) -> int | None:
     match read_json(file):
         case {"threads": int(threads)} if threads > 0:
             return threads
-    raise CorruptData(f"{file}: no number of threads. Remove it, or set machine.threads")
+    raise CorruptData(f"{file}: does not contain a number of threads. Remove it, or set machine.threads")

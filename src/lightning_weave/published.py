@@ -94,7 +94,7 @@ def pull(url: str, runs: str, progress: Progress) -> Path:
     directory = Path(runs) / recipe.name
     folders = (folder for name in ("rollout", "reference") for folder in directory.glob(f"{name}@*"))
     students = [read_description(folder).get("settings", {}).get("student") for folder in folders]
-    check_student(index, students, url, f"{directory} is the run of another. Pull into another directory: --runs DIR")
+    check_student(index, students, url, f"{directory} is of another student. Pull into another directory: --runs DIR")
     with lock_run(directory):
         before = _read(directory / INDEX)  # the sha256 that files had when they were pulled or pushed
         known = {name: [*before.get(name, []), digest] for name, digest in index["files"].items()}

@@ -210,7 +210,7 @@ def choose_engines(recipe: Recipe) -> dict[str, tuple[str, str]]:
         elif recipe.engine.python is None and find_spec("vllm") is None:
             chosen[name] = ("hf", "vLLM is not installed")
         elif any((Path(model).expanduser() / "adapter_config.json").exists() for model in models if model):
-            chosen[name] = ("hf", "vLLM reads no LoRA adapter")
+            chosen[name] = ("hf", "vLLM cannot load a LoRA adapter")
         else:
             chosen[name] = ("vllm", "it is installed and there is a GPU")
     return chosen
@@ -394,9 +394,7 @@ class Run:
 
         def look() -> str:
             if checkpoint.is_double and not self.recipe.rehearsal:
-                raise InputError(
-                    f"{checkpoint}: made by a rehearsal, of random weights. Give the checkpoint that it stands for"
-                )
+                raise InputError(f"{checkpoint}: made by a rehearsal, with random weights. Give the real checkpoint")
             return checkpoint.identity
 
         return self.identity(str(checkpoint), look)

@@ -189,7 +189,7 @@ def test_an_adapter_that_is_no_plain_low_rank_update_cannot_be_a_student(
     base = Path(recipe["student"]["model"])
     recipe["student"] = {"model": str(save_adapter(tmp_path / "start", base, seed=3))}
     assert _said(recipe, "student") == ""
-    assert 'engine.rollout = "vllm" reads no LoRA adapter' in _said(
+    assert 'engine.rollout = "vllm" cannot load a LoRA adapter' in _said(
         {**recipe, "engine": {"rollout": "vllm"}}, "student"
     )
     save_adapter(tmp_path / "start", base, seed=3, dora=True)

@@ -135,8 +135,8 @@ def test_a_row_without_the_column_is_refused_by_id_or_masked(recipe: dict[str, A
     run = run_of(recipe)
     said = [finding for finding in preflight(run) if finding.check == "context"]
     assert [finding.about for finding in said] == ["anchors.one.post_prompt"]
-    assert "names {hint}, a column that the row of prompt p5 has not" in said[0].text
-    with pytest.raises(InputError, match=r'prompt p5 has not\. Fill it in, or set missing = "mask"'):
+    assert "names {hint}, a column that the row of prompt p5 lacks" in said[0].text
+    with pytest.raises(InputError, match=r'prompt p5 lacks\. Fill it in, or set missing = "mask"'):
         make_cache(recipe)
     recipe["anchors"]["one"]["missing"] = "mask"
     run = make_cache(recipe)

@@ -181,7 +181,7 @@ def test_what_is_said_of_a_context_counts_no_token_that_the_student_did_not_writ
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [{"role": "user", "content": "ab"}]}, "no turn of the assistant"),
+        ({"messages": [{"role": "user", "content": "ab"}]}, "no assistant turn"),
         ({"messages": [{"role": "robot", "content": "ab"}]}, "message 1 has the role 'robot'"),
         ({"messages": [{"role": "assistant", "content": None}]}, "message 1 has no content, nor tool_calls"),
         ({"conversations": [{"from": "bot", "value": "x"}]}, "from = 'bot' must be one of human"),
@@ -196,7 +196,7 @@ def test_what_is_said_of_a_context_counts_no_token_that_the_student_did_not_writ
                     {"role": "assistant", "content": "hat", "weight": 0},
                 ]
             },
-            "no turn of the assistant",
+            "no assistant turn",
         ),
     ],
 )
@@ -236,7 +236,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(
     kept = "{{ m.content if m.role != 'assistant' or loop.last else '' }}"
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE.replace("{{ m.content }}", kept))
     turns = [{"role": role, "content": "hat"} for role in ("user", "assistant", "user", "assistant")]
-    with pytest.raises(InputError, match=r"writes turn 2 otherwise once more turns follow.*prompt_ids"):
+    with pytest.raises(InputError, match=r"turn 2 .*prompt_ids"):
         read_log(Row("x:1", {"messages": turns}), run.student, None)
 
 

@@ -89,7 +89,7 @@ def test_own_trajectories_are_taken_as_they_are(recipe: dict[str, Any], tmp_path
         ([{"prompt_ids": [1], "response_ids": [2], "finish": "eos"}], r"finish = 'eos' must be one of stop, length"),
         ([{"prompt_ids": [1], "response_ids": [2], "messages": ["hi"]}], r"messages must be a list of"),
         ([{"prompt_ids": [1], "response_ids": [2]}] * 2, r"has 2 responses, but rollout\.responses = 1"),
-        ([], r"no trajectory in it"),
+        ([], r"own\.jsonl: has no rows"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named(
@@ -115,7 +115,7 @@ def test_blank_lines_are_skipped_and_nonsense_is_refused(recipe: dict[str, Any],
     for wrong, message in (
         ({**row, "id": ["x"]}, r"own\.jsonl:1: id = \['x'\] must be text or a number"),
         ({**row, "answer": {"a": 1}}, r"own\.jsonl:1: answer = "),
-        ({**row, "response_ids": []}, "no response in it has a token"),
+        ({**row, "response_ids": []}, "all responses are empty"),
     ):
         with pytest.raises(InputError, match=message):
             make_prompts(run_of(own(recipe, tmp_path, wrong)))

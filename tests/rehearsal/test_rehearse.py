@@ -104,7 +104,7 @@ def test_no_real_command_takes_it_for_a_result(stage: Stage) -> None:
     bench = stage.recipe["eval"]["benchmarks"][0]
     ended = stage.forked.lweave("eval", "--model", final, "--bench", bench, "--set", "eval.chat=false", folder=place)
     assert ended.code == 2, ended.said
-    assert "made by a rehearsal, of random weights" in ended.said
+    assert "made by a rehearsal" in ended.said
     real = stage.root / "undisturbed" / "real"
     shutil.copytree(stage.run, real, symlinks=True)
     (real / "recipe.toml").write_text((real / "recipe.toml").read_text().replace("rehearsal = true", ""))

@@ -228,7 +228,7 @@ def test_torchrun_starts_them_again_by_itself(tmp_path: Path, undisturbed: Run, 
     assert said.count("out of memory on rank 1 at update 1") == 2
     fits = read_json(run.directory / TOKEN_BUDGET_FILE)["smaller"]
     for name in compositions:
-        assert f"train {name}: train.token_budget is {fits}: 1000 was too much at an earlier start" in said
+        assert f"train {name}: train.token_budget is {fits}: 1000 did not fit" in said
     assert_same_losses(run, undisturbed)
 
 
@@ -255,7 +255,7 @@ def test_a_budget_that_was_too_large_is_forgotten_when_the_recipe_asks_for_anoth
     assert (fit.token_budget, fit.notes) == (1000, [])
     fit.save_budget(300)
     assert open_fit(1000).token_budget == 300
-    assert "train.token_budget is 300: 1000 was too much at an earlier start" in open_fit(1000).notes[0]
+    assert "train.token_budget is 300: 1000 did not fit" in open_fit(1000).notes[0]
     assert open_fit(2000).token_budget == 2000
 
 

@@ -54,7 +54,7 @@ def test_what_is_said_is_not_decided(tmp_path: Path, gpu: pytest.MonkeyPatch) ->
 def test_a_student_that_is_an_adapter_stays_with_transformers(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     recipe = recipe_of(tmp_path, student={"model": str(tmp_path)})
-    assert choose_engines(recipe)["rollout"] == ("hf", "vLLM reads no LoRA adapter")
+    assert choose_engines(recipe)["rollout"] == ("hf", "vLLM cannot load a LoRA adapter")
 
 
 def test_a_run_keeps_the_engine_that_it_began_with(tmp_path: Path, gpu: pytest.MonkeyPatch) -> None:

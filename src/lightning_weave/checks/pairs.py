@@ -151,7 +151,7 @@ def judge_positions(run: Run, anchor: str, sample: CheckedRows) -> Finding:
     most = "" if sample.kind == "candidates" else "at most "
     text = f"{most}{percent(share)} of {len(valid_P):,} positions survive ({sample.description})"
     if verdict == "error":
-        text += ". The pair has nothing to teach: its tokenizer must be closer to the student's"
+        text += ". Training cannot use this pair: its tokenizer must be closer to the student's"
     elif verdict == "ok" and share < 1:
         verdict = "note"
     figures = {"share": share, "positions": len(valid_P), "measured_on": sample.kind}

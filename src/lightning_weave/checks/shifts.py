@@ -314,7 +314,7 @@ class Effect:
 
     def __str__(self) -> str:
         return (
-            f"{self.name} changes {100 * self.positions:.2f} % of positions and leaves {self.left:,} of "
+            f"{self.name} changes {100 * self.positions:.2f} % of positions and keeps {self.left:,} of "
             f"{self.decisions:,}, and the KL that the anchor asks for goes from {self.kl_before:.4f} to "
             f"{self.kl_after:.4f} nats"
         )

@@ -591,7 +591,7 @@ def report(
         Option(
             "--only",
             metavar="NAMES",
-            help="only these policies, separated by commas, what they are made of, and the base",
+            help="only these policies (A,B), those that they are built from, and the base",
         ),
     ] = None,
     trust: Trust = False,

@@ -388,7 +388,7 @@ class Joint(_Budgeted):
     refresh: Repeats | Literal["auto"] = Field(
         1,
         description='parts of training; the current student samples again before each later one; "auto": at most '
-        "refresh_budget (4) parts, and only where the student has left the one that sampled",
+        "refresh_budget (4) parts, and only if the student has moved since it last sampled",
         examples=["auto"],
     )
     refresh_budget: Repeats | None = unlisted(
@@ -397,7 +397,7 @@ class Joint(_Budgeted):
     levels: dict[Name, dict[str, Finite]] = Field(
         {},
         description="instead of weights: effort levels of one student, each with weights and optionally alpha or "
-        "kl_budget; if all names are numbers, also every number between them",
+        "kl_budget; numbers as names are also interpolated",
         examples=[{"high": {"acc": 1.0}, "low": {"acc": 0.25, "brief": 0.75, "alpha": 1.0}}],
     )
     default: str | None = unlisted(None, "with levels: the level of a prompt that names none", examples=["high"])

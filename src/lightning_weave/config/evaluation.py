@@ -93,7 +93,7 @@ class Eval(Asked):
         None, description="per problem; default: 4; the paper's mathematics: 64", examples=[8]
     )
     temperature: Finite = Field(0.6, ge=0, description="sampling temperature; 0 takes the likeliest token")
-    top_p: float = Field(0.95, gt=0, le=1, description="probability of the likeliest tokens that are sampled from")
+    top_p: float = Field(0.95, gt=0, le=1, description="nucleus sampling: probability of the tokens to sample from")
     max_tokens: Count | None = Field(
         None, description="longest response; default: 32,768 (mathematics), 40,960 (code)", examples=[8192]
     )

@@ -26,7 +26,7 @@ class Control(Inline):
         if self.variable is not None and not self.variable.isidentifier():
             raise ValueError("variable must be a name that the chat template uses, such as reasoning_effort")
         if self.variable is None and named_columns(self.system or self.prefix or "") != {"level"}:
-            raise ValueError("the text needs {level}, where the name of the level stands, and no other name in braces")
+            raise ValueError("the text must contain {level}, the name of the level, and no other name in braces")
         return self
 
     def __str__(self) -> str:

@@ -117,5 +117,5 @@ def _open(checkpoint: Checkpoint, student: Checkpoint) -> _Weights:
         found = match_names(tensors, student.build_meta())
         files = {name: key for key, name, converter, _ in found if converter is None}
     if unknown := checkpoint.updates.keys() - files.keys():
-        raise InputError(f"{checkpoint}: changes {min(unknown)}, which the files of {student} do not have as such")
+        raise InputError(f"{checkpoint}: changes {min(unknown)}, a tensor that the files of {student} lack")
     return _Weights(tensors, {files[name]: update for name, update in checkpoint.updates.items()})

@@ -322,7 +322,7 @@ def compared(rows: Sequence[ComparedPolicy], composition: str) -> Figure:
     figure.set_layout_engine("none")
     annotate(axes, places, [literal(one.policy) for one in rows], segments)
     data = "; ".join(f"{one.policy}: {one.accuracy:.1f} % at {one.tokens:,.0f} tokens" for one in rows)
-    caption = f"Filled, joined: the frontier of {composition}. Hollow: what could be done instead, and how far from it."
+    caption = f"Filled, joined: the frontier of {composition}. Hollow: alternatives, with their distance to it."
     title = f"{composition} and the alternatives"
     return Figure(f"compare-{composition}", figure, title, caption, f"Accuracy against mean response tokens. {data}.")
 

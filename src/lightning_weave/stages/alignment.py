@@ -156,8 +156,8 @@ def own_prompts(run: Run, side: Side, prompts: Sequence[Prompt]) -> OwnPrompts:
     for name in sorted(side.context.columns):
         lacking = [one.id for one in prompts if name not in (one.columns or {})]
         if lacking and (len(lacking) == len(prompts) or not side.masks_missing):
-            which = "no row has" if len(lacking) == len(prompts) else f"the row of prompt {lacking[0]} has not"
-            more = f" (nor have {len(lacking) - 1} others)" if 1 < len(lacking) < len(prompts) else ""
+            which = "no row has" if len(lacking) == len(prompts) else f"the row of prompt {lacking[0]} lacks"
+            more = f" (as do {len(lacking) - 1} others)" if 1 < len(lacking) < len(prompts) else ""
             mask = "" if len(lacking) == len(prompts) else ', or set missing = "mask" in that anchor'
             raise InputError(
                 f"anchors: the template {side.context.template!r} names {{{name}}}, a column that {which}{more}. "
@@ -235,8 +235,8 @@ def with_responses(
     for name in () if run.recipe.rehearsal or run.sampler else names:
         if not any(name in (one.columns or {}) for one in repeated):
             raise InputError(
-                f"anchors: the template names {{{name}}}, but no response of this run has another one to its prompt "
-                "that is. Sample more responses, or use another column"
+                f"anchors: the template names {{{name}}}, but no response of this run has another response to the "
+                "same prompt with that grade or length. Sample more responses, or use another column"
             )
     return keys, repeated
 

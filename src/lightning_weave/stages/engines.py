@@ -379,7 +379,7 @@ def refuse_adapter(checkpoint: Checkpoint, stage: str) -> None:
     """Refuse a LoRA adapter, which vLLM is not given."""
     if checkpoint.base is not None:
         raise InputError(
-            f'{checkpoint.name}: engine.{stage} = "vllm" reads no LoRA adapter. Merge it with peft, or set '
+            f'{checkpoint.name}: engine.{stage} = "vllm" cannot load a LoRA adapter. Merge it with peft, or set '
             f'engine.{stage} = "hf"'
         )
 

@@ -42,7 +42,7 @@ DECISIONS = 1 << 17  # read at a time, about
 RUNGS = 14  # larger alphas that are tried where a point is not trusted, each by a factor of sqrt(2)
 FILE = "forecast.json"  # in the run directory: the points that were forecast last, for the report
 NOT_FORECAST = {
-    "mixture": "each prompt is trained on one anchor alone; what the student makes of all of them is in no target",
+    "mixture": "each prompt is trained on one anchor alone, so there is no common target",
     "sequential": "the target of a later part depends on the student that the part before trains",
     "online": "it is trained on states that are sampled while it trains; a joint composition has the same target",
 }
@@ -395,7 +395,7 @@ def forecast(
     decoding = decoding or evaluation
     behaviour = Decoding(recipe.rollout.temperature)
     if behaviour.temperature == 0:
-        raise InputError("rollout.temperature = 0: of a response that is always the same nothing can be forecast")
+        raise InputError("rollout.temperature = 0: greedy responses cannot be reweighted, so nothing can be forecast")
     extended = extend(run, planned)
     joints = [one for one in planned if isinstance(one.composition, Joint)]
     anchors = sorted({anchor for one in joints for anchor in one.composition.used})

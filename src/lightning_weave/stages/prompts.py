@@ -178,10 +178,10 @@ def own_trajectories(run: Run) -> list[OwnGroup]:
         known = group.prompt.columns or {}
         known.update({name: None for name in {*known, *columns} if known.get(name) != columns.get(name)})
     if not groups:
-        raise InputError(f"{path}: no trajectory in it; each line is one, with prompt_ids and response_ids")
+        raise InputError(f"{path}: has no rows; each line needs prompt_ids and response_ids, or messages")
     responses = [response for group in groups.values() for response in group.responses]
     if not any(response.ids for response in responses):
-        raise InputError(f"{path}: no response in it has a token; give response_ids as the student drew them")
+        raise InputError(f"{path}: all responses are empty; give the response_ids that the student sampled")
     for group in groups.values():
         if len(group.responses) != count:
             raise InputError(
@@ -263,7 +263,7 @@ def _read_ids(row: Row, run: Run, vocabulary: int, stop_ids: frozenset[int]) -> 
     if not isinstance(mask, list) or len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
         raise InputError(f"mask must be a list of 0 and 1, one for each of its {len(ids)} response_ids")
     if ids and not any(mask):
-        raise InputError("mask has no 1, so the student wrote nothing. Leave the line out")
+        raise InputError("mask has no 1, so there is no token to train on. Remove the line")
     decided = None if all(mask) else [bool(value) for value in mask]
     return prompt, Response(ids, finish, decided), line
 
@@ -337,26 +337,26 @@ def read_log(row: Row, student: Checkpoint, day: str | None) -> tuple[Prompt, Re
     weights = [message.pop("weight", 1) for message in messages]
     turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     if not any(weights[at] for at in turns):
-        raise InputError("no turn of the assistant in its messages, so there is nothing to learn from")
+        raise InputError("its messages have no assistant turn to train on")
     starts, ends, closed = {}, {}, {}  # characters of the rendered text
     for at in turns:
         opened = render(messages[:at], tokenizer, form, day)
         closed[at] = render(messages[: at + 1], tokenizer, form, day, opens=False)
         if not closed[at].startswith(opened):
-            raise InputError(f"the chat template opens turn {at + 1} otherwise than it writes it. {_IDS}")
+            raise InputError(f"turn {at + 1} does not begin with the generation prompt of the chat template. {_IDS}")
         starts[at], ends[at] = len(opened), len(closed[at])
     text = closed[turns[-1]]
     for at in turns:
         if not text.startswith(closed[at]):
             raise InputError(
-                f"the chat template writes turn {at + 1} otherwise once more turns follow (some drop the reasoning of "
-                f"earlier turns). {_IDS}"
+                f"the chat template changes turn {at + 1} when later turns follow (some drop the reasoning of earlier "
+                f"turns). {_IDS}"
             )
     learned = [at for at in turns if weights[at] and starts[at] < ends[at]]
     if not learned:
-        raise InputError("the assistant's turns are empty. Leave the line out")
+        raise InputError("all assistant turns are empty. Remove the line")
     if not starts[learned[0]]:
-        raise InputError("no turn comes before the first of the assistant")
+        raise InputError("there is no turn before the first assistant turn")
     cuts = sorted({*(starts[at] for at in learned), *(ends[at] for at in learned)})
     parts = encode_parts([text[start:end] for start, end in pairwise([0, *cuts])], tokenizer)
     prompt_ids, parts = parts[0], parts[1:]
@@ -368,7 +368,7 @@ def read_log(row: Row, student: Checkpoint, day: str | None) -> tuple[Prompt, Re
         decided += [start in written and place <= stop for place in range(len(part))]
         ids += part
     if not prompt_ids or not any(decided):
-        raise InputError("its prompt or the assistant's turns contain no tokens. Leave the line out")
+        raise InputError("its prompt or its assistant turns contain no tokens. Remove the line")
     last = len(decided) - decided[::-1].index(True)
     ids, decided = ids[:last], decided[:last]
     asked = tokenizer.decode(prompt_ids)

@@ -134,7 +134,7 @@ class Remote:
             if not all(stage.folder.endswith(f"@{key[:DIGITS]}") for key, stage in stages.items()):
                 raise ValueError("the folder of another stage")
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            wrong = "is damaged, or lists what is no file of a run; nothing was read"
+            wrong = "is damaged, or lists a file that does not belong to a run; nothing was read"
             raise InputError(f"{self.url}/{INDEX}: {wrong}. Ask its owner to remove it and push again") from None
         return index
 

@@ -76,8 +76,8 @@ def find_dose(run: Run, name: str, cache: Cache, schedule: Schedule) -> Dose:
     valid_P = block.valid_KP.all(axis=0)
     if valid_P.any() and not len(batch) and not run.recipe.rehearsal:
         raise InputError(
-            f"compositions.{name}: its anchors are silent at all {valid_P.sum():,} decisions of the first {updates} "
-            f"updates, so nothing is learned. Change their `where`; {run.command('doctor')} lists what each rule leaves"
+            f"compositions.{name}: no anchor speaks at any of the {valid_P.sum():,} decisions of the first {updates} "
+            f"updates. Change their `where`; {run.command('doctor')} shows how many decisions each rule keeps"
         )
     if cache.alpha is not None or composition.alpha is not None or levels:
         alpha = cache.alpha or composition.alpha or ALPHA

@@ -233,7 +233,7 @@ class Fit:
         what = f"out of memory{rank} {when} with train.token_budget = {self.token_budget}"
         if self.token_budget <= max(lengths):
             raise WeaveError(
-                f"{what}. Its longest row alone is too much: set train.gradient_checkpointing = true, or use more ranks"
+                f"{what}. Its longest row does not fit: set train.gradient_checkpointing = true, or use more ranks"
             ) from error
         half = min(self.token_budget, sum(lengths) // self.ranks.world_size) // 2
         # From torch 2.13 on, a sharded module can be used after a pass that raised.
@@ -308,7 +308,7 @@ def make_fit(run: Run, name: str, trainee: Trainee, rows: Rows, *, alpha: float,
     file = run.directory / TOKEN_BUDGET_FILE
     left = read_json(file) if ranks.is_main_process and file.exists() else {}
     budget = ranks.broadcast(int(left["smaller"]) if left.get("asked") == asked else asked)
-    note = f"train.token_budget is {budget}: {asked} was too much at an earlier start ({file})"
+    note = f"train.token_budget is {budget}: {asked} did not fit into memory before ({file})"
     return Fit(
         trainee=trainee,
         optimizer=adam(trainee, train.learning_rate, train.optimizer.betas, train.optimizer.weight_decay),

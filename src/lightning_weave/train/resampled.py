@@ -260,7 +260,7 @@ def _samples_again(training: Training, source: Part, later: Part, figures: dict[
     if not later.auto:
         return True
     if source.number > 1 and not set(later.groups) <= set(source.groups):
-        training.say("samples again: its next prompts have rows of the first student only")
+        training.say("samples again: the next prompts have responses of the initial student only")
         return True
     updates = later.updates[:SAMPLED_UPDATES]
     rows = [row for update in updates for row in training.schedule.plain_rows(update)]  # as it would sample
@@ -268,7 +268,7 @@ def _samples_again(training: Training, source: Part, later: Part, figures: dict[
     figures["drift"] = drift
     samples = drift > FAR or training.run.recipe.rehearsal
     training.say(
-        f"KL(student || sampler) {drift:.3f} nats: {'samples again' if samples else 'goes on with these rows'}"
+        f"KL(student || sampler) {drift:.3f} nats: {'samples again' if samples else 'continues with these rows'}"
     )
     return samples
 

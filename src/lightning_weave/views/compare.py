@@ -44,7 +44,7 @@ def show(plan: ComparePlan, rows: Sequence[ComparedPolicy], out: Console) -> Non
     size = sample_size(max(row.problems for row in rows), max(row.seeds for row in rows))
     out.print(
         f"* the frontier of {plan.composition}. At the same tokens: points of accuracy above the frontier, 95 % "
-        f"intervals over {size}. Made in: device time, given the cache. Models: read for every token. "
+        f"intervals over {size}. Made in: device time, given the cache. Models: loaded to sample. "
         "Prompt: additional tokens in every request.",
         **exact,
     )
@@ -62,7 +62,7 @@ def print_json(found: Sequence[dict[str, Any]]) -> None:
 def difference(found: Interval | None) -> str:
     """Write a difference with its interval; a policy that is shorter than the frontier has none."""
     if found is None:
-        return "asked differently"
+        return "evaluated differently"
     if math.isnan(found.estimate):
         return "shorter"
     return f"{found.estimate:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"

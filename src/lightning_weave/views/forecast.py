@@ -258,9 +258,9 @@ def show(run: Run, points: Sequence[ForecastRow], console: Console, as_json: boo
         )
     if not base["trusted"]:
         lines.append(
-            f"Nothing is trusted: sampled as the evaluation samples, even the base has only "
+            f"No point is trusted: with the sampling of the evaluation, even the base has only "
             f"{base['effective_samples']:.0f} effective samples of the cache ({TRUSTED} are needed). Try --temperature "
-            f"{run.recipe.rollout.temperature:g} --top-p 1, as the cache was sampled, and read differences to the base"
+            f"{run.recipe.rollout.temperature:g} --top-p 1, as in the rollout, and compare with the base"
         )
     seen = set()
     for point in points[1:]:
