@@ -4,8 +4,6 @@ import itertools
 import json
 import math
 import signal
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from rich.console import Console
 
 import lightning_weave as lw
 import oracle
+from forked import Forked
 from lightning_weave.cache.block import Block
 from lightning_weave.cache.shifts import Shift
 from lightning_weave.config import check_recipe, load_recipe
@@ -726,28 +725,26 @@ KEYS |= {"effective_samples", "trusted", "reachable", "anchored", "largest_trust
 KEYS |= {f"{key}_{end}" for key in ("accuracy", "tokens", "aes") for end in ("low", "high")}
 
 
-def lweave(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightning_weave.cli", *words]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == code, ended.stderr
-    return ended
-
-
 @pytest.mark.slow
-def test_the_program_prints_points_and_resumes_grading_after_a_kill(scored: dict[str, Any], tmp_path: Path) -> None:
+def test_the_program_prints_points_and_resumes_grading_after_a_kill(
+    scored: dict[str, Any], tmp_path: Path, forked: Forked
+) -> None:
     """Shards that were graded before the kill are not graded again, and a third command grades nothing."""
     file = tmp_path / "r.toml"
     file.write_text(tomli_w.dumps(own_grader(scored, tmp_path)))
-    assert "--trust" in lweave("forecast", str(file), code=2).stderr
+    refused = forked.lweave("forecast", file)
+    assert refused.code == 2
+    assert "--trust" in refused.said
     (tmp_path / "fatal").touch()
-    lweave("forecast", str(file), "--trust", code=-signal.SIGKILL)
+    assert forked.lweave("forecast", file, "--trust").code == -signal.SIGKILL
     (tmp_path / "fatal").unlink()
     before = len((tmp_path / "calls").read_text())
-    points = json.loads(lweave("forecast", str(file), "--trust", "--json").stdout)
+    ended = forked.lweave("forecast", file, "--trust", "--json")
+    points = json.loads(ended.said[ended.said.index("\n[") :])
     again = len((tmp_path / "calls").read_text()) - before
     rows = 24
     assert rows - before <= again < rows
-    lweave("forecast", str(file), "--trust")
+    assert forked.lweave("forecast", file, "--trust").code == 0
     assert len((tmp_path / "calls").read_text()) == before + again
     assert {frozenset(one) for one in points} == {frozenset(KEYS)}
     assert points[0]["policy"] == "base"
@@ -755,10 +752,12 @@ def test_the_program_prints_points_and_resumes_grading_after_a_kill(scored: dict
 
 
 @pytest.mark.slow
-def test_the_program_refuses_what_it_cannot_do(scored: dict[str, Any], tmp_path: Path) -> None:
+def test_the_program_refuses_what_it_cannot_do(scored: dict[str, Any], tmp_path: Path, forked: Forked) -> None:
     file = tmp_path / "r.toml"
     file.write_text(tomli_w.dumps({**scored, "runs": str(tmp_path / "none")}))
-    assert "lweave rollout" in lweave("forecast", str(file), code=2).stderr
+    refused = forked.lweave("forecast", file)
+    assert refused.code == 2
+    assert "lweave rollout" in refused.said
     file.write_text(tomli_w.dumps(scored))
     for words in (
         ["--write"],
@@ -768,8 +767,9 @@ def test_the_program_refuses_what_it_cannot_do(scored: dict[str, Any], tmp_path:
         ["--levels", "9"],
         ["--realised", "--goal", "aes"],
     ):
-        lweave("forecast", str(file), *words, code=2)
-    said = lweave("forecast", str(file), "--goal", "tokens <= 0.001", code=1).stderr
-    assert "30 are needed" in said, "there are 24 responses"
+        assert forked.lweave("forecast", file, *words).code == 2
+    refused = forked.lweave("forecast", file, "--goal", "tokens <= 0.001")
+    assert refused.code == 1
+    assert "30 are needed" in refused.said, "there are 24 responses"
     file.write_text(tomli_w.dumps({**scored, "rollout": {**scored["rollout"], "temperature": 0.0}}))
-    lweave("forecast", str(file), code=2)
+    assert forked.lweave("forecast", file).code == 2
