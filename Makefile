@@ -20,7 +20,7 @@ demo: install    ## the whole method on a tiny world, in minutes
 	$(VENV)/bin/lweave demo
 
 test: dev        ## every test that needs no extra environment
-	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadfile -m "$(HERE)" tests
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadfile --durations=15 -m "$(HERE)" tests
 
 coverage: dev    ## the same, and which lines of the package they run
 	OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) -m "$(HERE)" --cov --cov-report=term tests
