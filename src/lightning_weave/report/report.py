@@ -251,15 +251,19 @@ def seed_points(results: Sequence[Summary], benchmark: str | None) -> list[tuple
 
 
 def compared_figures(student: StudentResults) -> list[Figure]:
-    """Draw every composition that `lweave compare` has compared."""
+    """Draw every composition that `lweave compare` has compared, with the policies and benchmarks of its run."""
     drawn = []
-    for run in student.runs:
-        for composition, others in read_compared(run.directory).items():
+    for name, run in zip(run_names(student.runs), student.runs, strict=True):
+        compared = read_compared(run.directory)
+        evaluated = summaries(run) if compared else {}
+        for composition, others in compared.items():
             frontier = ["base", *frontier_of(run.recipe, composition)] if composition in run.recipe.compositions else []
-            known = [name for name in others if name in student.evaluated]
-            if known and {"base", composition} <= student.evaluated.keys():
-                rows = measure(student.evaluated, frontier, known)
-                drawn.append(figures.compared([*rows.values()], composition))
+            known = [other for other in others if other in evaluated]
+            if known and {"base", composition} <= evaluated.keys():
+                figure = figures.compared([*measure(evaluated, frontier, known).values()], composition)
+                if len(student.runs) > 1:
+                    figure = replace(figure, name=f"{figure.name}-{slug(name)}", title=f"{name}: {figure.title}")
+                drawn.append(figure)
     return drawn
 
 
