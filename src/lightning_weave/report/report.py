@@ -42,7 +42,7 @@ from lightning_weave.stages.caches import open_scored
 from lightning_weave.stages.compare import frontier_of, measure, read_compared
 from lightning_weave.stages.costs import read_spent
 from lightning_weave.stages.costs import summary as cost_summary
-from lightning_weave.stages.forecast import read_points
+from lightning_weave.stages.forecast import belong_to, read_points
 from lightning_weave.stages.realised import describe_realised, realise, realised_table
 from lightning_weave.stages.run import narrow
 from lightning_weave.store import write_atomic, write_json
@@ -227,7 +227,9 @@ def result_figures(
         for part in [*(own if len(own) > 1 else []), None]:  # last: what the page shows
             shown = part or chosen
             problems = int(results[[(name, "problems") for name in ([shown] if shown else own)]].max().sum())
-            forecasts = [] if shown else [point for run in student.runs for point in read_points(run)]
+            base = None if "base" not in results.index else tuple(results.loc["base", AVERAGE][["accuracy", "tokens"]])
+            points_of_runs = [] if shown else [read_points(run) for run in student.runs]
+            forecasts = [point for some in points_of_runs if belong_to(some, base) for point in some]
             seeds = {policy: seed_points(some, shown) for policy, some in evaluated.items()}
             table = results[shown or AVERAGE].join(student.policies)
             found = [figures.frontier(table, hues, problems, forecasts, seeds)]
