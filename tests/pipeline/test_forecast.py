@@ -406,6 +406,7 @@ def test_every_kind_of_target_is_forecast_and_the_others_are_named(scored: dict[
     }
     packed = pack_forecasts(list(points.values()), ["acc", "brief"])
     assert {one["policy"] for one in packed} == {"even", "gentle", "budget"}
+    assert pack_forecasts(list(points.values()), ["acc", "brief"], ["brief"]) == [], "its dose is solved"
     assert points["routed"].kl != pytest.approx(points["even"].kl)
     assert {point.accuracy is not None for point in points.values()} == {True}
 

@@ -316,7 +316,8 @@ def run_view(folder: Folder, run: Run, name: str, hues: Hues, progress: Progress
     start = max(joint, key=lambda one: (one[0], aes.get(one[1], -math.inf)), default=(0, None))[1]
     loom = loom_data(run, cache, vocabulary, start, progress)
     if loom is not None:  # a trained student has its policy's colour
-        loom["forecasts"] = pack_forecasts(forecasts, cache.names)
+        solved = [name for name, anchor in run.recipe.anchors.items() if anchor.kl_budget is not None]
+        loom["forecasts"] = pack_forecasts(forecasts, cache.names, solved)
         loom["colours"] = {one["name"]: hues[one["policy"]].css for one in loom["settings"]}
     return replace(
         view,
