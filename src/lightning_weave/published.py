@@ -231,7 +231,7 @@ def read_index(url: str) -> Index:
 
 def expand_recipe(recipe: Recipe) -> tuple[Recipe, dict[str, str], dict[str, str]]:
     """Fill in what published anchors are; returns also the identities of their models, and others to fall back on."""
-    data = recipe.model_dump(**DUMP)
+    filled: dict[str, Any] = {}
     models, others = dict[str, str](), dict[str, str]()
     remembered = _read(Path(recipe.runs) / recipe.name / IDENTITIES)
     before = resolved_recipe(recipe).get("anchors", {}) if remembered else {}
@@ -258,12 +258,16 @@ def expand_recipe(recipe: Recipe) -> tuple[Recipe, dict[str, str], dict[str, str
             others |= index["identities"]
         if section.post is None and section.model is None:
             rules = section.model_dump(**DUMP, include={"cache", *section.RULES})
-            data["anchors"][name] = {key: value for key, value in table.items() if key not in section.RULES} | rules
+            filled[name] = {key: value for key, value in table.items() if key not in section.RULES} | rules
     local = [recipe.student, *(one for one in recipe.policies.values() if one.model)]
     own = {str(Checkpoint.from_section(one)) for one in local}
     own |= {model for one in recipe.anchors.values() if one.cache is None for model in (one.post, one.pre) if model}
     preferred = {key: value for key, value in models.items() if key not in _identities_of(own, models)}
-    return check_recipe(data, "recipe"), preferred, others
+    if filled:  # the compositions stay: a run of a part or a leg may have one that no file can name
+        data = recipe.model_dump(**DUMP)
+        checked = check_recipe({**data, "anchors": {**data["anchors"], **filled}}, "recipe")
+        recipe = recipe.model_copy(update={"anchors": checked.anchors})
+    return recipe, preferred, others
 
 
 def check_student(index: Index, students: Collection[str | None], about: str, here: str) -> None:

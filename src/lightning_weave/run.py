@@ -764,6 +764,9 @@ class Run:
         train = self.stage("train", composition).settings
         names = ("weights", "alpha", "kl_budget", "anchors", "routes")
         target = {name: train[name] for name in names if train.get(name) is not None}
+        if train["alpha"] is None and not self.recipe.budgets(composition):  # solved on the first updates
+            keys = ("seed", "epochs", "prompts_per_round", "updates_per_round", "validation")
+            target["train"] = {key: train["train"][key] for key in keys}
         return {**target, "candidates": self.recipe.reference.candidates}
 
     def _merge(self, policy: str) -> Stage:

@@ -406,6 +406,7 @@ def test_every_kind_of_target_is_forecast_and_the_others_are_named(scored: dict[
     }
     packed = pack_forecasts(list(points.values()), ["acc", "brief"])
     assert {one["policy"] for one in packed} == {"even", "gentle", "budget"}
+    assert pack_forecasts(list(points.values()), ["acc", "brief"], ["brief"]) == [], "its dose is solved"
     assert points["routed"].kl != pytest.approx(points["even"].kl)
     assert {point.accuracy is not None for point in points.values()} == {True}
 
@@ -716,6 +717,8 @@ def test_figures_of_the_base_belong_to_the_sampling_of_its_evaluation(
     assert [one.policy for one in read_points(run)] == ["base", "even"]  # none next to another base
     keep_points(run, forecast(run, plan_forecast(run.recipe, alphas=[8.0])))
     assert [one.policy for one in read_points(run)] == ["base", "even", "even-alpha-8"]
+    monkeypatch.setattr(stage, "measured_base", lambda run: (50.0, 200.0))
+    assert read_points(run) == [], "the base is evaluated otherwise now"
 
 
 # The program

@@ -196,6 +196,22 @@ def test_a_forced_answer_ends_thinking_only_where_it_goes_on() -> None:
         assert tokenizer.decode(ids) == f"{ended} Answer", before
 
 
+def test_the_samples_of_a_target_depend_on_the_updates_that_its_dose_is_solved_on(recipe: dict) -> None:
+    weights = {"acc": 0.5, "brief": 0.5}
+    recipe["compositions"] = {"given": {"weights": weights}, "solved": {"weights": weights, "kl_budget": 0.02}}
+    recipe["policies"] = {f"{name}-target": {"decode": name} for name in recipe["compositions"]}
+
+    def fingerprints(**train: object) -> list[str]:
+        run = run_of({**recipe, "train": {**recipe.get("train", {}), **train}})
+        return [run.stage("eval", name, recipe["eval"]["benchmarks"][0]).fingerprint for name in recipe["policies"]]
+
+    given, solved = fingerprints()
+    for key, value in {"seed": 7, "prompts_per_round": 8, "epochs": 3, "validation": 0.5}.items():
+        assert fingerprints(**{key: value})[0] == given
+        assert fingerprints(**{key: value})[1] != solved, key
+    assert fingerprints(learning_rate=1e-4) == [given, solved]
+
+
 @pytest.mark.slow
 def test_decoding_samples_from_the_target(tmp_path: Path) -> None:
     """The samples are those of the preview; a KL budget is that of training."""

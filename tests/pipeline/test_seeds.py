@@ -121,6 +121,10 @@ def test_an_older_or_unequal_seed_is_not_averaged_with_the_others(recipe: Path, 
     moved = Run(other.model_copy(update={"runs": str(folder)}), existing=True)
     write_evaluations(Run(moved.recipe), {"both": (0.9, 100.0)})
     assert summaries(moved)["both"][0].seeds == ()
+    make(recipe, f"runs={folder}", "compositions.both.alpha=3", "train.seeds=3")
+    moved = Run(moved.recipe, existing=True)
+    assert summaries(moved)["both"][0].seeds == (), "the others are trained again, but not evaluated"
+    assert summaries(moved)["both"][0].accuracy == summaries(moved, each_seed=True)["both"][0].accuracy
 
 
 def test_commands_name_a_composition_or_one_of_its_seeds(recipe: Path, trained: Run, tmp_path: Path) -> None:

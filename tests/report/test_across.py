@@ -15,8 +15,11 @@ from lightning_weave.errors import InputError
 from lightning_weave.progress import Progress
 from lightning_weave.report import report
 from lightning_weave.report import results as across
-from lightning_weave.report.results import describe, results_table, summaries
+from lightning_weave.report.report import compared_figures
+from lightning_weave.report.results import describe, read_students, results_table, summaries
 from lightning_weave.report.tables import AVERAGE, not_compared, student_names
+from lightning_weave.stages.forecast import ForecastPoint, keep_points, measured_base
+from lightning_weave.store import write_json
 from report.evaluated import draw_samples, result_row, results_of, write_evaluations
 from tiny import make_world, run_of, save_prompts
 
@@ -64,6 +67,45 @@ def test_one_policy_under_two_names_in_a_run_is_two_rows(world: dict[str, Any], 
         "old": ["sums", "more"],
         "new": ["sums"],
     }
+
+
+def test_each_run_of_a_student_draws_its_own_comparison(world: dict[str, Any], tmp_path: Path) -> None:
+    """Its policies have the names and the benchmarks of its run."""
+    runs = []
+    for name, alpha, accuracy in (("sums", 2.0, 0.9), ("code", 1.0, 0.2)):
+        own = {**world, "runs": str(tmp_path / "runs"), "name": name}
+        own["eval"] = {"benchmarks": [f"file:{save_prompts(tmp_path / f'{name}.jsonl', 8, seed=len(name))}"]}
+        both = {**world["compositions"]["both"], "alpha": alpha}
+        own["compositions"] = {"both": both, "placebo": {**both, "flip": True}}
+        run = run_of(own)
+        write_evaluations(run, {"base": (0.5, 300.0), "both": (accuracy, 200.0), "placebo": (0.5, 150.0)})
+        write_json(run.directory / "compare.json", {"both": ["placebo"]})
+        runs.append(run)
+    (student,) = read_students(runs, [summaries(run) for run in runs])
+    drawn = {figure.name: figure.alt for figure in compared_figures(student)}
+    for run, (name, text) in zip(runs, drawn.items(), strict=True):
+        (both,) = summaries(run)["both"]
+        assert name == f"compare-both-{run.recipe.name}"
+        assert f"both: {both.accuracy:.1f} %" in text
+
+
+def test_forecasts_from_the_base_of_fewer_benchmarks_are_not_drawn(world: dict[str, Any], tmp_path: Path) -> None:
+    """They are anchored at the base of their own run."""
+    runs = []
+    for name, accuracy in (("sums", 0.9), ("code", 0.2)):
+        own = {**world, "runs": str(tmp_path / "runs"), "name": name}
+        own["eval"] = {"benchmarks": [f"file:{save_prompts(tmp_path / f'{name}.jsonl', 8, seed=len(name))}"]}
+        run = run_of(own)
+        write_evaluations(run, {"base": (accuracy, 300.0), "both": (accuracy, 200.0)})
+        measured = measured_base(run)
+        assert measured is not None
+        figures = [value for value in measured for _ in range(3)]
+        base = ForecastPoint("base", {}, None, *figures, 0, 0, 0, 0, 99, True, True)
+        keep_points(run, [base, replace(base, policy="x", weights={"acc": 1.0}, alpha=2.0)])
+        runs.append(run)
+    for some, drawn in ((runs[:1], True), (runs[1:], True), (runs, False)):
+        page = report.run(some, QUIET, out=tmp_path / str(len(some)) / some[0].recipe.name)
+        assert ("Small diamonds" in page.read_text()) == drawn
 
 
 def test_contexts_rules_and_weights_by_tag_make_other_policies(world: dict[str, Any]) -> None:

@@ -102,6 +102,13 @@ def test_the_caption_describes_only_what_is_drawn() -> None:
     pyplot.close("all")
 
 
+def test_a_forecast_that_rounding_puts_outside_of_its_interval_is_drawn() -> None:
+    """Of responses that are all cut off at the same length."""
+    tokens = (50.00000000000004, 49.99999999999998, 50.00000000000001)
+    one = ForecastPoint("x", {"a": 1.0}, 2.0, 80, 80.00000000000001, 85, *tokens, 0.5, 0.3, 0.7, 0.1, 99, True, True)
+    assert "Small diamonds" in frontier(table(POINTS), forecasts=[one]).caption
+
+
 def test_an_accuracy_of_zero_everywhere_has_an_axis_that_makes_sense() -> None:
     figure = drawn([point("base", "base", 0, 400), point("both", "composition", 0, 300)])
     low, high = figure.axes[0].get_ylim()

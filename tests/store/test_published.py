@@ -89,6 +89,27 @@ def test_pulled_scores_train_the_same_student_without_the_anchors(original: dict
         shutil.move(tmp_path / "gone", original["root"] / "store")
 
 
+@pytest.mark.slow
+def test_replicates_parts_and_legs_are_trained_with_published_scores(original: dict[str, Any], tmp_path: Path) -> None:
+    """None of their names can be written in a recipe."""
+    recipe = cached(original, tmp_path / "runs")
+    names = list(recipe["anchors"])
+    legs = {"method": "sequential", "weights": dict.fromkeys(names, 0.5), "sequence": names}
+    recipe["compositions"] = {
+        "both": recipe["compositions"]["both"],
+        "again": {**recipe["compositions"]["both"], "refresh": 2},
+        "legs": legs,
+        "cached-legs": {**legs, "resample": False},
+    }
+    recipe["train"]["seeds"] = 2
+    run = lw.Run(recipe, quiet=True)
+    run.run(until="train", only=["both~2"])
+    assert run.stage("train", "both~2").complete
+    assert set(run.train("again", "legs", "cached-legs")) == {
+        name + mark for name in ("again", "legs", "cached-legs") for mark in ("", "~2")
+    }
+
+
 @pytest.mark.usefixtures("without_anchors")
 def test_what_is_fetched_is_neither_planned_nor_missed(original: dict[str, Any], tmp_path: Path) -> None:
     """The configurations of the anchors are not there either."""

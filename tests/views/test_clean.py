@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import tiny
 from lightning_weave.cli.commands import writing
 from lightning_weave.errors import InputError
 from lightning_weave.stages.run import make_students
@@ -15,6 +16,7 @@ from lightning_weave.stages.sweep import Planned, extend
 from lightning_weave.store import Stage
 from lightning_weave.views import clean
 from pipeline.small_runs import QUIET, make_cache, make_recipe, run_of
+from report.evaluated import write_evaluations
 
 
 @pytest.fixture
@@ -138,3 +140,14 @@ def test_recipes_of_different_runs_are_refused(recipe: dict[str, Any]) -> None:
     make_cache(recipe)
     with pytest.raises(InputError, match="not of"):
         clean.run([run_of(recipe), run_of({**recipe, "name": "another"})], Console(quiet=True), yes=True)
+
+
+def test_a_level_whose_name_could_be_a_fingerprint_keeps_its_evaluation(tmp_path: Path) -> None:
+    recipe = tiny.make_world(tmp_path, prompts=2)
+    recipe["eval"] = {"benchmarks": [f"file:{tiny.save_prompts(tmp_path / 'bench.jsonl', 3)}"]}
+    levels = {"10000000": {"acc": 1.0}, "20000000": {"brief": 1.0}}
+    control = {"prefix": "Budget {level}. "}
+    recipe["compositions"] = {"dial": {"levels": levels, "default": "10000000", "control": control}}
+    run = run_of(recipe)
+    write_evaluations(run, {"base": (0.5, 50.0), "dial@10000000": (0.5, 40.0)})
+    assert clean.unneeded_folders([run]) == []

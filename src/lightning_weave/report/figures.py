@@ -255,7 +255,9 @@ def frontier(
     drawn = [one for one in drawn if one["accuracy"] is not None]
     for one in drawn:
         x, y = one["tokens"], one["accuracy"]
-        bars = [[[one[key] - one[f"{key}_low"]], [one[f"{key}_high"] - one[key]]] for key in ("accuracy", "tokens")]
+        ends = [((one[f"{key}_low"], one[key]), (one[key], one[f"{key}_high"])) for key in ("accuracy", "tokens")]
+        # Where all responses are alike, rounding may put the estimate outside.
+        bars = [[[max(high - low, 0.0)] for low, high in each] for each in ends]
         axes.errorbar(x, y, *bars, ecolor=INK, elinewidth=0.6, alpha=0.3, linestyle="none", zorder=0)
         axes.scatter(x, y, s=16, marker="D", facecolors="none", edgecolors=INK, linewidths=0.8, alpha=0.6, zorder=1)
     for kind in dict.fromkeys(points["kind"]):

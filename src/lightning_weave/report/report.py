@@ -42,7 +42,7 @@ from lightning_weave.stages.caches import open_scored
 from lightning_weave.stages.compare import frontier_of, measure, read_compared
 from lightning_weave.stages.costs import read_spent
 from lightning_weave.stages.costs import summary as cost_summary
-from lightning_weave.stages.forecast import read_points
+from lightning_weave.stages.forecast import belong_to, read_points
 from lightning_weave.stages.realised import describe_realised, realise, realised_table
 from lightning_weave.stages.run import narrow
 from lightning_weave.store import write_atomic, write_json
@@ -227,7 +227,9 @@ def result_figures(
         for part in [*(own if len(own) > 1 else []), None]:  # last: what the page shows
             shown = part or chosen
             problems = int(results[[(name, "problems") for name in ([shown] if shown else own)]].max().sum())
-            forecasts = [] if shown else [point for run in student.runs for point in read_points(run)]
+            base = None if "base" not in results.index else tuple(results.loc["base", AVERAGE][["accuracy", "tokens"]])
+            points_of_runs = [] if shown else [read_points(run) for run in student.runs]
+            forecasts = [point for some in points_of_runs if belong_to(some, base) for point in some]
             seeds = {policy: seed_points(some, shown) for policy, some in evaluated.items()}
             table = results[shown or AVERAGE].join(student.policies)
             found = [figures.frontier(table, hues, problems, forecasts, seeds)]
@@ -251,15 +253,19 @@ def seed_points(results: Sequence[Summary], benchmark: str | None) -> list[tuple
 
 
 def compared_figures(student: StudentResults) -> list[Figure]:
-    """Draw every composition that `lweave compare` has compared."""
+    """Draw every composition that `lweave compare` has compared, with the policies and benchmarks of its run."""
     drawn = []
-    for run in student.runs:
-        for composition, others in read_compared(run.directory).items():
+    for name, run in zip(run_names(student.runs), student.runs, strict=True):
+        compared = read_compared(run.directory)
+        evaluated = summaries(run) if compared else {}
+        for composition, others in compared.items():
             frontier = ["base", *frontier_of(run.recipe, composition)] if composition in run.recipe.compositions else []
-            known = [name for name in others if name in student.evaluated]
-            if known and {"base", composition} <= student.evaluated.keys():
-                rows = measure(student.evaluated, frontier, known)
-                drawn.append(figures.compared([*rows.values()], composition))
+            known = [other for other in others if other in evaluated]
+            if known and {"base", composition} <= evaluated.keys():
+                figure = figures.compared([*measure(evaluated, frontier, known).values()], composition)
+                if len(student.runs) > 1:
+                    figure = replace(figure, name=f"{figure.name}-{slug(name)}", title=f"{name}: {figure.title}")
+                drawn.append(figure)
     return drawn
 
 
@@ -310,7 +316,8 @@ def run_view(folder: Folder, run: Run, name: str, hues: Hues, progress: Progress
     start = max(joint, key=lambda one: (one[0], aes.get(one[1], -math.inf)), default=(0, None))[1]
     loom = loom_data(run, cache, vocabulary, start, progress)
     if loom is not None:  # a trained student has its policy's colour
-        loom["forecasts"] = pack_forecasts(forecasts, cache.names)
+        solved = [name for name, anchor in run.recipe.anchors.items() if anchor.kl_budget is not None]
+        loom["forecasts"] = pack_forecasts(forecasts, cache.names, solved)
         loom["colours"] = {one["name"]: hues[one["policy"]].css for one in loom["settings"]}
     return replace(
         view,

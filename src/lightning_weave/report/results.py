@@ -57,12 +57,22 @@ Origins = dict[str, list[tuple[Run, str]]]  # policy of a report -> the runs tha
 
 def summaries(run: Run, each_seed: bool = False) -> PolicySummaries:
     """Read the evaluations of every policy that has all benchmarks complete: means over its training seeds, or each."""
-    finished = {}
+    finished, older = {}, set()
     for policy in known_policies(run):
         stages = [run.stage("eval", policy, name) for name in run.recipe.eval.benchmarks]
         if stages and all(stage.complete for stage in stages):
             finished[policy] = [_read_evaluation(run, policy, stage) for stage in stages]
-    return finished if each_seed else pool_seeds(run, finished)
+            older |= set() if all(map(_is_of_inputs, stages)) else {policy}
+    if each_seed:
+        return finished
+    # An evaluation of weights that have been trained again since is no seed among others.
+    alone = {policy for policy in finished if policy != replicate_of(policy) and {policy, replicate_of(policy)} & older}
+    return pool_seeds(run, {policy: results for policy, results in finished.items() if policy not in alone})
+
+
+def _is_of_inputs(stage: Stage) -> bool:
+    """Whether a stage was computed from its inputs as they are, under whatever name."""
+    return {*(stage.manifest() or {}).get("inputs", {}).values()} == {one.fingerprint for one in stage.inputs}
 
 
 def pool_seeds(run: Run, evaluated: PolicySummaries) -> PolicySummaries:

@@ -347,12 +347,17 @@ def loom_data(
     return {**packed, "settings": settings, "start": first["name"]}
 
 
-def pack_forecasts(points: Sequence[ForecastPoint], anchors: Sequence[str]) -> list[dict[str, Any]]:
-    """Pack the forecasts that sliders can reach: with an accuracy, and with one set of weights of these anchors."""
+def pack_forecasts(
+    points: Sequence[ForecastPoint], anchors: Sequence[str], solved: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Pack the forecasts that sliders can reach: with an accuracy, and with one set of weights of these anchors.
+
+    The dose of `solved` anchors does not depend on their weight.
+    """
     packed = []
     for point in points:
         is_plain = point.weights and all(isinstance(weight, float | int) for weight in point.weights.values())
-        is_plain = is_plain and point.method == "joint"
+        is_plain = is_plain and point.method == "joint" and not any(point.weights.get(anchor) for anchor in solved)
         if point.accuracy is not None and point.alpha is not None and is_plain and set(point.weights) <= set(anchors):
             weights = [float(point.weights.get(anchor, 0.0)) for anchor in anchors]
             packed.append({**point.to_dict(), "weights": weights})

@@ -465,7 +465,17 @@ def read_points(run: Run) -> list[ForecastPoint]:
         for point in found["points"] if found and found.get("origin") == _origin(run) else ():
             dose = point.pop("largest_trusted")
             points.append(ForecastPoint(**point, largest_trusted=None if dose is None else TrustedDose(**dose)))
+        if points and points[0].anchored and not belong_to(points, measured_base(run)):  # it is evaluated otherwise now
+            return []
     return points
+
+
+def belong_to(points: Sequence[ForecastPoint], measured: tuple[float, float] | None) -> bool:
+    """Whether the base of these points has this measured accuracy, where it is known, and these tokens."""
+    if measured is None or not points:
+        return False
+    base, (accuracy, tokens) = points[0], measured
+    return bool(np.allclose([base.tokens, accuracy if base.accuracy is None else base.accuracy], [tokens, accuracy]))
 
 
 def _aims(run: Run, name: str, anchors: Sequence[str]) -> dict[str, Aim]:

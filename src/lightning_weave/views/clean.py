@@ -67,6 +67,7 @@ def unneeded_folders(recipes: Sequence[Run]) -> list[Path]:
     named = [path for path in sorted(directory.rglob("*@*")) if FOLDER.search(path.name)]
     folders = [path for path in named if path.is_dir() and not path.is_symlink()]
     outer = [path for path in folders if not FOLDER.search(path.parent.relative_to(directory).as_posix())]
+    needed |= {parent for folder in needed for parent in folder.parents}  # a level may be named like a fingerprint
     return [path for path in outer if path.resolve() not in needed and not path.name.startswith(TEMPORARY)]
 
 
