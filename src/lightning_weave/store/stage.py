@@ -315,12 +315,12 @@ class Stage:
         """
         missing = self.missing(range(shards))
         if missing and not is_single_process() and self.manifest() is not None:
-            self.wait_until_complete()
+            self.wait_until_complete(LATE)
             missing = self.missing(missing)
         return missing
 
-    def wait_until_complete(self, seconds: float = LATE) -> None:
-        """Look until it is complete, or for so long; by default, as a network file system may take to show a file."""
+    def wait_until_complete(self, seconds: float) -> None:
+        """Look until it is complete, or for so long."""
         end = time.monotonic() + seconds
         while not self.complete and time.monotonic() < end:
             time.sleep(0.1)
@@ -418,7 +418,7 @@ class Stage:
     def require(self) -> dict[str, Any]:
         """Return the manifest. If the stage is not complete, raise an error with the command to run."""
         if not is_main_process():  # another rank may just have finished it
-            self.wait_until_complete()
+            self.wait_until_complete(LATE)
         if (state := self.state()) != "complete":
             word = "is not finished" if state == "partial" else "is not there yet"
             raise InputError(f"{self.directory / self.path} {word}. Make it with: {self.command}")
