@@ -517,8 +517,8 @@ def _show(jobs: Sequence[_RunningJob], progress: Progress, bars: ExitStack) -> N
             one.bar = bars.enter_context(progress.bar(one.job.label, total, one.job.unit))
         elif one.bar.done == total:
             continue
-        if done := total - one.left - one.bar.done:
-            one.bar.advance(done)
+        for _ in range(total - one.left - one.bar.done):
+            one.bar.advance()
         if one.left:
             return
         bars.close()
